@@ -7,7 +7,7 @@ them what it needs:
 - ``endpoint``: an endpoint as bytes that are checked when they are read, and the token that it carries.
 - ``options``, ``listening``: options as a user writes them, and those of back ends that listen on a port.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
-- ``cursor``: the bytes of a batch, piece by piece.
+- ``cursor``, ``runs``: the bytes of a batch, piece by piece; its runs, cut where they are too long.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.
 - ``liveness``: how the two ends of a link on one host know of each other's end, and tell each other what else there is.
 - ``host``, ``ports``: where a process runs, and which ports it has open.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-import numpy as np
-
 from kvxfer.backend import CopyPool
+from kvxfer.backend.runs import split_long
 from kvxfer.geometry.plan import Ints
 from kvxfer_cma.vm import IOV_MAX, Pieces, Process
 
-__all__ = ["Copy", "DirectCopy", "CopyStep", "split_long"]
+__all__ = ["Copy", "DirectCopy", "CopyStep"]
 
 STEP_BYTES = 16 << 20
 """At most these bytes go in one system call of each thread. It cannot be broken off, so they bound how long a poll blocks: 4 ms at
@@ -43,16 +42,6 @@ class Copy(Protocol):
 
     def drop(self) -> None:
         """Touch no registered memory of this side from now on."""
-
-
-def split_long(limit: int, lengths: Ints, *offsets: Ints) -> tuple[Ints, ...]:
-    """Cut runs longer than ``limit`` and drop empty ones: new lengths, then the offsets that go with them."""
-    if not len(lengths) or (int(lengths.max()) <= limit and int(lengths.min()) > 0):
-        return lengths, *offsets
-    pieces = -(-lengths // limit)
-    run = np.repeat(np.arange(len(lengths)), pieces)
-    skip = (np.arange(len(run)) - (np.cumsum(pieces) - pieces)[run]) * limit
-    return np.minimum(lengths[run] - skip, limit), *(o[run] + skip for o in offsets)
 
 
 class DirectCopy:

@@ -25,9 +25,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvxfer.backend.memories import Memories
+from kvxfer.backend.runs import split_long
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.plan import Ints
-from kvxfer_cma.copy import CopyStep, split_long
+from kvxfer_cma.copy import CopyStep
 from kvxfer_cma.endpoint import LINK_BYTES
 from kvxfer_cma.vm import IOV_MAX, Pieces, copy_own
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvxfer.backend.runs import split_long
 from kvxfer.geometry import CopyPattern, Region, StridedCopy
 from kvxfer.geometry.cache import flat_starts
 from kvxfer.geometry.plan import Ints
@@ -168,11 +169,7 @@ def of_strided_copy(strided: StridedCopy, placement: Placement) -> Iterator[Laun
 def of_runs(src: Ints, dst: Ints, lengths: Ints) -> Iterator[Launch]:
     """Yield the launches of runs given by address and length in bytes."""
     limit = LONG_RUN * max(1, int(lengths.sum()) // max(1, len(lengths) * LONG_RUN // 2))
-    pieces = -(-lengths // limit)
-    if len(lengths) and (int(pieces.max()) > 1 or int(pieces.min()) == 0):
-        run = np.repeat(np.arange(len(lengths)), pieces)
-        skip = (np.arange(len(run)) - (np.cumsum(pieces) - pieces)[run]) * limit
-        src, dst, lengths = src[run] + skip, dst[run] + skip, np.minimum(lengths[run] - skip, limit)
+    lengths, src, dst = split_long(limit, lengths, src, dst)
     yield from _launches(ONE_ROW, src, dst, lengths, 1)
 
 

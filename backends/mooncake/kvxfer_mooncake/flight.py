@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
+from kvxfer.backend.runs import split_long
 from kvxfer.errors import TransportError
 from kvxfer.geometry.plan import Ints
 from kvxfer.transport import Completion, Fence, Verb
@@ -134,8 +133,5 @@ class Flight:
 
 def _pieces(here: Ints, there: Ints, lengths: Ints) -> list[tuple[int, int, int]]:
     """Return address here, address there and bytes of each request; none is empty."""
-    counts = -(-lengths // PIECE_BYTES)
-    run = np.repeat(np.arange(len(lengths)), counts)
-    skip = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE_BYTES
-    sizes = np.minimum(lengths[run] - skip, PIECE_BYTES)
-    return list(zip((here[run] + skip).tolist(), (there[run] + skip).tolist(), sizes.tolist(), strict=True))
+    lengths, here, there = split_long(PIECE_BYTES, lengths, here, there)
+    return list(zip(here.tolist(), there.tolist(), lengths.tolist(), strict=True))

@@ -15,7 +15,9 @@ from typing import Literal
 import numpy as np
 
 from kvxfer.backend import CopyPool
+from kvxfer.backend.runs import split_long
 from kvxfer.errors import TransportError
+from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Completion, Fence
 from kvxfer_nixl.agent import LibraryAgent, Side
 from kvxfer_nixl.link import Link
@@ -224,17 +226,12 @@ def _pieces(local: Side, remote: Side, pool: CopyPool) -> tuple[Side, Side, dequ
 
 def _shorten(local: Side, remote: Side, longest: int) -> tuple[Side, Side]:
     """Return the same bytes in runs of at most so many."""
-    most = np.uint64(longest)
-    sizes = local[1][:, 1]
-    counts = ((sizes + most - np.uint64(1)) // most).astype(np.int64)
-    index = np.repeat(np.arange(len(sizes)), counts)
-    nth = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    skip = nth.astype(np.uint64) * most
+    columns = local[1][:, 1], local[1][:, 0], remote[1][:, 0]
+    lengths, here, there = split_long(longest, *(column.astype(np.int64) for column in columns))
 
-    def cut(side: Side) -> Side:
-        table = side[1][index]
-        table[:, 0] += skip
-        table[:, 1] = np.minimum(table[:, 1] - skip, most)
-        return side[0], table
+    def side(old: Side, starts: Ints) -> Side:
+        table = np.full((len(lengths), 3), old[1][0], np.uint64)  # all on one device
+        table[:, 0], table[:, 1] = starts, lengths
+        return old[0], table
 
-    return cut(local), cut(remote)
+    return side(local, here), side(remote, there)

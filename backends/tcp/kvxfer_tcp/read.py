@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvxfer.backend.runs import split_long
 from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Fence
 
@@ -40,11 +41,7 @@ class Read:
             self.asks.extend([(0, len(ends))] if len(ends) else [])
             return
         if int(self.lengths.max()) > ASK_BYTES:
-            pieces = -(-self.lengths // ASK_BYTES)
-            run = np.repeat(np.arange(len(pieces)), pieces)
-            skip = (np.arange(len(run)) - (np.cumsum(pieces) - pieces)[run]) * ASK_BYTES
-            self.local, self.remote = self.local[run] + skip, self.remote[run] + skip
-            self.lengths = np.minimum(self.lengths[run] - skip, ASK_BYTES)
+            self.lengths, self.local, self.remote = split_long(ASK_BYTES, self.lengths, self.local, self.remote)
             ends = np.cumsum(self.lengths)
         lo = 0
         while lo < len(ends):

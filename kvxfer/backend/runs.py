@@ -1,0 +1,19 @@
+"""Runs of a batch, cut where they are too long to go at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvxfer.geometry.plan import Ints
+
+__all__ = ["split_long"]
+
+
+def split_long(limit: int, lengths: Ints, *offsets: Ints) -> tuple[Ints, ...]:
+    """Cut runs longer than ``limit`` and drop empty ones: new lengths, then the offsets that go with them."""
+    if not len(lengths) or (int(lengths.max()) <= limit and int(lengths.min()) > 0):
+        return lengths, *offsets
+    pieces = -(-lengths // limit)
+    run = np.repeat(np.arange(len(lengths)), pieces)
+    skip = (np.arange(len(run)) - (np.cumsum(pieces) - pieces)[run]) * limit
+    return np.minimum(lengths[run] - skip, limit), *(o[run] + skip for o in offsets)
