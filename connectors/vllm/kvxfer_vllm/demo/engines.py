@@ -61,7 +61,7 @@ class Rounds:
 
         def one_round(name: str, pair: ServerPair) -> None:
             with busy(pair.decode, others, OTHERS_TOKENS) as decoding:
-                timed[name].round()
+                timed[name].round(decoding)
                 decoding.check()
 
         for _ in range(self._rounds + 1):
