@@ -75,7 +75,7 @@ class FirstTokens:
         self._gaps: dict[str, list[list[float]]] = {"least": [], "loaded": []}
         self._loads = 0
         self._before = loaded_tokens(pair.decode)
-        self._moving = moving_seconds(pair.decode)
+        self._transfers: list[float] = []
 
     def round(self, decoding: Others) -> None:
         """Time each kind once, while others decode. The first round warms up and does not count.
@@ -94,7 +94,11 @@ class FirstTokens:
         begin = time.perf_counter()
         told = offers(pair.prefill, some)
         self._taken.setdefault("prefilled", []).append(time.perf_counter() - begin)
+        before = moving_seconds(pair.decode)
         loaded = self._time("loaded", pair.decode, some, told)
+        after = moving_seconds(pair.decode)
+        if before is not None and after is not None:
+            self._transfers.append((after - before) / self._case.at_once)
         for kind, span in (("least", least), ("loaded", loaded)):
             self._gaps[kind].append(decoding.during([span]))
         if pair.address is not None:
@@ -152,9 +156,8 @@ class FirstTokens:
             "longest_step_while_loading_ms": max(loading),
             "loaded_over_least_steps": 1e3 * (loaded - least) / step,
         }
-        moving = moving_seconds(self._pair.decode)
-        if moving is not None and self._moving is not None:
-            transfer = 1e3 * (moving - self._moving) / self._loads
+        if self._transfers:
+            transfer = 1e3 * statistics.median(self._transfers[1:])
             found |= {"transfer_ms": transfer, "loaded_to_step_and_transfer": 1e3 * loaded / (step + transfer)}
         return {name: round(value, 2) for name, value in found.items()}
 
