@@ -12,137 +12,48 @@ import json
 import random
 import time
 from collections import Counter
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.pair import cache_devices
-from kvxfer.bench.ranked import LoadResult, RankedEngine
-from kvxfer.bench.remote import Remote
+from kvxfer.bench.ranked import LoadResult
+from kvxfer.bench.world import World
 from kvxfer.errors import ConfigError
-from kvxfer.identity import Source
 
 __all__ = ["chaos", "measure"]
 
-ENGINES = {"producer-1": 1, "producer-2": 2, "consumer-1": 1, "consumer-2": 2}
+PRODUCERS = {"producer-1": 1, "producer-2": 2}
+CONSUMERS = {"consumer-1": 1, "consumer-2": 2}
 """Names, and how many ranks each has."""
-TIMES = {"transfer_timeout": 6.0, "lease": 6.0, "peer_timeout": 2.0}
-STEP_S, LOAD = 0.1, 3
-"""Every so often, so many transfers begin between each producer and each consumer."""
-LATE_S = 1.0
-"""How long after its deadline an outcome may come, besides what the process did not run."""
-REST_S = 2 * TIMES["transfer_timeout"] + 3 * TIMES["lease"]
-"""When nothing more begins, all blocks are back within this time."""
+BLOCKS = 256
+"""Of an engine: so few that what is given back is soon lent again."""
+LOAD = 3
+"""In each turn, so many transfers begin between each producer and each consumer."""
 
 
-class _Chaos:
-    """The engines, and what happens to them."""
+def _begin(world: World, rng: random.Random) -> None:
+    """Have transfers begin in all pairs."""
+    for producer in PRODUCERS:
+        for consumer in CONSUMERS:
+            for _ in range(LOAD):
+                generations = rng.choices((0, 1, 2, 3), (1, 10, 6, 3))[0]
+                gone, fetched, cancelled = (rng.random() < share for share in (0.09, 0.95, 0.1))
+                world.begin(producer, consumer, generations, gone=gone, fetched=fetched, cancelled=cancelled)
 
-    def __init__(self, seed: int, config: dict[str, Any], device: str) -> None:
-        self._rng = random.Random(seed)
-        self._config = config
-        self._devices = cache_devices(device)
-        self._made = 0
-        self.outcomes: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.complaints: list[str] = []
-        self.worst_late_s = 0.0
-        self._numbers = 0
-        self._remotes: dict[str, Remote] = {}
-        self._sources: dict[str, Source] = {}
-        self._stopped: dict[str, float] = {}
-        self._asked: set[str] = set()
-        self._holding: dict[str, int] = {}
-        self._todo: dict[str, tuple[list[Any], list[Any]]] = {}
-        for name in ENGINES:
-            self._start(name)
 
-    def _start(self, name: str) -> None:
-        self._made += 1
-        seed = self._rng.randrange(1 << 32)
-        devices = self._devices if name.startswith("producer") else self._devices[::-1]
-        self._remotes[name] = remote = Remote(name, RankedEngine, name, ENGINES[name], seed, self._config, devices)
-        self._sources[name] = remote("source")
-        self._todo[name] = [], []
-        self._holding[name] = 0
-
-    def begin(self) -> None:
-        """Have transfers begin in all pairs."""
-        for producer in ("producer-1", "producer-2"):
-            for consumer in ("consumer-1", "consumer-2"):
-                for _ in range(LOAD):
-                    self._numbers += 1
-                    generations = self._rng.choices((0, 1, 2, 3), (1, 10, 6, 3))[0]  # 0: never offered
-                    if generations:
-                        self._todo[producer][0].append((self._numbers, generations))
-                    if self._rng.random() < 0.95:
-                        load = self._numbers, self._sources[producer], self._rng.random() < 0.1
-                        self._todo[consumer][1].append(load)
-
-    def turn(self) -> None:
-        """Let every engine work that runs, and take in what it says."""
-        now = time.monotonic()
-        for name in [name for name, until in self._stopped.items() if until <= now]:
-            del self._stopped[name]
-            self._remotes[name].resume()
-        for name, remote in self._remotes.items():
-            if name not in self._asked and name not in self._stopped:
-                remote.send("step", *self._todo[name], STEP_S / 2)
-                self._todo[name] = [], []
-                self._asked.add(name)
-        time.sleep(STEP_S / 2)
-        for name in list(self._asked):
-            if self._remotes[name].ready(STEP_S):
-                self._asked.discard(name)
-                self._hear(name, *self._remotes[name].get())
-
-    def _hear(self, name: str, results: list[LoadResult], complaints: list[str], holding: int) -> None:
-        self.complaints += complaints
-        self._holding[name] = holding
-        for v in results:
-            self.outcomes[v.kind] += 1
-            self.worst_late_s = max(self.worst_late_s, v.late_s)
-            if v.wrong:
-                self.complaints.append(f"{name}: transfer {v.number} was delivered wrong: {v.wrong}")
-            if v.late_s > LATE_S:
-                self.complaints.append(
-                    f"{name}: transfer {v.number} ended {v.late_s:.2f} s late ({v.kind}: {v.reason})"
-                )
-
-    def harm(self) -> None:
-        """Kill or stop an engine."""
-        name = self._rng.choice(list(ENGINES))
-        if name in self._stopped:
-            return
-        if self._rng.random() < 0.4:
-            self.faults["killed"] += 1
-            self._remotes[name].kill()
-            self._asked.discard(name)
-            self._start(name)
-        else:
-            self.faults["stopped"] += 1
-            self._remotes[name].stop()
-            self._stopped[name] = time.monotonic() + self._rng.uniform(0.05, 4.0)
-
-    def rest(self) -> None:
-        """Begin nothing more, and see that all blocks come back."""
-        for name in list(self._stopped):
-            self._stopped[name] = 0.0
-        self._todo = {name: ([], []) for name in ENGINES}
-        until = time.monotonic() + REST_S
-        while time.monotonic() < until:
-            self.turn()
-            if not self._asked and not any(self._holding.values()):
-                return
-        for name, n in self._holding.items():
-            if n:
-                self.complaints.append(f"{name}: {n} transfers still hold blocks {REST_S:g} s after the last began")
-
-    def close(self) -> None:
-        for name, remote in self._remotes.items():
-            if name in self._stopped:
-                remote.resume()
-            remote.close()
+def _harm(world: World, rng: random.Random, faults: Counter[str]) -> None:
+    """Kill or stop an engine."""
+    name = rng.choice([*PRODUCERS, *CONSUMERS])
+    if world.stopped(name):
+        return
+    if rng.random() < 0.4:
+        faults["killed"] += 1
+        world.kill(name)
+        world.start(name)
+    else:
+        faults["stopped"] += 1
+        world.stop(name, rng.uniform(0.05, 4.0))
 
 
 def measure(seconds: float, every: float, seed: int, config: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
@@ -154,28 +65,34 @@ def measure(seconds: float, every: float, seed: int, config: dict[str, Any], dev
         Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all
         promises held.
     """
-    rng = random.Random(seed + 1)
-    world = _Chaos(seed, {**config, **TIMES}, device)
-    try:
+    rng, of_faults = random.Random(seed), random.Random(seed + 1)
+    outcomes: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    worst_late_s = 0.0
+
+    def hear(_: str, result: LoadResult) -> None:
+        nonlocal worst_late_s
+        outcomes[result.kind] += 1
+        worst_late_s = max(worst_late_s, result.late_s)
+
+    with closing(World({**PRODUCERS, **CONSUMERS}, BLOCKS, rng, config, device, hear)) as world:
         until = time.monotonic() + seconds
         harm = time.monotonic() + every
         while (now := time.monotonic()) < until:
-            world.begin()
+            _begin(world, rng)
             world.turn()
             if now >= harm:
-                world.harm()
-                harm = time.monotonic() + rng.expovariate(1 / every)
+                _harm(world, rng, faults)
+                harm = time.monotonic() + of_faults.expovariate(1 / every)
         world.rest()
-    finally:
-        world.close()
-    return {
-        "seconds": seconds,
-        "seed": seed,
-        "outcomes": dict(world.outcomes),
-        "faults": dict(world.faults),
-        "worst_late_s": round(world.worst_late_s, 2),
-        "complaints": world.complaints[:20],
-    }
+        return {
+            "seconds": seconds,
+            "seed": seed,
+            "outcomes": dict(outcomes),
+            "faults": dict(faults),
+            "worst_late_s": round(worst_late_s, 2),
+            "complaints": world.complaints[:20],
+        }
 
 
 def chaos(

@@ -1,4 +1,4 @@
-"""An engine of several ranks for ``kvxfer bench chaos``: it fills, offers, takes back and checks blocks by itself.
+"""An engine of several ranks, driven by ``world.py``: it fills, offers, takes back and checks blocks by itself.
 
 Every word of a cache says what it holds: the transfer, the generation, the token, the head, the layer. So a delivered block
 proves where each of its bytes comes from, and a block that nobody uses proves that nobody has written to it.
@@ -7,6 +7,7 @@ proves where each of its bytes comes from, and a block that nobody uses proves t
 from __future__ import annotations
 
 import heapq
+import os
 import random
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.bench.words import Words, words
+from kvxfer.bench.words import Words, device_mib, words
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -27,11 +28,11 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, GenerationReleased
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["EACH", "RankedEngine", "LoadResult"]
+__all__ = ["LoadResult", "RankedEngine"]
 
 LAYERS, HEADS, BLOCK_TOKENS, HEAD_WORDS = 2, 4, 16, 8
-BLOCKS, EACH = 256, 6
-"""Blocks of an engine, and of a transfer."""
+EACH = 6
+"""Blocks of a transfer."""
 FREE = -1
 """What every word of a block holds that nobody uses."""
 LAG_S = 0.1
@@ -90,23 +91,25 @@ class Stalls:
 
 
 class RankedEngine:
-    """One engine with ``tp`` ranks in this process; ``step`` makes it work. See ``chaos`` for what it is asked to do.
+    """One engine with ``tp`` ranks in this process; ``step`` makes it work.
 
     Ranks take turns at ``devices``.
     """
 
-    def __init__(self, role: str, tp: int, seed: int, config: dict[str, Any], devices: Sequence[str]) -> None:
+    def __init__(
+        self, role: str, tp: int, blocks: int, seed: int, config: dict[str, Any], devices: Sequence[str]
+    ) -> None:
         self._role, self._tp = role, tp
         self._config = Config.from_mapping(config)
         self._rng = random.Random(seed)
-        shape = LAYERS, BLOCKS, BLOCK_TOKENS, HEADS // tp, HEAD_WORDS
+        shape = LAYERS, blocks, BLOCK_TOKENS, HEADS // tp, HEAD_WORDS
         self._words = [words(shape, devices[rank % len(devices)]) for rank in range(tp)]
         for cache in self._words:
-            cache.put(range(BLOCKS), FREE)
-        self._agents = [Agent(_cache(cache, i, tp), self._config, role) for i, cache in enumerate(self._words)]
+            cache.put(range(blocks), FREE)
+        self._agents = [Agent(_cache(cache, blocks, i, tp), self._config, role) for i, cache in enumerate(self._words)]
         self._directory = Directory(Config(), role, epoch=self._agents[0].epoch)
         self._directory.publish(tuple(agent.descriptor for agent in self._agents))
-        self._free = list(range(BLOCKS))
+        self._free = list(range(blocks))
         self._uses: dict[int, _Use] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -119,18 +122,18 @@ class RankedEngine:
         return self._directory.source
 
     def step(
-        self, serve: list[tuple[int, int]], load: list[tuple[int, Source, bool]], seconds: float
+        self, serve: list[tuple[int, int, bool]], load: list[tuple[int, Source, bool]], seconds: float
     ) -> tuple[list[LoadResult], list[str], int]:
         """Begin these transfers, then work for some seconds.
 
-        ``serve`` are offered, each with the number of generations that it goes through. ``load`` are fetched, from where, and whether to
-        cancel each at some time.
+        ``serve`` are offered, each with the number of generations that it goes through, and whether to take the last back. ``load`` are
+        fetched, from where, and whether to cancel each at some time.
 
         Returns:
             What has ended, what is wrong, and how many transfers hold blocks.
         """
-        for number, generations in serve:
-            self._serve(number, generations)
+        for number, generations, gone in serve:
+            self._serve(number, generations, gone)
         for number, source, cancelled in load:
             self._load(number, source, cancelled)
         until = time.monotonic() + seconds
@@ -146,6 +149,21 @@ class RankedEngine:
         complaints, self._complaints = self._complaints, []
         return results, complaints, len(self._uses)
 
+    def vitals(self) -> dict[str, float]:
+        """Return what the process and its agents hold."""
+        with open("/proc/self/statm") as f:
+            pages = int(f.read().split()[1])
+        stats = [agent.stats() for agent in self._agents]
+        return {
+            "device_MiB": 0.0 if self._words[0].device == "cpu" else device_mib(),
+            "rss_MiB": round(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 2),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+            "fetches": sum(s.fetches for s in stats),
+            "leases": sum(s.offers for s in stats),
+            "quarantined_bytes": sum(s.quarantined_bytes for s in stats),
+        }
+
     def close(self) -> None:
         for agent in self._agents:
             agent.close()
@@ -153,7 +171,7 @@ class RankedEngine:
 
     # --- the producer ----------------------------------------------------------------------------------------------
 
-    def _serve(self, number: int, generations: int) -> None:
+    def _serve(self, number: int, generations: int, gone: bool) -> None:
         blocks = self._lend(number)
         if blocks is None:
             return
@@ -166,7 +184,7 @@ class RankedEngine:
                 for tokens in (2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, EACH * BLOCK_TOKENS):
                     at += self._rng.uniform(0, LAG_S)
                     self._at(at, partial(self._offer, rank, number, generation, tokens))
-            if number % 11 == 0:
+            if gone:
                 self._at(at + self._rng.uniform(0, LAG_S), partial(self._take_back, rank, number, generations, True))
 
     def _offer(self, rank: int, number: int, generation: int, tokens: int) -> None:
@@ -278,7 +296,7 @@ def _transfer(number: int) -> TransferId:
     return TransferId("chaos", number)
 
 
-def _cache(memory: Words, rank: int, tp: int) -> Cache:
+def _cache(memory: Words, blocks: int, rank: int, tp: int) -> Cache:
     heads, word = HEADS // tp, 8
     head = HEAD_WORDS * word
     token, layer = heads * head, memory.nbytes // LAYERS
@@ -287,7 +305,7 @@ def _cache(memory: Words, rank: int, tp: int) -> Cache:
         group=0,
         layers=tuple(f"layer.{i}" for i in range(LAYERS)),
         offsets=tuple(i * layer for i in range(LAYERS)),
-        blocks=BLOCKS,
+        blocks=blocks,
         block_stride=BLOCK_TOKENS * token,
         unit=head,
         encoding="words",

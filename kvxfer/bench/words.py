@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["DeviceWords", "HostWords", "Words", "words"]
+__all__ = ["DeviceWords", "HostWords", "Words", "device_mib", "words"]
 
 Array = np.ndarray[Any, Any]
 
@@ -67,3 +67,11 @@ class DeviceWords:
 def words(shape: Sequence[int], device: str) -> Words:
     """Make a cache of zeroes on ``device``, ``cpu`` or as ``cuda:0``."""
     return HostWords(shape) if device == "cpu" else DeviceWords(shape, device)
+
+
+def device_mib() -> float:
+    """Return what all processes hold of all GPUs: memory of a peer that has died counts while somebody has it mapped."""
+    import torch
+
+    each = (torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count()))
+    return round(float(sum(total - free for free, total in each)) / (1 << 20), 2)

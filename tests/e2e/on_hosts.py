@@ -7,7 +7,7 @@ by vllm-router, where that is there.
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from kvxfer_vllm.demo.clients import Answers, Clients, Wish
 from kvxfer_vllm.demo.fleet import routed
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
-from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm
+from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm, ended_together
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Fresh
 from tests.networks import Host
@@ -52,11 +52,11 @@ class Told:
 class Pair:
     """The two servers, at the same port of their hosts."""
 
-    def __init__(self, stack: ExitStack, model: Path, logs: Path, prefill: Host, decode: Host) -> None:
+    def __init__(self, begun: list[Server], model: Path, logs: Path, prefill: Host, decode: Host) -> None:
         def start(name: str, role: str, host: Host, *flags: str) -> Server:
             config = connector(role, {**PATIENT, "advertise": "auto"})
             server = Fresh(name, model, logs, config, flags, port=8000, host=host.address, before=host.across)
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         self._logs = logs
@@ -103,8 +103,8 @@ class Pair:
 
 def main(model: str, logs: str, places: list[dict[str, object]], program: str | None, *expected: Tokens) -> None:
     prefill, decode = (Host(**place) for place in places)
-    with ended_by_sigterm(), ExitStack() as stack:
-        pair = Pair(stack, Path(model), Path(logs), prefill, decode)
+    with ended_by_sigterm(), ended_together() as begun:
+        pair = Pair(begun, Path(model), Path(logs), prefill, decode)
         out = [pair.by_us(expected[0])]
         if program is not None:
             out.append(pair.by_router(program, expected[1]))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
+from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector, ended_together
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
 
@@ -26,7 +25,7 @@ def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFact
     """The draft model is the model itself, so that each guess is right if the draft model's cache is."""
     logs = tmp_path_factory.mktemp("drafts")
     speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": GUESSES}
-    with ExitStack() as stack:
+    with ended_together() as begun:
         started = {}
         for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             server = Forked(
@@ -36,7 +35,7 @@ def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFact
                 connector(role, PATIENT),
                 ["--speculative-config", json.dumps(speculative)],
             )
-            stack.callback(server.stop)
+            begun.append(server)
             started[f"drafting {side}"] = server
         await_ready(started.values(), 300.0)
         yield started | {"prefill": cluster.prefill, "decode": cluster.decode}

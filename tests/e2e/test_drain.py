@@ -1,7 +1,6 @@
 """A prefill server that gets SIGTERM: what it has promised is fetched before it ends, or fails at once and is computed elsewhere."""
 
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
-from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
+from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector, ended_together
 from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -19,11 +18,11 @@ SHUTDOWN_S = 20
 
 def test_a_prefill_server_that_is_asked_to_stop(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     config = {"peer_timeout": 5.0}
-    with ExitStack() as stack:
+    with ended_together() as begun:
 
         def start(name: str, role: str, *flags: str, **more: Any) -> Server:
             server = Forked(name, model, tmp_path, {**connector(role, config), **more}, flags)
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         patient = start("patient", "kv_producer", "--shutdown-timeout", str(SHUTDOWN_S))

@@ -4,7 +4,6 @@ and nothing else."""
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kvxfer.cli.main import build
 from kvxfer_vllm.demo import servers
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import Cluster, Server, ServerError, await_ready, connector
+from kvxfer_vllm.demo.servers import Cluster, Server, ServerError, await_ready, connector, ended_together
 from tests.conftest import require
 from tests.e2e.forked import Forked
 
@@ -46,11 +45,11 @@ def test_a_killed_prefill_server_costs_only_its_requests(cluster: Cluster, model
     config = {"transfer_timeout": DEADLINE_S, "peer_timeout": 5.0, "backend": "kvxfer.testing.faults:Faulty"}
     config["backend_options"] = {"inner": "zmq"}  # in which the producer takes part, so that its delay counts
     slow = {**config, "backend_options": {"inner": "zmq", "delay_s": 300.0}}
-    with ExitStack() as stack:
+    with ended_together() as begun:
 
         def start(name: str, role: str, config: dict[str, Any], **policy: str) -> Server:
             server = Forked(name, model, tmp_path, {**connector(role, config), **policy})
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         mortal = start("mortal", "kv_producer", slow)

@@ -7,23 +7,12 @@ import pytest
 from kvxfer.errors import ConfigError
 from kvxfer_vllm.demo.beside import LOADS
 from kvxfer_vllm.demo.engines import Rounds
-from kvxfer_vllm.demo.first_token import measure
 from kvxfer_vllm.demo.kinds import PromptCase, Prompts
 from kvxfer_vllm.demo.metrics import loaded_tokens
 from kvxfer_vllm.demo.pairs import ServerPair
 from kvxfer_vllm.demo.servers import Cluster, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-
-def test_the_first_token_is_timed_beside_others(cluster: Cluster) -> None:
-    found = measure(cluster.prefill, cluster.decode, tokens=512, rounds=2, others=3)
-    assert found["failed"] == 0 and found["tokens_loaded"] >= 3 * 480  # a warm-up and two rounds
-    least, loaded = found["first_token_least_ms"], found["first_token_loaded_ms"]
-    assert 0 < found["step_ms"] < least < 5000 and 0 < loaded < 5000
-    assert found["load_in_steps"] == pytest.approx((loaded - least) / found["step_ms"], abs=0.05)
-    assert 0 < found["transfer_ms"] < loaded
-    assert found["first_token_ratio"] == pytest.approx(loaded / (found["step_ms"] + found["transfer_ms"]), abs=0.05)
 
 
 @pytest.fixture
@@ -45,7 +34,18 @@ def test_first_tokens_of_several_requests_by_kind(turns: Rounds, rows: list[dict
     assert found["tokens_loaded"] == pytest.approx(2, abs=0.02), "what is called loaded came from the prefill server"
     kinds = ("least", "computed", "cached", "loaded", "prefilled", "plain_computed", "prefill_computed")
     assert all(0 < found[f"{kind}_ms"] < 5000 for kind in kinds) and "together_ms" not in found
+    assert "step_ms" not in found, "nobody decodes meanwhile"
     assert found["loaded_over_least_ms"] == pytest.approx(found["loaded_ms"] - found["least_ms"], abs=0.02)
+
+
+def test_the_first_token_is_told_in_steps_of_the_others(turns: Rounds, rows: list[dict[str, Any]]) -> None:
+    turns.first_tokens(PromptCase(512, 1), others=3)
+    found = rows[0]
+    least, loaded, step = found["least_ms"], found["loaded_ms"], found["step_ms"]
+    assert 0 < step < least < 5000 and 0 < found["transfer_ms"] < loaded < 5000
+    assert found["loaded_over_least_steps"] == pytest.approx((loaded - least) / step, abs=0.05)
+    assert found["loaded_to_step_and_transfer"] == pytest.approx(loaded / (step + found["transfer_ms"]), abs=0.05)
+    assert step / 5 < found["step_while_loading_ms"] <= found["longest_step_while_loading_ms"]
 
 
 def test_what_loads_cost_beside_them(turns: Rounds, rows: list[dict[str, Any]], cluster: Cluster) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector, running
+from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector, ended_together, running
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
@@ -34,12 +33,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     require("vllm")
     folder = tmp_path_factory.mktemp("heads")
     write_unlike_heads(folder / "model")
-    with ExitStack() as stack:
-        one = stack.enter_context(running(folder / "model", folder, PATIENT, kind=Forked))
-        two = []
+    with running(folder / "model", folder, PATIENT, kind=Forked) as one, ended_together() as two:
         for name, role in (("prefill-tp-2", "kv_producer"), ("decode-tp-2", "kv_consumer")):
             two.append(Forked(name, folder / "model", folder, connector(role, PATIENT), TWO))
-            stack.callback(two[-1].stop)
         await_ready(two, 300.0)
         yield Servers(one, *two)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector
+from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector, ended_together
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
 
@@ -37,11 +36,11 @@ SMALL_STEPS = ["--max-num-batched-tokens", "96"]
 def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """Each started once; every prefill server serves every decode server."""
     logs = tmp_path_factory.mktemp("ranks")
-    with ExitStack() as stack:
+    with ended_together() as begun:
 
         def start(name: str, role: str, flags: list[str]) -> Server:
             server = Forked(name, model, logs, connector(role, PATIENT), flags)
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         started = {

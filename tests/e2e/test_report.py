@@ -8,14 +8,22 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import BLOCK, MODEL_NAME, Cluster, Server, await_ready, connector, free_port
+from kvxfer_vllm.demo.servers import (
+    BLOCK,
+    MODEL_NAME,
+    Cluster,
+    Server,
+    await_ready,
+    connector,
+    ended_together,
+    free_port,
+)
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
@@ -29,7 +37,7 @@ PROMPTS = [f"request {n}: " + f"{n * 6997} " * (5 + 25 * n) for n in range(6)]
 class Engines:
     """Servers that prefill and decode, as the id says; all of them with random ends of ids, or all without."""
 
-    def __init__(self, model: Path, logs: Path, randomised: bool, stack: ExitStack) -> None:
+    def __init__(self, model: Path, logs: Path, randomised: bool, begun: list[Server]) -> None:
         self.servers: dict[str, Server] = {}
         self._at: dict[str, str] = {}
         for name, elastic in (("one", False), ("other", False), ("elastic", True)):
@@ -37,7 +45,7 @@ class Engines:
             config = {**PATIENT, "backend": "nixl", "backend_options": {}, "port": port, "legacy_hosts": ["127.0.0.1"]}
             env = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": str(int(not randomised))}
             server = Forked(name, model, logs, connector("kv_both", {**config, "elastic": elastic}), (), env)
-            stack.callback(server.stop)
+            begun.append(server)
             self.servers[name], self._at[name] = server, f"127.0.0.1:{port}"
 
     def ask(self, prefill: str, decode: str, prompt: str) -> list[int]:
@@ -54,8 +62,8 @@ class Engines:
 def engines(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     require("vllm")
     require("nixl")
-    with ExitStack() as stack:
-        made = Engines(model, tmp_path_factory.mktemp("report"), request.param, stack)
+    with ended_together() as begun:
+        made = Engines(model, tmp_path_factory.mktemp("report"), request.param, begun)
         await_ready(made.servers.values(), 300)
         yield made
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector
+from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, ended_together
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
@@ -36,11 +35,11 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("states")
     write, more = MODELS[request.param]
     write(folder / "model")
-    with ExitStack() as stack:
+    with ended_together() as begun:
 
         def start(name: str, kv_transfer: dict[str, object] | None, flags: list[str]) -> Server:
             server = Forked(name, folder / "model", folder, kv_transfer, [*flags, *more])
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         both = connector("kv_both", PATIENT)

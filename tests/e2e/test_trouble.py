@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
-from kvxfer_vllm.demo.servers import Server, await_ready, connector, free_port
+from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_together, free_port
 from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -54,12 +53,12 @@ def asked(decode: Server, offers: list[Offered]) -> list[float]:
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     logs = tmp_path_factory.mktemp("trouble")
-    with ExitStack() as stack:
+    with ended_together() as begun:
 
         def begin(name: str, role: str, http: int | None = None, **more: Any) -> Server:
             settings = {**connector(role, {**CONFIG, **more}), "kv_load_failure_policy": "recompute"}
             server = Forked(name, model, logs, settings, port=http)
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         yield begin

@@ -5,7 +5,6 @@ import shutil
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import Server, await_ready, connector
+from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_together
 from kvxfer_vllm.weights import fingerprint
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
@@ -53,12 +52,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     write_model(folder / "base")
     in_two_files(folder / "base", folder / "moved")
     write_model(folder / "tuned", seed=1)
-    with ExitStack() as stack:
+    with ended_together() as begun:
 
         def start(name: str, model: str, role: str) -> Server:
             transfer = {**connector(role, PATIENT), "kv_load_failure_policy": "recompute"}
             server = Forked(name, folder / model, folder, transfer, env={"VLLM_SERVER_DEV_MODE": "1"})
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         out = Servers(

@@ -29,6 +29,11 @@ def links(case: Case) -> list[tuple[Rank, Rank, tuple[ShardAssignment, ...]]]:
     return [(p, c, assignments) for c, r in routes.items() for p, assignments in r.assignments.items()]
 
 
+def tables(case: Case) -> tuple[BlockTable, BlockTable]:
+    """The blocks of both sides, as transfers are given them."""
+    return BlockTable.of(case.producer.tables), BlockTable.of(case.consumer.tables)
+
+
 def plan(case: Case, p: Rank, c: Rank, assignments: tuple[ShardAssignment, ...]) -> CopyPlan:
     planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
     return planner.plan(case.producer.tables, case.consumer.tables, case.start, case.tokens)
@@ -135,9 +140,9 @@ def test_both_sides_derive_the_same_from_what_they_exchange(case: Case) -> None:
 def test_bytes_are_counted_without_a_plan_as_with_one(case: Case) -> None:
     for p, c, assignments in links(case):
         planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
-        tables = BlockTable.of(case.producer.tables), BlockTable.of(case.consumer.tables)
-        made = planner.plan(*tables, case.start, case.tokens)
-        assert planner.nbytes(*tables, case.start, case.tokens) == made.nbytes
+        src, dst = tables(case)
+        made = planner.plan(src, dst, case.start, case.tokens)
+        assert planner.nbytes(src, dst, case.start, case.tokens) == made.nbytes
         assert made.nbytes >= planner.least_row * made.rows
 
 
@@ -190,7 +195,7 @@ def test_a_transfer_may_be_cut_wherever_its_planner_says(case: Case, data: st.Da
     middle = data.draw(st.integers(case.start, case.tokens))
     for p, c, assignments in links(case):
         planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
-        src, dst = (BlockTable.of([row.tolist() for row in side.tables]) for side in (case.producer, case.consumer))
+        src, dst = tables(case)
         cut = max(case.start, middle - middle % planner.indivisible)
         assert planner.indivisible == 1 or any(not s.kind.cut_tokens for s in case.specs), "what can be cut is"
         ends = (case.start, cut), (cut, case.tokens)
@@ -204,7 +209,7 @@ def test_bands_of_layers_add_up_to_the_whole(case: Case, data: st.DataObject) ->
     """In whatever steps tokens and bands become ready, each byte is moved once."""
     for p, c, assignments in links(case):
         planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
-        src, dst = (BlockTable.of([row.tolist() for row in side.tables]) for side in (case.producer, case.consumer))
+        src, dst = tables(case)
         ready, sent, moved, seen = [case.start] * planner.bands, [case.start] * planner.bands, {}, []
         for final in (False, False, False, True):
             tokens = data.draw(st.integers(max(ready), case.tokens))
@@ -232,7 +237,7 @@ def test_parts_that_are_sent_add_up_to_the_whole(case: Case, data: st.DataObject
     """Wherever a load is cut to be sent, its parts follow each other without a gap, and each byte is moved once."""
     for p, c, assignments in links(case):
         planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
-        src, dst = (BlockTable.of([row.tolist() for row in side.tables]) for side in (case.producer, case.consumer))
+        src, dst = tables(case)
         whole = Span(case.start, case.tokens)
         made = plan_part(planner, src, dst, *whole[:2], *whole[:2], True)
         most = data.draw(st.integers(max(1, made.nbytes // 10), made.nbytes + 1))

@@ -50,6 +50,7 @@ class NixlRaw:
         done = agent.post(handle)
         posted = time.perf_counter()
         while not done:
+            os.sched_yield()  # where cores are scarce whoever has the next move may be waiting for this one
             done = agent.done(handle)
         ended = time.perf_counter()
         agent.release(handle)

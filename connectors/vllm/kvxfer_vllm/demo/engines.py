@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from kvxfer_vllm.demo.kinds import FirstTokens, PromptCase, Prompts
 from kvxfer_vllm.demo.model import SHAPES, Shape, write_shape
 from kvxfer_vllm.demo.pairs import STOCK, ServerPair, Starter
 from kvxfer_vllm.demo.routing import complete
-from kvxfer_vllm.demo.servers import ServerError, await_ready, ended_by_sigterm
+from kvxfer_vllm.demo.servers import ServerError, await_ready, ended_by_sigterm, ended_together
 from kvxfer_vllm.demo.streams import busy
 
 START_S = 400.0
@@ -62,7 +61,7 @@ class Rounds:
 
         def one_round(name: str, pair: ServerPair) -> None:
             with busy(pair.decode, others, OTHERS_TOKENS) as decoding:
-                timed[name].round()
+                timed[name].round(decoding)
                 decoding.check()
 
         for _ in range(self._rounds + 1):
@@ -137,13 +136,13 @@ def compare_engines(
     shape, cases = SHAPES[model], [PromptCase.parse(text) for text in case]
     under = PromptCase.parse(str(beside)) if beside else None
     on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-engines-") as folder, ExitStack() as stack:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-engines-") as folder, ended_together() as begun:
         where, logs = Path(folder) / "model", keep_logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         write_shape(where, shape)
         decoding = max(others, OTHERS if under or plain else 0)
         room = _room(cases, under, decoding)
-        starter = Starter(where, logs, on, [*_flags(shape, cases, room, decoding, bool(on)), *flags.split()], stack)
+        starter = Starter(where, logs, on, [*_flags(shape, cases, room, decoding, bool(on)), *flags.split()], begun)
         without = starter.plain() if plain else None
         pairs = {name: starter.pair(name, without) for name in backends}
         if without is not None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from kvxfer_vllm.demo.clients import START_S, Answers, Clients, expectations, wi
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.progress import Say, reported
-from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, free_port
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_together, free_port
 
 JOIN_S = 180.0
 AMID_S = 30.0
@@ -57,13 +57,13 @@ def _run(model: Path, logs: Path, program: str, backend: str, requests: int, see
     wanted = wishes(requests, seed)
     expected = expectations(model, logs, wanted)
     say("the plain server has answered")
-    with ExitStack() as stack:
+    with ended_together() as begun:
 
         def start(name: str, role: str, port: int | None = None) -> Server:
             settings = {"backend": backend, "peer_timeout": 10.0}
             kv_transfer = {**connector(role, settings), "kv_load_failure_policy": "recompute"}
             server = Server(name, model, logs, kv_transfer, port=port)
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         prefills = [start(f"prefill-{n}", "kv_producer") for n in range(2)]

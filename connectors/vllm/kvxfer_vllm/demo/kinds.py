@@ -7,6 +7,7 @@ KV comes from the prefill server; and, unless the connector cannot, one that is 
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
@@ -19,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from kvxfer.errors import ConfigError
-from kvxfer_vllm.demo.metrics import loaded_tokens
+from kvxfer_vllm.demo.metrics import loaded_tokens, moving_seconds
 from kvxfer_vllm.demo.pairs import ServerPair
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Server
-from kvxfer_vllm.demo.streams import stream
+from kvxfer_vllm.demo.streams import Others, stream
 
 SETTLE_S = 0.05
 
@@ -71,17 +72,19 @@ class FirstTokens:
     def __init__(self, pair: ServerPair, prompts: Prompts, case: PromptCase) -> None:
         self._pair, self._prompts, self._case = pair, prompts, case
         self._taken: dict[str, list[float]] = {}
+        self._gaps: dict[str, list[list[float]]] = {"least": [], "loaded": []}
         self._loads = 0
         self._before = loaded_tokens(pair.decode)
+        self._transfers: list[float] = []
 
-    def round(self) -> None:
-        """Time each kind once. The first round warms up and does not count.
+    def round(self, decoding: Others) -> None:
+        """Time each kind once, while others decode. The first round warms up and does not count.
 
         Raises:
             ServerError: One of the servers failed a request.
         """
         pair = self._pair
-        self._time("least", pair.decode, self._fresh(2))
+        least = self._time("least", pair.decode, self._fresh(2))
         self._time("computed", pair.decode, again := self._fresh())
         self._time("cached", pair.decode, again)
         if pair.plain is not None:
@@ -91,7 +94,13 @@ class FirstTokens:
         begin = time.perf_counter()
         told = offers(pair.prefill, some)
         self._taken.setdefault("prefilled", []).append(time.perf_counter() - begin)
-        self._time("loaded", pair.decode, some, told)
+        before = moving_seconds(pair.decode)
+        loaded = self._time("loaded", pair.decode, some, told)
+        after = moving_seconds(pair.decode)
+        if before is not None and after is not None:
+            self._transfers.append((after - before) / self._case.at_once)
+        for kind, span in (("least", least), ("loaded", loaded)):
+            self._gaps[kind].append(decoding.during([span]))
         if pair.address is not None:
             self._taken.setdefault("together", []).append(_together(pair, pair.address, self._fresh()))
             time.sleep(SETTLE_S)
@@ -104,6 +113,10 @@ class FirstTokens:
         ``together``, from the dispatch to both servers to the decode server's first token, where one after the other takes ``prefilled``
         and ``loaded``. ``plain_computed`` and ``prefill_computed`` compare a first token computed without a connector and with one.
         ``tokens_loaded``: of the tokens that were to be loaded, the share that came.
+
+        If others decode: ``step_ms``, a step of the engine, which is the pause between the tokens of the others, and what it is while KV is
+        loaded; how many steps a load takes longer than the least; ``transfer_ms``, for which KV of a load was on its way, and
+        ``loaded_to_step_and_transfer``: a first token with a load, in terms of the least that it could take.
         """
         found = {kind: statistics.median(seconds[1:]) for kind, seconds in self._taken.items()}
         tokens = loaded_tokens(self._pair.decode) - self._before
@@ -114,6 +127,7 @@ class FirstTokens:
             **{f"{kind}_ms": round(1e3 * seconds, 2) for kind, seconds in found.items()},
             "loaded_over_least_ms": round(1e3 * (found["loaded"] - found["least"]), 2),
             "loaded_over_cached_ms": round(1e3 * (found["loaded"] - found["cached"]), 2),
+            **self._in_steps(found["least"], found["loaded"]),
             "loaded_to_least": round(found["loaded"] / found["least"], 3),
             "loaded_to_computed": round(found["loaded"] / found["computed"], 3),
             "tokens_loaded": round(tokens / (self._loads * self._case.tokens), 4),
@@ -122,10 +136,30 @@ class FirstTokens:
     def _fresh(self, length: int | None = None) -> list[Prompt]:
         return [self._prompts.of(length or self._case.tokens) for _ in range(self._case.at_once)]
 
-    def _time(self, kind: str, server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None) -> None:
+    def _time(
+        self, kind: str, server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None
+    ) -> tuple[float, float]:
         begin = time.perf_counter()
-        self._taken.setdefault(kind, []).append(first_tokens(server, some, told) - begin)
+        end = first_tokens(server, some, told)
+        self._taken.setdefault(kind, []).append(end - begin)
         time.sleep(SETTLE_S)
+        return begin, end
+
+    def _in_steps(self, least: float, loaded: float) -> dict[str, float]:
+        calm, loading = (list(itertools.chain.from_iterable(self._gaps[kind][1:])) for kind in ("least", "loaded"))
+        if not (calm and loading):
+            return {}
+        step = statistics.median(calm)
+        found = {
+            "step_ms": step,
+            "step_while_loading_ms": statistics.median(loading),
+            "longest_step_while_loading_ms": max(loading),
+            "loaded_over_least_steps": 1e3 * (loaded - least) / step,
+        }
+        if self._transfers:
+            transfer = 1e3 * statistics.median(self._transfers[1:])
+            found |= {"transfer_ms": transfer, "loaded_to_step_and_transfer": 1e3 * loaded / (step + transfer)}
+        return {name: round(value, 2) for name, value in found.items()}
 
 
 def first_tokens(server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None) -> float:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.progress import Say
 from kvxfer_vllm.demo.prompts import OUTPUT_TOKENS, PROMPTS
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
-from kvxfer_vllm.demo.servers import NoAnswer, Server, ServerError, await_ready, connector, free_port
+from kvxfer_vllm.demo.servers import NoAnswer, Server, ServerError, await_ready, connector, ended_together, free_port
 
 HANG_S = 90.0
 """A request that has no answer by then counts as hung: the deadlines below, a pause, and two busy cores."""
@@ -46,11 +46,18 @@ class Findings:
 
 
 class Stage:
-    """Prefill servers and a decode server by name, any of which may be replaced while clients use them."""
+    """Prefill servers and a decode server by name, any of which may be replaced while clients use them; all are added to ``begun``."""
 
     def __init__(
-        self, model: Path, logs: Path, settings: Mapping[str, Any], prefills: int, flags: Iterable[str] = ()
+        self,
+        model: Path,
+        logs: Path,
+        settings: Mapping[str, Any],
+        prefills: int,
+        flags: Iterable[str],
+        begun: list[Server],
     ) -> None:
+        self._begun = begun
         self._model, self._logs, self._flags = model, logs, list(flags)
         self._settings = {**SETTINGS, **settings}
         self.prefills = tuple(f"prefill-{n}" for n in range(prefills))
@@ -68,12 +75,9 @@ class Stage:
             kv_transfer = {**connector("kv_consumer", config), "kv_load_failure_policy": "recompute"}
         else:
             kv_transfer = connector("kv_producer", config)
-        self._servers[name] = Server(name, self._model, self._logs, kv_transfer, self._flags)
-        return self._servers[name]
-
-    def stop(self) -> None:
-        for server in self._servers.values():
-            server.stop()
+        self._servers[name] = server = Server(name, self._model, self._logs, kv_transfer, self._flags)
+        self._begun.append(server)
+        return server
 
 
 class Client(threading.Thread):
@@ -144,11 +148,10 @@ def staged(
     prompts: Iterable[str] = PROMPTS.values(),
 ) -> Iterator[tuple[Stage, dict[str, list[int]]]]:
     """Return a stage with all its servers up and acquainted, and the tokens that a plain server makes of each prompt."""
-    with ExitStack() as stack:
-        stage = Stage(model, logs, settings, prefills, flags)
-        stack.callback(stage.stop)
+    with ended_together() as begun:
+        stage = Stage(model, logs, settings, prefills, flags, begun)
         plain = Server("plain", model, logs)
-        stack.callback(plain.stop)
+        begun.append(plain)
         await_ready([plain, *map(stage.start, stage.names)], 400, lambda server: say(f"{server.name} answers"))
         expected = {prompt: complete(plain, prompt, OUTPUT_TOKENS).tokens for prompt in prompts}
         plain.stop()

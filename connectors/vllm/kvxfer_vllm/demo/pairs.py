@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,13 @@ class ServerPair:
 
 
 class Starter:
-    """Starts servers of one model; they end with ``stack``.
+    """Starts servers of one model; they are added to ``begun``.
 
     ``gpus``: of the prefill and of the decode server; one for both, or none.
     """
 
-    def __init__(self, model: Path, logs: Path, gpus: Sequence[str], flags: Sequence[str], stack: ExitStack) -> None:
-        self._model, self._logs, self._gpus, self._flags, self._stack = model, logs, gpus, flags, stack
+    def __init__(self, model: Path, logs: Path, gpus: Sequence[str], flags: Sequence[str], begun: list[Server]) -> None:
+        self._model, self._logs, self._gpus, self._flags, self._begun = model, logs, gpus, flags, begun
 
     def plain(self) -> Server:
         """Start one without a connector, where decode servers are."""
@@ -57,5 +56,5 @@ class Starter:
     def _start(self, name: str, side: int, transfer: dict[str, Any] | None, **env: str) -> Server:
         on = {"CUDA_VISIBLE_DEVICES": self._gpus[side % len(self._gpus)]} if self._gpus else {}
         server = Server(name, self._model, self._logs, transfer, self._flags, {**env, **on})
-        self._stack.callback(server.stop)
+        self._begun.append(server)
         return server

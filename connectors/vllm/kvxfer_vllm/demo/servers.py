@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,8 @@ from kvxfer_vllm.demo.resources import ProcessResources, resources
 MODEL_NAME = "tiny"
 BLOCK = 32
 """Tokens a block; the CPU attention of vLLM needs a multiple of 32."""
+GRACE_S = 5.0
+"""How long a server that is stopped may take to end by itself."""
 CHUNK = 256
 """Tokens that one step of a server prefills at most, so that a longer prompt takes several."""
 
@@ -185,12 +187,7 @@ class Server:
 
     def stop(self) -> None:
         """End all its processes, with a few seconds to do it by themselves. Idempotent."""
-        self._signal(signal.SIGTERM)
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            pass  # killed next, as is whatever outlived a server that went in time
-        self.kill()
+        _stop([self])
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to its first process alone, as a cluster manager does, and do not wait."""
@@ -221,6 +218,31 @@ class Server:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
             pass  # the whole group has ended
+
+
+def _stop(servers: Sequence[Server]) -> None:
+    """Stop all side by side: those that are still starting take all of their grace."""
+    for server in servers:
+        server._signal(signal.SIGTERM)
+    try:
+        over = time.monotonic() + GRACE_S
+        for server in servers:
+            server.ended(max(0.0, over - time.monotonic()))
+    finally:
+        for server in servers:  # also what outlived a server that went in time
+            server._signal(signal.SIGKILL)
+        for server in servers:
+            server.kill()
+
+
+@contextmanager
+def ended_together() -> Iterator[list[Server]]:
+    """Yield a list. The servers that are in it when the block ends are stopped, all at the same time."""
+    servers: list[Server] = []
+    try:
+        yield servers
+    finally:
+        _stop(servers)
 
 
 @dataclass(frozen=True)
@@ -261,11 +283,11 @@ def running(
         ServerError: one of them ended or did not answer in time.
     """
     flags = list(flags)
-    with ExitStack() as stack:
+    with ended_together() as begun:
 
         def start(name: str, kv_transfer: Mapping[str, Any] | None) -> Server:
             server = kind(name, model, logs, kv_transfer, flags)
-            stack.callback(server.stop)
+            begun.append(server)
             return server
 
         cluster = Cluster(

@@ -1,0 +1,175 @@
+"""Engines that exchange transfers while some of them are killed or stopped: for ``kvxfer bench chaos`` and ``kvxfer bench soak``.
+
+What must hold, whatever is done to them: every load ends once, in time; what is delivered is one generation, byte by byte,
+over all ranks; all blocks come back, and nobody writes to them afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvxfer.bench.pair import cache_devices
+from kvxfer.bench.ranked import LoadResult, RankedEngine
+from kvxfer.bench.remote import Remote
+from kvxfer.identity import Source
+
+__all__ = ["TIMES", "TURN_S", "World"]
+
+TIMES = {"transfer_timeout": 6.0, "lease": 6.0, "peer_timeout": 2.0}
+TURN_S = 0.05
+"""How long a turn takes, unless an engine is late with its answer."""
+ANSWER_S = 2 * TURN_S
+"""How long a turn waits for the answer of an engine."""
+LATE_S = 1.0
+"""How long after its deadline an outcome may come, besides what the process did not run."""
+REST_S = 2 * TIMES["transfer_timeout"] + 3 * TIMES["lease"]
+"""When nothing more begins, all blocks are back within this time."""
+
+
+class World:
+    """Engines in processes of their own. Nothing happens to them but in ``turn``, ``kill`` and ``stop``.
+
+    ``complaints`` says what did not hold.
+    """
+
+    def __init__(
+        self,
+        ranks: dict[str, int],
+        blocks: int,
+        rng: random.Random,
+        config: dict[str, Any],
+        device: str,
+        hear: Callable[[str, LoadResult], None],
+    ) -> None:
+        """Start the engines.
+
+        Args:
+            ranks: How many each has, by name. Ranks of those with "producer" in it and of the others begin at different GPUs.
+            blocks: How many each has; a transfer takes ``ranked.EACH``, and does not begin while fewer are free.
+            rng: What seeds them.
+            config: Their configuration; the times are the same for all.
+            device: ``cpu`` or ``cuda``.
+            hear: Is told what became of each load, with the engine's name.
+        """
+        self.complaints: list[str] = []
+        self._ranks, self._blocks, self._rng, self._hear = ranks, blocks, rng, hear
+        self._config = {**config, **TIMES}
+        self._devices = cache_devices(device)
+        self._numbers = 0
+        self._remotes: dict[str, Remote] = {}
+        self._sources: dict[str, Source] = {}
+        self._stopped: dict[str, float] = {}
+        self._asked: set[str] = set()
+        self._holding: dict[str, int] = {}
+        self._todo: dict[str, tuple[list[Any], list[Any]]] = {}
+        for name in ranks:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """Start an engine, or the successor of one that was killed."""
+        devices = self._devices if "producer" in name else self._devices[::-1]
+        of = name, self._ranks[name], self._blocks, self._rng.randrange(1 << 32), self._config, devices
+        self._remotes[name] = Remote(name, RankedEngine, *of)
+        self._sources[name] = self._remotes[name]("source")
+        self._todo[name] = [], []
+
+    def begin(
+        self,
+        producer: str,
+        consumer: str,
+        generations: int = 1,
+        *,
+        gone: bool = False,
+        fetched: bool = True,
+        cancelled: bool = False,
+    ) -> int:
+        """Begin a transfer, and return its number.
+
+        Args:
+            producer: Name of the engine that offers it.
+            consumer: Name of the engine that fetches it.
+            generations: How many it goes through; if 0, it is never offered.
+            gone: Whether the last of them is taken back in the end.
+            fetched: Whether it is fetched at all.
+            cancelled: Whether the fetch is cancelled at some time.
+        """
+        self._numbers += 1
+        if generations:
+            self._todo[producer][0].append((self._numbers, generations, gone))
+        if fetched:
+            self._todo[consumer][1].append((self._numbers, self._sources[producer], cancelled))
+        return self._numbers
+
+    def turn(self) -> None:
+        """Let every engine work that runs, and take in what it says."""
+        now = time.monotonic()
+        for name in [name for name, until in self._stopped.items() if until <= now]:
+            del self._stopped[name]
+            self._remotes[name].resume()
+        for name, remote in self._remotes.items():
+            if name not in self._asked and name not in self._stopped:
+                remote.send("step", *self._todo[name], TURN_S)
+                self._todo[name] = [], []
+                self._asked.add(name)
+        time.sleep(TURN_S)
+        for name in list(self._asked):
+            if self._remotes[name].ready(ANSWER_S):
+                self._take_in(name)
+
+    def _take_in(self, name: str) -> None:
+        results, complaints, self._holding[name] = self._remotes[name].get()
+        self._asked.discard(name)
+        self.complaints += complaints
+        for v in results:
+            if v.wrong:
+                self.complaints.append(f"{name}: transfer {v.number} was delivered wrong: {v.wrong}")
+            if v.late_s > LATE_S:
+                self.complaints.append(
+                    f"{name}: transfer {v.number} ended {v.late_s:.2f} s late ({v.kind}: {v.reason})"
+                )
+            self._hear(name, v)
+
+    def vitals(self, name: str) -> dict[str, float]:
+        """Return what an engine that runs holds: ``RankedEngine.vitals``."""
+        if name in self._asked:
+            self._take_in(name)
+        found: dict[str, float] = self._remotes[name]("vitals")
+        return found
+
+    def stopped(self, name: str) -> bool:
+        """Return whether an engine is stopped."""
+        return name in self._stopped
+
+    def stop(self, name: str, seconds: float) -> None:
+        """Stop an engine that runs, for some time."""
+        self._remotes[name].stop()
+        self._stopped[name] = time.monotonic() + seconds
+
+    def kill(self, name: str) -> None:
+        """Kill an engine that runs."""
+        self._remotes.pop(name).kill()
+        self._asked.discard(name)
+        self._holding.pop(name, None)
+
+    def rest(self) -> None:
+        """Begin nothing more, and see that all blocks come back."""
+        self._stopped = dict.fromkeys(self._stopped, 0.0)
+        self._todo = {name: ([], []) for name in self._ranks}
+        until = time.monotonic() + REST_S
+        while time.monotonic() < until:
+            self.turn()
+            if not self._asked and not any(self._holding.values()):
+                return
+        for name, n in self._holding.items():
+            if n:
+                self.complaints.append(f"{name}: {n} transfers still hold blocks {REST_S:g} s after the last began")
+
+    def close(self) -> None:
+        """End all engines."""
+        for name, remote in self._remotes.items():
+            if name in self._stopped:
+                remote.resume()
+            remote.close()
