@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.bench.ranked import LoadResult
-from kvxfer.bench.world import World
+from kvxfer.bench.world import RankedWorld
 from kvxfer.errors import ConfigError
 
 __all__ = ["chaos", "measure"]
@@ -32,7 +32,7 @@ LOAD = 3
 """In each turn, so many transfers begin between each producer and each consumer."""
 
 
-def _begin(world: World, rng: random.Random) -> None:
+def _begin(world: RankedWorld, rng: random.Random) -> None:
     """Have transfers begin in all pairs."""
     for producer in PRODUCERS:
         for consumer in CONSUMERS:
@@ -42,7 +42,7 @@ def _begin(world: World, rng: random.Random) -> None:
                 world.begin(producer, consumer, generations, gone=gone, fetched=fetched, cancelled=cancelled)
 
 
-def _harm(world: World, rng: random.Random, faults: Counter[str]) -> None:
+def _harm(world: RankedWorld, rng: random.Random, faults: Counter[str]) -> None:
     """Kill or stop an engine."""
     name = rng.choice([*PRODUCERS, *CONSUMERS])
     if world.stopped(name):
@@ -75,7 +75,7 @@ def measure(seconds: float, every: float, seed: int, config: dict[str, Any], dev
         outcomes[result.kind] += 1
         worst_late_s = max(worst_late_s, result.late_s)
 
-    with closing(World({**PRODUCERS, **CONSUMERS}, BLOCKS, rng, config, device, hear)) as world:
+    with closing(RankedWorld({**PRODUCERS, **CONSUMERS}, BLOCKS, rng, config, device, hear)) as world:
         until = time.monotonic() + seconds
         harm = time.monotonic() + every
         while (now := time.monotonic()) < until:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.bench.ranked import LoadResult
-from kvxfer.bench.world import TIMES, TURN_S, World
+from kvxfer.bench.world import TIMES, TURN_S, RankedWorld
 from kvxfer.failures import FailureKind
 from kvxfer.settings import json_object
 
@@ -33,7 +33,7 @@ LOAD = 4
 """In each turn, so many transfers begin between each two engines that exchange any."""
 GOOD: tuple[dict[str, Any], ...] = {}, {"generations": 2}
 BAD: tuple[dict[str, Any], ...] = {"cancelled": True}, {"gone": True}, {"fetched": False}, {"generations": 0}
-"""What becomes of a transfer, as ``World.begin`` takes it."""
+"""What becomes of a transfer, as ``RankedWorld.begin`` takes it."""
 SHARES = (70, 6, 6, 6, 6, 6)
 K = FailureKind
 LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE}, 0.01
@@ -79,7 +79,7 @@ def measure(
     def sample() -> dict[str, dict[str, float]]:
         return {name: world.vitals(name) for name in WATCHED}
 
-    with closing(World(dict.fromkeys((*WATCHED, *MORTAL), 1), BLOCKS, rng, config, device, hear)) as world:
+    with closing(RankedWorld(dict.fromkeys((*WATCHED, *MORTAL), 1), BLOCKS, rng, config, device, hear)) as world:
         begun = time.monotonic()
         rows: list[dict[str, Any]] = []
         next_restart, turn = restart_s, 0

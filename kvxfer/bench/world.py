@@ -16,7 +16,7 @@ from kvxfer.bench.ranked import LoadResult, RankedEngine
 from kvxfer.bench.remote import Remote
 from kvxfer.identity import Source
 
-__all__ = ["TIMES", "TURN_S", "World"]
+__all__ = ["TIMES", "TURN_S", "RankedWorld"]
 
 TIMES = {"transfer_timeout": 6.0, "lease": 6.0, "peer_timeout": 2.0}
 TURN_S = 0.05
@@ -29,7 +29,7 @@ REST_S = 2 * TIMES["transfer_timeout"] + 3 * TIMES["lease"]
 """When nothing more begins, all blocks are back within this time."""
 
 
-class World:
+class RankedWorld:
     """Engines in processes of their own. Nothing happens to them but in ``turn``, ``kill`` and ``stop``.
 
     ``complaints`` says what did not hold.

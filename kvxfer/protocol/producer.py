@@ -14,8 +14,8 @@ from typing import assert_never
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.leased_offers import LeasedOffers
 from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, RankServe, follows
-from kvxfer.protocol.offers import Offers
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MANY, MOST_WORDS
 from kvxfer.protocol.transitions import ServeEvent, ServeState
@@ -44,7 +44,7 @@ class ProducerMachine:
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter | None = None) -> None:
         self.corrupt = 0
-        self._offers = Offers(lease, longest, revocations or RevocationCounter())
+        self._offers = LeasedOffers(lease, longest, revocations or RevocationCounter())
         self._records, self._over, self._serves = self._offers.records, self._offers.over, self._offers.serves
         self._links, self._stop = self._serves.links, self._serves.stop
         self._early = Early(lease, MOST_WORDS)

@@ -1,4 +1,4 @@
-"""NCCL by itself, for ``kvxfer bench transfer``: one communicator, a group of one operation a run."""
+"""NCCL by itself, for ``kvxfer bench transfer``: one communicator, groups of one operation a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from kvxfer_nccl.library import load
 from kvxfer_nccl.options import Options
 
 __all__ = ["NcclRaw"]
+
+GROUPED = 16384
+"""Operations of a group at most. One of 65,536 comes to no end: both sides are busy, and neither GPU is."""
 
 
 class NcclRaw:
@@ -34,10 +37,12 @@ class NcclRaw:
         self._pipe.open()
 
     def move(self, here: Ints, there: Ints, lengths: Ints) -> None:
-        self._pipe.move(list(zip((self._region.address + here).tolist(), lengths.tolist(), strict=True)))
-        mark = self._pipe.mark()
-        while not mark.passed():
-            os.sched_yield()  # where cores are scarce NCCL's own thread may be waiting for this one
+        runs = list(zip((self._region.address + here).tolist(), lengths.tolist(), strict=True))
+        for first in range(0, len(runs), GROUPED):
+            self._pipe.move(runs[first : first + GROUPED])
+            mark = self._pipe.mark()
+            while not mark.passed():
+                os.sched_yield()  # where cores are scarce NCCL's own thread may be waiting for this one
 
     def close(self) -> None:
         self._pipe.abort()

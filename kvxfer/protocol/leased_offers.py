@@ -15,12 +15,12 @@ from kvxfer.protocol.transitions import ServeState
 from kvxfer.protocol.values import Action, Emit
 from kvxfer.values import Offer
 
-__all__ = ["Offers"]
+__all__ = ["LeasedOffers"]
 
 S, K = ServeState, FailureKind
 
 
-class Offers:
+class LeasedOffers:
     """All offer records of one agent, and what ends them.
 
     Args:
