@@ -194,7 +194,7 @@ $(ENGINES): Makefile constraints.txt
 	$(BIN)/python -c '$(NEEDS)' > $(VENV)/vllm.txt
 	$(INSTALL) --no-warn-conflicts -r $(VENV)/vllm.txt
 	@echo "== 4/7 NIXL, UCX and Mooncake"
-	$(INSTALL) nixl ucxx-cu12 mooncake-transfer-engine-non-cuda
+	$(INSTALL) nixl ucxx-cu13 mooncake-transfer-engine-non-cuda
 	rm -rf $(IBVERBS) && mkdir $(IBVERBS)
 	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libnl-* $(IBVERBS)
 	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libibverbs-*.so.* $(IBVERBS)/libibverbs.so.1

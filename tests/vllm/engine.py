@@ -49,7 +49,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -57,7 +57,7 @@ from kvxfer.engine.side_channel import SideChannel
 from kvxfer.geometry import Rank
 from kvxfer.values import BlockTable
 from kvxfer_vllm import KVXferConnector
-from kvxfer_vllm.compat import REPORTS_BY_REQUEST
+from kvxfer_vllm.compat import reported
 from tests.engine.direct import Switchboard
 from tests.vllm.wire import Agent, Wire
 
@@ -361,17 +361,10 @@ class Engine:
         tokens = self._forward(output)
         results = []
         for worker in self.workers:
-            kv = KVConnectorOutput()
             if not output.has_sync_kv_loads:
                 worker.start_load_kv(SimpleNamespace(attn_metadata=None))
             worker.wait_for_save()
-            if REPORTS_BY_REQUEST:
-                found = worker.get_transfer_results(output.finished_req_ids)
-                kv.finished_sending, kv.finished_recving = found.finished_sending, found.finished_recving
-                kv.failed_recving = found.failed_recving
-            else:
-                kv.finished_sending, kv.finished_recving = worker.get_finished(output.finished_req_ids)
-            kv.invalid_block_ids = worker.get_block_ids_with_load_errors()
+            kv = reported(worker, output.finished_req_ids)
             kv.kv_connector_stats = worker.get_kv_connector_stats()
             kv.kv_connector_worker_meta = worker.build_connector_worker_meta()
             worker.clear_connector_metadata()

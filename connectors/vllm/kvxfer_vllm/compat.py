@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvxfer.errors import ConfigError
 from kvxfer.values import Group
@@ -15,9 +16,11 @@ __all__ = [
     "HIT_SOURCE",
     "HOLDS_BLOCKS",
     "REPORTS_BY_REQUEST",
+    "TELLS_HITS",
     "before_reset",
     "check_groups",
     "correct",
+    "reported",
     "stands_alone",
     "transfer_results",
 ]
@@ -33,6 +36,10 @@ HOLDS_BLOCKS = REPORTS_BY_REQUEST and hasattr(base.KVConnectorBase_V1, "bind_gpu
 when it computes the request anew (where it takes failed loads by block id, it goes on with the same)."""
 
 
+TELLS_HITS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
+"""vLLM 0.30 and later let us ask how much of a prompt is cached: only then can a load begin before its request's turn."""
+
+
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """vLLM 0.33 and later say when sleep mode takes the cache's memory away; before, it goes from under a transfer."""
 
@@ -40,6 +47,20 @@ FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """Return what ``get_transfer_results`` returns (0.30 and later)."""
     return _Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+def reported(connector: Any, finished: set[str]) -> KVConnectorOutput:
+    """Return what a worker's connector reports after a step, asked as this vLLM's model runner asks it."""
+    if not REPORTS_BY_REQUEST:
+        sent, received = connector.get_finished(finished)
+        return KVConnectorOutput(sent, received, invalid_block_ids=connector.get_block_ids_with_load_errors())
+    found = connector.get_transfer_results(finished)
+    return KVConnectorOutput(
+        found.finished_sending,
+        found.finished_recving,
+        failed_recving=found.failed_recving,
+        invalid_block_ids=connector.get_block_ids_with_load_errors(),
+    )
 
 
 def correct(output: Any, *, over: Set[str], still: Set[str]) -> None:

@@ -37,7 +37,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -45,6 +45,7 @@ from kvxfer.bench.shapes import Pool
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import WorkerChannel
+from kvxfer_vllm.compat import reported
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer, sleep_until
@@ -159,8 +160,7 @@ class DecodeEngine:
         if not output.has_sync_kv_loads:
             w.start_load_kv(context)
         w.wait_for_save()
-        found = w.get_transfer_results(output.finished_req_ids)
-        kv = KVConnectorOutput(found.finished_sending, found.finished_recving, found.failed_recving)
+        kv = reported(w, output.finished_req_ids)
         kv.kv_connector_worker_meta = w.build_connector_worker_meta()
         w.clear_connector_metadata()
         names = list(output.num_scheduled_tokens)
