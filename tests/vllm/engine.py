@@ -57,7 +57,7 @@ from kvxfer.engine.side_channel import SideChannel
 from kvxfer.geometry import Rank
 from kvxfer.values import BlockTable
 from kvxfer_vllm import KVXferConnector
-from kvxfer_vllm.compat import reported
+from kvxfer_vllm.compat import output_of
 from tests.engine.direct import Switchboard
 from tests.vllm.wire import Agent, Wire
 
@@ -364,7 +364,7 @@ class Engine:
             if not output.has_sync_kv_loads:
                 worker.start_load_kv(SimpleNamespace(attn_metadata=None))
             worker.wait_for_save()
-            kv = reported(worker, output.finished_req_ids)
+            kv = output_of(worker, output.finished_req_ids)
             kv.kv_connector_stats = worker.get_kv_connector_stats()
             kv.kv_connector_worker_meta = worker.build_connector_worker_meta()
             worker.clear_connector_metadata()

@@ -20,7 +20,7 @@ __all__ = [
     "before_reset",
     "check_groups",
     "correct",
-    "reported",
+    "output_of",
     "stands_alone",
     "transfer_results",
 ]
@@ -49,7 +49,7 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
     return _Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
 
-def reported(connector: Any, finished: set[str]) -> KVConnectorOutput:
+def output_of(connector: Any, finished: set[str]) -> KVConnectorOutput:
     """Return what a worker's connector reports after a step, asked as this vLLM's model runner asks it."""
     if not REPORTS_BY_REQUEST:
         sent, received = connector.get_finished(finished)

@@ -45,7 +45,7 @@ from kvxfer.bench.shapes import Pool
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import WorkerChannel
-from kvxfer_vllm.compat import reported
+from kvxfer_vllm.compat import output_of
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer, sleep_until
@@ -160,7 +160,7 @@ class DecodeEngine:
         if not output.has_sync_kv_loads:
             w.start_load_kv(context)
         w.wait_for_save()
-        kv = reported(w, output.finished_req_ids)
+        kv = output_of(w, output.finished_req_ids)
         kv.kv_connector_worker_meta = w.build_connector_worker_meta()
         w.clear_connector_metadata()
         names = list(output.num_scheduled_tokens)
