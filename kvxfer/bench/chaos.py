@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvxfer.bench.progress import Say, progress, silent
 from kvxfer.bench.ranked import LoadResult
 from kvxfer.bench.world import RankedWorld
 from kvxfer.errors import ConfigError
@@ -30,6 +31,7 @@ BLOCKS = 256
 """Of an engine: so few that what is given back is soon lent again."""
 LOAD = 3
 """In each turn, so many transfers begin between each producer and each consumer."""
+SAY_S = 10.0
 
 
 def _begin(world: RankedWorld, rng: random.Random) -> None:
@@ -56,10 +58,13 @@ def _harm(world: RankedWorld, rng: random.Random, faults: Counter[str]) -> None:
         world.stop(name, rng.uniform(0.05, 4.0))
 
 
-def measure(seconds: float, every: float, seed: int, config: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+def measure(
+    seconds: float, every: float, seed: int, config: dict[str, Any], device: str = "cpu", say: Say = silent
+) -> dict[str, Any]:
     """Run the engines under faults: kills and stops, ``every`` so many seconds on average, from a seed.
 
-    Ranks of producers and of consumers begin at different GPUs, if ``device`` is ``cuda``.
+    Ranks of producers and of consumers begin at different GPUs, if ``device`` is ``cuda``. ``say`` is told how far it is, every
+    ``SAY_S``.
 
     Returns:
         Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all
@@ -76,14 +81,19 @@ def measure(seconds: float, every: float, seed: int, config: dict[str, Any], dev
         worst_late_s = max(worst_late_s, result.late_s)
 
     with closing(RankedWorld({**PRODUCERS, **CONSUMERS}, BLOCKS, rng, config, device, hear)) as world:
-        until = time.monotonic() + seconds
-        harm = time.monotonic() + every
+        begun = time.monotonic()
+        until, harm, told = begun + seconds, begun + every, begun
         while (now := time.monotonic()) < until:
+            if now >= told:
+                told += SAY_S
+                said = f"{outcomes['delivered']} delivered, {faults.total()} faults, {len(world.complaints)} complaints"
+                say(f"{now - begun:.0f} of {seconds:.0f} s: {said}")
             _begin(world, rng)
             world.turn()
             if now >= harm:
                 _harm(world, rng, faults)
                 harm = time.monotonic() + of_faults.expovariate(1 / every)
+        say("letting everything end")
         world.rest()
         return {
             "seconds": seconds,
@@ -108,7 +118,7 @@ def chaos(
     if integrity not in ("off", "sample", "full"):
         raise ConfigError(f"--integrity is off, sample or full, not {integrity!r}")
     settings = {"backend": backend, "integrity": integrity, "staging_bytes": 4 << 20}
-    found = measure(60 * minutes, every, seed, settings, device)
+    found = measure(60 * minutes, every, seed, settings, device, progress())
     if as_json:
         typer.echo(json.dumps(found))
     else:

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kvxfer.bench.progress import Say, progress, silent
 from kvxfer.bench.remote import Remote
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
@@ -272,23 +273,35 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
     return {"outcomes": found["outcomes"], "words": found["words"], "missing": found["missing"]}
 
 
-def measure_scale(backend: str, loads: int, links: int, rate: float, seconds: float, beyond: bool) -> dict[str, Any]:
-    """Measure each of the three, the rate for so many seconds.
+def measure_scale(
+    backend: str, loads: int, links: int, rate: float, seconds: float, beyond: bool, say: Say = silent
+) -> dict[str, Any]:
+    """Measure each of the three, the rate for so many seconds. ``say`` is told what is measured.
 
     With ``beyond``, double loads and rate until something gives way, or halve the rate until it is kept up with.
     """
-    out: dict[str, Any] = {"backend": backend, "in_flight": [_in_flight(backend, loads)]}
+
+    def in_flight(loads: int) -> dict[str, Any]:
+        say(f"{loads} loads in flight")
+        return _in_flight(backend, loads)
+
+    def at_rate(rate: float) -> dict[str, Any]:
+        say(f"{rate:g} loads a second, for {seconds:g} s")
+        return _at_rate(backend, rate, seconds)
+
+    out: dict[str, Any] = {"backend": backend, "in_flight": [in_flight(loads)]}
+    say(f"{links} links")
     out["links"] = _linked(backend, links)
-    out["rate"] = [_at_rate(backend, rate, seconds)]
+    out["rate"] = [at_rate(rate)]
     for _ in range(MOST_DOUBLINGS if beyond else 0):
         last = out["in_flight"][-1]
         if set(last["outcomes"]) == {"delivered"} and not last["missing"]:
-            out["in_flight"].append(_in_flight(backend, 2 * last["loads"]))
+            out["in_flight"].append(in_flight(2 * last["loads"]))
         last = out["rate"][-1]
         if _kept_up(last):
-            out["rate"].append(_at_rate(backend, 2 * last["asked_per_s"], seconds))
+            out["rate"].append(at_rate(2 * last["asked_per_s"]))
     while beyond and (last := out["rate"][-1])["asked_per_s"] <= rate and not _kept_up(last):
-        out["rate"].append(_at_rate(backend, last["asked_per_s"] / 2, seconds))
+        out["rate"].append(at_rate(last["asked_per_s"] / 2))
     return out
 
 
@@ -308,7 +321,7 @@ def scale(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure many loads in flight, many links, and many loads a second at one agent, and what gives way beyond them."""
-    found = measure_scale(backend, loads, links, rate, seconds, beyond)
+    found = measure_scale(backend, loads, links, rate, seconds, beyond, progress())
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvxfer.bench.progress import Say, progress, silent
 from kvxfer.bench.ranked import LoadResult
 from kvxfer.bench.world import TIMES, TURN_S, RankedWorld
 from kvxfer.failures import FailureKind
@@ -56,9 +57,14 @@ NONE_AT_REST = ("fetches", "leases", "quarantined_bytes")
 
 
 def measure(
-    seconds: float, restart_s: float, backend: str = "tcp", options: dict[str, Any] | None = None, device: str = "cpu"
+    seconds: float,
+    restart_s: float,
+    backend: str = "tcp",
+    options: dict[str, Any] | None = None,
+    device: str = "cpu",
+    say: Say = silent,
 ) -> dict[str, Any]:
-    """Run the load, then let everything end; kill an engine every ``restart_s``.
+    """Run the load, then let everything end; kill an engine every ``restart_s``. ``say`` is told how far it is, ``ROWS`` times.
 
     Returns:
         Samples over time, counts, and complaints: none if nothing grew and nothing went wrong.
@@ -96,6 +102,9 @@ def measure(
                 next_restart, turn = time.monotonic() - begun + restart_s, turn + 1
             if now >= len(rows) * seconds / ROWS:
                 rows.append({"seconds": round(now, 1), **sample()})
+                said = f"{outcomes['delivered']} delivered, {turn} restarts, {len(world.complaints)} complaints"
+                say(f"{now:.0f} of {seconds:.0f} s: {said}")
+        say("letting everything end")
         for name in MORTAL:
             world.kill(name)
         world.rest()
@@ -140,7 +149,7 @@ def soak(
 ) -> None:
     """Steady load with aborts and restarts; prints what two engines hold over time. Fails if anything grows."""
     chosen = json_object(options, "--options")
-    found = measure(60 * minutes, restart, backend, chosen, device)
+    found = measure(60 * minutes, restart, backend, chosen, device, progress())
     if as_json:
         typer.echo(json.dumps(found))
     else:

@@ -13,6 +13,7 @@ import numpy as np
 import typer
 
 from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
+from kvxfer.bench.progress import Say, progress, silent
 from kvxfer.bench.shapes import MODELS, Memory, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
@@ -33,8 +34,9 @@ def measure(
     staging_bytes: int,
     integrity: Integrity = "off",
     step_ms: float = 0.0,
+    say: Say = silent,
 ) -> dict[str, Any]:
-    """Run the benchmark, and the session's part of it also with ``integrity``.
+    """Run the benchmark, and the session's part of it also with ``integrity``; ``say`` is told what is measured.
 
     Returns:
         Every figure with its unit in the key, GB meaning 1e9 bytes: medians of ``repeat`` rounds, one after the other
@@ -48,11 +50,16 @@ def measure(
         **({"step_ms": step_ms} if step_ms else {}),
         "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
     }
+    say(f"starting two processes, each with {request.blocks} blocks of {model}")
     with pair(backend, options, shape, request.blocks, where, staging_bytes, step_ms=step_ms) as both:
+        say(f"{request.nbytes / 2**20:.0f} MiB by the back end alone")
         out |= _transport(both, request.src, request.dst, repeat)
+        say("by its library alone")
         out |= _library(both, request.src, request.dst, repeat, request.nbytes)
+        say("by agents")
         out |= _session(both, request.src, request.dst, repeat, integrity)
     # The same bytes as one run in one block: what the back end does when nothing is scattered.
+    say("by the back end alone, as one message")
     whole = Model(1, 1, out["kv_bytes"], 1)
     with pair(backend, options, whole, 1, where, staging_bytes) as both:
         one = _transport(both, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
@@ -248,7 +255,7 @@ def transfer(
         raise ConfigError(f"unknown integrity {integrity!r}: {', '.join(get_args(Integrity))}")
     chosen = json_object(options, "--options")
     given = backend, chosen, device, tokens, model, repeat, staging_bytes
-    out = measure_elastic(*given) if elastic else measure(*given, cast(Integrity, integrity), step_ms)
+    out = measure_elastic(*given) if elastic else measure(*given, cast(Integrity, integrity), step_ms, progress())
     if as_json:
         typer.echo(json.dumps(out))
         return

@@ -12,9 +12,11 @@ from kvxfer.bench.soak import ALLOWED, FIGURES, ROWS, WATCHED, complaints, measu
 @pytest.mark.slow
 def test_nothing_is_wrong_or_left_after_a_short_run() -> None:
     """Too short a run to say whether anything grows."""
-    found = measure(6.0, 3.0)
+    said: list[str] = []
+    found = measure(6.0, 3.0, say=said.append)
     assert [c for c in found["complaints"] if "grew" not in c] == []
     assert found["restarts"] >= 1 and found["outcomes"]["delivered"] > 0
+    assert len(said) == len(found["samples"]) + 1 and "of 6 s:" in said[0] and "end" in said[-1], "how far it is"
 
 
 def rows(**slopes: float) -> list[dict[str, Any]]:

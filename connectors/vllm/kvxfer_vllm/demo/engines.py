@@ -17,13 +17,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kvxfer.bench.progress import Say, progress, silent
 from kvxfer.errors import ConfigError
 from kvxfer_vllm.demo.beside import LOADS, Beside, idle_cost
 from kvxfer_vllm.demo.kinds import FirstTokens, PromptCase, Prompts
 from kvxfer_vllm.demo.model import SHAPES, Shape, write_shape
 from kvxfer_vllm.demo.pairs import STOCK, ServerPair, Starter
 from kvxfer_vllm.demo.routing import complete
-from kvxfer_vllm.demo.servers import ServerError, await_ready, ended_by_sigterm, ended_together
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, ended_by_sigterm, ended_together
 from kvxfer_vllm.demo.streams import busy
 
 START_S = 400.0
@@ -31,28 +32,38 @@ OTHERS, OTHERS_TOKENS = 8, 1024
 """Requests that decode beside loads, and tokens that each decodes before another takes its place."""
 CASES = ["1024", "8192", "32768", "1024x16"]
 
-Say = Callable[[Mapping[str, Any]], None]
+Tell = Callable[[Mapping[str, Any]], None]
 
 
 class Rounds:
-    """Measures pairs of servers, by back end, in turns; one more round warms up. ``say`` is called with each result.
+    """Measures pairs of servers, by back end, in turns; one more round warms up.
 
-    A pair of which a server fails is left out from then on, which ``failed`` says.
+    ``tell`` is called with each result, ``say`` with what it is at. A pair of which a server fails is left out from then on, which
+    ``failed`` says.
     """
 
-    def __init__(self, pairs: Mapping[str, ServerPair], prompts: Prompts, rounds: int, say: Say) -> None:
-        self._pairs, self._prompts, self._rounds, self._say = dict(pairs), prompts, rounds, say
+    def __init__(
+        self, pairs: Mapping[str, ServerPair], prompts: Prompts, rounds: int, tell: Tell, say: Say = silent
+    ) -> None:
+        self._pairs, self._prompts, self._rounds, self._tell, self._say = dict(pairs), prompts, rounds, tell, say
         self.failed = False
 
     def ready(self) -> None:
         """Wait until all servers answer."""
-        self._each(lambda name, pair: await_ready([pair.prefill, pair.decode], START_S))
+        servers = [server for pair in self._pairs.values() for server in (pair.prefill, pair.decode)]
+        self._say(f"starting {len(servers)} servers, for which each has {START_S:g} s")
+
+        def answers(server: Server) -> None:
+            self._say(f"{server.name} answers")
+
+        self._each(lambda name, pair: await_ready([pair.prefill, pair.decode], START_S, answers))
 
     def scatter(self, tokens: int) -> None:
         """Use all caches as hours of serving would, so that what comes next gets blocks from everywhere.
 
         Requests of mixed lengths, ``tokens`` tokens in all, end in another order than they began.
         """
+        self._say("using all caches once")
         self._each(lambda name, pair: scatter(pair, self._prompts, tokens))
 
     def first_tokens(self, case: PromptCase, others: int) -> None:
@@ -64,9 +75,8 @@ class Rounds:
                 timed[name].round(decoding)
                 decoding.check()
 
-        for _ in range(self._rounds + 1):
-            self._each(one_round)
-        self._each(lambda name, pair: self._say({"backend": name, "others": others, **timed[name].found()}))
+        self._measure(f"first tokens of {case}", one_round)
+        self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
 
     def beside(self, case: PromptCase, others: int) -> None:
         """Tell what loads cost a prefill and ``others`` decodes beside them."""
@@ -77,9 +87,8 @@ class Rounds:
                 timed[name].round(decoding)
                 decoding.check()
 
-        for _ in range(self._rounds + 1):
-            self._each(one_round)
-        self._each(lambda name, pair: self._say({"backend": name, "others": others, **timed[name].found()}))
+        self._measure(f"loads of {case} beside others", one_round)
+        self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
 
     def idle(self) -> None:
         """Tell what an idle connector costs a decode step, of those beside a server without a connector."""
@@ -87,9 +96,14 @@ class Rounds:
         def one(name: str, pair: ServerPair) -> None:
             if pair.plain is not None:
                 cost = idle_cost(pair, pair.plain, self._prompts, self._rounds, OTHERS)
-                self._say({"backend": name, "others": OTHERS, **cost})
+                self._tell({"backend": name, "others": OTHERS, **cost})
 
         self._each(one)
+
+    def _measure(self, what: str, one_round: Callable[[str, ServerPair], None]) -> None:
+        for number in range(self._rounds + 1):
+            self._say(f"{what}, round {number} of {self._rounds}" if number else f"{what}, to warm up")
+            self._each(one_round)
 
     def _each(self, do: Callable[[str, ServerPair], None]) -> None:
         for name, pair in list(self._pairs.items()):
@@ -98,7 +112,7 @@ class Rounds:
             except ServerError as error:
                 self.failed = True
                 del self._pairs[name]
-                self._say({"backend": name, "error": str(error)})
+                self._tell({"backend": name, "error": str(error)})
 
 
 def scatter(pair: ServerPair, prompts: Prompts, tokens: int) -> None:
@@ -147,9 +161,11 @@ def compare_engines(
         pairs = {name: starter.pair(name, without) for name in backends}
         if without is not None:
             await_ready([without], START_S)
-        turns = Rounds(
-            pairs, Prompts(shape.vocab), rounds, lambda row: typer.echo(json.dumps({"model": model, "gpus": on, **row}))
-        )
+
+        def tell(row: Mapping[str, Any]) -> None:
+            typer.echo(json.dumps({"model": model, "gpus": on, **row}))
+
+        turns = Rounds(pairs, Prompts(shape.vocab), rounds, tell, progress())
         turns.ready()
         turns.scatter(room)
         for one in cases:

@@ -19,10 +19,11 @@ from typing import Annotated, Any
 
 import typer
 
+from kvxfer.bench.progress import Say
 from kvxfer_vllm.demo.clients import START_S, Answers, Clients, expectations, wishes
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
-from kvxfer_vllm.demo.progress import Say, reported
+from kvxfer_vllm.demo.reported import reported
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_together, free_port
 
 JOIN_S = 180.0

@@ -22,9 +22,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kvxfer.bench.progress import Say
 from kvxfer_vllm.demo.clients import Answers, Clients, Wish, expectations, wishes
 from kvxfer_vllm.demo.model import write_model
-from kvxfer_vllm.demo.progress import Say, reported
+from kvxfer_vllm.demo.reported import reported
 from kvxfer_vllm.demo.servers import ENGINE, ENVIRONMENT, MODEL_NAME, ServerError, connector, free_port
 
 START_S = JOIN_S = 600.0

@@ -39,6 +39,11 @@ class PromptCase:
     tokens: int
     at_once: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens" if self.at_once == 1 else f"{self.at_once} prompts of {self.tokens} tokens at once"
+        )
+
     @classmethod
     def parse(cls, text: str) -> PromptCase:
         """Read ``1024``, or ``1024x16`` for sixteen at once.

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvxfer.bench.progress import Say
 from kvxfer_vllm.demo.metrics import total
-from kvxfer_vllm.demo.progress import Say
 from kvxfer_vllm.demo.prompts import OUTPUT_TOKENS, PROMPTS
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import NoAnswer, Server, ServerError, await_ready, connector, ended_together, free_port

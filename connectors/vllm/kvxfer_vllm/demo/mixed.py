@@ -17,10 +17,10 @@ from typing import Annotated
 
 import typer
 
+from kvxfer.bench.progress import progress
 from kvxfer_vllm.demo.load import staged, under_load
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
-from kvxfer_vllm.demo.progress import progress
 from kvxfer_vllm.demo.prompts import PROMPTS
 from kvxfer_vllm.demo.servers import ended_by_sigterm
 

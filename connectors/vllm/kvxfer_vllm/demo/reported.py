@@ -1,26 +1,18 @@
-"""How a long run tells what it does, and how it ends: with one line of JSON, and an exit status."""
+"""How a run against real servers ends: with one line of JSON, and an exit status."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import typer
 
+from kvxfer.bench.progress import Say, progress
 from kvxfer_vllm.demo.servers import ServerError, ended_by_sigterm
 
-__all__ = ["Say", "progress", "reported"]
-
-Say = Callable[[str], None]
-
-
-def progress() -> Say:
-    """Return what prints on the standard error, behind the seconds since now."""
-    start = time.monotonic()
-    return lambda what: print(f"{time.monotonic() - start:7.1f} s  {what}", file=sys.stderr, flush=True)
+__all__ = ["reported"]
 
 
 def reported(requests: int, run: Callable[[Say], dict[str, Any]]) -> None:
