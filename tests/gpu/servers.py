@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from kvxfer_vllm.demo.routing import complete
@@ -25,11 +24,11 @@ START_S = 240.0
 class Servers:
     """Servers of the model in ``folder / "model"``, started side by side, and what a plain one answers.
 
-    ``flags``: of each server; ``tie``: in place of ``TIE``.
+    ``begun``: what ends them (``ended_together``); ``flags``: of each server; ``tie``: in place of ``TIE``.
     """
 
-    def __init__(self, folder: Path, stack: ExitStack, flags: Sequence[str], tie: float = TIE) -> None:
-        self._folder, self._stack, self._flags, self._tie = folder, stack, flags, tie
+    def __init__(self, folder: Path, begun: list[Server], flags: Sequence[str], tie: float = TIE) -> None:
+        self._folder, self._begun, self._flags, self._tie = folder, begun, flags, tie
         self.started: dict[str, Server] = {}
         self._expected: dict[str, list[int]] = {}
 
@@ -42,7 +41,7 @@ class Servers:
             settings = {"backend": backend, "transfer_timeout": 60.0, "peer_timeout": 20.0}
             transfer = {**connector(role, settings), "kv_load_failure_policy": "recompute"}
         server = Server(name, self._folder / "model", self._folder, transfer, (*FLAGS, *self._flags, *flags), env)
-        self._stack.callback(server.stop)
+        self._begun.append(server)
         self.started[name] = server
         return server
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import torch  # noqa: E402  (only where vLLM is)
 from kvxfer_vllm.demo.metrics import received, total  # noqa: E402
 from kvxfer_vllm.demo.model import LAYERS, write_model  # noqa: E402
 from kvxfer_vllm.demo.routing import prefill_then_decode  # noqa: E402
-from kvxfer_vllm.demo.servers import BLOCK  # noqa: E402
+from kvxfer_vllm.demo.servers import BLOCK, ended_together  # noqa: E402
 from tests.e2e.models import write_mla, write_recurrent, write_window  # noqa: E402
 from tests.gpu.servers import TIE, TOKENS, TRITON, Servers  # noqa: E402
 
@@ -75,14 +74,14 @@ KINDS = {
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Servers]]:
     gpus = torch.cuda.device_count()
-    with ExitStack() as stack:
+    with ended_together() as begun:
         found = {}
         for name, kind in KINDS.items():
             if gpus < 2 and TWO in (kind.prefill, kind.decode):
                 continue
             folder = tmp_path_factory.mktemp("model")
             kind.write(folder / "model")
-            found[name] = servers = Servers(folder, stack, kind.flags, kind.tie)
+            found[name] = servers = Servers(folder, begun, kind.flags, kind.tie)
             guesses = drafting(folder / "model") if kind.drafts else ()
             for side, flags, backend in (
                 ("plain", (), ""),

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 
@@ -23,7 +22,7 @@ from kvxfer_vllm import compat  # noqa: E402  (only where vLLM is)
 from kvxfer_vllm.demo.metrics import received  # noqa: E402
 from kvxfer_vllm.demo.model import write_model  # noqa: E402
 from kvxfer_vllm.demo.routing import prefill_then_decode  # noqa: E402
-from kvxfer_vllm.demo.servers import BLOCK, Server, ServerError  # noqa: E402
+from kvxfer_vllm.demo.servers import BLOCK, Server, ServerError, ended_together  # noqa: E402
 from tests.gpu.servers import TOKENS, TRITON, Servers  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -33,10 +32,10 @@ PROMPTS = [f"request {n}: " + f"{n * 7919} " * (5 + 20 * n) for n in range(8)]
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with ExitStack() as stack:
+    with ended_together() as begun:
         folder = tmp_path_factory.mktemp("vllm")
         write_model(folder / "model")
-        yield Servers(folder, stack, TRITON)
+        yield Servers(folder, begun, TRITON)
 
 
 # --- sleep mode ---------------------------------------------------------------------------------------------------------
