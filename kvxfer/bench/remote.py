@@ -18,7 +18,11 @@ ANSWER_S = 180.0
 
 
 def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
-    """Serve requests until ``None``: each is (method, arguments), answered by (ok, value)."""
+    """Serve requests until ``None``: each is (method, arguments), answered by (ok, value).
+
+    What libraries print, as UCX does of peers that are gone, goes to the standard error: the standard output is the benchmark's.
+    """
+    os.dup2(2, 1)
     try:
         served = make(*args)
         pipe.send((True, None))

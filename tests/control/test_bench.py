@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import threading
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from kvxfer.bench import turns
 from kvxfer.bench.meeting import Meeting
 from kvxfer.bench.pair import pair
+from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.bench.transfer import measure, measure_elastic
 from kvxfer.errors import KvxferError
@@ -85,3 +87,24 @@ def test_words_and_meetings_on_one_pipe() -> None:
     two.meet()
     ahead.join(10)
     assert not ahead.is_alive()
+
+
+class Chatty:
+    """Prints as a library does that is written in C."""
+
+    def speak(self) -> str:
+        os.write(1, b"a library's complaint\n")
+        return "said"
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_libraries_print_is_no_part_of_the_result(capfd: pytest.CaptureFixture[str]) -> None:
+    remote = Remote("chatty", Chatty)
+    try:
+        assert remote("speak") == "said"
+    finally:
+        remote.close()
+    out, err = capfd.readouterr()
+    assert out == "" and "a library's complaint" in err
