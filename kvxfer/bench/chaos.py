@@ -47,7 +47,7 @@ def _begin(world: RankedWorld, rng: random.Random) -> None:
 def _harm(world: RankedWorld, rng: random.Random, faults: Counter[str]) -> None:
     """Kill or stop an engine."""
     name = rng.choice([*PRODUCERS, *CONSUMERS])
-    if world.stopped(name):
+    if not world.runs(name):
         return
     if rng.random() < 0.4:
         faults["killed"] += 1

@@ -96,7 +96,7 @@ def measure(
                     if pair == WATCHED and fate in GOOD:
                         meant_well.add(number)
             world.turn()
-            if now >= next_restart:
+            if now >= next_restart and world.runs(MORTAL[turn % 2]):
                 world.kill(MORTAL[turn % 2])
                 world.start(MORTAL[turn % 2])
                 next_restart, turn = time.monotonic() - begun + restart_s, turn + 1

@@ -61,20 +61,32 @@ class RankedWorld:
         self._numbers = 0
         self._remotes: dict[str, Remote] = {}
         self._sources: dict[str, Source] = {}
+        self._starting: set[str] = set()
         self._stopped: dict[str, float] = {}
         self._asked: set[str] = set()
         self._holding: dict[str, int] = {}
         self._todo: dict[str, tuple[list[Any], list[Any]]] = {}
         for name in ranks:
             self.start(name)
+        for name in ranks:
+            self._started(name)
 
     def start(self, name: str) -> None:
-        """Start an engine, or the successor of one that was killed."""
+        """Start an engine, or the successor of one that was killed; nobody waits until it runs, which takes seconds on a GPU."""
         devices = self._devices if "producer" in name else self._devices[::-1]
         of = name, self._ranks[name], self._blocks, self._rng.randrange(1 << 32), self._config, devices
         self._remotes[name] = Remote(name, RankedEngine, *of)
-        self._sources[name] = self._remotes[name]("source")
+        self._remotes[name].send("source")
+        self._starting.add(name)
         self._todo[name] = [], []
+
+    def _started(self, name: str) -> None:
+        self._sources[name] = self._remotes[name].get()
+        self._starting.discard(name)
+
+    def runs(self, name: str) -> bool:
+        """Return whether an engine has started, and is not stopped."""
+        return name not in self._starting and name not in self._stopped
 
     def begin(
         self,
@@ -88,6 +100,8 @@ class RankedWorld:
     ) -> int:
         """Begin a transfer, and return its number.
 
+        None begins for a consumer that is starting. Of a producer that is, its predecessor is asked.
+
         Args:
             producer: Name of the engine that offers it.
             consumer: Name of the engine that fetches it.
@@ -97,7 +111,9 @@ class RankedWorld:
             cancelled: Whether the fetch is cancelled at some time.
         """
         self._numbers += 1
-        if generations:
+        if consumer in self._starting:
+            return self._numbers
+        if generations and producer not in self._starting:
             self._todo[producer][0].append((self._numbers, generations, gone))
         if fetched:
             self._todo[consumer][1].append((self._numbers, self._sources[producer], cancelled))
@@ -110,7 +126,9 @@ class RankedWorld:
             del self._stopped[name]
             self._remotes[name].resume()
         for name, remote in self._remotes.items():
-            if name not in self._asked and name not in self._stopped:
+            if name in self._starting and remote.ready(0):
+                self._started(name)
+            if name not in self._asked and self.runs(name):
                 remote.send("step", *self._todo[name], TURN_S)
                 self._todo[name] = [], []
                 self._asked.add(name)
@@ -139,18 +157,15 @@ class RankedWorld:
         found: dict[str, float] = self._remotes[name]("vitals")
         return found
 
-    def stopped(self, name: str) -> bool:
-        """Return whether an engine is stopped."""
-        return name in self._stopped
-
     def stop(self, name: str, seconds: float) -> None:
         """Stop an engine that runs, for some time."""
         self._remotes[name].stop()
         self._stopped[name] = time.monotonic() + seconds
 
     def kill(self, name: str) -> None:
-        """Kill an engine that runs."""
+        """Kill an engine that runs or is starting."""
         self._remotes.pop(name).kill()
+        self._starting.discard(name)
         self._asked.discard(name)
         self._holding.pop(name, None)
 
