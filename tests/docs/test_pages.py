@@ -11,6 +11,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 PATH = re.compile(r"`((?:kvxfer|backends|connectors|tests|docs|benchmarks)/[\w./-]+?)`")
+MODULE = re.compile(r"`(\w+\.py)`")
+MODULES = {
+    path.name
+    for place in ("kvxfer", "backends", "connectors", "tests", "examples", "docs")
+    for path in (ROOT / place).rglob("*.py")
+}
 UNFINISHED = re.compile(r"@@|^<{7} |^>{7} |\bTODO\b|\bFIXME\b|\bTBD\b|\bXXX\b", re.M)
 PATCH = re.compile(r"^```diff.*?^```$", re.M | re.S)
 """Has marks of its own."""
@@ -28,6 +34,8 @@ def test_a_page_points_to_what_is_there(page: Path) -> None:
     assert not UNFINISHED.findall(PATCH.sub("", text))
     for path in PATH.findall(text):
         assert (ROOT / path).exists(), path
+    if page.name != "CHANGELOG.md":  # which tells of what has been
+        assert not {name for name in MODULE.findall(text) if f'title="{name}"' not in text} - MODULES
     for target, anchor in LINK.findall(text):
         if "://" in target:
             continue
