@@ -6,6 +6,7 @@ over all ranks; all blocks come back, and nobody writes to them afterwards.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 from kvxfer.bench.pair import cache_devices
 from kvxfer.bench.ranked import LoadResult, RankedEngine
 from kvxfer.bench.remote import Remote
+from kvxfer.errors import KvxferError
 from kvxfer.identity import Source
 
 __all__ = ["TIMES", "TURN_S", "RankedWorld"]
@@ -25,6 +27,8 @@ ANSWER_S = 2 * TURN_S
 """How long a turn waits for the answer of an engine."""
 LATE_S = 1.0
 """How long after its deadline an outcome may come, besides what the process did not run."""
+START_S = 180.0
+"""How long an engine may take to start."""
 REST_S = 2 * TIMES["transfer_timeout"] + 3 * TIMES["lease"]
 """When nothing more begins, all blocks are back within this time."""
 
@@ -61,7 +65,7 @@ class RankedWorld:
         self._numbers = 0
         self._remotes: dict[str, Remote] = {}
         self._sources: dict[str, Source] = {}
-        self._starting: set[str] = set()
+        self._starting: dict[str, float] = {}  # by when they have to run
         self._stopped: dict[str, float] = {}
         self._asked: set[str] = set()
         self._holding: dict[str, int] = {}
@@ -77,16 +81,16 @@ class RankedWorld:
         of = name, self._ranks[name], self._blocks, self._rng.randrange(1 << 32), self._config, devices
         self._remotes[name] = Remote(name, RankedEngine, *of)
         self._remotes[name].send("source")
-        self._starting.add(name)
+        self._starting[name] = time.monotonic() + START_S
         self._todo[name] = [], []
 
     def _started(self, name: str) -> None:
         self._sources[name] = self._remotes[name].get()
-        self._starting.discard(name)
+        del self._starting[name]
 
     def runs(self, name: str) -> bool:
-        """Return whether an engine has started, and is not stopped."""
-        return name not in self._starting and name not in self._stopped
+        """Return whether an engine has started, and is neither stopped nor killed."""
+        return name in self._remotes and name not in self._starting and name not in self._stopped
 
     def begin(
         self,
@@ -120,7 +124,11 @@ class RankedWorld:
         return self._numbers
 
     def turn(self) -> None:
-        """Let every engine work that runs, and take in what it says."""
+        """Let every engine work that runs, and take in what it says.
+
+        Raises:
+            KvxferError: One does not start, or has died.
+        """
         now = time.monotonic()
         for name in [name for name, until in self._stopped.items() if until <= now]:
             del self._stopped[name]
@@ -128,6 +136,8 @@ class RankedWorld:
         for name, remote in self._remotes.items():
             if name in self._starting and remote.ready(0):
                 self._started(name)
+            elif now >= self._starting.get(name, math.inf):
+                raise KvxferError(f"the {name} did not start within {START_S:g} s")
             if name not in self._asked and self.runs(name):
                 remote.send("step", *self._todo[name], TURN_S)
                 self._todo[name] = [], []
@@ -165,7 +175,7 @@ class RankedWorld:
     def kill(self, name: str) -> None:
         """Kill an engine that runs or is starting."""
         self._remotes.pop(name).kill()
-        self._starting.discard(name)
+        self._starting.pop(name, None)
         self._asked.discard(name)
         self._holding.pop(name, None)
 

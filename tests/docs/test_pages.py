@@ -10,13 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
-PATH = re.compile(r"`((?:kvxfer|backends|connectors|tests|docs|benchmarks)/[\w./-]+?)`")
+PLACES = "kvxfer", "backends", "connectors", "tests", "docs", "benchmarks", "examples"
+PATH = re.compile(rf"`((?:{'|'.join(PLACES)})/[\w./-]+?)`")
 MODULE = re.compile(r"`(\w+\.py)`")
-MODULES = {
-    path.name
-    for place in ("kvxfer", "backends", "connectors", "tests", "examples", "docs")
-    for path in (ROOT / place).rglob("*.py")
-}
+MODULES = {path.name for place in PLACES for path in (ROOT / place).rglob("*.py")}
 UNFINISHED = re.compile(r"@@|^<{7} |^>{7} |\bTODO\b|\bFIXME\b|\bTBD\b|\bXXX\b", re.M)
 PATCH = re.compile(r"^```diff.*?^```$", re.M | re.S)
 """Has marks of its own."""
