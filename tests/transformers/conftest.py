@@ -23,9 +23,9 @@ class Pair(NamedTuple):
     consumer: CacheExchange
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pairs() -> Iterator[functools.partial]:
-    """Pairs of exchanges by kind of model and dtype; each is made once."""
+    """Pairs of exchanges by kind of model and dtype; each is made once. Their offers end with this folder's tests."""
     made: dict[tuple[str, torch.dtype], Pair] = {}
 
     def pair(kind: str, dtype: torch.dtype = torch.float32) -> Pair:
