@@ -126,7 +126,7 @@ FAMILIES = (
         (_LATENT, _INDEXER),
         "planner",
         _PAGES,
-        f"an indexer's pages are moved whole: {_EQUAL_BLOCKS}, and sorts of device",
+        f"an indexer's pages are moved whole: {_EQUAL_BLOCKS}, and so must sorts of device",
     ),
     Family(
         "DeepSeek V4",
@@ -134,7 +134,7 @@ FAMILIES = (
         (("compressed MLA", "MLAAttentionSpec"), _INDEXER, ("window of MLA, compressors", "SlidingWindowMLASpec")),
         "planner",
         _PAGES,
-        f"pages are moved whole: {_EQUAL_BLOCKS}, and sorts of device; before vLLM 0.31 tensor parallel sizes, too",
+        f"pages are moved whole: {_EQUAL_BLOCKS}, and so must sorts of device, and before vLLM 0.31 tensor parallel sizes",
     ),
     Family("DeepSeek V4.1", ("DeepseekV41ForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
     Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
