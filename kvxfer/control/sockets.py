@@ -301,10 +301,11 @@ class ControlSockets:
             conn.counted = conn.held
             if self._guest_bytes > GUEST_BYTES:
                 self._lose(max(self._guests, key=lambda guest: guest.held), "strangers fill too much memory")
-        wanted = conn.fileno(), conn.interest
-        if conn.watched is not None and conn.watched[0] != wanted[0]:  # the next address is being tried
+        if conn.watched is not None and conn.moved:  # the next address is being tried
             del self._by_fd[conn.watched[0]]
             conn.watched = None
+        conn.moved = False
+        wanted = conn.fileno(), conn.interest
         if wanted[0] < 0 or wanted == conn.watched:
             return
         if conn.watched is None:
