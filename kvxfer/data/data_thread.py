@@ -89,6 +89,8 @@ class DataThread:
         self._reopen, self._wait = 0.0, REOPEN_S
         self._asked: list[MakeEndpoint] = []  # while the back end is down
         self._quarantine: dict[PartRef, Job] = {}
+        self._closed = True  # each back end that was to close has, and touches nothing any more
+        self._abandoned: list[Job] = []  # were in quarantine when one did not
         self._checks = Checks(regions, post)
         self._stopping = False
         self._thread = NamedThread(target=self._run, name="kvxfer-data")
@@ -147,7 +149,7 @@ class DataThread:
     @property
     def quarantined_bytes(self) -> int:
         """Bytes of parts that have ended but whose memory the back end may still touch."""
-        return sum(job.nbytes for job in list(self._quarantine.values()))
+        return sum(job.nbytes for job in [*self._quarantine.values(), *self._abandoned])
 
     # --- the data thread -------------------------------------------------------------------------------------------
 
@@ -312,10 +314,13 @@ class DataThread:
     def _void(self, why: Failure) -> bool:
         """Close the back end, which ends all parts; return whether all memory is quiet."""
         traffic, self._traffic = self._traffic, None
+        self._closed &= traffic is None or traffic.close()
+        quiet = self._device_done() and self._closed
         if traffic is not None:
-            traffic.close()
-        device_done = self._device_done()
-        quiet = device_done if traffic is None else traffic.void(why, device_done)
+            traffic.void(why, quiet)
+        if not self._closed:
+            self._abandoned += self._quarantine.values()
+            self._quarantine.clear()
         self._checks.forget()
         return quiet
 

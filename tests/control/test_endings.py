@@ -21,7 +21,7 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.control.loop import CLOSED
 from kvxfer.control.revocations import RevocationView
-from kvxfer.errors import ClosedError
+from kvxfer.errors import ClosedError, TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
@@ -356,6 +356,35 @@ def test_a_back_end_may_raise_anything(
     assert d.agents[0]._loop.thread.is_alive()
     d.events().clear()
     works(p, d)
+
+
+def test_memory_of_a_back_end_that_could_not_close_is_not_released(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither at the end, nor once another has taken its place and was closed: what the first one does is not known."""
+    options = {"verbs": ["read"], "delay_s": 1.0}
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    agent, failing = d.agents[0], {"close": 1}
+    for method in ("close", "poll"):
+        original = getattr(FakeTransport, method)
+
+        def fail(self: FakeTransport, method: str = method, original: Callable[[Any], Any] = original) -> Any:
+            if self.agent == agent._name and failing.get(method):
+                failing[method] -= 1
+                raise TransportError("copies have not ended")
+            return original(self)
+
+        monkeypatch.setattr(FakeTransport, method, fail)
+    agent.fetch(fetch(p.source, [1], 4, transfer=name(0), handle="0"))
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    until(lambda: agent.stats().staged == 1)
+    time.sleep(0.1)
+    failing["poll"] = 1
+    until(lambda: not failing["close"])
+    assert not d.wait(Ended)[0].outcome.delivered
+    works(p, d)
+    assert agent.close() is False
+    assert [e.transfer for e in d.events() if isinstance(e, Released) and e.transfer == name(0)] == []
 
 
 def test_a_back_end_whose_constructor_raises_anything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,18 +202,16 @@ class NcclTransport(Base[Endpoint, Link]):
             link.end(TransportError("the transport was closed on this side"), "the other side shut down")
         until = time.monotonic() + self._options.abort_timeout_s
         left = [link for link in links if not link.wait(until)]
-        if left:
-            _log.error(
-                "%s: NCCL did not end its communicators with %s within %g s; their memory may still be touched, and "
-                "nothing but the end of this process can change that",
-                self.agent,
-                ", ".join(str(link.theirs) for link in left),
-                self._options.abort_timeout_s,
-            )
         for channel in [*(c for c, _ in self._strangers.values()), *(c for c, _ in self._early.values())]:
             channel.close()
         self._ending.clear()
         self._listener.close()
+        if left:
+            raise TransportError(
+                f"NCCL did not end its communicators with {', '.join(str(link.theirs) for link in left)} within "
+                f"{self._options.abort_timeout_s:g} s; their memory may still be touched, and nothing but the end of this process "
+                "can change that"
+            )
 
     def _arm(self) -> None:
         """Have ``poll`` called when the next thing is due."""
