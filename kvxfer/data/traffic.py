@@ -114,10 +114,7 @@ class Traffic:
         if wire is None:
             return
         wire.broken = True
-        try:
-            self._transport.disconnect(wire.peer)
-        except BaseException as e:
-            log.warning("closing the link to %s: %s", link, e)
+        self._transport.disconnect(wire.peer)
         self.poll()
         for job in [j for j in self._jobs.values() if j.ref.link == link]:
             self._aborted.setdefault(job.ref, time.monotonic() + self._limits.grace)

@@ -387,6 +387,29 @@ def test_memory_of_a_back_end_that_could_not_close_is_not_released(
     assert [e.transfer for e in d.events() if isinstance(e, Released) and e.transfer == name(0)] == []
 
 
+def test_memory_of_a_link_that_could_not_be_closed_is_not_released_while_its_peer_writes(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The back end is made anew, which does make it quiet."""
+    p, d = (engine({"verbs": ["write"], "delay_s": 0.5, "run_bytes": 1}, seed=seed) for seed in (1, None))
+    agent = d.agents[0]
+
+    def fail(self: FakeTransport, *_: Any) -> None:
+        if self.agent == agent._name:
+            raise TransportError("it cannot be closed")
+
+    for method in ("disconnect", "abort"):  # of which the peer does neither
+        monkeypatch.setattr(FakeTransport, method, fail)
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    until(lambda: p.agents[0].stats().direct == 1)
+    agent.identify({"weights": "others"})  # which closes all links
+    d.wait(Released)
+    before = d.block(1).copy()
+    time.sleep(1.0)
+    assert np.array_equal(d.block(1), before)
+
+
 def test_a_back_end_whose_constructor_raises_anything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTransport, "__init__", lambda *_: sys.exit(3))
     threads = threading.active_count()
