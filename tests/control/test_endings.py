@@ -45,6 +45,14 @@ def name(i: int | str) -> TransferId:
 @pytest.mark.parametrize("case", ["many", "leave", "leave_by_error", "fork", "at_random"])
 def test_nothing_crashes_or_hangs(case: str, backend: str) -> None:
     require(backend)
+    check(case, backend)
+
+
+def test_a_handler_of_signals_may_call_an_agent_amid_its_calls() -> None:
+    check("signalled", "tcp")
+
+
+def check(case: str, backend: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.control.ending", case, backend],
         cwd=ROOT,
