@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import assert_never
 
 from kvxfer.data.checks import Checks
@@ -130,7 +131,8 @@ class DataThread:
         if isinstance(command, Move) and not command.piece_bytes and self._made is not None:
             can = self._made[0]
             if not (can.factored or shares(command, can) or in_rounds(command, self._most)):
-                command.plan.runs()  # made here, so that the data thread, which serves all links, has only to move
+                with suppress(Exception):  # then it fails there, which ends the part
+                    command.plan.runs()  # made here, so that the data thread, which serves all links, has only to move
         self._commands.post(command)
 
     def close(self, timeout: float) -> None:

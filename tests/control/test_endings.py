@@ -23,6 +23,7 @@ from kvxfer.control.loop import CLOSED
 from kvxfer.control.revocations import RevocationView
 from kvxfer.errors import ClosedError, TransportError
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import CopyPlan
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.protocol.values import Abort, Ended, PartRef, Released
@@ -416,6 +417,47 @@ def test_memory_of_a_link_that_could_not_be_closed_is_not_released_while_its_pee
     before = d.block(1).copy()
     time.sleep(1.0)
     assert np.array_equal(d.block(1), before)
+
+
+@pytest.mark.parametrize("thread", ["kvxfer-hellos", "kvxfer-examine", "kvxfer-hash"])
+def test_where_no_thread_is_to_be_had_the_next_transfer_works(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    """As where the limit of processes is reached for a while: what needs it then fails, and is released."""
+    p, d = (engine({"verbs": ["read"]}, seed=seed, integrity="full") for seed in (1, None))
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == thread and len(refused) < 1:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    d.wait(Released)
+    assert refused
+    works(p, d)
+    assert all(e.agents[0].close() for e in (d, p))
+
+
+def test_a_plan_that_cannot_be_made_fails_its_part_alone(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = (engine({"verbs": ["write"], "run_bytes": 1}, seed=seed, lease=1.0) for seed in (1, None))
+    runs = CopyPlan.runs
+
+    def fail(self: CopyPlan) -> Any:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(CopyPlan, "runs", fail)
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    for e in (d, p):
+        e.wait(Released)
+    monkeypatch.setattr(CopyPlan, "runs", runs)
+    works(p, d)
 
 
 def test_a_back_end_whose_constructor_raises_anything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
