@@ -106,8 +106,8 @@ class LivenessLinks:
 
         If the peer cannot be reached, the end is down.
         """
-        end = self._offered[mine] = Liveness(mine, theirs, peer)
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        end = self._offered[mine] = Liveness(mine, theirs, peer)
         try:
             dialled.connect(f"\0{name}")
             dialled.send(theirs + mine)
