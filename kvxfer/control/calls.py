@@ -17,7 +17,11 @@ __all__ = ["Calls"]
 
 
 class Calls:
-    """Offers and fetches, held to the agent's cache, which has been checked. Any thread."""
+    """Offers and fetches, held to the agent's cache, which has been checked. Any thread.
+
+    The control thread, which says what is ``over`` or ``released``, waits for no other: that one may be in a signal's handler, and wait
+    for it.
+    """
 
     def __init__(self, cache: Cache) -> None:
         self._tables = TableCheck(cache.groups)
@@ -55,10 +59,9 @@ class Calls:
 
     def over(self, transfer: TransferId, generation: Generation) -> None:
         """Take in that nothing of this generation of a transfer, or of an older one, is offered any more."""
-        with self._lock:
-            last = self._offers.get(transfer)
-            if last is not None and last.generation <= generation:
-                del self._offers[transfer]
+        last = self._offers.pop(transfer, None)
+        if last is not None and last.generation > generation:
+            self._offers.setdefault(transfer, last)
 
     def fetch(self, fetch: Fetch) -> None:
         """Refuse a fetch whose blocks cannot take what it wants.
@@ -86,8 +89,7 @@ class Calls:
 
     def released(self, handle: str) -> None:
         """Take in that a fetch is over, so that its handle may be used again."""
-        with self._lock:
-            self._handles.discard(handle)
+        self._handles.discard(handle)
 
     def _follows(self, last: Offer, offer: Offer) -> None:
         """Refuse what is not a continuation: a reader may have had the tokens of both, and would mix them."""

@@ -78,6 +78,7 @@ class ControlConnection:
         self.after = 0
         self.waits = False
         self.watched: tuple[int, int] | None = None  # descriptor and events that ``ControlSockets`` polls it for
+        self.moved = False  # has another socket since then, whose descriptor may have the same number
         self.told = False  # its owner need not hear any more that it is lost
         self.counted = 0  # of ``held``, as ``ControlSockets`` knows it
         self._dirty, self._secure = dirty, secure
@@ -186,8 +187,12 @@ class ControlConnection:
         self._targets = targets
         while self._targets:
             family, kind, protocol, _, where = self._targets.pop(0)
-            self._socket = socket.socket(family, kind, protocol)
-            self._socket.setblocking(False)
+            try:
+                self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+            except OSError as e:  # this host lacks its family, or no descriptor is left
+                self._unreachable(e.errno or errno.EMFILE)
+                continue
+            self.moved = True
             error = self._socket.connect_ex(where)
             if error in (0, errno.EINPROGRESS):
                 return

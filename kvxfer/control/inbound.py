@@ -58,7 +58,7 @@ class Inbound(LinkTable[_Dialled]):
         silence: float,
         epoch: int,
         revocations: str,
-        examine: Callable[[LinkId, m.Hello], object],
+        examine: Callable[[LinkId, m.Hello], bool],
         serving: Callable[[LinkId], bool],
     ) -> None:
         super().__init__(sockets, data, silence)
@@ -120,7 +120,8 @@ class Inbound(LinkTable[_Dialled]):
                 name = f"{msg.engine[:100]} at {connection.host}"
                 self._links[link] = _Dialled(link, msg.backend, connection, name, msg, now)
                 self._clock.set(link, now + self._silence)
-                self._examine(link, msg)
+                if not self._examine(link, msg):
+                    self.examined(link, Failure(K.OVERLOADED, "it cannot look at your hello now"))
             case m.Ping() if known is not None:
                 self.send(link, m.Pong(msg.number))
             case m.SlotReady() | m.SlotFree() if known is not None and known.up:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import select
 import socket
-import threading
 import time
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sized
 from contextlib import suppress
@@ -58,7 +58,8 @@ class ControlSockets:
         self._security, self._inbox = security, inbox
         self._epoll = select.epoll()
         self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._flag_lock = threading.Lock()  # so that a late wake never writes to a descriptor that is another's by now
+        # Not before: a late wake must not write to another's descriptor. No lock instead: a signal's handler may wake us, too.
+        weakref.finalize(self, os.close, self._flag)
         self._epoll.register(self._flag, select.EPOLLIN)
         self._asleep = False
         self._listener: socket.socket | None = None
@@ -208,9 +209,7 @@ class ControlSockets:
         """Let ``poll`` return. Any thread; does nothing after ``close``."""
         if self._asleep:
             self._asleep = False  # one word is enough
-            with self._flag_lock:
-                if self._flag >= 0:
-                    os.eventfd_write(self._flag, 1)
+            os.eventfd_write(self._flag, 1)
 
     def linger(self, seconds: float) -> None:
         """Send what has been said, and wait for peers to take it, so many seconds at the most."""
@@ -228,11 +227,7 @@ class ControlSockets:
         self._by_fd.clear()
         if self._listener is not None:
             self._listener.close()
-        with self._flag_lock:
-            if self._flag >= 0:
-                self._epoll.close()
-                os.close(self._flag)
-            self._flag = -1
+        self._epoll.close()
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -301,10 +296,11 @@ class ControlSockets:
             conn.counted = conn.held
             if self._guest_bytes > GUEST_BYTES:
                 self._lose(max(self._guests, key=lambda guest: guest.held), "strangers fill too much memory")
-        wanted = conn.fileno(), conn.interest
-        if conn.watched is not None and conn.watched[0] != wanted[0]:  # the next address is being tried
+        if conn.watched is not None and conn.moved:  # the next address is being tried
             del self._by_fd[conn.watched[0]]
             conn.watched = None
+        conn.moved = False
+        wanted = conn.fileno(), conn.interest
         if wanted[0] < 0 or wanted == conn.watched:
             return
         if conn.watched is None:

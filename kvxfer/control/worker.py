@@ -33,15 +33,18 @@ class Worker:
     def submit(self, weight: int, job: Callable[[], None]) -> bool:
         """Have a job done that says itself what came of it; ``weight`` is about what it costs, in any unit.
 
-        Return false when as many wait as may, or after ``close``; then the job is not done.
+        Return false when as many wait as may, no thread is to be had, or after ``close``; then the job is not done.
         """
         with self._change:
             if self._closed or len(self._jobs) >= self._most:
                 return False
-            heapq.heappush(self._jobs, (weight, next(self._order), job))
             if not self._started:
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    return False
                 self._started = True
-                self._thread.start()
+            heapq.heappush(self._jobs, (weight, next(self._order), job))
             self._change.notify()
         return True
 

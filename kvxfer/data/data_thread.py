@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import assert_never
 
 from kvxfer.data.checks import Checks
@@ -89,6 +90,8 @@ class DataThread:
         self._reopen, self._wait = 0.0, REOPEN_S
         self._asked: list[MakeEndpoint] = []  # while the back end is down
         self._quarantine: dict[PartRef, Job] = {}
+        self._closed = True  # each back end that was to close has, and touches nothing any more
+        self._abandoned: list[Job] = []  # were in quarantine when one did not
         self._checks = Checks(regions, post)
         self._stopping = False
         self._thread = NamedThread(target=self._run, name="kvxfer-data")
@@ -128,7 +131,8 @@ class DataThread:
         if isinstance(command, Move) and not command.piece_bytes and self._made is not None:
             can = self._made[0]
             if not (can.factored or shares(command, can) or in_rounds(command, self._most)):
-                command.plan.runs()  # made here, so that the data thread, which serves all links, has only to move
+                with suppress(Exception):  # then it fails there, which ends the part
+                    command.plan.runs()  # made here, so that the data thread, which serves all links, has only to move
         self._commands.post(command)
 
     def close(self, timeout: float) -> None:
@@ -147,7 +151,7 @@ class DataThread:
     @property
     def quarantined_bytes(self) -> int:
         """Bytes of parts that have ended but whose memory the back end may still touch."""
-        return sum(job.nbytes for job in list(self._quarantine.values()))
+        return sum(job.nbytes for job in [*self._quarantine.values(), *self._abandoned])
 
     # --- the data thread -------------------------------------------------------------------------------------------
 
@@ -312,10 +316,13 @@ class DataThread:
     def _void(self, why: Failure) -> bool:
         """Close the back end, which ends all parts; return whether all memory is quiet."""
         traffic, self._traffic = self._traffic, None
+        self._closed &= traffic is None or traffic.close()
+        quiet = self._device_done() and self._closed
         if traffic is not None:
-            traffic.close()
-        device_done = self._device_done()
-        quiet = device_done if traffic is None else traffic.void(why, device_done)
+            traffic.void(why, quiet)
+        if not self._closed:
+            self._abandoned += self._quarantine.values()
+            self._quarantine.clear()
         self._checks.forget()
         return quiet
 

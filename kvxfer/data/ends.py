@@ -13,12 +13,14 @@ __all__ = ["backend_failed", "shut", "unmoved"]
 log = logging.getLogger("kvxfer.data")
 
 
-def shut(transport: Transport) -> None:
-    """Close a back end, whatever it raises."""
+def shut(transport: Transport) -> bool:
+    """Close a back end, whatever it raises; return whether it has closed, so that it touches no memory any more."""
     try:
         transport.close()
+        return True
     except BaseException:
         log.exception("the back end did not close cleanly")
+        return False
 
 
 def unmoved(ref: PartRef) -> Moved:

@@ -52,8 +52,8 @@ class Hasher:
         self._waiting[action.ref] = action
         self._line.put(action.ref)
         if not self._started:
-            self._started = True
             self._thread.start()
+            self._started = True
 
     def cancel(self, ref: PartRef) -> None:
         """End a part here that has not begun and is of no use any more.

@@ -114,10 +114,7 @@ class Traffic:
         if wire is None:
             return
         wire.broken = True
-        try:
-            self._transport.disconnect(wire.peer)
-        except BaseException as e:
-            log.warning("closing the link to %s: %s", link, e)
+        self._transport.disconnect(wire.peer)
         self.poll()
         for job in [j for j in self._jobs.values() if j.ref.link == link]:
             self._aborted.setdefault(job.ref, time.monotonic() + self._limits.grace)
@@ -361,19 +358,14 @@ class Traffic:
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
 
-    def close(self) -> None:
-        """Close the back end. ``void`` has to follow."""
-        shut(self._transport)
+    def close(self) -> bool:
+        """Close the back end; return whether that makes it touch nothing any more. ``void`` has to follow."""
+        return shut(self._transport) and self._can.quiet != "never"
 
-    def void(self, why: Failure, device_done: bool) -> bool:
-        """End all parts, once the back end is closed; return whether all memory is quiet.
-
-        ``device_done``: whether nothing is packed or unpacked any more.
-        """
-        quiet = device_done and self._can.quiet != "never"
+    def void(self, why: Failure, quiet: bool) -> None:
+        """End all parts, once the back end is closed; ``quiet``: whether nothing touches their memory any more."""
         for job in list(self._jobs.values()):
             job.stop(why)
             self._post(Moved(job.ref, job.error, quiet, 0, collateral=True))
         if quiet:
             self._quarantine.release_all()
-        return quiet

@@ -328,6 +328,9 @@ class Transport(ABC):
         """End everything and give all resources back.
 
         After it returns, memory is quiet unless ``quiet`` is ``never``. Idempotent.
+
+        Raises:
+            TransportError: The library has not let go of some memory, which nobody will use again.
         """
 
     def lost(self, peer: int) -> Failure | None:

@@ -1,6 +1,8 @@
 """What the ends of a link on one host tell each other."""
 
+import errno
 import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -80,3 +82,22 @@ def test_an_end_that_is_told_too_much_is_down(sides: tuple[Side, Side]) -> None:
         mine.tell(b"x")
     theirs.check()
     assert theirs.down is not None and len(theirs.heard) == MOST_HEARD
+
+
+def test_an_end_that_cannot_connect_can_still_be_withdrawn(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no descriptor is left, nothing of it remains: least of all that of the peer, who was there first."""
+    here, there = sides
+    theirs = there.connect(here)
+    here.go_on()
+
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no descriptor"):
+        patched.setattr(socket, "socket", none_left)
+        here.connect(there)
+    here.links.withdraw(here.end)
+    there.go_on()
+    assert theirs.down is not None

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backend import ucx
-from kvxfer.backend.liveness import MOST_STRANGERS, LivenessLinks
 from kvxfer.backend.ports import Port, device_of, listening
 from kvxfer.backend.ucx import confined
-from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import ConfigError
 from kvxfer.settings import everywhere, loopback
 
@@ -81,20 +79,3 @@ def test_the_environment_is_respected_and_told_of(
     ucx._warn.cache_clear()
     assert confined("127.0.0.1", (), gpus=False) == {}
     assert "UCX_NET_DEVICES=eth9" in caplog.text and "127.0.0.1" in caplog.text
-
-
-def test_strangers_at_a_line_take_a_bounded_number_of_descriptors() -> None:
-    wakeup = Wakeup()
-    lines = LivenessLinks("test", wakeup)
-    strangers = []
-    for _ in range(MOST_STRANGERS + 20):
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stranger.connect(f"\0{lines.name}")
-        strangers.append(stranger)
-        lines.handle(wakeup.clear())
-    assert len(lines._strangers) == MOST_STRANGERS
-    assert strangers[0].recv(1) == b"", "the oldest is turned out"
-    lines.close()
-    wakeup.close()
-    for stranger in strangers:
-        stranger.close()

@@ -176,6 +176,23 @@ def test_memory_that_is_gone_is_an_error(world: World, batch: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [read, write])
+def test_memory_of_ours_that_is_gone_costs_no_later_batch(world: World, batch: Any) -> None:
+    """However often: nothing that batches share is lost with one of them."""
+    a, b = world.local(), world.local()
+    area = mmap.mmap(-1, N)
+    address = np.frombuffer(area, np.uint8).ctypes.data
+    a.transport.register([Region(address, N)])
+    b.allocate([N], 1)
+    link = world.link(a, b)
+    for rights in (0, mmap.PROT_READ | mmap.PROT_WRITE):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), N, rights) == 0
+        for _ in range(10):
+            started = Started([(a, a.submit(batch(link.peers[a.name])))])
+            [result] = world.finish(started, seconds=5)
+            assert (result.error is None) == bool(rights)
+
+
+@pytest.mark.parametrize("batch", [read, write])
 def test_a_peer_that_became_another_program_is_not_touched(direct: World, batch: Any) -> None:
     """After exec the process has its number and age, but not its memory."""
     a = direct.local()

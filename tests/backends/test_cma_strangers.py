@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import pytest
@@ -146,3 +147,17 @@ def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParticipant,
         Stranger(participant, link, size=4096),
     ):
         assert stranger.ask(shared, [(0, 8)], (0, 0, 0, 1)) == b""
+
+
+def test_strangers_without_number_take_no_descriptors(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
+    """Whoever is on this host may connect, and as often as he likes."""
+    participant, link = victim
+    place, before = f"\0{Endpoint.decode(participant.endpoint()).socket}", len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        many = 300
+        for _ in range(many):
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            stranger.connect(place)
+            shared.run(0.001)
+        assert len(os.listdir("/proc/self/fd")) - before < many + 100
+        assert struct.unpack("<II", Stranger(participant, link).ask(shared, [(16, 8)], (0, 0, 0, 1))) == (0, 0)

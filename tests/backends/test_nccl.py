@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +19,7 @@ from kvxfer.geometry.cache import Region
 from kvxfer.identity import TransferId
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
-from kvxfer_nccl import NcclTransport
+from kvxfer_nccl import NcclTransport, transport
 from kvxfer_nccl.binding import Binding
 from kvxfer_nccl.endpoint import Endpoint
 from kvxfer_nccl.tasks import Task
@@ -128,6 +130,23 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     [(_, batch), _] = link.halves(TransferMode.SEND, a, b, SMALL)
     [result] = world.finish(Started([(a, a.submit(batch))]), seconds=5)
     assert result.error is not None and "closed" in result.error
+
+
+def test_strangers_who_say_nothing_keep_no_peer_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "STRANGERS", 4)
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    mine, theirs = a.endpoint(), b.endpoint()
+    with ExitStack() as stack:
+        for end in (mine, theirs):  # either may be the one that is dialled
+            where = Endpoint.decode(end)
+            for _ in range(4):
+                stack.enter_context(socket.create_connection((where.host, where.port)))
+        world.run(0.1)
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+        halves = link.halves(TransferMode.SEND, a, b, SMALL)
+        for result in world.finish(Started([(p, p.submit(batch)) for p, batch in halves]), seconds=4):
+            assert result.error is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -187,6 +188,30 @@ def at_random(backend: str) -> None:
         for t in threads:
             t.join(15.0)
             assert not t.is_alive()
+
+
+def signalled(backend: str) -> None:
+    """The handler of a signal comes amid calls of the agent: it calls it, too, and in the end drains it."""
+    e, rng = engine(backend), random.Random(0)
+    ended: list[bool] = []
+
+    def handle(number: int, frame: object) -> None:
+        if number == signal.SIGALRM:
+            e.agent.renew(name(0))
+        else:
+            ended.append(e.agent.drain(1.0))
+
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.00073)
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        e.agent.renew(name(0))
+        time.sleep(rng.uniform(0, 0.0003))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [True]
+    e.close()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,6 +38,30 @@ def test_engines_at_addresses_of_their_own(engine: Callable[..., Engine], backen
     assert (p.source.host, d.source.host) == (here, there)
     assert here in p.agents[0].descriptor.address
     check_transfer(p, d)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [(socket.AF_INET, ("127.0.0.2", 1)), (socket.AF_X25, ("127.0.0.2", 1))],
+    ids=["nobody listens there", "this host lacks its family"],
+)
+def test_a_name_of_several_addresses_leads_to_the_one_that_answers(
+    engine: Callable[..., Engine], first: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = socket.getaddrinfo
+
+    def found(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "node-7":
+            return looked_up(host, port, *args, **kwargs)
+        if kwargs.get("flags"):
+            raise socket.gaierror(socket.EAI_NONAME, "no address")
+        return [
+            (family, socket.SOCK_STREAM, 0, "", at) for family, at in (first, (socket.AF_INET, ("127.0.0.1", port)))
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    p = engine({"backend": "tcp"}, seed=1, advertise="node-7")
+    check_transfer(p, engine({"backend": "tcp"}))
 
 
 def test_each_process_finds_its_own_address() -> None:

@@ -21,8 +21,9 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.control.loop import CLOSED
 from kvxfer.control.revocations import RevocationView
-from kvxfer.errors import ClosedError
+from kvxfer.errors import ClosedError, TransportError
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import CopyPlan
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.protocol.values import Abort, Ended, PartRef, Released
@@ -45,6 +46,14 @@ def name(i: int | str) -> TransferId:
 @pytest.mark.parametrize("case", ["many", "leave", "leave_by_error", "fork", "at_random"])
 def test_nothing_crashes_or_hangs(case: str, backend: str) -> None:
     require(backend)
+    check(case, backend)
+
+
+def test_a_handler_of_signals_may_call_an_agent_amid_its_calls() -> None:
+    check("signalled", "tcp")
+
+
+def check(case: str, backend: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.control.ending", case, backend],
         cwd=ROOT,
@@ -355,6 +364,99 @@ def test_a_back_end_may_raise_anything(
     until(lambda: any(isinstance(e, Released) and e.transfer == name(0) for e in d.events()))
     assert d.agents[0]._loop.thread.is_alive()
     d.events().clear()
+    works(p, d)
+
+
+def test_memory_of_a_back_end_that_could_not_close_is_not_released(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither at the end, nor once another has taken its place and was closed: what the first one does is not known."""
+    options = {"verbs": ["read"], "delay_s": 1.0}
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    agent, failing = d.agents[0], {"close": 1}
+    for method in ("close", "poll"):
+        original = getattr(FakeTransport, method)
+
+        def fail(self: FakeTransport, method: str = method, original: Callable[[Any], Any] = original) -> Any:
+            if self.agent == agent._name and failing.get(method):
+                failing[method] -= 1
+                raise TransportError("copies have not ended")
+            return original(self)
+
+        monkeypatch.setattr(FakeTransport, method, fail)
+    agent.fetch(fetch(p.source, [1], 4, transfer=name(0), handle="0"))
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    until(lambda: agent.stats().staged == 1)
+    time.sleep(0.1)
+    failing["poll"] = 1
+    until(lambda: not failing["close"])
+    assert not d.wait(Ended)[0].outcome.delivered
+    works(p, d)
+    assert agent.close() is False
+    assert [e.transfer for e in d.events() if isinstance(e, Released) and e.transfer == name(0)] == []
+
+
+def test_memory_of_a_link_that_could_not_be_closed_is_not_released_while_its_peer_writes(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The back end is made anew, which does make it quiet."""
+    p, d = (engine({"verbs": ["write"], "delay_s": 0.5, "run_bytes": 1}, seed=seed) for seed in (1, None))
+    agent = d.agents[0]
+
+    def fail(self: FakeTransport, *_: Any) -> None:
+        if self.agent == agent._name:
+            raise TransportError("it cannot be closed")
+
+    for method in ("disconnect", "abort"):  # of which the peer does neither
+        monkeypatch.setattr(FakeTransport, method, fail)
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    until(lambda: p.agents[0].stats().direct == 1)
+    agent.identify({"weights": "others"})  # which closes all links
+    d.wait(Released)
+    before = d.block(1).copy()
+    time.sleep(1.0)
+    assert np.array_equal(d.block(1), before)
+
+
+@pytest.mark.parametrize("thread", ["kvxfer-hellos", "kvxfer-examine", "kvxfer-hash"])
+def test_where_no_thread_is_to_be_had_the_next_transfer_works(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    """As where the limit of processes is reached for a while: what needs it then fails, and is released."""
+    p, d = (engine({"verbs": ["read"]}, seed=seed, integrity="full") for seed in (1, None))
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == thread and len(refused) < 1:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    d.wait(Released)
+    assert refused
+    works(p, d)
+    assert all(e.agents[0].close() for e in (d, p))
+
+
+def test_a_plan_that_cannot_be_made_fails_its_part_alone(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = (engine({"verbs": ["write"], "run_bytes": 1}, seed=seed, lease=1.0) for seed in (1, None))
+    runs = CopyPlan.runs
+
+    def fail(self: CopyPlan) -> Any:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(CopyPlan, "runs", fail)
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    for e in (d, p):
+        e.wait(Released)
+    monkeypatch.setattr(CopyPlan, "runs", runs)
     works(p, d)
 
 

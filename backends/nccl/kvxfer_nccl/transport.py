@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 from kvxfer.backend import Base
 from kvxfer.backend.endpoint import new_token
+from kvxfer.backend.strangers import Listener
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
@@ -30,9 +30,8 @@ GREET_S = 5.0
 """How long a connection may take to say what it is for."""
 
 STRANGERS = 256
-"""Connections that may be in that state."""
+"""Connections that may be in that state; of more, the oldest is closed."""
 
-_log = logging.getLogger("kvxfer.nccl")
 _CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")  # a line of NCCL's log
 
 
@@ -65,7 +64,7 @@ class NcclTransport(Base[Endpoint, Link]):
             quiet="later",
         )
         try:
-            self._listener = listen(self._options.listen, self._options.port)
+            self._listener = Listener(listen(self._options.listen, self._options.port))
         except OSError as e:
             where = f"{self._options.listen} port {self._options.port}"
             raise TransportError(f"back end 'nccl' of {agent!r} cannot listen on {where}: {e}") from e
@@ -78,7 +77,7 @@ class NcclTransport(Base[Endpoint, Link]):
         self._early: dict[bytes, tuple[Channel, Greeting]] = {}
         self._woken: deque[int] = deque()
         self._waking = threading.Lock()
-        self.wakeup.add(self._listener.fileno(), "listener")
+        self.wakeup.add(self._listener.socket.fileno(), "listener")
 
     @classmethod
     def carried_by(cls, log: str) -> str | None:
@@ -120,7 +119,7 @@ class NcclTransport(Base[Endpoint, Link]):
         mine = Endpoint(
             self.agent,
             self._options.host,
-            self._listener.getsockname()[1],
+            self._listener.socket.getsockname()[1],
             new_token(),
             self._binding.identity(self._device),
             self._options.channels,
@@ -202,18 +201,16 @@ class NcclTransport(Base[Endpoint, Link]):
             link.end(TransportError("the transport was closed on this side"), "the other side shut down")
         until = time.monotonic() + self._options.abort_timeout_s
         left = [link for link in links if not link.wait(until)]
-        if left:
-            _log.error(
-                "%s: NCCL did not end its communicators with %s within %g s; their memory may still be touched, and "
-                "nothing but the end of this process can change that",
-                self.agent,
-                ", ".join(str(link.theirs) for link in left),
-                self._options.abort_timeout_s,
-            )
         for channel in [*(c for c, _ in self._strangers.values()), *(c for c, _ in self._early.values())]:
             channel.close()
         self._ending.clear()
         self._listener.close()
+        if left:
+            raise TransportError(
+                f"NCCL did not end its communicators with {', '.join(str(link.theirs) for link in left)} within "
+                f"{self._options.abort_timeout_s:g} s; their memory may still be touched, and nothing but the end of this process "
+                "can change that"
+            )
 
     def _arm(self) -> None:
         """Have ``poll`` called when the next thing is due."""
@@ -246,14 +243,12 @@ class NcclTransport(Base[Endpoint, Link]):
     # Connections that have not said yet which link they belong to
 
     def _take_in(self, now: float) -> None:
-        while len(self._strangers) < STRANGERS:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
+        for _ in range(STRANGERS):
+            sock = self._listener.accept()
+            if sock is None:
                 return
-            except OSError as e:  # the one that came is gone already, or there are no descriptors left
-                _log.warning("%s: a connection could not be taken: %s", self.agent, e)
-                return
+            if len(self._strangers) >= STRANGERS:
+                self._dismiss(next(iter(self._strangers))).close()
             number = self.number()
             channel = Channel(sock)
             self._strangers[number] = channel, now + GREET_S

@@ -243,15 +243,17 @@ class _Incoming(Connection):
     def _open(self) -> Pipe:
         """Begin to connect to the next address."""
         family, address = self._addresses.popleft()
-        opened = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        opened = None
         try:
+            opened = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             tune(opened, self._options, True)
             number = opened.connect_ex(address)
             if number not in (0, errno.EINPROGRESS):
                 raise OSError(number, os.strerror(number))
             return self._pipe(opened)
         except OSError:
-            opened.close()
+            if opened is not None:
+                opened.close()
             if not self._addresses:
                 raise
         return self._open()

@@ -12,10 +12,10 @@ from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.endpoint import Endpoint
 from kvxfer_ucx.messages import OK, TRUNCATED, Pieces, Posted
 
-__all__ = ["STREAMS", "Half", "Link"]
+__all__ = ["Half", "Link"]
 
 STREAMS = 1 << 42
-"""Stream numbers of a link and direction are below this."""
+"""Stream numbers count modulo this: no two that are so far apart are under way at once."""
 
 TAGS = STREAMS << 2
 """Tags of a side of a link differ in the bits below this."""
@@ -287,4 +287,4 @@ class Link:
 
     @staticmethod
     def _tag(receiver: Endpoint, kind: int, stream: int) -> int:
-        return receiver.tag ^ (stream << 2 | kind)
+        return receiver.tag ^ (stream % STREAMS << 2 | kind)

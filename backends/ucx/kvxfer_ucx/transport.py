@@ -21,7 +21,7 @@ from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.endpoint import Endpoint
 from kvxfer_ucx.library import load
-from kvxfer_ucx.link import STREAMS, Half, Link
+from kvxfer_ucx.link import Half, Link
 from kvxfer_ucx.messages import News, Pieces
 from kvxfer_ucx.options import Options, make_context
 
@@ -150,8 +150,6 @@ class UcxTransport(Base[Endpoint, Link]):
         self._ending.append(link)
 
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
-        if not 0 <= batch.stream < STREAMS:
-            raise TransportError(f"stream number {batch.stream} is not in [0, {STREAMS})")
         pieces, nbytes = self._pieces(batch, merge=link.plain)
         for end in link.submit(Half(number, batch.verb, batch.stream, pieces, nbytes, after)):
             self.complete(end)
