@@ -197,9 +197,9 @@ class Prefetches:
                 self.give_up(request)
 
     @property
-    def handles(self) -> frozenset[str]:
-        """Requests whose load is a prefetch that is not over."""
-        return frozenset(request for request, found in self._all.items() if not found.over)
+    def moving(self) -> bool:
+        """Whether one is on its way or being copied; what is here and waits for its request's turn needs no step."""
+        return any(not found.over or found.copying is not None for found in self._all.values())
 
     def __len__(self) -> int:
         """Return how many there are."""

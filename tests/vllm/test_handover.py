@@ -11,17 +11,14 @@ from typing import Any
 import pytest
 
 from kvxfer.failures import FailureKind, Outcome
-from kvxfer_vllm.compat import TELLS_HITS
 from tests.engine.direct import Switchboard
+from tests.vllm.cases import EARLY
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
 N = 3 * BLOCK + 5
-EARLY = pytest.mark.skipif(
-    not TELLS_HITS, reason="vLLM 0.29 does not say how much of a prompt is cached, so nothing is loaded before its turn"
-)
 
 
 @pytest.fixture

@@ -320,10 +320,11 @@ class SchedulerHooks:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
         self._room.bind(manager)
-        compat.before_reset(manager, lambda: self._preempted_unseen(manager))
+        compat.before_reset(manager, lambda: self._let_go(manager))
 
-    def _preempted_unseen(self, manager: Any) -> None:
-        """Let go of what requests had at the end of their prompts that vLLM has preempted and not told us of yet."""
+    def _let_go(self, manager: Any) -> None:
+        """Let go of what waits for requests, and of the ends of prompts of those that vLLM has preempted and not told us of yet."""
+        self.side.short_of_blocks()
         for name in self._seen:
             if self.side.follows(name) and not any(manager.get_block_ids(name)):
                 self.side.preempted(name)
