@@ -155,7 +155,10 @@ class Prefetches:
         if external and found.promised and found.copying is None:
             found.copying = {}
             self._left = max(0.0, self._left - self._to_copy(found.tokens - found.start))
-            self._copies.append(BlockCopy(request, found.blocks, table))
+            lacking = (self._span(group, found.tokens - external, found.tokens) for group in self._groups)
+            self._copies.append(
+                BlockCopy(request, found.blocks, table.only(lacking))
+            )  # others may share those in front
         elif found.copying is None:
             self.give_up(request)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvxfer.failures import FailureKind, Outcome
+from kvxfer_vllm.metadata import StepMetadata
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import EARLY
 from tests.vllm.conftest import Make, both_ways
@@ -457,6 +458,27 @@ def test_a_transfer_that_its_router_named_is_not_waited_for(make: Make, board: S
     p.add(prompt(N), {"do_remote_decode": True, "transfer_id": "t1"}, n=1)
     d.run(p, until=name)
     assert d.done[name].tokens == answer(prompt(N), 4) and d.computed[name] == 1 + 3
+
+
+@EARLY
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_what_has_come_into_the_prefix_cache_meanwhile_is_not_copied_over(
+    make: Make, board: Switchboard, groups: Any
+) -> None:
+    """Others may be reading those blocks, in this engine or from afar."""
+    p, d = make(groups), decoder(make, board, groups, seqs=1)
+    measured(p, d)
+    params = offered(p)
+    other = d.add(prompt(N), n=3)
+    name = d.add(prompt(N), params)
+    d.run(p, until=other)
+    while name not in (output := d.step()).num_scheduled_tokens:
+        p.step()
+    meta = output.kv_connector_metadata
+    assert isinstance(meta, StepMetadata)
+    (copy,) = meta.step.copies
+    assert all((row >= 0).tolist() == [False, False, False, True] for row in copy.dst)
+    right(d, p, name, prompt(N))
 
 
 def test_siblings_find_in_the_prefix_cache_what_one_has_prefetched(make: Make, board: Switchboard) -> None:

@@ -123,8 +123,9 @@ class SchedulerHooks:
                 log.warning("request %s is computed here: %s", printable(name), want)
                 return
             transfer, source = want
-            # The last prompt token is computed here in any case, so its KV need not come.
-            tokens = request.num_prompt_tokens - 1
+            # The last prompt token is computed here in any case, so its KV need not come. Who offers a state computes the one before
+            # it, too, and of the tokens before both P has no state.
+            tokens = 0 if offers and self._recurrent else request.num_prompt_tokens - 1
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
             answered = not p.is_routed(params)  # else P may not have begun
