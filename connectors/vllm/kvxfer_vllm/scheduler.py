@@ -24,6 +24,7 @@ from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadingRequests
+from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import counts_media, groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
@@ -66,6 +67,7 @@ class SchedulerHooks:
         self._block_tokens = groups[0].block_tokens
         self._recurrent = any(group.kind == "state" for group in groups)
         self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
+        self._retained = RetainedBlocks(groups)
         facts = facts_of(vllm_config, config)
         self.side = SchedulerSide(config, self._engine, groups, parallel.world_size, facts, pins=self._pins)
         self._seen: set[str] = set()
@@ -170,8 +172,12 @@ class SchedulerHooks:
         table = _table(blocks.get_block_ids())
         if external and self._partly:
             self._loads[request.request_id] = table
+        if external:
+            end = request.num_prompt_tokens - 1
+            self._retained.loads(request.request_id, table, end - external, end)
         if not external or self.side.here(request.request_id):
             self._loading.ended(request.request_id, DELIVERED if external else COMPUTED)
+            self._retained.cached(request.request_id)
         try:
             self.side.allocated(request.request_id, table, external)
         except KvxferError as e:
@@ -188,6 +194,7 @@ class SchedulerHooks:
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         self._seen.discard(name)
         self._room.finished(name)
+        self._retained.cached(name)
         self._loads.pop(name, None)
         self._tables.pop(name, None)
         self._loading.ended(name, CANCELLED)
@@ -322,6 +329,7 @@ class SchedulerHooks:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
         self._room.bind(manager)
+        self._retained.bind(manager)
         compat.before_reset(manager, lambda: self._let_go(manager))
 
     def _let_go(self, manager: Any) -> None:
@@ -350,6 +358,7 @@ class SchedulerHooks:
             + len(self._spans)
             + len(self._loads)
             + len(self._partial)
+            + len(self._retained)
         )
         return len(self.side) + kept
 
