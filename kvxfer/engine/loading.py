@@ -52,7 +52,7 @@ class LoadingBlocks:
         The engine, which has the blocks yet, hears of it next, or once they are quiet if there is no pool to pin them in.
         """
         if request not in self._writing:
-            if not self._pins.keep(request, self.blocks(request)):
+            if not self._pins.keep(_holder(request), self.blocks(request)):
                 self._unpinned.add(request)
             self._schedule.preempt(request)
         self._writing.setdefault(request, set()).update(ranks)
@@ -63,7 +63,7 @@ class LoadingBlocks:
         if request not in self._writing or self._writing[request]:
             return False
         del self._writing[request]
-        self._pins.drop(request)
+        self._pins.drop(_holder(request))
         if request in self._reported:
             self._reported.remove(request)
             self._schedule.loaded(request)
@@ -117,3 +117,8 @@ class LoadingBlocks:
     def __len__(self) -> int:
         """Return how much is remembered."""
         return len(self._blocks) + len(self._over) + len(self._said) + len(self._writing) + len(self._reported)
+
+
+def _holder(request: str) -> tuple[str, str]:
+    """Who pins its blocks: not the request itself, which may also pin what it offers."""
+    return "loading", request

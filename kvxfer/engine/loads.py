@@ -176,7 +176,7 @@ class Loads:
     @property
     def waiting(self) -> bool:
         """Whether blocks are pinned of which the engine knows no request."""
-        return self._loading.waiting or bool(self._prefetches)
+        return self._loading.waiting or self._prefetches.moving
 
     def __len__(self) -> int:
         """Return how much is remembered; 0 when there are no loads."""

@@ -18,7 +18,9 @@ class Offers:
 
     def __init__(self, schedule: OfferSchedule, blocks: OfferedBlocks, tables: TableCheck, notices: Notices) -> None:
         self._schedule, self._blocks, self._tables, self._notices = schedule, blocks, tables, notices
-        self._transfers: dict[str, TransferId] = {}  # request -> what it offers
+        self._transfers: dict[
+            str, tuple[TransferId, bytes]
+        ] = {}  # request -> what it offers, which may be over before it
 
     def arrive(
         self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool
@@ -26,14 +28,13 @@ class Offers:
         """Take an offer up; see ``SchedulerSide.offer``."""
         taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
-            self._transfers[request] = transfer
+            self._transfers[request] = transfer, digest
         return taken
 
     def ticket(self, request: str, source: Source) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
-        transfer = self._transfers.get(request)
-        digest = None if transfer is None else self._schedule.digest(transfer)
-        return None if transfer is None or digest is None else Ticket(transfer, digest, source)
+        transfer, digest = self._transfers.get(request, (None, b""))
+        return Ticket(transfer, digest, source) if transfer and self._schedule.offers(transfer, digest) else None
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Take in that the request runs in this step; see ``SchedulerSide.runs``."""
@@ -43,8 +44,7 @@ class Offers:
         for g, group in enumerate(self._tables.groups):
             if group.kind == "full":
                 self._tables.lists("table", table, g, 0, min(computed + scheduled, self._schedule.total(request)))
-        transfer = self._transfers[request]
-        digest = self._schedule.digest(transfer) or b""
+        transfer, digest = self._transfers[request]
         begun = self._schedule.begun(transfer, digest)
         self._blocks.runs(request, computed, scheduled, table)
         if not begun:
@@ -52,9 +52,9 @@ class Offers:
 
     def finished(self, request: str, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
         """Take in that the request is over; see ``OfferedBlocks.finished``."""
-        transfer = self._transfers.pop(request, None)
+        transfer, digest = self._transfers.pop(request, (None, b""))
         if transfer is not None:
-            self._notices.over(transfer, self._schedule.digest(transfer) or b"")
+            self._notices.over(transfer, digest)
         return self._blocks.finished(request, transfer, table, complete, found=found, good=good)
 
     def __len__(self) -> int:

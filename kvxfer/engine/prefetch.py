@@ -155,7 +155,10 @@ class Prefetches:
         if external and found.promised and found.copying is None:
             found.copying = {}
             self._left = max(0.0, self._left - self._to_copy(found.tokens - found.start))
-            self._copies.append(BlockCopy(request, found.blocks, table))
+            lacking = (self._span(group, found.tokens - external, found.tokens) for group in self._groups)
+            self._copies.append(
+                BlockCopy(request, found.blocks, table.only(lacking))
+            )  # others may share those in front
         elif found.copying is None:
             self.give_up(request)
 
@@ -197,9 +200,9 @@ class Prefetches:
                 self.give_up(request)
 
     @property
-    def handles(self) -> frozenset[str]:
-        """Requests whose load is a prefetch that is not over."""
-        return frozenset(request for request, found in self._all.items() if not found.over)
+    def moving(self) -> bool:
+        """Whether one is on its way or being copied; what is here and waits for its request's turn needs no step."""
+        return any(not found.over or found.copying is not None for found in self._all.values())
 
     def __len__(self) -> int:
         """Return how many there are."""

@@ -35,7 +35,7 @@ class Renewals:
         with self._change:
             if not self._thread.ident and not self._closed:
                 self._thread.start()
-            if transfer not in self._waiting:
+            if transfer not in self._waiting or self._waiting[transfer][:2] != (digest, source):
                 self._waiting[transfer] = digest, source, time.monotonic()
 
     def keep(self, waiting: Container[TransferId]) -> None:

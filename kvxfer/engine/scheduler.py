@@ -221,7 +221,8 @@ class SchedulerSide:
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
-        It may be asked as often as the engine likes.
+        It may be asked as often as the engine likes. Blocks of the local tokens must be in use, or ``prefetch`` must have been called
+        before they were looked up: unused blocks may be lent to this load.
 
         Returns:
             The number of tokens. 0: none can, now or later. None: not known yet, since a sibling is loading them, a prefetch

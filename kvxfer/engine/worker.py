@@ -88,6 +88,7 @@ class WorkerSide:
         self._facts: Mapping[str, str] | None = None
         self._untold: list[DirectFetches] = []  # what has come before the first step, which says what our KV depends on
         self._lock = threading.Condition()  # what follows is the worker's and the side channel's
+        self._asleep = False
         self._ends = RankEnds(self._rank, quarantine)
         self._ends.report.descriptors[self._rank] = agent.descriptor
         self._direct: set[int] = set()  # numbers of fetches that have begun, and come again with their step
@@ -163,7 +164,7 @@ class WorkerSide:
             self._direct.add(number)
             try:
                 blocks = self._own(fetch.blocks)
-                if self._before_load is not None:
+                if self._before_load is not None and not self._asleep:  # else there is no memory, and the agent says so
                     self._before_load(blocks, fetch.start, fetch.tokens)
                 self.agent.fetch(replace(fetch, blocks=blocks))
             except KvxferError as e:
@@ -270,6 +271,7 @@ class WorkerSide:
             )
         last = self.collect()
         with self._lock:
+            self._asleep = True
             self._ends.report = last.merge(self._ends.report)
 
     def resume(self, agent: Agent) -> None:
@@ -283,10 +285,11 @@ class WorkerSide:
         """
         if _agent(agent).cache.rank != self._rank:
             raise KvxferError(f"the new agent must be of rank {self._rank}, not {agent.cache.rank}")
-        self.agent, self._device, self._computed = agent, agent.cache.regions[0].device, ComputedBands(agent.cache)
         if self._facts is not None:
             agent.identify(self._facts)
         with self._lock:
+            self.agent, self._device, self._computed = agent, agent.cache.regions[0].device, ComputedBands(agent.cache)
+            self._asleep = False
             self._ends.report.descriptors[self._rank] = agent.descriptor
         if self._channel is not None:
             agent.listen(self._channel.wake)

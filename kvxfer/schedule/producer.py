@@ -164,11 +164,6 @@ class OfferSchedule:
         self._offer(prefill, prefill.total, self._full(table, prefill.total), table)
         return True
 
-    def digest(self, transfer: TransferId) -> bytes | None:
-        """Return that of a transfer that is tracked; None for any other."""
-        prefill = self._transfers.get(transfer)
-        return None if prefill is None else prefill.digest
-
     def offers(self, transfer: TransferId, digest: bytes) -> bool:
         """Whether this transfer is offered, or will be, and of this content. Any thread."""
         prefill = self._transfers.get(transfer)

@@ -51,6 +51,17 @@ def test_nothing_but_time_has_to_pass() -> None:
     assert len(told.notices) == count
 
 
+def test_one_that_is_taken_from_another_engine_is_renewed_there() -> None:
+    """A router tries again with another prefill engine, under the same name."""
+    told = Told()
+    r = Renewals(0.04, told)
+    r.begin(X, b"x", A)
+    told.wait(A, X, 1)
+    r.begin(X, b"x", B)
+    told.wait(B, X, 3)
+    r.close()
+
+
 def test_renewals_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renewals, "RENEWED", 2)
     told = Told()

@@ -35,7 +35,8 @@ class Worker:
         self.pages, self._config = ElasticPages(BLOCKS, BLOCKS), Config.from_mapping({"backend": backend, **SETTINGS})
         view = View("kv", 0, ("a",), (0,), BLOCKS, PAGE, PAGE, "test")
         self._cache = Cache((Region(self.pages.address, BLOCKS * PAGE),), (Group(TOKENS),), (view,))
-        self.side = WorkerSide(self.agent())
+        self.cleared: list[BlockTable] = []
+        self.side = WorkerSide(self.agent(), before_load=lambda blocks, start, tokens: self.cleared.append(blocks))
         self.directory = Directory(self._config, "sleeper")
         self.report = Report()
         self._map()
@@ -141,6 +142,19 @@ def test_loads_of_a_sleeper_fail_before_its_memory_goes(pair: tuple[Worker, Work
     report = d.collect()
     assert str(transfer) in report.over
     assert report.failed[str(transfer)].kind is FailureKind.CANCELLED
+
+
+def test_a_load_that_is_asked_of_a_sleeper_touches_no_memory(pair: tuple[Worker, Worker]) -> None:
+    """Its engine takes requests meanwhile, and a load may begin as one arrives: what it leaves as it is must not be cleared."""
+    p, d = pair
+    d.sleep()
+    for number in range(2):
+        transfer = TransferId("own/1/asleep", number)
+        d.fetch(transfer, p, [2])
+        report = d.collect()
+        assert not d.cleared and report.failed[str(transfer)].kind is FailureKind.CANCELLED
+    d.wake()
+    assert moves(p, d, 3) and d.cleared
 
 
 def test_memory_that_is_still_touched_stays(monkeypatch: pytest.MonkeyPatch) -> None:

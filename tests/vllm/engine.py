@@ -86,6 +86,7 @@ class Group:
     """A KV-cache group; `window`: tokens that a token attends to, itself included, or 0 for all; `chunk`: it attends to
     those of its own chunk of that length.
 
+    retained: tokens behind a window whose blocks vLLM keeps for the drafts of several modules.
     state: it keeps recurrent states instead: one for a request, or, `aligned` for the prefix cache, one in the block of
         the last token; `drafts`: blocks for the states after as many draft tokens.
     own: nobody else's layer: of a draft model, or (`local`) of what vLLM has excluded from transfers. What such a
@@ -94,6 +95,7 @@ class Group:
 
     window: int = 0
     chunk: int = 0
+    retained: int = 0
     state: bool = False
     aligned: bool = False
     drafts: int = 0
@@ -116,7 +118,12 @@ class Group:
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
         if self.chunk:
             return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.chunk)
-        return SlidingWindowSpec(**shape, sliding_window=self.window) if self.window else FullAttentionSpec(**shape)
+        kept = {"extra_retained_tokens": self.retained} if self.retained else {}
+        return (
+            SlidingWindowSpec(**shape, sliding_window=self.window, **kept)
+            if self.window
+            else FullAttentionSpec(**shape)
+        )
 
     def first(self, position: int) -> int:
         """The first position that the token at this one attends to."""

@@ -72,6 +72,23 @@ def test_a_producer_that_is_not_there_is_not_waited_for(make: Make, wire: Wire) 
     check(d, b, text)
 
 
+def test_who_asks_again_for_what_has_been_fetched_is_answered(make: Make) -> None:
+    """P was still decoding when D had the prompt, and forgot the offer then; it remembers that it has begun with it."""
+    p, d = make(budget=256), make(caching=False)
+    text = prompt(N)
+    to_p, to_d = both(p, "job")
+    a = p.add(text, to_p, n=20)
+    p.step()
+    first = d.add(text, to_d)
+    d.run(until=first)
+    p.run(until=a)
+    again = d.add(text, to_d)
+    d.run(p, until=again)
+    for name in (first, again):
+        check(d, name, text)
+    assert d.computed[first] == 1 + 3 and d.computed[again] == N + 3
+
+
 def test_one_that_gives_it_up_in_its_queue_says_so(make: Make) -> None:
     p, d = make(seqs=1), make()
     text = prompt(N)

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from kvxfer.failures import FailureKind, Outcome
-from kvxfer_vllm.compat import TELLS_HITS
+from kvxfer_vllm.metadata import StepMetadata
 from tests.engine.direct import Switchboard
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
@@ -19,9 +21,6 @@ from tests.vllm.wire import Wire
 
 overlap = both_ways
 N = 3 * BLOCK + 5
-EARLY = pytest.mark.skipif(
-    not TELLS_HITS, reason="vLLM 0.29 does not say how much of a prompt is cached, so nothing is loaded before its turn"
-)
 
 
 @pytest.fixture
@@ -159,7 +158,6 @@ def test_a_producer_that_is_stuck_holds_up_one_step_and_no_more(make: Make, boar
     right(d, p, again, prompt(N, 7))
 
 
-@EARLY
 def test_who_stands_behind_a_load_that_does_not_come_is_not_held_up(make: Make, board: Switchboard, wire: Wire) -> None:
     """The queue's first is waited for, and what comes for others meanwhile counts for them."""
     p, d = make(), decoder(make, board)
@@ -181,7 +179,6 @@ def test_who_stands_behind_a_load_that_does_not_come_is_not_held_up(make: Make, 
         right(d, p, name, prompt(N, i))
 
 
-@EARLY
 def test_what_comes_while_another_is_waited_for_is_there_in_the_next_step(
     make: Make, board: Switchboard, wire: Wire
 ) -> None:
@@ -346,7 +343,6 @@ def _then(result: Any, call: Any) -> Any:
     return result
 
 
-@EARLY
 @pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "still written"])
 def test_a_failure_within_the_step_is_computed_in_that_step(
     make: Make, board: Switchboard, wire: Wire, quiet: bool
@@ -373,7 +369,6 @@ def test_a_failure_within_the_step_is_computed_in_that_step(
     right(d, p, again, prompt(N, 7))
 
 
-@EARLY
 def test_another_generation_on_one_rank_is_no_load(make: Make, board: Switchboard, wire: Wire) -> None:
     p, d = make(ranks=2), decoder(make, board, ranks=2, budget=256)
     measured(p, d)
@@ -404,7 +399,6 @@ def test_a_channel_that_loses_everything_costs_steps_and_nothing_else(
     assert d.computed[name] == 1 + 3
 
 
-@EARLY
 @pytest.mark.parametrize("when", ["under way", "here"])
 def test_an_abort_gives_the_borrowed_blocks_back(make: Make, board: Switchboard, wire: Wire, when: str) -> None:
     p, d = make(), decoder(make, board)
@@ -460,6 +454,52 @@ def test_a_transfer_that_its_router_named_is_not_waited_for(make: Make, board: S
     p.add(prompt(N), {"do_remote_decode": True, "transfer_id": "t1"}, n=1)
     d.run(p, until=name)
     assert d.done[name].tokens == answer(prompt(N), 4) and d.computed[name] == 1 + 3
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_what_has_come_into_the_prefix_cache_meanwhile_is_not_copied_over(
+    make: Make, board: Switchboard, groups: Any
+) -> None:
+    """Others may be reading those blocks, in this engine or from afar."""
+    p, d = make(groups), decoder(make, board, groups, seqs=1)
+    measured(p, d)
+    params = offered(p)
+    other = d.add(prompt(N), n=3)
+    name = d.add(prompt(N), params)
+    d.run(p, until=other)
+    while name not in (output := d.step()).num_scheduled_tokens:
+        p.step()
+    meta = output.kv_connector_metadata
+    assert isinstance(meta, StepMetadata)
+    (copy,) = meta.step.copies
+    assert all((row >= 0).tolist() == [False, False, False, True] for row in copy.dst)
+    right(d, p, name, prompt(N))
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["hits told", "as vLLM 0.29"])
+def test_blocks_of_the_prefix_cache_are_not_lent_to_their_own_request(
+    make: Make, board: Switchboard, tells: bool
+) -> None:
+    """vLLM looks them up, asks us, and only then takes them: in a cache that is full they may be the next to be given away."""
+    p, d = make(), decoder(make, board)
+    if not tells:
+        d.scheduler.connector._sched._hits = None
+    measured(p, d)
+    text, pool = prompt(N, 5), d.pool
+    first = d.add(text[:20], n=2)
+    d.run(until=first)
+    d.run(until=d.add(prompt(20 * BLOCK, 6), n=1))
+    free = pool.free_block_queue.get_all_free_blocks()
+    held = pool.get_new_blocks(next(i for i, block in enumerate(free) if block.block_id == first_block(d, text)))
+    name = d.add(text, offered(p, 5))
+    right(d, p, name, text)
+    pool.free_blocks(held)
+
+
+def first_block(d: Engine, text: list[int]) -> int:
+    """Of a prompt, in D's prefix cache."""
+    probe = Request("probe", text, SamplingParams(max_tokens=1), None, block_hasher=d.hasher)
+    return int(d.scheduler.kv_cache_manager.get_computed_blocks(probe)[0].get_block_ids()[0][0])
 
 
 def test_siblings_find_in_the_prefix_cache_what_one_has_prefetched(make: Make, board: Switchboard) -> None:

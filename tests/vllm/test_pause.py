@@ -10,6 +10,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import Engine, prompt
@@ -27,7 +28,7 @@ DRAINS_LOADS = "kv_holding_waiting" in inspect.getsource(Scheduler.get_num_unfin
 def turn(engine: Engine, most: int = 200) -> None:
     """Make steps as vLLM's loop does: for as long as there is something to do."""
     for _ in range(most):
-        if not engine.scheduler.has_requests():
+        if not engine.busy:
             return
         engine.step()
     raise AssertionError(f"after {most} steps there is still something to do")
@@ -127,3 +128,26 @@ def test_clearing_the_cache_under_a_load_is_refused_and_costs_nothing(make: Make
     restart(d, p)
     check(d, name, text)
     assert d.computed[name] == 1 + 3
+
+
+@pytest.mark.parametrize("mode", [KEEP, NEW], ids=["keep", "wait"])
+@pytest.mark.parametrize("when", ["under way", "here"])
+def test_what_is_loaded_ahead_of_its_turn_holds_nobody_up(make: Make, wire: Wire, mode: PauseState, when: str) -> None:
+    """A request waits for a seat, and its KV for the request: a pause is complete without them, and the cache can be cleared."""
+    p, d = make(), make(board=Switchboard(waited=wire.pump), extra={"step_budget": 1}, seqs=1)
+    texts = [prompt(90, seed=n) for n in range(2)]
+    params = [prefill(p, text) for text in texts]
+    old = d.add(texts[0], params[0])
+    d.step()
+    wire.paused = when == "under way"
+    new = d.add(texts[1], params[1])
+    wire.pump()
+    d.scheduler.set_pause_state(mode)
+    wire.paused = False
+    wire.pump()
+    turn(d)
+    assert (old in d.done) == (mode is NEW) and new not in d.done
+    assert d.scheduler.reset_prefix_cache(reset_running_requests=True)
+    restart(d, p)
+    for name, text in zip((old, new), texts, strict=True):
+        check(d, name, text)

@@ -100,6 +100,34 @@ def test_late_bytes_of_a_failed_load(make: Make, wire: Wire, held: bool) -> None
     wire.quiet(load)
 
 
+@HOLDING
+@pytest.mark.parametrize("end", ["aborted", "fetched"])
+def test_a_failed_load_that_still_writes_though_its_request_s_own_offer_is_over(
+    make: Make, wire: Wire, end: str
+) -> None:
+    """One request may load and offer: what is kept for the one has nothing to do with the other."""
+    p, d = make(), make()
+    text = prompt(90)
+    params = prefill(p, text)
+    wire.paused = True
+    name = d.add(text, params | OFFER | {"do_remote_prefill": True}, n=8)
+    load = begin(d, wire)
+    _, written = blocks_of(load)
+    wire.fail(load, "the peer is silent", quiet=False)
+    while d.computed.get(name, 0) < 95:
+        d.step()
+    if end == "aborted":
+        d.abort(name)
+    else:
+        d.run(until=name)
+        d.lease_ends()
+    d.steps(5)
+    with everything(d) as handed_out:
+        assert written.isdisjoint(handed_out)
+    wire.quiet(load)
+    d.run(p)
+
+
 @HELD
 @pytest.mark.usefixtures("references")
 def test_an_aborted_load_that_still_writes(make: Make, wire: Wire, held: bool) -> None:

@@ -95,6 +95,19 @@ def test_both_roles_at_once(make: Make) -> None:
     decode(a, turn, after, b)
 
 
+@CACHES
+def test_what_is_offered_on_is_loaded_if_it_can_be(make: Make, groups: Any) -> None:
+    """Who offers a state computes a token less, and so cannot use one of another engine: that is no failure of its request."""
+    a, b = (make(groups, policy="fail") for _ in range(2))
+    text = prompt(90)
+    on = b.add(text, prefill(a, text) | {"do_remote_decode": True}, n=1)
+    b.run(a, until=on)
+    assert b.computed[on] == (89 if any(group.state for group in groups) else 1)
+    after = b.done[on].params
+    assert after is not None and after["remote_port"] == b.address.port
+    decode(a, text, after, b)
+
+
 def test_two_engines_that_are_full_of_what_they_hold_for_each_other(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer_vllm.compat import REPORTS_BY_REQUEST
-from tests.vllm.cases import decode, prefill
+from tests.vllm.cases import OFFER, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, STATEFUL, Engine, answer, prompt
 from tests.vllm.wire import Load, Wire
@@ -131,3 +131,15 @@ def lose_states(engine: Engine, text: list[int]) -> None:
     states = {b for b in cached if not engine.memory[b, 1:].any()}
     assert states and states < cached
     engine.pool.evict_blocks(states)
+
+
+@pytest.mark.parametrize("groups", [STATEFUL, ALIGNED], ids=["stateful", "aligned"])
+def test_a_prompt_that_may_grow_is_computed_whole(make: Make, groups: Any) -> None:
+    """The next part of the input follows its last token, so that no state is offered that lacks it."""
+    p = make(groups)
+    name = p.add(prompt(40), OFFER, n=3, resumable=True)
+    p.run(until=name)
+    assert p.done[name].tokens == answer(prompt(40), 3)
+    p.abort(name)
+    p.run()
+    p.lease_ends()

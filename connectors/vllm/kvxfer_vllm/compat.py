@@ -37,7 +37,7 @@ when it computes the request anew (where it takes failed loads by block id, it g
 
 
 TELLS_HITS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
-"""vLLM 0.30 and later let us ask how much of a prompt is cached: only then can a load begin before its request's turn."""
+"""vLLM 0.30 and later let us ask how much of a prompt is cached, so that a load that begins before its request's turn leaves that out."""
 
 
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")

@@ -49,6 +49,8 @@ def leave_last_token(request: Request) -> None:
         raise KvxferError("there is no state before the only token of a prompt")
     if request.skip_reading_prefix_cache:
         raise KvxferError("a request that needs its whole prompt computed offers no recurrent state")
+    if request.resumable:
+        raise KvxferError("a request whose prompt may grow offers no recurrent state")
     if request.num_output_tokens:
         raise KvxferError("a request that has produced tokens offers no recurrent state")
     del request.prompt_token_ids[-1]

@@ -24,6 +24,7 @@ from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadingRequests
+from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import counts_media, groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
@@ -66,6 +67,7 @@ class SchedulerHooks:
         self._block_tokens = groups[0].block_tokens
         self._recurrent = any(group.kind == "state" for group in groups)
         self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
+        self._retained = RetainedBlocks(groups)
         facts = facts_of(vllm_config, config)
         self.side = SchedulerSide(config, self._engine, groups, parallel.world_size, facts, pins=self._pins)
         self._seen: set[str] = set()
@@ -123,16 +125,18 @@ class SchedulerHooks:
                 log.warning("request %s is computed here: %s", printable(name), want)
                 return
             transfer, source = want
-            # The last prompt token is computed here in any case, so its KV need not come.
-            tokens = request.num_prompt_tokens - 1
+            # The last prompt token is computed here in any case, so its KV need not come. Who offers a state computes the one before
+            # it, too, and of the tokens before both P has no state.
+            tokens = 0 if offers and self._recurrent else request.num_prompt_tokens - 1
             if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
                 content = p.digest_of(params) or content
             answered = not p.is_routed(params)  # else P may not have begun
             enough = min(self._block_tokens, tokens) if self._partly and not answered else 0
             self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered, enough=enough)
             self._loading.arrived(request, str(transfer))
-            if self._hits is not None and not request.skip_reading_prefix_cache:
-                self.side.prefetch(name, self._hits(request))
+            if not request.skip_reading_prefix_cache:
+                # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
+                self.side.prefetch(name, 0 if self._hits is None else self._hits(request))
 
     def _warn_of_role(self, request: Request, params: Mapping[str, Any]) -> None:
         """Say that a request asks for what this engine does not do."""
@@ -168,8 +172,12 @@ class SchedulerHooks:
         table = _table(blocks.get_block_ids())
         if external and self._partly:
             self._loads[request.request_id] = table
+        if external:
+            end = request.num_prompt_tokens - 1
+            self._retained.loads(request.request_id, table, end - external, end)
         if not external or self.side.here(request.request_id):
             self._loading.ended(request.request_id, DELIVERED if external else COMPUTED)
+            self._retained.cached(request.request_id)
         try:
             self.side.allocated(request.request_id, table, external)
         except KvxferError as e:
@@ -186,6 +194,7 @@ class SchedulerHooks:
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         self._seen.discard(name)
         self._room.finished(name)
+        self._retained.cached(name)
         self._loads.pop(name, None)
         self._tables.pop(name, None)
         self._loading.ended(name, CANCELLED)
@@ -320,10 +329,12 @@ class SchedulerHooks:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
         self._room.bind(manager)
-        compat.before_reset(manager, lambda: self._preempted_unseen(manager))
+        self._retained.bind(manager)
+        compat.before_reset(manager, lambda: self._let_go(manager))
 
-    def _preempted_unseen(self, manager: Any) -> None:
-        """Let go of what requests had at the end of their prompts that vLLM has preempted and not told us of yet."""
+    def _let_go(self, manager: Any) -> None:
+        """Let go of what waits for requests, and of the ends of prompts of those that vLLM has preempted and not told us of yet."""
+        self.side.short_of_blocks()
         for name in self._seen:
             if self.side.follows(name) and not any(manager.get_block_ids(name)):
                 self.side.preempted(name)
@@ -347,6 +358,7 @@ class SchedulerHooks:
             + len(self._spans)
             + len(self._loads)
             + len(self._partial)
+            + len(self._retained)
         )
         return len(self.side) + kept
 
