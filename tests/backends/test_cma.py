@@ -175,6 +175,21 @@ def test_memory_that_is_gone_is_an_error(world: World, batch: Any) -> None:
     world.succeed(Started([(a, a.submit(half))]))
 
 
+def test_own_memory_that_is_gone_costs_its_batches_only(world: World) -> None:
+    """However many batches have failed for it, others go on."""
+    a, b = world.local(), world.local()
+    b.allocate([N], 2)
+    area = mmap.mmap(-1, N)
+    address = np.frombuffer(area, np.uint8).ctypes.data
+    a.transport.register([Region(address, N)])
+    whole = a.allocate([N], 1)
+    link = world.link(a, b)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), N, 0) == 0  # not unmapped, as above
+    for batch in [read, write] * 10:
+        error_of(world, a, batch(link.peers[a.name]))
+    world.move(link, TransferMode.WRITE, a, b, Runs.of([0], [0], [N]), memory=whole)
+
+
 @pytest.mark.parametrize("batch", [read, write])
 def test_a_peer_that_became_another_program_is_not_touched(direct: World, batch: Any) -> None:
     """After exec the process has its number and age, but not its memory."""
