@@ -362,6 +362,29 @@ def test_a_reader_that_breaks_the_protocol_costs_its_link_only(world: World, imp
     world.move(good, TransferMode.READ, victim, other, Runs.of([0], [0], [1000]))
 
 
+def test_refusals_that_nobody_reads_do_not_pile_up(world: World, impostor: Impostor) -> None:
+    """Who asks for what it is refused, and reads none of that, is kept waiting: each question has an answer ten times as long."""
+    victim, other = impostor.victim, world.local()
+    other.allocate([1 << 20], 2)
+    good = world.link(victim, other)
+    impostor.out.setblocking(False)
+    asked, waits = memoryview(question([(0, 10)], memory=3) * 10_000), 0
+    sent = 0
+    while waits < 50 and sent < 32 << 20:  # until the kernel's buffers are full in both directions
+        try:
+            sent += impostor.out.send(asked[sent % len(asked) :])
+            waits = 0
+        except BlockingIOError:
+            waits += 1
+        world.turn(0.01)
+    assert waits == 50, f"{sent} bytes of questions were taken in, and nobody reads the answers"
+    world.move(good, TransferMode.READ, victim, other, Runs.of([0], [0], [1000]))
+    impostor.out.settimeout(5)
+    impostor.out.recv(1 << 20)  # and it goes on when they are read
+    world.run(0.05)
+    assert victim.transport.lost(impostor.peer) is None
+
+
 def address(endpoint: bytes) -> tuple[str, int]:
     decoded = Endpoint.decode(endpoint)
     return decoded.host, decoded.port
@@ -421,7 +444,15 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     assert result.error is not None and "closed" in result.error
 
 
-@pytest.mark.parametrize("host, why", [("127.0.0.1", "refused"), ("no-such-host.invalid", "cannot be reached")])
+@pytest.mark.parametrize(
+    "host, why",
+    [
+        ("127.0.0.1", "refused"),
+        ("no-such-host.invalid", "cannot be reached"),
+        ("no..name", "cannot be reached"),
+        ("a" * 64, "cannot be reached"),
+    ],
+)
 def test_nobody_there_is_told_at_once(world: World, host: str, why: str) -> None:
     """And a name is looked up where nothing has to wait for it."""
     a = world.local()

@@ -374,6 +374,18 @@ def test_who_listens_on_the_way_learns_nothing_from_an_encrypted_link(encrypt: b
         tap.close()
 
 
+def test_a_key_that_is_none_is_refused() -> None:
+    transports = [ZmqTransport(name, {"encrypt": True}) for name in "ab"]
+    try:
+        ours, theirs = (transport.endpoint() for transport in transports)
+        with pytest.raises(TransportError, match="'b'") as refused:
+            transports[0].connect(ours, msgspec.structs.replace(Endpoint.decode(theirs), key=b"none").encode())
+    finally:
+        for transport in transports:
+            transport.close()  # though the socket that was of no use is still known to somebody
+    assert refused.tb is not None
+
+
 def test_nobody_gets_in_who_does_not_know_the_key() -> None:
     """A stranger may know address and token, and speak either mechanism; it is not let past the handshake."""
     victim = ZmqTransport("victim", {"encrypt": True})

@@ -201,8 +201,8 @@ class Relayed:
             slot, lo, hi = free[-1], self._at, min(self._at + self._runs_a_slot, self._end)
             self._asker.slots.table(slot, hi - lo)[:] = self._table[lo:hi]
             if self._write:
-                self._asker.slots.fill(slot, self._local, lo, hi)  # which fails where memory is not mapped
-            free.pop()
+                self._asker.slots.fill(slot, self._local, lo, hi)
+            free.pop()  # not sooner: a slot that was never asked for never comes back
             self._at, self._asked[slot] = hi, (lo, hi)
             self._asker.ask(slot, self, self._write, self._memory, hi - lo)
         if self._at < self._end:

@@ -70,7 +70,7 @@ def numeric(host: str, port: int) -> list[Address] | None:
     """Return the address that a host is named by, or ``None`` for one that must be looked up."""
     try:
         return _look_up(host, port, socket.AI_NUMERICHOST)
-    except OSError:
+    except (OSError, UnicodeError):
         return None
 
 

@@ -22,6 +22,9 @@ __all__ = ["Server"]
 READ_BYTES = 64 << 10
 """At most these bytes of requests are taken in at once."""
 
+UNREAD_BYTES = OPEN_ASKS * (FRAME_BYTES + MOST_REASON)
+"""A peer that leaves so much of what it was told unread is not listened to: that many requests it may have at once, all refused."""
+
 
 @dataclass(eq=False)
 class _Request:
@@ -152,7 +155,7 @@ class _Outgoing(Connection):
             self._server.cut(f"it closed the link, or its process or host is gone ({error})")
 
     def step(self) -> bool:
-        if self.readable:
+        if self._listens:
             self._hear()
         if self.writable:
             if self._request is None and self.talks:
@@ -160,7 +163,11 @@ class _Outgoing(Connection):
             else:
                 self._send()
         waits = self._request is not None or self.talks or self._server.busy
-        return self.readable or (self.writable and waits)
+        return self._listens or (self.writable and waits)
+
+    @property
+    def _listens(self) -> bool:
+        return self.readable and len(self.out) < UNREAD_BYTES
 
     def _send(self) -> None:
         if self._request is None:

@@ -73,6 +73,19 @@ class Connection:
         self._reached = False
         self._reach_by = time.monotonic() + options.connect_timeout_s
         self._dealer = context.socket(zmq.DEALER)
+        try:
+            self._set_up(options, keys, mine, theirs)
+        except BaseException:
+            self._dealer.close(0)  # or the context would never end
+            raise
+        for socket in (self._dealer, self._monitor):
+            wakeup.add(socket.fileno(), key)
+        try:
+            self._dealer.connect(theirs.address)
+        except zmq.ZMQError as e:
+            self.lost = f"its address cannot be used: {e}"
+
+    def _set_up(self, options: Options, keys: Keys | None, mine: Endpoint, theirs: Endpoint) -> None:
         patience, heartbeat = int(options.connect_timeout_s * 1000), int(options.heartbeat_s * 1000)
         for option, value in (
             (zmq.LINGER, 0),
@@ -94,12 +107,6 @@ class Connection:
         else:
             keys.dial(self._dealer, theirs.key)
         self._monitor = self._dealer.get_monitor_socket(_EVENTS)
-        for socket in (self._dealer, self._monitor):
-            wakeup.add(socket.fileno(), key)
-        try:
-            self._dealer.connect(theirs.address)
-        except zmq.ZMQError as e:
-            self.lost = f"its address cannot be used: {e}"
 
     @property
     def due(self) -> float | None:

@@ -85,7 +85,10 @@ class ZmqTransport(Base[Endpoint, Link]):
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
         check_encryption(theirs, here=bool(mine.key), there=bool(theirs.key))
-        connection = Connection(self._context, self._options, self._keys, mine, theirs, self.wakeup, number)
+        try:
+            connection = Connection(self._context, self._options, self._keys, mine, theirs, self.wakeup, number)
+        except zmq.ZMQError as e:
+            raise TransportError(f"no link to {theirs.agent!r} can be made: {e}") from e
         link = Link(number, mine, theirs, connection, self.complete, self._say_bye)
         self._ends[mine.token] = self._open[number] = link
         self._hot.add(number)
