@@ -54,7 +54,7 @@ class Calls:
             self._offers[offer.transfer] = offer
 
     def over(self, transfer: TransferId, generation: Generation) -> None:
-        """Take in that nothing of this generation of a transfer, or of an older one, is offered any more."""
+        """Record that nothing of this generation of a transfer, or of an older one, is offered any more."""
         with self._lock:
             last = self._offers.get(transfer)
             if last is not None and last.generation <= generation:
@@ -85,7 +85,7 @@ class Calls:
             self._handles.add(fetch.handle)
 
     def released(self, handle: str) -> None:
-        """Take in that a fetch is over, so that its handle may be used again."""
+        """Record that a fetch is over, so that its handle may be used again."""
         with self._lock:
             self._handles.discard(handle)
 

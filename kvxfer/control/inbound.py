@@ -67,7 +67,7 @@ class Inbound(LinkTable[_Dialled]):
         self._turns: Turns[str, ControlConnection] = Turns()
 
     def receive(self, connection: ControlConnection, frame: bytes, now: float) -> tuple[LinkId, m.ToProducer] | None:
-        """Take in a frame.
+        """Handle a frame.
 
         Returns:
             What is for the producer's machine, with its link; ``None`` when it is not.
@@ -140,7 +140,7 @@ class Inbound(LinkTable[_Dialled]):
         return None
 
     def examined(self, link: LinkId, found: Planner | Failure) -> Lost | None:
-        """Take in what has come of looking at a hello.
+        """Process what has come of looking at a hello.
 
         Args:
             link: The link that the hello asks for.
@@ -224,7 +224,7 @@ class Inbound(LinkTable[_Dialled]):
                 yield self.close(link.id, Failure.of(e, peer=link.name))
 
     def hung_up(self, connection: ControlConnection) -> Lost | None:
-        """Take in the loss of a connection, and with it of its link if it had one."""
+        """Handle the loss of a connection, and with it of its link if it had one."""
         link = self._links.get(connection.name)
         return None if link is None else self._lost(link, K.PEER_LOST, str(connection.lost))
 

@@ -141,7 +141,7 @@ class LinkTable(ABC, Generic[L]):
             self._data.post(PieceReady(ref, msg.piece, msg.offset, msg.nbytes))
 
     def result(self, news: LinkNews, now: float) -> LinkInfo | Lost | None:
-        """Take in what the data thread says about a link.
+        """Process what the data thread says about a link.
 
         Return what was agreed on once the link is up, or that it is lost; ``None`` when there is neither news.
         """

@@ -49,10 +49,10 @@ class Work(Protocol):
         """Do what a step asks for."""
 
     def message(self, connection: ControlConnection, frame: bytes, now: float) -> list[Action]:
-        """Take in a frame."""
+        """Handle a frame."""
 
     def hung_up(self, connection: ControlConnection, now: float) -> list[Action]:
-        """Take in that a connection is gone."""
+        """Record that a connection is gone."""
 
     def due(self, now: float) -> Iterator[Step]:
         """Yield what is due, each to be done before the next is asked for."""
@@ -211,7 +211,7 @@ class ControlLoop:
             self._work.pardon(stalled)
 
     def _drain(self, until: float = math.inf) -> None:
-        """Take in what the engine and the data threads have said, up to this time."""
+        """Process what the engine and the data threads have said, up to this time."""
         while self._inbox:
             for _ in range(min(FEW, len(self._inbox))):
                 self._taken += 1
@@ -220,13 +220,13 @@ class ControlLoop:
                 return
 
     def _drain_late(self) -> None:
-        """Take in what is said once the control thread has ended, on the thread that says it, one thread at a time."""
+        """Process what is said once the control thread has ended, on the thread that says it, one thread at a time."""
         with self._late:
             self._drain()
             self._work.tell()
 
     def _hear(self, until: float) -> None:
-        """Take in what peers have said, each in its turn, up to this time."""
+        """Process what peers have said, each in its turn, up to this time."""
         for connection in self.sockets.ready():
             if connection.after > self._taken:
                 continue

@@ -146,7 +146,7 @@ class Outbound(LinkTable[_Dial]):
     def receive(
         self, link: LinkId, connection: ControlConnection, frame: bytes, now: float
     ) -> m.ToConsumer | Lost | None:
-        """Take in a frame; links may be dropped and dialled meanwhile.
+        """Handle a frame; links may be dropped and dialled meanwhile.
 
         Return what is for the consumer's machine, or that the link is lost; ``None`` when it is neither.
         """
@@ -201,7 +201,7 @@ class Outbound(LinkTable[_Dial]):
         return known if known is not None and known.connection is connection else None
 
     def hung_up(self, link: LinkId, connection: ControlConnection) -> Lost | None:
-        """Take in the loss of a connection, and with it of the link, if it was still that link's."""
+        """Handle the loss of a connection, and with it of the link, if it was still that link's."""
         known = self._of(link, connection)
         if known is None:
             return None

@@ -136,7 +136,7 @@ class AgentPeers:
     # --- what the data plane says of links -------------------------------------------------------------------------
 
     def linked(self, news: LinkNews, now: float) -> list[Action]:
-        """Take in what the data thread says about a link."""
+        """Process what the data thread says about a link."""
         dialled_us = isinstance(news.link, bytes)
         found = (self._in if dialled_us else self._out).result(news, now)
         if isinstance(found, LinkInfo):
@@ -144,7 +144,7 @@ class AgentPeers:
         return self._lost(found, now)
 
     def reset(self, backend: str, why: Failure, now: float) -> list[Action]:
-        """Take in that a back end was reset, which ended all of its links."""
+        """Record that a back end was reset, which ended all of its links."""
         out: list[Action] = []
         for link in self._out.of(backend):
             out += self._consumer.link_reset(link, why, now)

@@ -165,7 +165,7 @@ class Resolver:
         return connection
 
     def hung_up(self, directory: Source, connection: sockets.ControlConnection) -> Iterator[tuple[Source, Failure]]:
-        """Take in the loss of a connection; another is made when the question would be repeated.
+        """Handle the loss of a connection; another is made when the question would be repeated.
 
         Where nobody listens, or nothing has that name, the engine of that epoch is gone for good: a directory lives as long
         as its epoch.
@@ -181,7 +181,7 @@ class Resolver:
             )
 
     def doubt(self, link: LinkId, why: Failure, now: float) -> None:
-        """Take in that a link has gone silent: so are the directories behind it, until they answer."""
+        """Record that a link has gone silent: so are the directories behind it, until they answer."""
         for source in [source for source, links in self._links.items() if link in links]:
             del self._links[source]
             with contextlib.suppress(PeerError):

@@ -45,7 +45,7 @@ class Checks:
             log.exception("a checksum could not be prepared")
 
     def end(self, moved: Moved) -> None:
-        """Take in the end of a part. If it has arrived and is to be checked, its end is told once it has been read."""
+        """Handle the end of a part. If it has arrived and is to be checked, its end is told once it has been read."""
         begin = self._ready.pop(moved.ref, None)
         if begin is not None and moved.failure is None:
             try:

@@ -53,12 +53,12 @@ class Quarantine:
         self._parts[job.ref] = job
 
     def failed(self, batch: int, job: Job) -> None:
-        """Take in that a batch of a part has failed and may still touch its memory."""
+        """Record that a batch of a part has failed and may still touch its memory."""
         self._batches[batch] = job
         self._patient_until = time.monotonic() + self._limits.grace
 
     def quieted(self, batch: int) -> None:
-        """Take in that a batch which had failed touches no memory any more."""
+        """Record that a batch which had failed touches no memory any more."""
         job = self._batches.pop(batch, None)
         if job is None or any(other is job for other in self._batches.values()):
             return

@@ -200,7 +200,7 @@ class Traffic:
             self._checks.get_ready(job.action)
 
     def heard(self, news: PieceNews) -> None:
-        """Take in what the peer has said of a piece."""
+        """Process what the peer has said of a piece."""
         job = self._jobs.get(news.ref)
         if job is not None:
             job.heard(news)
@@ -314,7 +314,7 @@ class Traffic:
         return min(wait, 0.05) if soon else wait
 
     def poll(self) -> None:
-        """Take in which batches have ended, and which have become quiet."""
+        """Record which batches have ended, and which have become quiet."""
         for word in self._transport.poll():
             if isinstance(word, Quieted):
                 self._quarantine.quieted(word.batch)

@@ -1,4 +1,4 @@
-"""What requests offer to other engines, from their arrival to the end of the offer."""
+"""Requests that offer their KV to other engines, from their arrival to the end of the offer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Offers:
     def arrive(
         self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool
     ) -> bool:
-        """Take an offer up; see ``SchedulerSide.offer``."""
+        """Accept an offer; see ``SchedulerSide.offer``."""
         taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
             self._transfers[request] = transfer
@@ -36,7 +36,7 @@ class Offers:
         return None if transfer is None or digest is None else Ticket(transfer, digest, source)
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
-        """Take in that the request runs in this step; see ``SchedulerSide.runs``."""
+        """Record that the request runs in this step; see ``SchedulerSide.runs``."""
         if request not in self._schedule:
             return
         self._tables.check("table", table)
@@ -51,7 +51,7 @@ class Offers:
             self._notices.begins(transfer, digest)
 
     def finished(self, request: str, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
-        """Take in that the request is over; see ``OfferedBlocks.finished``."""
+        """Record that the request is over; see ``OfferedBlocks.finished``."""
         transfer = self._transfers.pop(request, None)
         if transfer is not None:
             self._notices.over(transfer, self._schedule.digest(transfer) or b"")

@@ -54,7 +54,7 @@ class LinkPace:
         self._before = -math.inf  # when the last long spell ended: nothing is added to it or to those before it
 
     def took(self, nbytes: int, seconds: float, now: float) -> None:
-        """Take in that a part of so many bytes has come, and took so long; the clock is the same in all calls."""
+        """Record that a part of so many bytes has come, and took so long; the clock is the same in all calls."""
         began = now - seconds
         straddles = began < self._before
         spell = _Spell(self._before, now, 0, 0, 1) if straddles else _Spell(began, now, nbytes, 1, 0)

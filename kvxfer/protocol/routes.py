@@ -85,7 +85,7 @@ class Routes:
         return [Close(link, why)]
 
     def moved(self, link: LinkId, nbytes: int, seconds: float, now: float) -> None:
-        """Take in that a part has come over a link."""
+        """Record that a part has come over a link."""
         if link not in self.paces and link in self.links:
             self.paces[link] = LinkPace()
         if link in self.paces:

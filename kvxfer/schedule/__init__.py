@@ -41,12 +41,12 @@ class Schedule:
         self.consumer = FetchSchedule(groups, own)
 
     def preempt(self, request: str) -> None:
-        """Take in that the engine takes the request's blocks away, before the ``producer.step`` calls of the same step."""
+        """Record that the engine takes the request's blocks away, before the ``producer.step`` calls of the same step."""
         self.producer.preempt(request)
         self.consumer.preempt(request)
 
     def finish(self, request: str, table: BlockTable, complete: bool) -> bool:
-        """Take in that the request is over; see ``OfferSchedule.finish`` for the arguments and the result."""
+        """Record that the request is over; see ``OfferSchedule.finish`` for the arguments and the result."""
         self.consumer.finish(request)
         return self.producer.finish(request, table, complete)
 

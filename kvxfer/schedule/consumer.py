@@ -106,7 +106,7 @@ class FetchSchedule:
         return max(0, load.tokens - computed)
 
     def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
-        """Take in that the engine admitted the request, and counts on ``external`` tokens from outside.
+        """Record that the engine admitted the request, and counts on ``external`` tokens from outside.
 
         Without any (it has all, or takes them elsewhere) an untouched transfer is given up. A second call after a load,
         with external=0, changes nothing.
@@ -138,7 +138,7 @@ class FetchSchedule:
             self._decline(load, "the consumer does not need it")
 
     def loaded(self, request: str) -> None:
-        """Take in that all workers have reported the load that the request asked for: it is over, and its memory quiet.
+        """Record that all workers have reported the load that the request asked for: it is over, and its memory quiet.
 
         Due once for each fetch, however it ended, also after a cancel and for a request that is finished. A
         load that failed is not tried again: the engine computes the tokens or fails the request, by its
@@ -151,7 +151,7 @@ class FetchSchedule:
             self._prune(load)
 
     def unasked(self, request: str) -> None:
-        """Take in that the load has failed before any worker asked its producer, which would keep the blocks for its lease.
+        """Record that the load has failed before any worker asked its producer, which would keep the blocks for its lease.
 
         Due before ``loaded``, and only if that is so of all workers: a producer that has been asked counts this engine by
         itself, and would count it twice.
@@ -160,7 +160,7 @@ class FetchSchedule:
             self._decline(load, "the consumer gave up before it could ask")
 
     def preempt(self, request: str) -> None:
-        """Take in that the engine takes the request's blocks away.
+        """Record that the engine takes the request's blocks away.
 
         What was loaded into them is computed here when it resumes; a transfer that it did not ask for yet can still
         be loaded.
@@ -170,7 +170,7 @@ class FetchSchedule:
             self._cancel(request, load, "the consumer preempted the request")
 
     def finish(self, request: str, reason: str = "the consumer's request is over") -> None:
-        """Take in that the request is over, at whatever point: rejected, aborted or done."""
+        """Record that the request is over, at whatever point: rejected, aborted or done."""
         load = self._requests.pop(request, None)
         if load is None:
             return

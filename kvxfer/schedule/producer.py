@@ -111,7 +111,7 @@ class OfferSchedule:
     def step(
         self, request: str, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
     ) -> None:
-        """Take in that the request runs in this step.
+        """Record that the request runs in this step.
 
         Args:
             request: The engine's id of it.
@@ -133,14 +133,14 @@ class OfferSchedule:
         self._offer(prefill, tokens if last is None else prefill.total, blocks, last)
 
     def preempt(self, request: str) -> None:
-        """Take in that the engine takes the request's blocks away and will start it again, as new or as cached."""
+        """Record that the engine takes the request's blocks away and will start it again, as new or as cached."""
         prefill = self._running.get(request)
         if prefill is not None:
             self._restart(prefill, "the producer preempted the request")
             prefill.progress = 0
 
     def finish(self, request: str, table: BlockTable, complete: bool, kept: bool = False) -> bool:
-        """Take in that the request is over.
+        """Record that the request is over.
 
         Args:
             request: The engine's id of it.

@@ -32,7 +32,7 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         parsed = super().parse(options)
         if everywhere(parsed.advertise):
             raise ConfigError(
-                f"{cls.naming().format('advertise')} is {parsed.advertise!r}, which is no address that a peer could dial; "
+                f"{cls.naming().format('advertise')} is {parsed.advertise!r}, which peers cannot dial; "
                 "set it to this host's name or address"
             )
         return parsed

@@ -119,7 +119,7 @@ class Job:
         return caps.quiet == "peer_close" or (self.lends_memory and caps.quiet == "batch")
 
     def heard(self, news: PieceNews) -> None:
-        """Take in what the peer says of a piece; only staged jobs care."""
+        """Process what the peer says of a piece; only staged jobs care."""
 
     def stop(self, why: Failure) -> None:
         """Submit nothing more; the first reason counts."""
@@ -127,7 +127,7 @@ class Job:
             self.error = why
 
     def completed(self, done: Completion) -> None:
-        """Take in the end of a batch."""
+        """Handle the end of a batch."""
         self.batches.discard(done.batch)
         self.quiet &= done.quiet
         if done.error is not None:
