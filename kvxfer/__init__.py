@@ -1,7 +1,7 @@
 """kvxfer: move the KV cache of a request from the engine that prefilled it to the engine that decodes it.
 
-What an engine needs is here; what a back end's author needs is in ``kvxfer.transport`` and ``kvxfer.testing``.
-Importing this loads nothing but this: each name is loaded when it is first used, and none loads an engine, CUDA or a back end.
+Everything an engine needs is here; authors of back ends also need ``kvxfer.transport``, ``kvxfer.backend`` and
+``kvxfer.testing``. The import itself is cheap: each name is loaded on first use, and none loads an engine, CUDA or a back end.
 """
 
 from importlib import import_module
@@ -69,14 +69,14 @@ _HOMES = {
     "kvxfer.ticket": ("Ticket",),
     "kvxfer.values": ("BlockTable", "Fetch", "Group", "Offer", "Rank"),
 }
-"""The module in which each name is at home: what type checkers are told above."""
+"""The names that each module defines; the imports above tell type checkers the same."""
 
 
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
             value = getattr(import_module(home), name)
-            globals()[name] = value  # so that this is asked once for each name
+            globals()[name] = value  # so that __getattr__ runs only once for each name
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

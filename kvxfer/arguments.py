@@ -1,7 +1,7 @@
-"""What the arguments of public calls are held to, so that a wrong one is answered by the call that has it.
+"""Checks of the arguments of public calls, so that a wrong one fails in the call that it was given to.
 
-Engines pass what numpy and torch give them: an integer is whatever Python takes for an index, and becomes an ``int``
-here, so that nothing that cannot be encoded reaches a link.
+Engines pass what numpy and torch give them. So whatever Python accepts as an index counts as an integer and becomes an
+``int`` here, lest something that cannot be encoded reach a link.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def integer(name: str, value: Any, least: int = -MOST_INTEGER, most: int = MOST_
     """Return an integer argument as an ``int``.
 
     Raises:
-        ArgumentError: It is no integer (a ``bool`` is none), or not in ``[least, most]``.
+        ArgumentError: The value is not an integer (a ``bool`` does not count), or not in ``[least, most]``.
     """
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
@@ -61,7 +61,7 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
     """Return integer arguments as a tuple of ``int``.
 
     Raises:
-        ArgumentError: One is no integer, or there is no series of them.
+        ArgumentError: The values are not an iterable of integers.
     """
     if type(values) is tuple and all(type(value) is int for value in values):
         return values
@@ -71,10 +71,10 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return a time to wait; what lies in the past is no time at all.
+    """Return a time to wait as a ``float``; a negative one becomes 0.
 
     Raises:
-        ArgumentError: It is no number.
+        ArgumentError: The value is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
         raise ArgumentError(f"{name} must be a number of seconds, not {shown(value)}")
@@ -82,10 +82,10 @@ def seconds(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return a truth value as a ``bool``; only what means nothing else is one.
+    """Return a truth value as a ``bool``; only Python's and numpy's ``bool`` count.
 
     Raises:
-        ArgumentError: It is neither ``True`` nor ``False``.
+        ArgumentError: The value is neither ``True`` nor ``False``.
     """
     if type(value) is not bool and type(value).__name__ not in ("bool", "bool_"):  # numpy's, by either of its names
         raise ArgumentError(f"{name} must be True or False, not {shown(value)}")
@@ -96,7 +96,7 @@ def string(name: str, value: Any, most: int = 1 << 12, *, empty: bool = False) -
     """Return a text argument.
 
     Raises:
-        ArgumentError: It is no ``str``, is empty, longer than ``most`` characters, or not valid Unicode.
+        ArgumentError: The value is not a ``str``, is empty, longer than ``most`` characters, or not valid Unicode.
     """
     if not isinstance(value, str):
         raise ArgumentError(f"{name} must be a str, not {shown(value)}")
@@ -115,7 +115,7 @@ def octets(name: str, value: Any, most: int, *, empty: bool = False) -> bytes:
     """Return an argument of bytes.
 
     Raises:
-        ArgumentError: It is not ``bytes``, is empty, or longer than ``most``.
+        ArgumentError: The value is not ``bytes``, is empty, or longer than ``most``.
     """
     if not isinstance(value, bytes):
         raise ArgumentError(f"{name} must be bytes, not {shown(value)}")
@@ -127,10 +127,10 @@ def octets(name: str, value: Any, most: int, *, empty: bool = False) -> bytes:
 
 
 def instance(name: str, value: Any, kind: type[T]) -> T:
-    """Return an argument that must be of a class, which is mostly one of ours.
+    """Return an argument that must be an instance of a class.
 
     Raises:
-        ArgumentError: It is not.
+        ArgumentError: The value is not.
     """
     if not isinstance(value, kind):
         ours = "kvxfer " if kind.__module__.startswith("kvxfer") else ""
@@ -139,10 +139,10 @@ def instance(name: str, value: Any, kind: type[T]) -> T:
 
 
 def several(name: str, values: Any, kind: type[T], least: int = 0) -> tuple[T, ...]:
-    """Return an argument of so many of a class, or more, as a tuple.
+    """Return an argument of at least ``least`` instances of a class, as a tuple.
 
     Raises:
-        ArgumentError: There is no series of them, it is too short, or one is of another class.
+        ArgumentError: The values are not iterable, are too few, or one is of another class.
     """
     if isinstance(values, str | bytes | kind) or not isinstance(values, Iterable):
         raise ArgumentError(f"{name} must be a tuple of {kind.__name__}, not {shown(values)}")
@@ -153,10 +153,10 @@ def several(name: str, values: Any, kind: type[T], least: int = 0) -> tuple[T, .
 
 
 def mapping(name: str, value: Any, of: str) -> Mapping[Any, Any]:
-    """Return an argument that must be a mapping; ``of`` says what of.
+    """Return an argument that must be a mapping; ``of`` names its content for the message.
 
     Raises:
-        ArgumentError: It is none.
+        ArgumentError: The value is not a mapping.
     """
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{name} must be a mapping of {of}, not {shown(value)}")
@@ -164,10 +164,10 @@ def mapping(name: str, value: Any, of: str) -> Mapping[Any, Any]:
 
 
 def function(name: str, value: Any) -> Any:
-    """Return an argument that can be called, or ``None``.
+    """Return an argument that must be callable or ``None``.
 
     Raises:
-        ArgumentError: It is neither.
+        ArgumentError: The value is neither.
     """
     if value is not None and not callable(value):
         raise ArgumentError(f"{name} must be a function or None, not {shown(value)}")
@@ -175,13 +175,11 @@ def function(name: str, value: Any) -> Any:
 
 
 def holding(**checks: Callable[[str, Any], Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return what has methods of a class answer wrong arguments before they do anything.
-
-    Each argument is held to the check of its name, whichever method has it.
+    """Return a decorator that checks the arguments of methods before they do anything.
 
     Args:
-        checks: By the argument's name, a function of that name and the value. It returns the value as it is taken, or fails with
-            ``ArgumentError``.
+        checks: For each argument name, in whichever method it occurs, a function of that name and the value. It returns the
+            value to pass on, or fails with ``ArgumentError``.
     """
 
     def held(call: Callable[P, T]) -> Callable[P, T]:
@@ -203,7 +201,7 @@ def holding(**checks: Callable[[str, Any], Any]) -> Callable[[Callable[P, T]], C
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, short, with its type where that is what is wrong with it."""
+    """Return a value as a message shows it: short, and with its type."""
     plain = isinstance(value, str | bytes | float | None) or (isinstance(value, int) and value.bit_length() <= 256)
     words = repr(value) if plain else ""  # Python refuses to write out very long numbers
     cut = words if len(words) <= _SHOWN else words[:_SHOWN] + "..."

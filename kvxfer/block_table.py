@@ -1,4 +1,4 @@
-"""Block tables: which blocks of each KV-cache group hold a request's tokens, as the wire has them."""
+"""Block tables: which blocks of each KV-cache group hold a request's tokens, in the form in which they are sent."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ _LITTLE = np.dtype("<i4")
 _ID_BYTES = 4
 _NULL_BYTES = b"\xff" * _ID_BYTES
 _FEW = 32
-"""Ids of a row that Python has looked at before numpy begins to."""
+"""Rows of up to so many ids are handled by Python alone, which is done with them before numpy would begin."""
 _SHORT = [struct.Struct(f"<{n}i") for n in range(_FEW + 1)]
-"""How rows of so many ids lie in memory."""
+"""For each number of ids, the layout of such a row in memory."""
 _MOST_GROUPS = 128
 
 
 class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """A request's blocks: for each KV-cache group the block ids by position.
+    """The blocks of one request: a row of block ids for each KV-cache group.
 
-    Block ``i`` of a group holds the tokens ``[i * block_tokens, (i + 1) * block_tokens)``; ``NULL`` stands where there
-    is no block. ``table[g]`` is the row of a group as int64 ``[blocks]``, and iteration gives all rows so.
+    The block at position ``i`` of a row holds the tokens ``[i * block_tokens, (i + 1) * block_tokens)``; ``NULL`` (-1) means
+    that there is none. ``table[g]`` is the row of group ``g`` as int64 ``[blocks]``, and iteration yields all rows like that.
 
     Attributes:
         rows: Each group's ids as little-endian int32, one after the other.
 
     Raises:
-        ArgumentError: A row is not of whole int32, or holds an id below -1; more than 128 rows. From a peer: ``PeerError`` at the decoder.
+        ArgumentError: A row is not a whole number of int32 or holds an id below -1, or there are more than 128 rows. In a
+            peer's message the decoder turns this into a ``PeerError``.
     """
 
     rows: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_GROUPS)] = ()
@@ -66,10 +67,10 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
 
         Args:
             rows: The ids by position.
-            null: The id by which the engine says that there is no block.
+            null: The id that the engine uses for "no block here".
 
         Raises:
-            ArgumentError: Ids that are not integers, or are below -1 or above 2**31 - 1.
+            ArgumentError: An id is not an integer, or is below -1 or above 2**31 - 1.
         """
         if isinstance(rows, (str, bytes)) or not hasattr(type(rows), "__iter__"):
             raise ArgumentError(f"rows must be one row of block ids for each group, not {arguments.shown(rows)}")
@@ -94,13 +95,13 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         return [row.tolist() for row in self]
 
     def count(self, g: int) -> int:
-        """Return how many positions the row of group ``g`` has."""
+        """Return the number of positions in the row of group ``g``."""
         return len(self.rows[g]) // _ID_BYTES
 
     @property
     def empty(self) -> bool:
         """Whether it holds no block at all."""
-        return not b"".join(self.rows).lstrip(_NULL_BYTES)  # no other id is of such bytes alone
+        return not b"".join(self.rows).lstrip(_NULL_BYTES)  # the bytes of any other id include one that is not 0xff
 
     def greatest(self, g: int) -> int:
         """Return the greatest id in the row of group ``g``; ``NULL`` if it holds no block."""
@@ -110,19 +111,19 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         return max(_SHORT[len(row) // _ID_BYTES].unpack(row), default=NULL)
 
     def there(self, g: int, first: int, past: int) -> bool:
-        """Return whether a group has a block at each position ``[first, past)``."""
+        """Return whether group ``g`` has a block at each of the positions ``[first, past)``."""
         row = self.rows[g][first * _ID_BYTES : past * _ID_BYTES]
         return len(row) == (past - first) * _ID_BYTES and (not row or _extremes(row)[0] != NULL)
 
     def keeps(self, earlier: BlockTable, g: int, first: int, past: int) -> bool:
-        """Return whether the row of a group has the same at the positions ``[first, past)`` as that of an earlier table."""
+        """Return whether an earlier table has the same ids for group ``g`` at the positions ``[first, past)``."""
         span = slice(first * _ID_BYTES, past * _ID_BYTES)
         return self.rows[g][span] == earlier.rows[g][span]
 
     def distinct(self, g: int, first: int, past: int) -> bool:
-        """Return whether a group has a block at each position ``[first, past)``, and none at two positions before ``past``.
+        """Return whether group ``g`` has a block at each of the positions ``[first, past)``, and no block twice before ``past``.
 
-        The row has so many positions.
+        The row must have at least ``past`` positions.
         """
         if past <= _FEW:
             few = _SHORT[past].unpack_from(self.rows[g])
@@ -139,16 +140,16 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """The size of all rows in bytes."""
         return sum(map(len, self.rows))
 
     def ids(self) -> tuple[int, ...]:
-        """Return the blocks of all groups, without ``NULL``."""
+        """Return the block ids of all groups, without ``NULL``."""
         every = np.frombuffer(b"".join(self.rows), _LITTLE)
         return tuple(every[every != NULL].tolist())
 
     def only(self, spans: Iterable[tuple[int, int]]) -> BlockTable:
-        """Return the table with each row cut to the positions ``[first, past)``: ``NULL`` before, nothing behind."""
+        """Return the table with each row limited to its positions ``[first, past)``: ``NULL`` before, nothing after."""
         return BlockTable(
             tuple(
                 _NULL_BYTES * min(first, past) + row[first * _ID_BYTES : past * _ID_BYTES]
@@ -157,16 +158,16 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         )
 
     def cut(self, spans: Iterable[tuple[int, int]]) -> BlockTable:
-        """Return of each row what is at the positions ``[first, past)``; ``behind`` puts it there again."""
+        """Return a table of only the positions ``[first, past)`` of each row; ``behind`` undoes the shift."""
         rows = zip(self.rows, spans, strict=True)
         return BlockTable(tuple([row[first * _ID_BYTES : past * _ID_BYTES] for row, (first, past) in rows]))
 
     def behind(self, firsts: Iterable[int]) -> BlockTable:
-        """Return the table with each row moved behind so many positions of ``NULL``."""
+        """Return the table with as many positions of ``NULL`` put before each row as ``firsts`` says."""
         return BlockTable(tuple([_NULL_BYTES * n + row for row, n in zip(self.rows, firsts, strict=False)]))
 
     def filled(self, other: BlockTable) -> BlockTable:
-        """Return the table with the ids of another one where it has ``NULL``; no row gets longer."""
+        """Return the table with each ``NULL`` replaced by the id of another table; no row gets longer."""
         rows = []
         for mine, theirs in zip(self, other, strict=True):
             n = min(len(mine), len(theirs))
@@ -175,7 +176,7 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         return BlockTable.of(rows)
 
     def continues(self, earlier: BlockTable) -> bool:
-        """Return whether every row begins with that of an earlier table."""
+        """Return whether every row begins with the same row of an earlier table."""
         return all(row.startswith(old) for row, old in zip(self.rows, earlier.rows, strict=True))
 
 
@@ -191,7 +192,7 @@ def _extremes(row: bytes) -> tuple[int, int]:
 
 
 def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
-    """Return the ids of a row as the wire has them."""
+    """Return the ids of a row as bytes, in the form in which they are sent."""
     try:
         if not isinstance(row, np.ndarray):
             row = array("q", row)

@@ -14,7 +14,7 @@ from kvxfer.facts import TEXT
 from kvxfer.settings import AUTO_ADDRESS, check_dialable, hold, loopback, own_address, read
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded: no wait is without an end
+Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait ends
 Budget = Annotated[float, Meta(ge=0, le=1)]
 Bytes = Annotated[int, Meta(gt=0)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
@@ -27,40 +27,40 @@ NAMING = "kvxfer setting {!r}"
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of one engine.
 
-    Both engines of a pair have their own. These need not agree, as long as the engines have a back end in common.
+    Each engine of a pair has its own. The two need not agree, as long as the engines have a back end in common.
 
     Attributes:
-        backend: Name under the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: for each link the
-            first of a stated order that both engines have and that can make it (see `kvxfer.transport.auto`).
-        backend_options: Handed to the back end, which checks them itself; with `auto`, options by back end.
+        backend: A name from the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: each link then uses the
+            first back end, in a fixed order, that both engines have and that can make it (see `kvxfer.transport.auto`).
+        backend_options: Handed to the back end, which checks them itself; with `auto`, a mapping from back end to options.
         listen: Address that control sockets bind to.
         port: Port of the engine's directory; 0 takes any free one.
-        advertise: Host name or address given to peers; None gives them `listen`; `auto` the address that each process finds
-            for itself, on which it then listens in place of a loopback address.
-        transfer_timeout: Seconds from the first part of a transfer to its outcome.
-        start_timeout: Seconds from a consumer's fetch to the first part, for which its producer may let the request wait; None:
-            as long as `transfer_timeout`.
-        step_budget: Seconds of one engine step that may be spent on waiting for short loads and on copying what they
-            brought, so that their requests run in that step. A load is short if both should take no longer, by what
-            its link and the copies have shown of late. 0: never.
-        lease: Seconds for which a producer keeps blocks that it offered and nobody fetched or renewed.
+        advertise: Host name or address given to peers. None gives them `listen`; `auto` lets each process find its host's
+            own address, and listen there if `listen` is a loopback address.
+        transfer_timeout: Seconds that a transfer may take from its first part to its outcome.
+        start_timeout: Seconds that a consumer waits for the first part, in which the request may queue at the producer. None
+            means as long as `transfer_timeout`.
+        step_budget: Seconds that one engine step may spend waiting for short loads and copying in what they brought, so
+            that their requests run in that same step. A load counts as short if both should fit, judging by the recent
+            speed of its link and of the copies. 0 turns this off.
+        lease: Seconds for which a producer keeps offered blocks that nobody fetches or renews.
         peer_timeout: Seconds of silence after which a peer counts as dead.
         staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
             host memory, or 512 MiB of a CUDA device where the back end moves such memory.
         key_file: Path of the key that all engines of a deployment share (`kvxfer keys` makes one); None for no
             authentication.
-        peers: Who may connect and be dialled: networks, addresses, host names; None for everybody.
+        peers: Who may connect to this engine and whom it may dial: networks, addresses, host names; None for everybody.
         integrity: How much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
             part's blocks, or all. If two engines differ, the stricter setting applies.
-        layout_check: Whether a connector compares at start where its engine writes KV with where kvxfer would read it,
-            and refuses to start when they differ.
-        model: A name for the weights, in place of what the engine finds out about them. Two engines of one name are
-            taken to serve the same model. For checkpoints that differ in form only, or that cannot be read. None lets
-            the engine find out.
-        trace: Path of a file to which the scheduler's process appends a line of JSON for each load that ends: what it was,
-            and when it came how far. None writes nothing.
+        layout_check: Whether a connector checks at start that its engine writes KV where kvxfer would read it, and
+            refuses to start otherwise.
+        model: A name for the weights, used instead of what the engine finds out about them: for checkpoints that differ only
+            in form, or that cannot be read. Two engines with the same name are taken to serve the same model.
+        trace: Path of a file to which the scheduler's process appends a line of JSON for each load that ends: what was
+            loaded, and when each stage was reached. None writes nothing.
         elastic: Whether pages of the cache may be unmapped and replaced while the engine runs, as kvcached does. Back
-            ends whose registration keeps pages then move it staged. None finds out for CUDA memory, by how it is mapped.
+            ends whose registration pins pages then move the cache staged. None detects it for CUDA memory, by how that is
+            mapped.
 
     Raises:
         ConfigError: A value has the wrong type or range; the message names setting, value and what is expected.
@@ -106,22 +106,22 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def start(self) -> float:
-        """Seconds from a fetch to its first part, at the most."""
+        """The longest time from a fetch to its first part, in seconds."""
         return self.transfer_timeout if self.start_timeout is None else self.start_timeout
 
     @property
     def longest(self) -> float:
-        """Seconds from a fetch to its outcome, at the most."""
+        """The longest time from a fetch to its outcome, in seconds."""
         return self.start + self.transfer_timeout
 
     def located(self, find: Callable[[], str] = own_address) -> Self:
-        """Return these settings as they are for this process, with an address in place of `auto`.
+        """Return these settings with this host's address in place of `advertise` = `auto`.
 
         Args:
             find: Finds this host's own address.
 
         Raises:
-            ConfigError: It cannot be found.
+            ConfigError: This host's address cannot be found.
         """
         if self.advertise != AUTO_ADDRESS:
             return self

@@ -1,4 +1,4 @@
-"""What kvxfer raises. A message says what happened, to whom, and what to do; a kind says what a program may act upon."""
+"""What kvxfer raises. The message is for people: what happened, to whom, what to do. The kind is for programs to act upon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class KvxferError(Exception):
 
     Args:
         message: What happened.
-        kind: What a transfer that ends by it has failed with; by default the kind of the class.
+        kind: The failure kind of a transfer that ends because of this error; by default that of the class.
     """
 
     default: ClassVar[FailureKind] = FailureKind.MISUSE
@@ -23,11 +23,11 @@ class KvxferError(Exception):
 
 
 class ArgumentError(KvxferError, ValueError):
-    """An argument of a call is wrong: nothing has been begun, and nothing sent. The message begins with its name."""
+    """An argument of a call is wrong. The message begins with its name; nothing has been started or sent."""
 
 
 class ClosedError(KvxferError):
-    """What was called has been closed, by whichever thread: it does nothing more, and what it had in hand has ended."""
+    """The object has been closed, by this or another thread: it accepts no more calls, and its transfers have ended."""
 
     default = FailureKind.CANCELLED
 

@@ -1,7 +1,7 @@
-"""What all KV of an engine depends on, whatever the request: named facts, such as weights, dtype and quantisation.
+"""Named facts that all KV of an engine depends on, whatever the request: weights, dtype, quantisation and the like.
 
-Two engines may exchange KV only if they state the same facts. They say so at first contact, by name and with both
-values; and the facts' hash goes into every digest, so that what was offered under other facts is never taken.
+Two engines may exchange KV only if they state the same facts. They compare them at first contact, where an error names
+those that differ, with both values. Their hash also goes into every digest, so that KV offered under other facts is never taken.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Facts = Annotated[
     dict[Annotated[str, Meta(min_length=1, max_length=NAME)], Annotated[str, Meta(max_length=TEXT)]],
     Meta(max_length=MOST),
 ]
-"""Short texts by short names; the order is that in which they are told."""
+"""Short texts by short names; messages list them in this order."""
 
 ADVICE = (
-    "serve the same model by the same settings on both (where only checkpoints differ that are known to be one model, "
-    "name it for both by the setting 'model')"
+    "serve the same model with the same settings on both (if only the checkpoints differ and are known to be one model, "
+    "give both the same setting 'model')"
 )
 
 
 def check(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the facts, if they are few, short and printable.
+    """Return a copy of the facts, once they are known to be few, short and printable.
 
     Raises:
-        ConfigError: They are not; the message names the fact.
+        ConfigError: There are too many, or one is not; the message names it.
     """
     if not isinstance(facts, Mapping):
         raise ConfigError(f"facts must be a mapping of texts by name, not a {type(facts).__name__}")
@@ -54,9 +54,9 @@ def check(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -> str | None:
-    """Say in what two engines differ, with both values and what to do; ``None`` if in nothing.
+    """Describe the facts in which two engines differ, with both values and what to do; ``None`` if they do not.
 
-    ``there`` says where the other is, such as ``"at the producer"``.
+    ``there`` says where the other engine is, such as ``"at the producer"``.
     """
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not names:
@@ -66,16 +66,16 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -
 
 
 def sealed(facts: Mapping[str, str]) -> str:
-    """Return a hash of the facts for digests, whatever their order.
+    """Return a hash of the facts for use in digests, whatever their order.
 
     Raises:
-        ConfigError: As ``check`` does.
+        ConfigError: The facts are not acceptable; see ``check``.
     """
     return hashlib.blake2b(key(*sorted(check(facts).items())), digest_size=16).hexdigest()
 
 
 def settings_hash(settings: Mapping[str, Any], without: Collection[str]) -> str:
-    """Return a hash of a model's settings for a fact, without those of these names, however deep they lie."""
+    """Return a hash of a model's settings, to be stated as a fact; names in ``without`` are left out at any depth."""
 
     def essential(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -91,5 +91,5 @@ def _value(facts: Mapping[str, str], name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a peer's text for people to read, with nothing in it that could pass for a line of its own."""
+    """Return a peer's text for people to read, escaped so that it cannot forge a line of the log."""
     return text if text.isprintable() else ascii(text)

@@ -1,4 +1,4 @@
-"""Failures as values: what a transfer can fail with, and how it ended."""
+"""Failures as values: the ways in which a transfer can fail, and how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["ADVICE", "DELIVERED", "Failure", "FailureKind", "Outcome"]
 
 
 class FailureKind(enum.StrEnum):
-    """Everything that a transfer can fail with: a closed set, the same on the wire, in logs and in metrics."""
+    """The ways in which a transfer can fail: a closed set, the same on the wire, in logs and in metrics.
+
+    ``docs/troubleshooting.md`` has a section on each.
+    """
 
     NEVER_OFFERED = "never_offered"
     WITHDRAWN = "withdrawn"
@@ -34,15 +37,15 @@ class FailureKind(enum.StrEnum):
 
 ADVICE: Mapping[FailureKind, str] = MappingProxyType(
     {
-        FailureKind.NEVER_OFFERED: "look whether the producer's engine ran this request, and as far as was wanted",
+        FailureKind.NEVER_OFFERED: "check that the producer's engine ran this request, and as far as was wanted",
         FailureKind.WITHDRAWN: "look in the producer's log for why its engine gave the request up, or raise its 'lease'",
         FailureKind.REVOKED: "the producer preempts requests: give it more memory, or fewer requests at a time",
-        FailureKind.DIGEST_DIFFERS: "let the router give both engines the params of one request",
+        FailureKind.DIGEST_DIFFERS: "have the router give both engines the params of the same request",
         FailureKind.INCOMPATIBLE: "run the same model, configuration and version of kvxfer on both engines",
-        FailureKind.NO_SUCH_ENGINE: "look why the engine that was named ended; the next prefill names its successor",
+        FailureKind.NO_SUCH_ENGINE: "find out why the engine that was named ended; the next prefill names its successor",
         FailureKind.NOT_PUBLISHED: "wait until the engine is up, and name it to others once its ranks are published",
-        FailureKind.PEER_UNREACHABLE: "look whether the peer runs, and whether its 'advertise' and 'port' lead to it",
-        FailureKind.PEER_LOST: "look whether the peer still runs, and for what its log says last",
+        FailureKind.PEER_UNREACHABLE: "check that the peer runs, and that its 'advertise' and 'port' lead to it",
+        FailureKind.PEER_LOST: "check that the peer still runs, and read the end of its log",
         FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout' or 'lease'",
         FailureKind.CORRUPT: "check the network and memory of both hosts, or use another back end",
         FailureKind.REFUSED: "check 'peers' and 'key_file' on both engines",
@@ -56,12 +59,12 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why something did not happen. Words are made from it when it is shown, and never read back.
+    """Why something did not happen. Its text is for people, and never parsed.
 
     Attributes:
         kind: What programs may act upon.
-        detail: What happened, in a clause for people.
-        peer: The other side as an operator would look for it; empty where there is none, or the detail is its word.
+        detail: What happened, as a clause.
+        peer: The other side, as an operator would look for it; empty if there is none, or if the detail came from it.
         advice: What to do about it; by default what ``ADVICE`` says of the kind.
     """
 
@@ -80,12 +83,12 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException, kind: FailureKind = FailureKind.BACKEND_FAILED, peer: str = "") -> Failure:
-        """Return what was raised as a failure: of the error's own kind, if it has one, else of ``kind``."""
+        """Make a failure of an exception: of the exception's own kind if it has one, else of ``kind``."""
         own = getattr(error, "kind", None)
         return cls(own if isinstance(own, FailureKind) else kind, str(error) or type(error).__name__, peer)
 
     def about(self, before: str, peer: str | None = None) -> Failure:
-        """Return the same failure with more said before its detail, and of this peer if one is given."""
+        """Return the same failure with ``before`` in front of its detail, and with this peer if one is given."""
         return Failure(self.kind, before + self.detail, self.peer if peer is None else peer, self.advice)
 
 
@@ -101,7 +104,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def kind(self) -> FailureKind | None:
-        """What it failed with; ``None`` when it was delivered."""
+        """How it failed; ``None`` if it was delivered."""
         return None if self.failure is None else self.failure.kind
 
     def __str__(self) -> str:

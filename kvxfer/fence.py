@@ -1,4 +1,4 @@
-"""A fence: whether work on a device has happened. What engines, memory and back ends agree on."""
+"""A fence tells whether work on a device has happened. Engines, memory and back ends share this one protocol."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ __all__ = ["Fence"]
 class Fence(Protocol):
     """Work that must have happened before memory may be touched (for CUDA: an event that the engine recorded).
 
-    It stands for the same work as long as somebody has the fence; afterwards its event may be recorded anew. So whoever
-    uses the event keeps the fence.
+    The event may be recorded anew once nobody holds the fence any more, so keep the fence as long as you use its event.
     """
 
     def passed(self) -> bool:
-        """Whether the work has happened. Never blocks."""
+        """Return whether the work has happened. Never blocks."""
 
     @property
     def event(self) -> Any:
-        """The device event, for users that are ordered by a stream; ``None`` if there is none."""
+        """The device event, for those who wait for it on a stream; ``None`` if there is none."""

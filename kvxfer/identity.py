@@ -1,4 +1,4 @@
-"""Names that two engines agree on: transfers, addresses in old ids, epochs, digests, keys."""
+"""What two engines must name alike: transfers, addresses, epochs and digests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvxfer.errors import ArgumentError
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # for annotations alone it takes too long to load
 
-# Counts how often an engine gave up blocks and offered anew; means something together with an epoch only.
+# Counts how often an engine gave up blocks and offered anew; meaningful only together with an epoch.
 Generation: TypeAlias = int
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
@@ -27,27 +27,26 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[0-9]{1,5}")
 _MOST_EMBEDS = 1 << 20
 _LONGEST = 1 << 14
-"""Characters of a transfer's name."""
+"""The most characters of a transfer's name."""
 
 
 LONGEST_SHOWN = 200
-"""Characters of a name in the log."""
+"""The most characters of a name in the log."""
 
 
 def printable(name: object) -> str:
-    """Return a request's or transfer's name for the log: clients choose it, and it may be long, or nothing that a log can encode."""
+    """Return a request's or transfer's name cut and escaped for the log, since clients choose it freely."""
     return str(name)[:LONGEST_SHOWN].encode(errors="backslashreplace").decode()
 
 
 class IdentityError(ArgumentError):
-    """An id or an ingredient of a digest cannot be used: no transfer may be made from it."""
+    """An id, or an ingredient of a digest, is invalid: no transfer may be made from it."""
 
 
 class TransferId(msgspec.Struct, frozen=True, gc=False, order=True):
-    """Names the KV of one prompt of one request, the same on both sides. Opaque.
+    """The name of the KV of one prompt of one request, the same on both sides. Opaque.
 
-    Made by one of the constructors, whose results never equal another's: `base` begins with the name's
-    origin.
+    Make one with `derived`, `routed` or `mint`. No two of these ever make the same id, since `base` begins with its origin.
     """
 
     base: str
@@ -66,19 +65,19 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True):
 
     @classmethod
     def derived(cls, base: str, prompt: int = 0) -> TransferId:
-        """From an id that the router gave both sides. Children of n > 1 share it."""
+        """Make one from an id that the router gave both sides. The samples of a request with ``n > 1`` share it."""
         return cls(f"ext/{_named('base', base)}", prompt)
 
     @classmethod
     def routed(cls, name: str, prompt: int = 0) -> TransferId:
-        """From a name that the router minted for one HTTP request; ``prompt`` tells a batch's prompts apart."""
+        """Make one from a name that the router minted for one HTTP request; ``prompt`` is the index of a prompt in its batch."""
         return cls(f"router/{_named('name', name)}", prompt)
 
     @classmethod
     def mint(cls, epoch: int, base: str, prompt: int = 0) -> TransferId:
-        """By a producer, from its epoch and its own name for the request, for a consumer that is told the result.
+        """Make one at a producer, from its epoch and its own name for the request; the consumer has to be told the result.
 
-        A retry under the same name has the same; other producers never have it.
+        A retry under the same name gets the same id; another producer never makes it.
         """
         number = arguments.integer("epoch", epoch, 0)
         return cls(f"own/{number:016x}/{_named('base', base)}", prompt)
@@ -88,7 +87,7 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 class Address(msgspec.Struct, frozen=True, order=True):
-    """Where an engine listens. host: an IP address in its canonical form, or a lower-case host name."""
+    """Where an engine listens: ``host`` is an IP address in canonical form, or a lower-case host name."""
 
     host: str
     port: int
@@ -98,10 +97,10 @@ class Address(msgspec.Struct, frozen=True, order=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """An engine as others reach it: its directory's address, and the epoch that must answer there (`new_epoch`).
+    """Where an engine is reached: the address of its directory, and the epoch that must answer there (`new_epoch`).
 
     Raises:
-        ArgumentError: an argument is of the wrong type or range, or the host neither an IP address nor a host name.
+        ArgumentError: An argument has the wrong type or range, or `host` is neither an IP address nor a host name.
     """
 
     host: str
@@ -122,7 +121,7 @@ def parse_address(text: str) -> Address:
     """Read `HOST:PORT`, where HOST is IPv4, IPv6 in brackets or bare, or a host name.
 
     Raises:
-        IdentityError: It is not that.
+        IdentityError: ``text`` has no such form.
     """
     where, _, port = text.rpartition(":")
     if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
@@ -131,21 +130,23 @@ def parse_address(text: str) -> Address:
 
 
 def allowed(address: Address, allow_list: Iterable[str]) -> bool:
-    """Whether the operator lets us dial an address that came with a request.
+    """Return whether the operator's allow-list covers an address.
 
-    Entries: an IP network (`10.0.0.0/8`, `fd00::/8`), an address or host name (any port), or either with a
+    An entry is an IP network (`10.0.0.0/8`, `fd00::/8`), an address or host name (any port), or either of the latter with a
     port (`10.0.0.7:14579`, `[fd00::7]:14579`). Names are compared as names, never resolved. An empty list
     allows none.
 
     Raises:
-        IdentityError: an entry is none of these.
+        IdentityError: An entry is none of these.
     """
-    verdicts = [_permits(entry.strip(), address) for entry in allow_list]  # all, so that no bad entry hides
+    verdicts = [
+        _permits(entry.strip(), address) for entry in allow_list
+    ]  # all of them, so that a bad entry behind a match is found
     return any(verdicts)
 
 
 def new_epoch() -> int:
-    """Return a number for the life of one process, 63 random bits: its peers tell it from its predecessor by it."""
+    """Return 63 random bits that number the life of one process, so that peers can tell it from its predecessor."""
     return int.from_bytes(os.urandom(8)) >> 1
 
 
@@ -158,18 +159,18 @@ def digest(
     salt: str | None = None,
     embeds: bytes | None = None,
 ) -> bytes:
-    """16 bytes that two engines share only if they mean the same KV.
+    """Return 16 bytes that are equal on two engines only if both mean the same KV.
 
     Args:
-        tokens: token ids of the tokens to be transferred; None if the prompt came as embeddings alone.
-        model: identity of the model: name, revision, whatever makes its KV.
-        media: per multimodal item its content hash, first position and length in tokens, in order.
-        lora: the adapter, by name; by number only if both engines number their adapters alike.
-        salt: the request's cache salt.
-        embeds: a hash of prompt embeddings.
+        tokens: The ids of the tokens to be transferred; None if the prompt came as embeddings alone.
+        model: The model's identity: its name, revision, and whatever else its KV depends on.
+        media: For each multimodal item its content hash, first position and length in tokens, in order.
+        lora: The adapter, by name; by number only if both engines number their adapters alike.
+        salt: The request's cache salt.
+        embeds: A hash of the prompt embeddings.
 
     Raises:
-        ArgumentError: an argument is of the wrong type, or text that is not valid Unicode.
+        ArgumentError: An argument has the wrong type, or is text that is not valid Unicode.
     """
     arguments.string("model", model, empty=True)
     if salt is not None:
@@ -187,14 +188,12 @@ def digest(
 
 
 def key(*parts: Any) -> bytes:
-    """Bytes for a tuple of names and numbers (str, bytes, int, None, TransferId, tuples of these).
+    """Encode names and numbers (str, bytes, int, None, TransferId, tuples of these) as bytes.
 
-    Injective: different parts, or a different number of them, never share a key, whatever characters they
-        hold.
+    Different parts, or a different number of them, never give the same bytes, whatever characters they hold.
 
     Raises:
-        IdentityError: a part is of another type, an integer beyond 64 bits, or text that is not valid
-            Unicode.
+        IdentityError: A part has another type, or is an integer beyond 64 bits or text that is not valid Unicode.
     """
     try:
         return msgspec.msgpack.encode(_plain(parts))
@@ -203,7 +202,7 @@ def key(*parts: Any) -> bytes:
 
 
 def _plain(part: object) -> object:
-    """Return what msgpack keeps apart: a TransferId becomes a map, as nothing else does."""
+    """Return a part in a form that msgpack tells from every other: only a TransferId becomes a map."""
     match part:
         case TransferId():
             return {part.base: part.prompt}
@@ -215,7 +214,7 @@ def _plain(part: object) -> object:
 
 
 def _token_bytes(tokens: Sequence[int] | NDArray[Any]) -> bytes:
-    """Eight bytes a token, whatever sequence and integer type they come in."""
+    """Return eight bytes a token, whatever sequence and integer type the ids come in."""
     if len(tokens) == 0:
         return b""
     ids = np.asarray(_quickly(tokens))
@@ -225,13 +224,13 @@ def _token_bytes(tokens: Sequence[int] | NDArray[Any]) -> bytes:
 
 
 def _quickly(tokens: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[Any]:
-    """Return the same tokens as numpy takes them in a fourth of the time, where they are a list of what token ids are."""
+    """Return a list of token ids as an array, in a fourth of the time that numpy takes; anything else unchanged."""
     if type(tokens) is not list or type(tokens[0]) is not int:
         return tokens
     try:
         return np.frombuffer(array("I", tokens), np.uintc)
     except (TypeError, OverflowError):
-        return tokens  # which numpy is to judge
+        return tokens  # numpy will judge these
 
 
 def _named(argument: str, value: str) -> str:
@@ -241,10 +240,10 @@ def _named(argument: str, value: str) -> str:
 
 
 def canonical_host(text: str) -> str:
-    """Return the one form of a host; a number in disguise (`127.1`, `0x7f000001`), which resolvers accept, is none.
+    """Return the canonical form of a host. Numbers that resolvers take for addresses (`127.1`, `0x7f000001`) are refused.
 
     Raises:
-        IdentityError: It is neither an IP address nor a host name.
+        IdentityError: ``text`` is neither an IP address nor a host name.
     """
     bracketed = text.startswith("[") and text.endswith("]")
     bare = text[1:-1] if bracketed else text
@@ -273,7 +272,7 @@ def _permits(entry: str, address: Address) -> bool:
 
 
 def is_ip(text: str) -> bool:
-    """Whether it is an address, of version 4 or 6, and no name."""
+    """Return whether ``text`` is an IP address, of version 4 or 6, rather than a name."""
     try:
         ip_address(text)
     except ValueError:

@@ -1,10 +1,10 @@
 """Who may talk to an engine's control sockets: one key for all engines of a deployment, and a list of addresses.
 
-With a key, every connection is TLS 1.3. The key is a private key with its own certificate, and either side proves that
-it holds the same one before a message is accepted. Messages are encrypted under keys made for the connection, and none
-can be replayed. The list says who may connect, and whom a request may make us dial. Bulk bytes go over the back end's
-own connections, which this does not encrypt; a peer learns where they are, and by which key the back end
-encrypts, if it does, only over an authenticated control socket.
+With a key, every connection is TLS 1.3. The key is a private key with its own certificate, and each side proves that
+it holds the same one before any message is accepted. Messages are encrypted under keys made for the connection, and
+cannot be replayed. The list says who may connect, and which addresses a request may make this engine dial. KV itself goes
+over the back end's own connections, which this does not encrypt. Where these listen, and the key of a back end that
+encrypts, a peer learns only over an authenticated control socket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
 
 
 class Complaints:
-    """Warnings that strangers can cause, logged at a limited rate. Any thread."""
+    """Log warnings that strangers can cause, at a limited rate. Any thread may call it."""
 
     def __init__(self, log: logging.Logger, every: float = 1.0) -> None:
         self._log, self._every = log, every
@@ -91,7 +91,7 @@ def make_key(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """TLS contexts of a key: for the ``server``, who accepts a connection, and for the ``client``, who makes it."""
+    """The TLS contexts of a key: ``server`` to accept connections, ``client`` to make them."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -111,10 +111,10 @@ class Security:
 
     @classmethod
     def of(cls, config: Config) -> Security:
-        """Return what the configuration asks for, and warn of sockets that are open to other hosts without a key.
+        """Return what the configuration asks for; warn if sockets are open to other hosts without a key.
 
         Raises:
-            ConfigError: The key cannot be read, or an entry of the list is invalid.
+            ConfigError: The key cannot be read, or an entry of the allow-list is invalid.
         """
         try:
             allowed(Address("127.0.0.1", 1), config.peers or ())
@@ -131,29 +131,29 @@ class Security:
         return cls(_read_key(Path(config.key_file)), config.peers)
 
     def accepted(self, sock: socket.socket) -> socket.socket:
-        """Return the socket to use for a connection made to us; with a key, before the TLS handshake."""
+        """Return the socket to use for an accepted connection; with a key, its TLS handshake is still to be done."""
         if self.key is None:
             return sock
         return self.key.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def dialled(self, sock: socket.socket) -> socket.socket:
-        """Return the socket to use for a connection that we have made; with a key, before the TLS handshake."""
+        """Return the socket to use for a connection made from here; with a key, its TLS handshake is still to be done."""
         if self.key is None:
             return sock
         return self.key.client.wrap_socket(sock, do_handshake_on_connect=False)
 
     def check_target(self, target: Address) -> None:
-        """Refuse to dial an address that is not in the list.
+        """Refuse to dial an address that is not in the allow-list.
 
         Raises:
-            PeerError: It is not.
+            PeerError: The address is not in the list.
         """
         if self.peers is not None and not allowed(target, self.peers):
             why = "it is not in the list of allowed peers; see the setting 'peers'"
             raise PeerError(why, kind=FailureKind.REFUSED)
 
     def admits(self, host: str) -> bool:
-        """Return whether a peer from this address may connect, and log if not."""
+        """Return whether a peer from this address may connect; log it if not."""
         if self.peers is None:
             return True
         try:
@@ -171,7 +171,7 @@ class Security:
 
 
 OPEN = Security()
-"""No key, no list: for tests, and for sockets that only this host can reach."""
+"""Neither key nor list: for tests, and for sockets that only this host can reach."""
 
 
 def _read_key(path: Path) -> Key:
@@ -191,25 +191,25 @@ def _read_key(path: Path) -> Key:
 
 
 def _context(side: int, path: Path) -> ssl.SSLContext:
-    """Return a TLS context whose two ends both have this key and its certificate, and trust no other."""
+    """Return a TLS context in which both ends must have this key and its certificate, and trust no other."""
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # it is not known by a name but by its key
+    context.check_hostname = False  # a peer is known by its key, not by a name
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(path)
     context.load_verify_locations(path)
     if side == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # each connection proves it anew
+        context.num_tickets = 0  # no resumption: each connection proves the key anew
     return context
 
 
 def _plain(address: str) -> str:
-    """Return an address as a socket reports it without its scope, and IPv4 in its own form."""
+    """Return an address that a socket reported without its scope, and an IPv4-mapped one as IPv4."""
     return address.partition("%")[0].removeprefix("::ffff:")
 
 
 def _portless(entry: str) -> str:
-    """Return an entry of the list without its port, since peers connect from any."""
+    """Return an entry of the allow-list without its port, since peers connect from any port."""
     host, colon, port = entry.rpartition(":")
     named = colon and port.isdigit() and (host.endswith("]") or ":" not in host)
     return host if named else entry

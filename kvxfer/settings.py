@@ -1,7 +1,7 @@
-"""Settings that a user wrote, read in one way: the configuration's and the options of every back end.
+"""Read and check the settings that a user wrote: the configuration, and the options of every back end.
 
-An unknown name is answered with the nearest known one, a wrong value with what is expected. Whoever writes a back end
-uses it too: ``read(Options, options, "option {!r} of back end 'mine'")``.
+For an unknown name the error suggests the nearest known one; for a wrong value it says what is expected. Authors of back
+ends use this too: ``read(Options, options, "option {!r} of back end 'mine'")``.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
 AUTO_ADDRESS = "auto"
-"""In place of an address: the one that the process finds for itself."""
+"""Stands for the address that each process finds for itself (``own_address``)."""
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses behind every router and of nobody (RFC 5737, RFC 3849): the way to them starts at an address of ours."""
+"""Documentation addresses (RFC 5737, RFC 3849), which are never local: a route to them starts at this host's own address."""
 
 
 def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
@@ -50,11 +50,11 @@ def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
     Args:
         kind: A struct whose fields have defaults; their types say what is allowed.
         values: The settings, by name.
-        naming: What messages call a setting, with ``{!r}`` where its name goes.
+        naming: How messages name a setting, with ``{!r}`` where its name goes.
 
     Raises:
-        ConfigError: A setting is unknown (the message names the nearest known one) or a value has the wrong type or
-            range (the message names setting, value and what is expected).
+        ConfigError: ``values`` is not a mapping, a setting is unknown (the message names the nearest known one), or a value
+            has the wrong type or range (the message names setting, value and what is expected).
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"settings must be a mapping by name, not a {type(values).__name__}")
@@ -69,19 +69,19 @@ def json_object(text: str, naming: str) -> dict[str, Any]:
     """Read a JSON object; ``naming`` is what messages call it.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: ``text`` is not a JSON object.
     """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{naming} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{naming} is no JSON object, but {text}")
+        raise ConfigError(f"{naming} must be a JSON object, not {text}")
     return value
 
 
 def hold(settings: msgspec.Struct, naming: str) -> None:
-    """Hold settings that were made without ``read`` to the types of their fields: for a ``__post_init__``.
+    """Check the fields of a settings struct against their types; for its ``__post_init__``, so that no path avoids the check.
 
     Raises:
         ConfigError: A value has the wrong type or range.
@@ -99,7 +99,7 @@ def _types(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _taken(value: Any, type_: Any, what: str) -> Any:
-    """Return a setting's value as its field has it; numbers of numpy are taken as the numbers they are."""
+    """Return a setting's value converted to its field's type; numpy's numbers count as plain ones."""
     plain = value.item() if isinstance(value, np.generic) else value
     try:
         return msgspec.convert(plain, type_)
@@ -108,23 +108,23 @@ def _taken(value: Any, type_: Any, what: str) -> Any:
 
 
 def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
-    """Refuse settings by which peers would be told to dial an address that stands for all addresses.
+    """Refuse settings that would tell peers to dial a wildcard address such as ``0.0.0.0``.
 
     Raises:
-        ConfigError: ``listen`` is such an address, and ``advertise`` is not set.
+        ConfigError: ``listen`` is a wildcard, and ``advertise`` is not set.
     """
     if listen in WILDCARDS and advertise is None:
         raise ConfigError(
-            f"{naming.format('listen')} is {listen!r}, which is no address that a peer could dial; "
+            f"{naming.format('listen')} is {listen!r}, which peers cannot dial; "
             "set 'advertise' to this host's name or address, or to 'auto'"
         )
 
 
 def own_address() -> str:
-    """Return the address from which this host reaches others: of version 4 if it has one. Nothing is sent.
+    """Return the address from which this host reaches others, IPv4 if it has one. Sends nothing.
 
     Raises:
-        ConfigError: No way leads out of this host.
+        ConfigError: No route leads out of this host.
     """
     for family, target in _ELSEWHERE:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
@@ -134,12 +134,12 @@ def own_address() -> str:
 
 
 def everywhere(address: str) -> bool:
-    """Return whether an address stands for all addresses of this host."""
+    """Return whether an address is a wildcard: all addresses of this host."""
     return address.strip("[]") in WILDCARDS
 
 
 def loopback(address: str) -> bool:
-    """Return whether nobody outside this host reaches an address. Names other than ``localhost`` count as reachable."""
+    """Return whether an address can be reached from this host only. Of names, only ``localhost`` counts as such."""
     plain = address.strip("[]").lower()
     try:
         return unmapped(ipaddress.ip_address(plain.partition("%")[0])).is_loopback
@@ -148,19 +148,19 @@ def loopback(address: str) -> bool:
 
 
 def unmapped(address: IpAddress) -> IpAddress:
-    """Return an address, as one of IPv4 if it is that, written as one of IPv6."""
+    """Return the IPv4 address inside an IPv4-mapped IPv6 one; any other address unchanged."""
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def advice(key: object, known: Iterable[str]) -> str:
-    """Return what to say of an unknown name: the nearest known one, or all."""
+    """Return advice about an unknown name: the nearest known name, or all of them."""
     names = list(known)
     return near(key, names) or f"there are {', '.join(names)}"
 
 
 def near(key: object, known: Iterable[str]) -> str | None:
-    """Return a question for the known name that resembles it most, or ``None`` if none does."""
-    from difflib import get_close_matches  # here: only mistakes need it
+    """Return a question that suggests the known name nearest to ``key``; ``None`` if none is near."""
+    from difflib import get_close_matches  # imported here since only mistakes need it
 
     found = get_close_matches(str(key), list(known), n=1)
     return f"did you mean {found[0]!r}?" if found else None

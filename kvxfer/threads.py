@@ -1,4 +1,4 @@
-"""Threads of ours: daemons, which debuggers and ``top -H`` see by their names as well."""
+"""The threads of kvxfer: daemons, whose names debuggers and ``top -H`` show as well."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 __all__ = ["NamedThread", "name_this_thread"]
 
 _LONGEST = 15
-"""Characters that the kernel keeps of a thread's name."""
+"""The kernel keeps so many characters of a thread's name."""
 
 
 class NamedThread(threading.Thread):
-    """A daemon thread whose name the kernel knows, too, whole.
+    """A daemon thread whose whole name the kernel knows too.
 
     Args:
-        target: What it does.
-        args: With what.
-        name: Up to 15 characters: ``top`` and debuggers would show no more.
+        target: The function to run.
+        args: Its arguments.
+        name: Up to 15 characters, since ``top`` and debuggers would show no more.
 
     Raises:
         ValueError: The name is longer.
@@ -37,7 +37,7 @@ class NamedThread(threading.Thread):
 
 
 def name_this_thread() -> None:
-    """Tell the kernel what Python calls the current thread; where it does not take that, nothing is lost."""
+    """Tell the kernel Python's name of the current thread, if it takes one."""
     with suppress(OSError):
         path = f"/proc/self/task/{threading.get_native_id()}/comm"
         with open(path, "w") as file:

@@ -1,4 +1,4 @@
-"""Tickets: all that a consumer must be told of a transfer, as one text that any router can carry."""
+"""Tickets: everything that a consumer must be told of a transfer, as one text that any router can carry."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SUM_BYTES = 4
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What whoever routes a request must tell its consumer.
+    """What a consumer must be told about a transfer by whatever routes the request.
 
-    Its ``text`` is opaque: letters, digits and ``-_.=`` only, so that JSON, headers and URLs carry it unchanged, and
-    programs whose integers end at 2**53 as well. What has been cut or altered on the way is noticed; who made it is not
-    proved.
+    Its ``text`` is opaque and holds only letters, digits and ``-_.=``. So JSON, headers and URLs carry it unchanged, as do
+    programs that cannot hold integers beyond 2**53. A checksum shows whether it was cut or altered on the way; it does not
+    prove who made it.
 
     Attributes:
-        transfer: The name of what is offered.
+        transfer: The name of the transfer.
         digest: What its KV depends on, 1 to 64 bytes. A consumer that knows the prompt compares it with its own.
         source: The directory of the engine that offers it.
 
     Raises:
-        ArgumentError: An argument is of the wrong type or range.
+        ArgumentError: An argument has the wrong type or range.
     """
 
     transfer: TransferId
@@ -57,7 +57,7 @@ class Ticket(msgspec.Struct, frozen=True):
         """Return the ticket with this text.
 
         Raises:
-            ArgumentError: It is none, or none of this version, or not as it was when it was made.
+            ArgumentError: The text is not a ticket, is one of another version, or was altered on its way.
         """
         arguments.string("ticket", text, _LONGEST)
         if not text.startswith(_VERSION):
@@ -82,5 +82,5 @@ class Ticket(msgspec.Struct, frozen=True):
         progress: int = 0,
         offered: bool = False,
     ) -> Fetch:
-        """Return the fetch of the tokens ``[start, tokens)`` of it into these blocks; see ``Fetch``."""
+        """Return a fetch of the tokens ``[start, tokens)`` of this transfer into these blocks; see ``Fetch``."""
         return Fetch(handle, self.transfer, self.digest, self.source, blocks, start, tokens, own, progress, offered)

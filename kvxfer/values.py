@@ -1,8 +1,8 @@
-"""The facts that every part of kvxfer speaks of, one type each: block tables, groups, ranks, offers and fetches.
+"""The values that every part of kvxfer uses, one type each: block tables, groups, ranks, offers and fetches.
 
-Values only: frozen, compared by content, hashable, good for pickle and for msgpack. They cross module, process and host
-borders as they are; the wire puts its own envelope around them. Those that are made for each transfer are not the garbage collector's
-(``gc=False``, here and elsewhere): they are in no cycle, and it would look at thousands of them again and again.
+They are frozen, compared by content, hashable, and fit for pickle and msgpack, so that they pass between modules, processes
+and hosts as they are. Those made for each transfer are hidden from the garbage collector (``gc=False``, here and
+elsewhere): they form no cycles, and it would scan thousands of them again and again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvxfer.identity import Generation, Source, TransferId
 __all__ = ["NULL", "BlockTable", "Failure", "FailureKind", "Fetch", "Group", "Ints", "Offer", "Outcome", "Rank"]
 
 MOST_TOKENS, MOST_DIGEST = 1 << 48, 64
-"""Tokens of a transfer, and bytes of a digest."""
+"""The most tokens of a transfer, and bytes of a digest."""
 MOST_PAYLOAD, MOST_CONSUMERS = 64 << 10, 1 << 16
-"""Bytes of a payload, and consumers of an offer."""
+"""The most bytes of a payload, and consumers of an offer."""
 MOST_BANDS = 8
-"""Ranges into which layers are divided. Of layers that take equally long, one band is left to be moved when the last has been
-computed: an eighth of the bytes. Each costs a fence and a message for each transfer, so that more would soon cost more than
-they hide."""
+"""The most bands that layers are divided into (``kvxfer.geometry.bands``). If all layers take equally long, the last of eight
+bands, an eighth of the bytes, is still to be moved once all are computed. Each band costs a fence and a message for each
+transfer, so that more of them would soon cost more than they hide."""
 MOST_REASON = 1 << 20
-"""Characters of a reason that an engine gives; peers are told the beginning."""
+"""The most characters of a reason that an engine gives; peers are told only its beginning."""
 
 Kind = Literal["full", "window", "state", "local"]
 """What a group keeps; see ``Group``."""
@@ -40,7 +40,10 @@ class Rank(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         pp: Pipeline stage, from 0.
-        tp: tensor-parallel rank, from 0.
+        tp: Tensor-parallel rank, from 0.
+
+    Raises:
+        ArgumentError: An argument has the wrong type or range.
     """
 
     pp: int = 0
@@ -55,18 +58,17 @@ class Group(msgspec.Struct, frozen=True):
     """A KV-cache group: the layers that share one block table.
 
     Attributes:
-        block_tokens: Tokens that a block of the table holds. Where kernels use smaller blocks than the scheduler, the
-            group and the table are both of the scheduler's blocks, or both of the kernels'. For a ``state`` with one
+        block_tokens: Tokens in one block of the table. Where kernels use smaller blocks than the scheduler, group and
+            table must both count the scheduler's blocks, or both the kernels'. For a ``state`` with one
             block for the whole request: the greatest length that a request can have.
         kind: ``full`` keeps every block for the life of a request. ``window`` gives up blocks that fall behind (sliding
             window, chunked local attention). ``state`` keeps a recurrent state: the block at position ``p`` holds the
-            one after the last computed token of ``[p * block_tokens, (p + 1) * block_tokens)``; only that of the last
-            token is taken over. ``local`` is moved by nobody and listed in no offer and no fetch; a cache that peers
-            see has none.
-        window: Of a ``window``, how many tokens a token attends to at most, itself included; else 0.
+            state after the last computed token of ``[p * block_tokens, (p + 1) * block_tokens)``; only the state after the
+            last token is moved. ``local`` is never moved, appears in no offer and no fetch, and peers do not see it.
+        window: For a ``window``, the most tokens that a token attends to, itself included; else 0.
 
     Raises:
-        ArgumentError: An argument is of the wrong type or range.
+        ArgumentError: An argument has the wrong type or range.
     """
 
     block_tokens: int
@@ -81,11 +83,11 @@ class Group(msgspec.Struct, frozen=True):
         force_setattr(self, "window", arguments.integer("window", self.window, least, most))
 
     def blocks(self, tokens: int) -> int:
-        """Return how many blocks ``tokens`` tokens take."""
+        """Return the number of blocks that ``tokens`` tokens take."""
         return -(-tokens // self.block_tokens)
 
     def moved(self, tokens: int) -> tuple[int, int]:
-        """Return the positions ``[first, past)`` of the blocks that can be moved of ``tokens`` tokens."""
+        """Return the positions ``[first, past)`` of the blocks that may be moved for the first ``tokens`` tokens."""
         if self.kind == "local" or not tokens:
             return 0, 0
         past = self.blocks(tokens)
@@ -93,35 +95,36 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False):
-    """A producer's blocks that hold the KV of one prompt, as far as it is computed.
+    """A producer's statement that some of its blocks hold the KV of a prompt, up to a certain token.
 
-    True once the step that it travels with has run: a worker publishes it behind a fence recorded after that step's
-    forward pass (and drafting). An increment repeats the whole table known so far; within one generation ``tokens``
-    only grows and a block once listed never changes.
+    It becomes true when the engine step that made it has run, so a worker publishes it behind a fence recorded after that
+    step's forward pass (and drafting). A prompt prefilled in chunks is offered again after each of them: every offer repeats
+    the whole table known so far; within one generation ``tokens`` only grows, and a block once listed never changes.
 
     Attributes:
+        transfer: The name of the transfer.
         digest: What the KV depends on (``kvxfer.identity.digest``); a fetch must name the same.
-        generation: Grows with every offer that is not a continuation of the last one; never used twice by one epoch.
-            All ranks of an engine number alike.
-        tokens: Tokens ``[0, tokens)`` are complete in every ``full`` group, which lists exactly
-            ``ceil(tokens / block_tokens)`` blocks. Smaller than the transfer only if not final. What a block that is not full
-            yet holds moves at once where blocks can be cut by token, and else once it is full.
-        blocks: One row for each group. ``window`` and ``state`` groups stay empty until the final offer, and list -1
-            where the engine has given a block up; a reader that wants a block that is -1 here must fail the transfer.
-        final: Every group is complete; nothing follows in this generation but a revocation. May come before the engine
-            has finished the request, which thus may be read before the engine holds its blocks for readers.
-        consumers: How many engines are to fetch it: the offer ends when so many have it or have given it up, and what becomes
-            of one means nothing for the others. An offer that repeats the last one may lower it.
-        payload: Up to 64 KiB for the consumers' engines, which is never interpreted: the first token, say. They get it with the
-            outcome (``Ended.payload``). Once given, with the final offer of a generation at the latest, it stays for that
-            generation; all ranks give the same.
-        handle: The engine's own name for it, for its events and the log; the transfer's if it is empty.
-        bands: The tokens behind those of the offer before are complete in the first so many bands of layers only
-            (``kvxfer.geometry.bands``): made while the other layers are computed, for consumers over slow links. 0: in all layers.
-            Not in a final offer, and one for all layers follows.
+        generation: Grows with every offer that does not continue the one before; never used twice in one epoch.
+            All ranks of an engine use the same numbers.
+        tokens: The tokens ``[0, tokens)`` are complete in every ``full`` group, which lists exactly
+            ``ceil(tokens / block_tokens)`` blocks. Only the final offer has all tokens of the transfer. A last block that is
+            only partly filled moves at once if blocks can be cut between tokens, else once it is full.
+        blocks: One row for each group. Rows of ``window`` and ``state`` groups stay empty until the final offer, and have -1
+            where the engine has given a block up; a reader that wants such a block must fail the transfer.
+        final: Every group is complete, and only a revocation can follow in this generation. May come before the engine
+            has finished the request, so that consumers may read before the engine keeps the blocks for them.
+        consumers: How many engines are to fetch it. The offer ends when so many have it or have given it up; one that fails
+            does not affect the others. An offer that repeats the one before may lower it.
+        payload: Up to 64 KiB for the consumers' engines, never interpreted: the first token, say. They get it with the
+            outcome (``Ended.payload``). It is given by the final offer of a generation at the latest, does not change
+            within the generation, and is the same on all ranks.
+        handle: The engine's own name for the offer, in its events and the log; if empty, the transfer's name.
+        bands: If not 0, the tokens since the offer before are complete only in the first ``bands`` bands of layers
+            (``kvxfer.geometry.bands``), while the other layers are still computed: this helps consumers over slow links.
+            An offer for all layers (0) must follow; a final offer is always one.
 
     Raises:
-        ArgumentError: An argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
+        ArgumentError: An argument has the wrong type or range. Numpy's integers are accepted.
     """
 
     transfer: TransferId
@@ -149,26 +152,28 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """A consumer's request: bring the tokens ``[start, tokens)`` of a transfer into these blocks.
+    """A consumer's request to bring the tokens ``[start, tokens)`` of a transfer into its blocks.
 
     Attributes:
-        handle: The engine's own name for it, unique among its live fetches.
+        handle: The engine's own name for the fetch, unique among its live fetches.
+        transfer: The name of the transfer.
         digest: What the KV depends on (``kvxfer.identity.digest``); the offer must name the same.
         source: The producer's directory.
-        blocks: For each group the destination by position; -1 where nothing is wanted (no block there, or it is cached).
-            A block that is wanted may begin before ``start``; those tokens are the engine's own and are not overwritten.
-            A ``full`` group has one at each position from that of ``start`` on, or an empty row.
-        tokens: Where a group is a ``state``, the number that the producer's final offer must have: a state of more or
-            fewer tokens is another state.
-        own: This engine's directory, for an engine of several ranks.
-        progress: A ``Progress`` event comes each time that so many more tokens are here, or more; 0: never.
-        offered: The producer is known to have offered all of it. If it does not know it (any more), the fetch fails within
-            about a second; else it waits for the offer until its deadline.
-        enough: How many tokens are of use, should the producer give up before all are computed: the fetch is then delivered with
-            those that it has offered (``Ended.short``). 0: all tokens or none. Only where all groups are ``full``.
+        blocks: For each group the destination blocks by position; -1 where nothing is wanted (no block, or it is cached).
+            The first block may begin before ``start``; the tokens in it before ``start`` are not overwritten.
+            A ``full`` group has a block at each position from that of ``start`` on, or an empty row.
+        start: The first token to be moved.
+        tokens: One past the last token to be moved. If a group is a ``state``, the producer's final offer must have just as
+            many tokens, since the state after more or fewer is another one.
+        own: This engine's directory, if the engine has several ranks.
+        progress: A ``Progress`` event comes each time that at least so many more tokens have arrived; 0 for none.
+        offered: The producer is known to have offered all of the transfer. If it does not know the transfer (any more), the
+            fetch then fails within about a second, instead of waiting for the offer until its deadline.
+        enough: The fewest tokens that are of use if the producer gives up before all are computed: the fetch is then delivered
+            with those that were offered (``Ended.short``). 0: all tokens or none. Only where all groups are ``full``.
 
     Raises:
-        ArgumentError: An argument is of the wrong type or range. Integers of numpy are taken as the numbers they are.
+        ArgumentError: An argument has the wrong type or range. Numpy's integers are accepted.
     """
 
     handle: str
@@ -197,7 +202,11 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
 
 
 def _named(value: Offer | Fetch) -> None:
-    """Refuse an offer or fetch that does not say of what."""
+    """Check the arguments that name a transfer and its blocks.
+
+    Raises:
+        ArgumentError: One has the wrong type or range.
+    """
     arguments.instance("transfer", value.transfer, TransferId)
     arguments.octets("digest", value.digest, MOST_DIGEST)
     arguments.instance("blocks", value.blocks, BlockTable)

@@ -349,8 +349,14 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "more consumers": (lambda a, _: twice(a, {}, {"consumers": 3}), "consumers must be at most 1, not 3"),
     "a block twice": (lambda a, _: a.offer(offer(blocks=BlockTable.of([[3, 3]]))), "each block once, and block 3"),
     "behind a text": (lambda a, _: a.offer(offer(), after="x"), "after must be a kvxfer Fence, not 'x'"),
-    "fetch into nothing": (lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[]]))), "blocks must list a block"),
-    "fetch into no block": (lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[-1, -1]]))), "blocks must list a block"),
+    "fetch into nothing": (
+        lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[]]))),
+        "blocks must list at least one block",
+    ),
+    "fetch into no block": (
+        lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[-1, -1]]))),
+        "blocks must list at least one block",
+    ),
     "fetch with a hole": (
         lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[1, -1]]))),
         r"blocks\[0\] must have a block at position 1",
@@ -371,9 +377,9 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "facts are a text": (lambda a, _: a.identify("model"), "facts must be a mapping"),
     "offer a ticket": (lambda a, _: a.offer(GOOD), "offer must be a kvxfer Offer, not a kvxfer.ticket.Ticket"),
     "fetch a ticket's text": (lambda a, _: a.fetch(GOOD.text), "fetch must be a kvxfer Fetch"),
-    "copy an agent": (lambda a, _: copy.copy(a), "an agent belongs to the process that has made it"),
-    "send an agent elsewhere": (lambda a, _: pickle.dumps(a), "an agent belongs to the process that has made it"),
-    "copy a directory": (lambda _, d: copy.deepcopy(d), "a directory belongs to the process that has made it"),
+    "copy an agent": (lambda a, _: copy.copy(a), "an agent belongs to the process that made it"),
+    "send an agent elsewhere": (lambda a, _: pickle.dumps(a), "an agent belongs to the process that made it"),
+    "copy a directory": (lambda _, d: copy.deepcopy(d), "a directory belongs to the process that made it"),
     "wait for a truth": (lambda a, _: a.events(True), "timeout must be a number of seconds, not True"),
     "publish an agent": (lambda a, d: d.publish((a,)), r"ranks\[0\] must be a kvxfer RankDescriptor"),
     "publish a rank twice": (lambda a, d: d.publish((a.descriptor, a.descriptor)), "rank pp0/tp0 is there twice"),
@@ -415,7 +421,7 @@ def test_a_call_after_close_says_so(late: str, drained: bool) -> None:
             agent.offer(offer())
             agent.drain(0.01)
         agent.close(), directory.close()
-        told = rf"^this (agent|directory) has been closed: call '{late.strip()}' before that, or make another$"
+        told = rf"^this (agent|directory) has been closed: call '{late.strip()}' before that, or make a new one$"
         with pytest.raises(ClosedError, match=told):
             AFTER_CLOSE[late](agent, directory)
         agent.listen(None)

@@ -1,18 +1,18 @@
 """What authors of back ends build on: a base class, tables of memory, endpoints, wake-ups and more.
 
-A back end is a class derived from ``Base``, which keeps the parts of ``kvxfer.transport.contract`` that are the same for
-all; what is left to write is what the library is about. Each other module stands for itself, and a back end takes of
-them what it needs:
+A back end is a class derived from ``Base``, which implements the parts of ``kvxfer.transport.contract`` that are the same for
+all, so that only the calls of its library are left to write. The other modules are independent of each other; a back end
+uses those that it needs:
 
 - ``endpoint``: an endpoint as bytes that are checked when they are read, and the token that it carries.
-- ``options``, ``listening``: options as a user writes them, and those of back ends that listen on a port.
+- ``options``, ``listening``: a back end's options, and those of back ends that listen on a port.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
-- ``cursor``, ``runs``: the bytes of a batch, piece by piece; its runs, cut where they are too long.
+- ``cursor``, ``runs``: copy a batch piece by piece; cut runs that are too long.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.
-- ``liveness``: how the two ends of a link on one host know of each other's end, and tell each other what else there is.
+- ``liveness``: tells each end of a link within one host whether the other end is alive, and carries short messages.
 - ``host``, ``ports``: where a process runs, and which ports it has open.
-- ``environment``: variables that a library looks at while it is called, and nobody else.
-- ``ucx``: settings with which a UCX opens ports only where it shall.
+- ``environment``: environment variables set only while a library is called.
+- ``ucx``: settings with which UCX opens no ports but those that the operator wants.
 """
 
 from kvxfer.backend.base import Base

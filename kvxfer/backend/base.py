@@ -1,4 +1,4 @@
-"""``Base``: what all back ends have in common beside their libraries, written once."""
+"""``Base``: what all back ends have in common apart from their libraries."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Quiet
 __all__ = ["ONE_SIDED", "Base"]
 
 ONE_SIDED = frozenset({Verb.READ, Verb.WRITE})
-"""Verbs of which only one side submits."""
+"""Verbs that only one side submits."""
 
 
 class _Link(Protocol):
-    """What ``Base`` has to know of a link."""
+    """What ``Base`` has to know about a link."""
 
     @property
     def broken(self) -> KvxferError | None:
-        """Why the link is of no more use, as its batches fail with it; ``None`` while that is not known."""
+        """The error with which all further batches fail; ``None`` while the link is not known to be broken."""
 
 
 E = TypeVar("E", bound=EndpointBase)
@@ -35,33 +35,33 @@ L = TypeVar("L", bound=_Link)
 
 
 class Base(Transport, Generic[E, L]):
-    """A transport that keeps the tables, and asks its subclass for what is done with them.
+    """A transport that keeps tables of memory, links and batches, and leaves the moving to its subclass.
 
-    The contract's own methods are here: they check thread, lifecycle and arguments, number links and batches, and then call
-    one of the methods that a subclass has to have: ``make_endpoint``, ``make_link``, ``drop_link``, ``start``, ``stop``,
-    ``advance`` and ``shut_down``; and ``add_memory``, ``drop_memory``, ``drop_endpoint``, ``start_plan`` where there is
-    something to do. All of these are called on the thread that made the object (``shut_down`` after that has ended, perhaps
-    on another), and fail with ``TransportError`` when they cannot do what is asked; then nothing has changed.
+    It implements the methods of the contract: they check thread, lifecycle and arguments, number links and batches, and then
+    call a method of the subclass. A subclass must define ``make_endpoint``, ``make_link``, ``drop_link``, ``start``, ``stop``,
+    ``advance`` and ``shut_down``, and may define ``add_memory``, ``drop_memory``, ``drop_endpoint`` and ``start_plan``.
+    These are called on the thread that made the object (``shut_down`` perhaps on another, after that thread has ended).
+    If one cannot do what is asked, it must fail with ``TransportError`` and leave everything as it was.
 
-    It also holds the order of streams: of a link's SENDs, and of its RECVs, each has a higher number than those before, or ``submit``
-    refuses it. A batch that was refused for another reason has not used its number up.
+    ``submit`` also enforces the order of streams: among the SENDs of a link, and among its RECVs, each must have a higher
+    number than those before. A batch that is refused for another reason does not use up its number.
 
-    ``E`` is the class of endpoints and ``L`` that of links, anything with an attribute ``broken``.
+    ``E`` is the class of endpoints, and ``L`` that of links, which can be anything with an attribute ``broken``.
 
     Attributes:
         endpoint_type: The class ``E``.
-        memories: What is registered.
-        links: By number, those that were made and not closed.
-        unused: Endpoints by their bytes, those that were neither connected nor withdrawn.
-        wakeup: What ``fileno`` tells of. It wakes by itself after each call of the contract that changes something.
-        completions: For the next ``poll`` to return.
+        memories: The registered memories.
+        links: The links that were made and not closed, by number.
+        unused: The endpoints that were neither connected nor withdrawn, by their bytes.
+        wakeup: Wakes whoever polls ``fileno``; this class sets it after each call of the contract that changes something.
+        completions: What the next ``poll`` returns.
         closed: Whether ``close`` was called.
     """
 
     endpoint_type: type[E]
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
-        """Make the tables. Call it after whatever may fail, since the wake-up has descriptors."""
+        """Make the tables. Call it after anything that may fail, since it opens descriptors that only ``close`` gives back."""
         super().__init__(agent, options)
         self.memories = Memories()
         self.links: dict[int, L] = {}
@@ -78,29 +78,29 @@ class Base(Transport, Generic[E, L]):
     # What a subclass does
 
     def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
-        """Make memory known to the library; its number and regions are checked, and in the table afterwards."""
+        """Register memory with the library. Its regions have been checked; it is added to ``memories`` afterwards."""
 
     def drop_memory(self, memory: int) -> None:
-        """Take memory back from the library; no batch uses it any more."""
+        """Deregister memory from the library; no batch uses it any more."""
 
     @abstractmethod
     def make_endpoint(self, memories: Collection[int], writable: bool) -> E:
-        """Return a fresh endpoint. Its peer needs ``memories`` to read them, or if ``writable`` to write to them."""
+        """Return a fresh endpoint. Its peer will read ``memories``, or write to them if ``writable``."""
 
     def drop_endpoint(self, mine: E) -> None:
-        """Give back what is kept for an endpoint that was withdrawn."""
+        """Release what is kept for an endpoint that was withdrawn."""
 
     @abstractmethod
     def make_link(self, number: int, mine: E, theirs: E) -> L:
-        """Return the new link of two endpoints. Must not block; what is submitted meanwhile waits."""
+        """Return a new link between two endpoints. Must not block: batches wait until the link is up."""
 
     @abstractmethod
     def drop_link(self, number: int, link: L) -> None:
-        """Close a link at once. What is in flight on it ends by ``complete``, now or in ``advance``."""
+        """Close a link at once. Call ``complete`` for each batch in flight on it, now or in ``advance``."""
 
     @abstractmethod
     def start(self, number: int, link: L, batch: Batch, after: Fence | None) -> None:
-        """Start a batch whose verb is among the capabilities. On a link that is broken it ends by ``complete``."""
+        """Start a batch whose verb is among the capabilities. On a broken link, let it fail by ``complete``."""
 
     def start_plan(self, number: int, link: L, batch: PlanBatch, after: Fence | None) -> None:
         """Start a batch that has a plan. Only if ``Capabilities.factored`` is true."""
@@ -108,20 +108,20 @@ class Base(Transport, Generic[E, L]):
 
     @abstractmethod
     def stop(self, number: int, link: L) -> None:
-        """End a batch that is in flight, soon, by ``complete``; with it all others of the link if abort is ``peer``."""
+        """Have a batch in flight end soon, by ``complete``; and all others of its link if the capability ``abort`` is ``peer``."""
 
     @abstractmethod
     def advance(self, readable: AbstractSet[Hashable]) -> None:
-        """Let everything go on. ``readable``: keys of the descriptors that ``wakeup`` was given and that are readable."""
+        """Make progress with everything. ``readable``: the keys of those descriptors in ``wakeup`` that are readable."""
 
     @abstractmethod
     def shut_down(self) -> None:
-        """End everything and give back all but ``wakeup``. Completions are of no use any more."""
+        """End everything and release all but ``wakeup``. Nobody will ask for completions any more."""
 
     # What a subclass calls
 
     def complete(self, completion: Completion) -> None:
-        """Take the one end of a batch. If it is not quiet, ``quieted`` follows when it is, or the link's or this object's end.
+        """Report the end of a batch. If it is not quiet, call ``quieted`` once it is, unless the link or this object ends first.
 
         Raises:
             TransportError: The batch has ended already, or was never accepted.
@@ -131,19 +131,19 @@ class Base(Transport, Generic[E, L]):
             how = "succeeded" if completion.error is None else f"failed ({completion.error})"
             raise TransportError(
                 f"back end {self.name!r} says that batch {completion.batch} has {how}, but no such batch is in flight: each "
-                "accepted batch ends once"
+                "accepted batch must end exactly once"
             )
         if not completion.quiet:
             self._unquiet[completion.batch] = use
         self.completions.append(completion)
 
     def quieted(self, number: int) -> None:
-        """Note that a batch which had ended otherwise touches no memory of this side any more."""
+        """Report that a batch whose completion was not quiet no longer touches memory of this side."""
         if self._unquiet.pop(number, None) is not None:
             self.completions.append(Quieted(number))
 
     def number(self) -> int:
-        """Return a number that nothing else of this transport has."""
+        """Return a number that is unique in this transport."""
         self._numbers += 1
         return self._numbers
 
@@ -151,7 +151,7 @@ class Base(Transport, Generic[E, L]):
         """Return a link by its number.
 
         Raises:
-            TransportError: There is none.
+            TransportError: There is no such link.
         """
         link = self.links.get(peer)
         if link is None:
@@ -162,7 +162,7 @@ class Base(Transport, Generic[E, L]):
         """Check that this transport is open, and that the calling thread may use it.
 
         Raises:
-            TransportError: It is not, or may not.
+            TransportError: It is closed, or belongs to another thread.
         """
         if self.closed:
             raise TransportError(f"the transport of {self.agent!r} is closed")
@@ -177,7 +177,7 @@ class Base(Transport, Generic[E, L]):
         Memories.check(regions, kinds)
         if not all(map(self.capabilities.moves, regions)):
             raise TransportError(
-                f"back end {self.name!r} keeps the pages that memory has when it is registered; elastic memory goes staged"
+                f"back end {self.name!r} pins the pages of memory when it is registered, so it cannot move elastic memory directly"
             )
         self.add_memory(self.memories.next, regions)
         return self.memories.add(regions, kinds)
@@ -207,9 +207,9 @@ class Base(Transport, Generic[E, L]):
         self.check()
         own, their = self.unused.get(mine), self.endpoint_type.decode(theirs)
         if own is None:
-            raise TransportError("the first argument of connect is no unused endpoint of this transport")
+            raise TransportError("the first argument of connect must be an unused endpoint of this transport")
         if mine == theirs:
-            raise TransportError("both endpoints are the same; connect takes one of each side")
+            raise TransportError("both endpoints are the same; connect needs one from each side")
         number = self.number()
         link = self.make_link(number, own, their)
         del self.unused[mine]
@@ -249,7 +249,7 @@ class Base(Transport, Generic[E, L]):
         try:
             if isinstance(batch, Batch):
                 if one_sided and batch.remote_offsets is None:
-                    raise TransportError(f"a {batch.verb.upper()} needs one remote offset a run")
+                    raise TransportError(f"a {batch.verb.upper()} needs a remote offset for each run")
                 self.start(number, link, batch, after)
             elif can.factored:
                 self.start_plan(number, link, batch, after)

@@ -1,4 +1,4 @@
-"""How far the bytes of a batch have been copied, when they go piece by piece through memory of the back end's own."""
+"""A cursor over the bytes of a batch, for back ends that copy them piece by piece through memory of their own."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["RunCursor"]
 
 
 class RunCursor:
-    """A place in the runs of a batch, seen as one row of bytes; ``left`` are those from here to the end."""
+    """A position in the runs of a batch, seen as one sequence of bytes; ``left`` is how many are left."""
 
     def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Begin with the first byte. ``runs``: address and length of each, as ``Memories.runs`` has them."""
+        """Start at the first byte. ``runs``: the address and length of each run, as from ``Memories.runs``."""
         self._runs = deque((address, n) for address, n in runs if n)
         self.left = sum(n for _, n in self._runs)
 
     def gather(self, to: int, nbytes: int) -> None:
-        """Copy the next bytes to this address."""
+        """Copy the next bytes to address ``to``."""
         for address, n in self._next(nbytes):
             ctypes.memmove(to, address, n)
             to += n
 
     def scatter(self, source: int, nbytes: int) -> None:
-        """Copy bytes from this address to where the next bytes belong."""
+        """Copy bytes from address ``source`` to where the next bytes belong."""
         for address, n in self._next(nbytes):
             ctypes.memmove(address, source, n)
             source += n

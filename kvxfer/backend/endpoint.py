@@ -1,4 +1,4 @@
-"""An endpoint as bytes: of which back end it is, in which format, and that it has come as it went. What every back end needs."""
+"""Endpoints as bytes, with the back end's name, a format version and a checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TOKEN_BYTES", "EndpointBase", "Token", "check_encryption", "new_toke
 TOKEN_BYTES = 16
 
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-"""A secret of one end of a link, which only the two ends know: who dials shows it before anything else."""
+"""A secret of one end of a link, known only to the two ends: whoever dials sends it before anything else."""
 
 _CHECK_BYTES = 4
 
@@ -31,10 +31,12 @@ def new_token() -> bytes:
 class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one side of a link tells the other, checked when it is read.
 
-    Subclasses are frozen too, say of which ``backend`` they are, and have another ``format`` whenever what they say has
-    changed; their fields have types and limits as msgspec knows them.
+    A subclass must be frozen too, set ``backend`` to the name of its back end, and change ``format`` whenever its content
+    changes. Give its fields types and limits that msgspec can check.
 
-    ``agent``: whose it is, for messages to humans. ``most_bytes``: of one that is encoded; what ``Transport.endpoint`` promises, or less.
+    Attributes:
+        agent: The agent's name, for messages.
+        most_bytes: The largest size when encoded; no more than ``Transport.endpoint`` promises.
     """
 
     backend: ClassVar[str]
@@ -47,12 +49,12 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         """Return the endpoint as bytes.
 
         Raises:
-            TransportError: They are more than ``most_bytes``.
+            TransportError: It takes more than ``most_bytes``.
         """
         said = f"{self.backend} {self.format} ".encode() + msgspec.msgpack.encode(self)
         if len(said) + _CHECK_BYTES > self.most_bytes:
             raise TransportError(
-                f"what back end {self.backend!r} has to tell its peers takes {len(said)} bytes, more than {self.most_bytes}; "
+                f"the endpoint of back end {self.backend!r} takes {len(said)} bytes, more than {self.most_bytes}; "
                 "register fewer, longer regions"
             )
         return said + _check(said)
@@ -62,12 +64,12 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         """Read an endpoint.
 
         Raises:
-            TransportError: The bytes are not what ``encode`` of this very class has made.
+            TransportError: The bytes were not made by ``encode`` of this class.
         """
         said = data[:-_CHECK_BYTES]
         if len(data) > cls.most_bytes or data[-_CHECK_BYTES:] != _check(said):
             raise TransportError(
-                f"these bytes are no endpoint of back end {cls.backend!r}, or were altered on their way"
+                f"these bytes are not an endpoint of back end {cls.backend!r}, or were altered on their way"
             )
         name, format_, packed = (said.split(b" ", 2) + [b"", b""])[:3]
         if name != cls.backend.encode():
@@ -81,7 +83,7 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         try:
             return _decoder(cls).decode(packed)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-            raise TransportError(f"these bytes are no endpoint of back end {cls.backend!r}: {e}") from None
+            raise TransportError(f"these bytes are not an endpoint of back end {cls.backend!r}: {e}") from None
 
 
 _building = threading.Lock()
@@ -89,23 +91,23 @@ _decoders: dict[type[EndpointBase], msgspec.msgpack.Decoder[Any]] = {}
 
 
 def check_encryption(theirs: EndpointBase, here: bool, there: bool) -> None:
-    """Check that both sides of a link to a peer encrypt, or neither.
+    """Check that both sides of a link encrypt (``here``, ``there``), or neither does.
 
     Raises:
-        TransportError: One does.
+        TransportError: Only one does.
     """
     if here != there:
         does, does_not = ("this side", f"{theirs.agent!r}") if here else (f"{theirs.agent!r}", "this side")
         raise TransportError(
-            f"{does} encrypts and {does_not} does not; set option 'encrypt' of back end {theirs.backend!r} alike on both"
+            f"{does} encrypts and {does_not} does not; set option 'encrypt' of back end {theirs.backend!r} to the same value on both"
         )
 
 
 def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
     """Return the decoder of a class, made once.
 
-    msgspec works a class out when it is first decoded, and another thread that decodes it meanwhile crashes the process
-    (0.22.0, in ``mpack_decode``): a process with several agents has several data threads.
+    msgspec analyses a class when it is first decoded; another thread that decodes it meanwhile crashes the process
+    (0.22.0, in ``mpack_decode``), and a process with several agents has several data threads.
     """
     with _building:
         if kind not in _decoders:

@@ -1,4 +1,4 @@
-"""The environment of the process, changed for as long as a library looks at it."""
+"""Change the environment of the process only while a library reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _changing = threading.RLock()
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables in the environment meanwhile. Any thread; one at a time."""
+    """Set these environment variables within the ``with`` block, and restore them after. Any thread; others wait meanwhile."""
     with _changing:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)

@@ -1,4 +1,4 @@
-"""Where a process runs, for back ends that reach others of its host."""
+"""Where a process runs, for back ends that reach other processes of its host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def host() -> str:
 
 
 def network_namespace() -> int:
-    """Inode of the network namespace: abstract Unix sockets are found only within one."""
+    """Return the inode of the network namespace: abstract Unix sockets are found only within one."""
     return os.stat("/proc/self/ns/net").st_ino
 
 
 def pid_namespace() -> int:
-    """Inode of the pid namespace: process numbers mean the same thing only within one."""
+    """Return the inode of the pid namespace: process ids mean the same only within one."""
     return os.stat("/proc/self/ns/pid").st_ino

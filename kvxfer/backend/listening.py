@@ -1,4 +1,4 @@
-"""Options of back ends that listen on a port which peers dial."""
+"""Options of back ends that listen on a port that peers dial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Period = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class ListenOptions(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a back end listens. Derive its own options from it; every one has a default.
+    """Base class for the options of a back end that listens; a subclass must give every option a default.
 
     Attributes:
         listen: Address to bind to; peers must be able to reach it.

@@ -1,10 +1,10 @@
-"""How the two ends of a link between processes of one host know that the other is there.
+"""Tells each end of a link between processes of one host whether the other end is alive.
 
-Memory that another process shares stays readable after that process has closed the link or died, so something else must
-tell. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it means. An end is up
+Memory that another process shares stays readable after that process has closed the link or died, so a socket has to
+show it. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it means. An end is up
 once both ends have done so, and down as soon as either socket closes, which the kernel sees to when a process dies.
 
-Most stay silent after that. A back end that has something to say to the peer, or memory to hand over, does so by ``tell``.
+Most ends stay silent after that. A back end can send messages, and descriptors of memory, by ``tell``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvxfer.backend.wakeup import Wakeup
 __all__ = ["LINK_BYTES", "Liveness", "LivenessLinks"]
 
 LINK_BYTES = 16
-"""Length of the name of a link's end: random, and known to nobody but the peer."""
+"""Length of the name of a link's end, which is random and known only to the peer."""
 
 MESSAGE_BYTES, MOST_HEARD = 256, 64
-"""Length of a message, and how many may wait for whoever they are for: an end that is told more is down."""
+"""The most bytes of a message, and the most unread messages; an end that gets more goes down."""
 
 
 class Liveness:
@@ -31,8 +31,8 @@ class Liveness:
 
     Attributes:
         up: Whether the peer has connected too.
-        down: Why it cannot be used any more, or ``None``.
-        heard: What the peer has told, and the descriptors that came with it, which are the taker's to close. The oldest first.
+        down: Why the link cannot be used any more, or ``None``.
+        heard: Messages of the peer, the oldest first, each with the descriptors that came with it, which the reader must close.
     """
 
     def __init__(self, mine: bytes, theirs: bytes, peer: str) -> None:
@@ -43,22 +43,22 @@ class Liveness:
         self._sockets: list[socket.socket] = []  # the one that was dialled, by which we speak, is the first
 
     def check(self) -> None:
-        """Look whether the peer is still there and what it has told, without waiting."""
+        """Read what the peer has sent, and find out whether it is still there, without waiting."""
         if self.down is None and [s for s in self._sockets if not self._listens(s)]:
             self.down = f"{self.peer} is gone, or has closed this link; connect again"
 
     def tell(self, message: bytes, *descriptors: int) -> None:
-        """Tell the peer something of at most ``MESSAGE_BYTES``, with descriptors that stay ours to close. It may not be up yet.
+        """Send the peer at most ``MESSAGE_BYTES``, with descriptors that the caller must still close. It need not be up yet.
 
         Raises:
-            OSError: It is gone, or has not listened to hundreds of messages.
+            OSError: The peer is gone, or has not read hundreds of messages.
         """
         if self.down is not None:
             raise OSError(self.down)
         socket.send_fds(self._sockets[0], [message], descriptors)
 
     def _listens(self, held: socket.socket) -> bool:
-        """Take in what has come. Returns whether the other end is still open."""
+        """Read what has come; return whether the other end is still open."""
         try:
             while len(self.heard) < MOST_HEARD:
                 message, descriptors, _, _ = socket.recv_fds(held, MESSAGE_BYTES, 4)
@@ -91,7 +91,7 @@ class LivenessLinks:
         self._offered[link] = None
 
     def unused(self, link: bytes) -> bool:
-        """Whether this end was offered and has not been connected."""
+        """Return whether this end was offered and has not been connected."""
         return self._offered.get(link, self) is None
 
     def withdraw(self, link: bytes) -> None:
@@ -102,7 +102,7 @@ class LivenessLinks:
                 self._early.pop(link)[1].close()
 
     def connect(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Liveness:
-        """Announce ourselves to the peer, whose end and place (its ``name``) these are.
+        """Connect end ``mine`` to the peer's end ``theirs``, whose listener is ``name``; return this end.
 
         If the peer cannot be reached, the end is down.
         """
@@ -129,7 +129,7 @@ class LivenessLinks:
         self._detach(end)
 
     def handle(self, readable: Iterable[object]) -> None:
-        """Take what ``wakeup`` named: announcements, and sockets that were closed."""
+        """Handle the sockets that ``wakeup`` named: new connections, and messages or ends of others."""
         for source in readable:
             if (stranger := self._strangers.heard(source)) is not None:
                 self._hear(stranger)
@@ -153,7 +153,7 @@ class LivenessLinks:
             said = b""
         mine, theirs = said[:LINK_BYTES], said[LINK_BYTES:]
         if len(said) != 2 * LINK_BYTES or mine not in self._offered or mine in self._early:
-            stranger.close()  # not one of ours; it sees the socket close, and that is its answer
+            stranger.close()  # no link of ours; it sees the socket close
             return
         end = self._offered[mine]
         if end is None:

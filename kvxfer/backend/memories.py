@@ -1,4 +1,4 @@
-"""Registered memory by number, and flat offsets turned into addresses: what every back end needs."""
+"""Registered memory by number, and flat offsets turned into addresses, for every back end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Memories"]
 
 
 class Memories:
-    """The memories of one side, numbered 0, 1, 2 ... Numbers are never used twice. One thread at a time.
+    """The registered memories of one side, numbered 0, 1, 2 ... Numbers are never reused. One thread at a time.
 
     Attributes:
-        next: The number of the memory that is added next.
+        next: The number that the next memory will get.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Memories:
         """Check a list of regions, which may be empty.
 
         Raises:
-            TransportError: A region is impossible, two overlap, or a kind of device is not in ``devices``.
+            TransportError: A region's address or size is not positive, two overlap, or a kind of device is not in ``devices``.
         """
         for r in regions:
             if r.address <= 0 or r.nbytes <= 0:
@@ -43,12 +43,16 @@ class Memories:
                 raise TransportError(f"{a} and {b} overlap")
 
     def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> int:
-        """Add a list of regions and return its number, once ``check`` has nothing against it."""
+        """Check a list of regions, add it, and return its number.
+
+        Raises:
+            TransportError: ``check`` refuses it.
+        """
         self.check(regions, devices)
         kept = tuple(regions)
         starts = np.array(flat_starts(kept), np.int64)
         sizes = np.array([r.nbytes for r in kept], np.int64)
-        # Addresses are below 2**63 on every platform we know, and the difference may be negative.
+        # Addresses are below 2**63 on every platform that matters, and the difference may be negative.
         shift = np.array([r.address for r in kept], np.int64) - starts
         number, self.next = self.next, self.next + 1
         self._known[number] = (kept, starts, starts + sizes, shift)
@@ -78,10 +82,9 @@ class Memories:
         return self._known[memory][0]
 
     def only(self, memory: int, offsets: Ints, lengths: Ints) -> tuple[int, int] | None:
-        """Return (address, bytes) if there is one run, not empty and inside a region, as in what a session has packed.
+        """Return (address, bytes) if there is one run, not empty and inside a region, as for staging memory; else ``None``.
 
-        Else ``None``: ask ``addresses``. Without numpy, which takes 0.2 ms for it with the processor's caches full of
-        what was moved before.
+        It does without numpy, which takes 0.2 ms for it while the processor's caches are full of moved bytes.
         """
         if len(offsets) != 1 or len(lengths) != 1:
             return None
@@ -92,10 +95,10 @@ class Memories:
         return None
 
     def runs(self, memory: int, offsets: Ints, lengths: Ints) -> list[tuple[int, int]]:
-        """Return address and bytes of each run that is not empty.
+        """Return the address and length in bytes of each run that is not empty.
 
         Raises:
-            TransportError: As ``addresses`` does.
+            TransportError: See ``addresses``.
         """
         only = self.only(memory, offsets, lengths)
         if only is not None:
@@ -107,7 +110,7 @@ class Memories:
         """Return the address of each run, int64 ``[n]``.
 
         Raises:
-            TransportError: The memory is unknown, the arrays do not fit each other, or a run is not inside one
+            TransportError: The memory is unknown, the arrays differ in shape, or a run is not inside one
                 region.
         """
         if memory not in self._known:
@@ -115,7 +118,7 @@ class Memories:
         _, starts, ends, shift = self._known[memory]
         offsets, lengths = np.asarray(offsets, np.int64), np.asarray(lengths, np.int64)
         if offsets.ndim != 1 or offsets.shape != lengths.shape:
-            raise TransportError(f"{offsets.shape} offsets and {lengths.shape} lengths: one of each is needed a run")
+            raise TransportError(f"{offsets.shape} offsets and {lengths.shape} lengths: each run needs one of each")
         if not len(offsets):
             return offsets
         if not len(starts):

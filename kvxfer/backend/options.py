@@ -1,4 +1,4 @@
-"""Options of a back end, read from what a user wrote."""
+"""Options of a back end, as a user writes them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["BackendOptions"]
 
 
 class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Derive a back end's options from it; every one has a default.
+    """Base class for the options of a back end; a subclass must give every option a default.
 
     Attributes:
-        backend: Its name, for messages.
+        backend: The back end's name, for messages.
     """
 
     backend: ClassVar[str]
 
     @classmethod
     def naming(cls) -> str:
-        """Return what messages call an option, with ``{!r}`` where its name goes."""
+        """Return how messages name an option, with ``{!r}`` where its name goes."""
         return f"option {{!r}} of back end {cls.backend!r}"
 
     @classmethod

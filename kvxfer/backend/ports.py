@@ -1,4 +1,4 @@
-"""Ports and addresses of this host: which are open in this process, and to whom an address leads."""
+"""Ports and addresses of this host: which ports this process has open, and which network device has an address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, order=True)
 class Port:
-    """``address`` on which connections are accepted; for a Unix socket its name and port 0."""
+    """An address and port on which connections are accepted; for a Unix socket, its name and port 0."""
 
     address: str
     port: int
@@ -38,7 +38,7 @@ def device_of(address: str) -> str:
     """Return the network device that has an address (or host name).
 
     Raises:
-        ConfigError: None of this host has.
+        ConfigError: No device of this host has it.
     """
     try:
         wanted = {
@@ -56,7 +56,7 @@ def device_of(address: str) -> str:
 
 
 def listening() -> set[Port]:
-    """Where this process accepts connections: TCP ports, and Unix sockets that have a name."""
+    """Return where this process accepts connections: TCP ports, and Unix sockets that have a name."""
     sockets = set(_own_sockets())
     return {port for inode, port in _all_listening() if inode in sockets}
 
@@ -84,7 +84,7 @@ def _all_listening() -> Iterator[tuple[str, Port]]:
 
 
 def _address(raw: str) -> str:
-    """As the kernel prints it: words of 32 bits in this host's byte order."""
+    """Read an address as the kernel prints it: words of 32 bits in this host's byte order."""
     packed = b"".join(struct.pack("=I", int(raw[i : i + 8], 16)) for i in range(0, len(raw), 8))
     return str(unmapped(ipaddress.ip_address(packed)))
 
@@ -94,7 +94,7 @@ class _SockAddr(ctypes.Structure):
 
 
 class _IfAddrs(ctypes.Structure):
-    """``struct ifaddrs``, as far as it matters here."""
+    """The first fields of ``struct ifaddrs``."""
 
 
 _IfAddrs._fields_ = [
@@ -106,10 +106,10 @@ _IfAddrs._fields_ = [
 
 
 def _addresses() -> list[tuple[str, _IpAddress]]:
-    """Return names of network devices with their addresses; a device that has several comes several times.
+    """Return (network device, address) for every address of this host.
 
     Raises:
-        OSError: The kernel does not tell them.
+        OSError: The kernel refuses.
     """
     libc, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:

@@ -1,4 +1,4 @@
-"""Runs of a batch, cut where they are too long to go at once."""
+"""Cut runs of a batch that are too long to move at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["split_long"]
 
 
 def split_long(limit: int, lengths: Ints, *offsets: Ints) -> tuple[Ints, ...]:
-    """Cut runs longer than ``limit`` and drop empty ones: new lengths, then the offsets that go with them."""
+    """Cut runs longer than ``limit`` bytes and drop empty ones; return the new lengths, then each new array of offsets."""
     if not len(lengths) or (int(lengths.max()) <= limit and int(lengths.min()) > 0):
         return lengths, *offsets
     pieces = -(-lengths // limit)

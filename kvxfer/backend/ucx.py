@@ -1,7 +1,7 @@
-"""Settings with which UCX opens ports where ``listen`` says and nowhere else, and its log: for every back end that has a UCX inside.
+"""Settings that make UCX open ports only where ``listen`` says, and what its log tells: for every back end built on UCX.
 
-UCX cannot authenticate. Whoever reaches a port of its TCP transport can read and write this process's memory, or end it. And it
-opens one at every network device of the host, unless told otherwise.
+UCX cannot authenticate. Whoever reaches a port of its TCP transport can read and write this process's memory, or end it. And
+unless told otherwise, it opens one on every network device of the host.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _log = logging.getLogger("kvxfer.transport")
 
 
 def carried_by(log: str) -> str | None:
-    """Return which transports UCX has chosen by its log, in its words; ``None`` if that does not say."""
+    """Return which transports UCX has chosen, in the words of its log; ``None`` if the log does not say."""
     return "; ".join(dict.fromkeys(f"{where}: {how.strip()}" for where, how in _CHOSEN.findall(log))) or None
 
 
 def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:
-    """Return settings, without the prefix ``UCX_``, for what the operator has not settled himself.
+    """Return UCX settings, without the prefix ``UCX_``, that confine its ports, except what the operator has set.
 
     Args:
-        listen: loopback: peers on this host are reached through shared memory (and GPUs), and no port is opened at all. An
-            address: TCP runs over the network device that has it, beside all RDMA cards, which have no ports. All
-            addresses: no limits.
-        given: settings that the operator has given in the options. Those in the environment are respected as well.
-        gpus: whether there are any.
+        listen: With a loopback address, UCX uses only shared memory (and GPUs) and opens no port at all. With another
+            address, it uses TCP on the network device that has it, and all RDMA cards, which open no ports. With a
+            wildcard it is not confined.
+        given: Names of settings in the back end's options. Those in the environment are respected as well.
+        gpus: Whether there are GPUs.
 
     Raises:
-        ConfigError: ``listen`` is no address of this host.
+        ConfigError: ``listen`` is not an address of this host.
     """
     for name in ("TLS", "NET_DEVICES"):
         if name not in given and (value := os.environ.get(f"UCX_{name}")) is not None:
@@ -59,7 +59,7 @@ def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:
 @cache
 def _warn(name: str, value: str, listen: str) -> None:
     _log.warning(
-        "UCX_%s=%s is in the environment: UCX opens the ports which that allows, wherever 'listen' (%s) is",
+        "UCX_%s=%s is set in the environment: UCX opens all ports that it allows, whatever 'listen' (%s) says",
         name,
         value,
         listen,
@@ -67,7 +67,7 @@ def _warn(name: str, value: str, listen: str) -> None:
 
 
 def _cards() -> list[str]:
-    """Return the ports of RDMA cards that are up, as UCX calls them."""
+    """Return the ports of RDMA cards that are up, by UCX's names."""
     ports = sorted(_CARDS.glob("*/ports/*")) if _CARDS.is_dir() else []
     return [f"{port.parent.parent.name}:{port.name}" for port in ports if "ACTIVE" in _state(port)]
 

@@ -23,9 +23,9 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Timer:
-    """A descriptor that polls readable once a time has come.
+    """A descriptor that polls readable from a set time on.
 
-    A thread that waits so wakes sooner than one that sleeps, or polls for whole milliseconds.
+    A thread that waits for it wakes more precisely than one that sleeps, or polls with a timeout in whole milliseconds.
 
     Raises:
         OSError: No descriptor is left.
@@ -43,7 +43,7 @@ class Timer:
         return self._fd
 
     def at(self, due: float | None) -> None:
-        """Be readable from this time of ``time.monotonic`` on, in place of the one set before; ``None``: never.
+        """Become readable at this time of ``time.monotonic``, which replaces the one set before; ``None`` for never.
 
         Raises:
             OSError: The kernel refuses.
@@ -57,12 +57,12 @@ class Timer:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def close(self) -> None:
-        """Once only."""
+        """Close the descriptor. Call it only once."""
         os.close(self._fd)
 
 
 class Wakeup:
-    """``fileno()`` is for the poll of the thread that drives a back end. Other threads may only call ``set``."""
+    """The descriptor (``fileno``) on which the thread that drives a back end waits. Other threads may only call ``set``."""
 
     def __init__(self) -> None:
         self._timer = Timer()
@@ -76,21 +76,21 @@ class Wakeup:
         return self._epoll.fileno()
 
     def add(self, fd: int, key: Hashable) -> None:
-        """Wake while ``fd`` is readable. ``key`` is what ``clear`` calls it."""
+        """Wake while ``fd`` is readable; ``clear`` then returns ``key``."""
         self._epoll.register(fd, select.EPOLLIN)
         self._keys[fd] = key
 
     def remove(self, fd: int) -> None:
-        """Must be called before ``fd`` is closed."""
+        """Stop waking for ``fd``. Call it before ``fd`` is closed."""
         self._epoll.unregister(fd)
         del self._keys[fd]
 
     def set(self) -> None:
-        """Wake now. From any thread."""
+        """Wake now. Any thread."""
         os.eventfd_write(self._flag, 1)
 
     def clear(self) -> AbstractSet[Hashable]:
-        """Forget ``set`` and a time that has come; returns the keys of the descriptors that are readable."""
+        """Reset ``set`` and a time that has come; return the keys of the descriptors that are readable."""
         fired = {fd for fd, _ in self._epoll.poll(0)}
         if self._flag in fired:
             os.eventfd_read(self._flag)
@@ -99,11 +99,11 @@ class Wakeup:
         return {self._keys[fd] for fd in fired if fd in self._keys}
 
     def at(self, due: float | None) -> None:
-        """Wake at this time of ``time.monotonic`` (in place of the one set before); ``None`` for never."""
+        """Wake at this time of ``time.monotonic``, which replaces the one set before; ``None`` for never."""
         self._timer.at(due)
 
     def close(self) -> None:
-        """Give the descriptors back. Idempotent."""
+        """Close the descriptors. Idempotent."""
         if not self._epoll.closed:
             self._epoll.close()
             os.close(self._flag)

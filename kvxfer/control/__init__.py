@@ -1,4 +1,4 @@
-"""What runs on an agent's control thread, and the directory: links, routes to producers, control sockets.
+"""The agent and its control thread (links, routes to producers, control sockets), and the directory.
 
-The state machines that this thread runs are in ``kvxfer.protocol``; what moves bytes is in ``kvxfer.data``.
+The state machines that the control thread drives are in ``kvxfer.protocol``; what moves bytes is in ``kvxfer.data``.
 """

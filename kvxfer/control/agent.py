@@ -1,7 +1,7 @@
-"""The agent: one for each worker process, and the face of all that works for it.
+"""The agent: one for each worker process, and what an engine calls there.
 
-It owns the registered cache, the data plane and the control sockets. Engine threads only append to queues. One control thread
-runs the two state machines and never calls what may block; each back end has a data thread of its own. All of these threads
+It owns the registered cache, the data plane and the control sockets. Engine threads that call it only append to queues. One control
+thread runs the two state machines and never blocks; each back end has a data thread of its own. All of these threads
 sleep in a poll.
 """
 
@@ -53,26 +53,26 @@ START_S = 60.0
 
 
 class Agent:
-    """Move KV in and out of one worker's cache.
+    """Moves KV in and out of one worker's cache.
 
-    Make it once the cache is allocated. All methods may be called from any thread and return at once, save ``close`` and ``drain``.
-    In a process that was forked from the one that made it they fail with ``KvxferError``, save ``close``, which does
+    Make it once the cache is allocated. Any thread may call any method; only ``close``, ``drain`` and ``events`` with a timeout
+    block. In a process forked from the one that made it, all methods fail with ``KvxferError``, except ``close``, which does
     nothing there. The agent is closed when a ``with`` block or the interpreter ends.
 
     Args:
-        cache: Describes memory that must stay where it is until ``close``; the pages of elastic regions may change, save those
-            of blocks under a transfer.
+        cache: Describes memory that must stay where it is until ``close``. Pages of elastic regions may be remapped, except
+            those of blocks under a transfer.
         config: The settings.
         engine: The engine's name, for peers and logs.
-        facts: What all KV in the cache depends on, the same as the engine's directory states; ``None`` until the engine
-            says it (``identify``).
+        facts: What all KV in the cache depends on, the same as the engine's directory states (``kvxfer.facts``); ``None`` if
+            the engine will call ``identify``.
 
     Raises:
-        ArgumentError: An argument is of the wrong type.
+        ArgumentError: An argument has the wrong type, or ``Cache.check`` refuses the cache.
         ConfigError: The back end is unknown, or options or facts are bad.
         TransportError: The back end cannot start.
-        KvxferError: Checks are asked for that cannot be made here.
-        OSError: No port can be had.
+        KvxferError: ``integrity`` is on, but checksums cannot be made here.
+        OSError: No port is available.
     """
 
     def __init__(self, cache: Cache, config: Config, engine: str = "", facts: Mapping[str, str] | None = None) -> None:
@@ -126,7 +126,7 @@ class Agent:
 
     def __reduce__(self) -> str:
         raise KvxferError(
-            "an agent belongs to the process that has made it, and cannot be copied or pickled: make another"
+            "an agent belongs to the process that made it, and cannot be copied or pickled: make a new one"
         )
 
     def __enter__(self) -> Agent:
@@ -138,7 +138,7 @@ class Agent:
     def _policy(self, name: str, caps: Capabilities, staging: Staging) -> LinkPolicy:
         """Return how a back end that has started is used."""
         if self.cache.elastic:
-            how = "straight" if all(map(caps.moves, self.cache.regions)) else "staged"
+            how = "directly" if all(map(caps.moves, self.cache.regions)) else "staged"
             log.info("the cache of %s is elastic: back end %s moves it %s", self._name, name, how)
         return LinkPolicy.of(name, caps, staging, self.cache, self.config.integrity)
 
@@ -154,25 +154,25 @@ class Agent:
         )
 
     def _transport(self, name: str) -> Transport:
-        """Make a back end, on its data thread: that may take seconds."""
+        """Make a back end; called on its data thread, since that may take seconds."""
         backend = self._backends[name]
         return backend(self._name, options_for(backend, self.config))
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, after: Fence | None = None) -> None:
-        """Let consumers have these blocks.
+        """Let consumers fetch these blocks.
 
-        The offer ends in one ``Ended`` and one ``Released`` event; until the second the blocks must not be reused. If
+        An offer ends with one ``Ended`` event and one ``Released`` event; until the second, its blocks must not be reused. If
         the agent has failed, both come at once.
 
         Args:
             offer: The transfer, its generation and its blocks.
-            after: The fence behind which the blocks' content is complete; ``None`` when it is complete already.
+            after: The fence that passes once the blocks' content is complete; ``None`` if it is complete already.
 
         Raises:
-            ArgumentError: The blocks are not the cache's or too few for the tokens, or the offer takes back what was offered
-                of its transfer before: an older generation, or fewer tokens, other blocks, another payload of the same one.
+            ArgumentError: The blocks are not in the cache or too few for the tokens, or the offer contradicts an earlier one of
+                its transfer: by an older generation or, within the same one, fewer tokens, other blocks or another payload.
             ClosedError: The agent has been closed.
         """
         self._check_open("offer")
@@ -183,30 +183,30 @@ class Agent:
         self._loop.do(partial(self._shell.offer, offer, after, time.monotonic()))
 
     def banded(self, transfer: TransferId, tokens: int) -> bool:
-        """Return whether a consumer that is being served would take bands of layers of these tokens (``Offer.bands``).
+        """Return whether a consumer that is being served wants bands of layers of these tokens (``Offer.bands``).
 
-        One whose link is slow asks for them. The answer is of now, and costs no wait.
+        Consumers with slow links do. Never blocks.
         """
         return self._shell.producer.banded(transfer, tokens)
 
     def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
-        """Give up the blocks of a generation; whoever has read them will be told not to trust them.
+        """Give up the blocks of a generation; consumers that have read them are told not to trust them.
 
-        Call it before the blocks are used for something else; once it has returned they may be, unless they are ``kept``. They
-        must still have memory until the ``GenerationReleased`` that follows (or the transfer's ``Released``), as those of an
-        elastic cache need not.
+        Call it before the blocks are used for something else. They may be as soon as it returns, unless they are ``kept``; but
+        until the ``GenerationReleased`` that follows (or the transfer's ``Released``) their memory must stay mapped, which
+        matters for elastic caches.
 
         Args:
             transfer: The transfer.
             generation: The generation whose blocks are given up.
             reason: Why, for the consumer and the log.
-            gone: Whether it is for good. Then the transfer ends, with its two events unless they have come before.
-            kept: Whether the blocks stay as they are until its ``Released``. Consumers that are reading it then get what has been
-                offered, if that is enough for them (``Fetch.enough``). Only together with ``gone``.
+            gone: Whether it is for good. The transfer then ends, with its two events unless they have come before.
+            kept: Whether the blocks stay as they are until the transfer's ``Released``. Consumers that are reading them then get
+                what has been offered, if that is enough for them (``Fetch.enough``). Only together with ``gone``.
 
         Raises:
-            ArgumentError: An argument is of the wrong type or range.
-            ClosedError: The agent has been closed. Peers that read at the time are told all the same.
+            ArgumentError: An argument has the wrong type or range.
+            ClosedError: The agent has been closed. Peers that were reading at the time are told all the same.
         """
         self._owner.check()
         arguments.instance("transfer", transfer, TransferId)
@@ -214,17 +214,19 @@ class Agent:
         arguments.string("reason", reason, MOST_REASON, empty=True)
         gone = arguments.flag("gone", gone)
         if arguments.flag("kept", kept) and not gone:
-            raise ArgumentError("kept must come with gone: blocks that are computed anew are others")
-        # Unless they are kept, the engine may use the blocks before our thread comes to it.
+            raise ArgumentError("kept must come with gone: what is computed anew is in other blocks")
+        # Unless they are kept, the engine may use the blocks before the control thread handles this call.
         declared = not kept and self._revocations.declare(transfer)
         self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
-        self._check_open("revoke")  # last: who closes it meanwhile must not have a peer trust what is overwritten
+        self._check_open(
+            "revoke"
+        )  # last: even if another thread closes the agent now, no peer may trust what is overwritten
 
     def renew(self, transfer: TransferId) -> None:
-        """Keep an offer's lease: its consumer is alive, though it has not come yet.
+        """Renew an offer's lease, since its consumer is alive although it has not begun to fetch.
 
         Raises:
-            ArgumentError: It is no ``TransferId``.
+            ArgumentError: ``transfer`` is not a ``TransferId``.
             ClosedError: The agent has been closed.
         """
         self._check_open("renew")
@@ -232,14 +234,14 @@ class Agent:
         self._loop.do(partial(self._shell.renew, transfer))
 
     def fetch(self, fetch: Fetch) -> None:
-        """Bring a transfer into our blocks.
+        """Fetch a transfer into blocks of this cache.
 
-        The fetch ends in one ``Ended`` event within the configured deadline from now, and in one ``Released``. Until
-        the second the blocks must be neither used nor freed. If the agent has failed, both come at once.
+        The fetch ends with one ``Ended`` event within ``Config.longest`` seconds from now, and one ``Released`` event. Until
+        the second, the blocks must be neither used nor freed. If the agent has failed, both come at once.
 
         Raises:
-            ArgumentError: The blocks are not the cache's or too few for the tokens, the handle is that of a fetch that
-                is not released yet, or ``own`` is missing where other ranks fetch the rest.
+            ArgumentError: The blocks are not in the cache or too few for the tokens, the handle is that of a fetch that
+                is not released yet, or ``own`` is missing although other ranks fetch the rest.
             ClosedError: The agent has been closed.
         """
         self._check_open("fetch")
@@ -247,16 +249,16 @@ class Agent:
         self._loop.do(partial(self._shell.fetch, fetch, time.monotonic()))
 
     def prepare(self, source: Source, own: Source | None = None) -> None:
-        """Make the links to an engine from which fetches are to come, so that these need not wait for them.
+        """Make the links to an engine before the first fetch from it, so that this need not wait for them.
 
-        That is no promise: if a link cannot be made, the fetch that needs it says why.
+        Failures are not reported: if a link cannot be made, the fetch that needs it says why.
 
         Args:
             source: The engine's directory.
-            own: Our engine's own directory, if it has several ranks; see ``Fetch.own``.
+            own: This engine's own directory, if it has several ranks; see ``Fetch.own``.
 
         Raises:
-            ArgumentError: An argument is of the wrong type.
+            ArgumentError: An argument has the wrong type.
             ClosedError: The agent has been closed.
         """
         self._check_open("prepare")
@@ -266,10 +268,10 @@ class Agent:
         self._loop.do(partial(self._shell.prepare, source, own))
 
     def cancel(self, handle: str, reason: str) -> None:
-        """Give up a fetch that the engine no longer wants; does nothing if it is over, or was never begun.
+        """Give up a fetch that the engine no longer wants; do nothing if it is over, or never began.
 
         Raises:
-            ArgumentError: An argument is of the wrong type or range.
+            ArgumentError: An argument has the wrong type or range.
             ClosedError: The agent has been closed.
         """
         self._check_open("cancel")
@@ -278,26 +280,25 @@ class Agent:
         self._loop.do(partial(self._shell.cancel, handle, reason))
 
     def identify(self, facts: Mapping[str, str]) -> None:
-        """State what all KV of the engine depends on from now on, after all calls made before; see ``kvxfer.facts``.
+        """State what all KV of the engine depends on from now on (``kvxfer.facts``); takes effect after all earlier calls.
 
-        When it changes, what is being fetched fails; peers to which other facts apply lose their links and are told
-        why.
+        If it changes, fetches under way fail, and peers with other facts lose their links and are told why.
 
         Raises:
             ClosedError: The agent has been closed.
-            ConfigError: The facts are too long.
+            ConfigError: The facts are too many or too long.
         """
         self._check_open("identify")
         self._loop.do(partial(self._shell.identify, f.check(facts)))
 
     def listen(self, heard: Callable[[], None] | None) -> None:
-        """Have this called whenever there are new events, once for all of a turn, on the agent's thread; it must not block.
+        """Set a function to be called on the agent's thread whenever there are new events; ``None`` for none.
 
-        Without it, or with ``None``, whoever wants to know asks ``events``.
+        It is called once for all events of a turn, and must not block.
 
         Raises:
-            ArgumentError: It is no function.
-            ClosedError: The agent has been closed, and it is not ``None``.
+            ArgumentError: ``heard`` is not a function.
+            ClosedError: The agent has been closed, and ``heard`` is not ``None``.
         """
         self._owner.check()
         if heard is not None:
@@ -305,10 +306,14 @@ class Agent:
         self._events.heard = arguments.function("heard", heard)
 
     def events(self, timeout: float = 0.0) -> list[Event]:
-        """Return what has happened since the last call, in order; after ``close``, what is left of it.
+        """Return what has happened since the last call, in order; after ``close``, what is left.
 
         Args:
-            timeout: Seconds to wait if nothing has happened yet. This costs no CPU. Nobody waits for a closed agent.
+            timeout: Seconds to wait if nothing has happened yet, at most an hour. Waiting costs no CPU. If the agent is closed,
+                this does not wait.
+
+        Raises:
+            ArgumentError: ``timeout`` is not a number.
         """
         self._owner.check()
         return self._events.take(arguments.seconds("timeout", timeout))
@@ -316,14 +321,14 @@ class Agent:
     def fileno(self) -> int:
         """Return a descriptor that polls readable while ``events`` has something to return, and for good after ``close``.
 
-        It is for ``select`` and its like, and for event loops (``kvxfer.readable`` waits for it in asyncio); it must be
+        It is for ``select``, ``poll`` and event loops (``kvxfer.readable`` waits for it in asyncio); it must be
         neither read nor closed.
         """
         self._owner.check()
         return self._events.fileno()
 
     def stats(self) -> Stats:
-        """Return counts: of what is under way now, and of what has happened since the start."""
+        """Return counts of what is under way now, and of what has happened since the start."""
         self._owner.check()
         shell = self._shell
         return Stats(
@@ -336,55 +341,61 @@ class Agent:
         )
 
     def links(self) -> list[LinkStatus]:
-        """Return the links that there are now, or are being made: those that we have dialled, then those dialled to us."""
+        """Return all links that exist or are being made: first those that this agent dialled, then those that peers dialled."""
         self._owner.check()
         return self._shell.links()
 
     def close(self, timeout: float = CLOSE_S) -> bool:
         """Give up all transfers, stop the threads, close sockets and back ends.
 
-        May be called from any thread, any number of times; each call waits until all is done. Each transfer in hand
-        ends, ``CANCELLED``, and is released; peers that take part in it are told.
+        May be called from any thread, any number of times; each call waits until everything is closed. Each transfer under way
+        ends with ``CANCELLED`` and is released; its peers are told.
 
         Args:
-            timeout: Seconds to wait at the most.
+            timeout: The most seconds to wait.
 
         Returns:
-            Whether all memory is quiet. If it is not, because a back end does not let go in time or never does, the
-            cache must not be freed: transfers whose memory may still be touched are not released (a late release may
-            follow).
+            Whether all memory is quiet. If not, because a back end does not let go of it in time or ever, the
+            cache must not be freed: transfers whose memory may still be touched are not released (though a ``Released`` may
+            come later).
+
+        Raises:
+            ArgumentError: ``timeout`` is not a number.
         """
         timeout = arguments.seconds("timeout", timeout)
         return self._loop.close(timeout) if self._owner.here else False
 
     def drain(self, timeout: float) -> bool:
-        """Let all transfers in hand come to their ends, so many seconds at the most, then close; for an engine that is to stop.
+        """Wait until all transfers under way have ended, for ``timeout`` seconds at the most, then close.
 
-        Until then others fetch what is offered, and the engine may complete what it has begun; it should begin nothing. What is
-        left then ends, and its peers are told at once. Call it once no more requests come; from any thread, also that of a
-        signal's handler.
+        For an engine that is about to stop: call it once no more requests come, from any thread, even in a signal handler.
+        Meanwhile peers fetch what is offered, and the engine may complete what it has begun, but should begin nothing. What
+        is left then ends, and its peers are told at once.
 
         Returns:
-            Whether all memory is quiet, as ``close`` has it.
+            Whether all memory is quiet; see ``close``.
+
+        Raises:
+            ArgumentError: ``timeout`` is not a number.
         """
         self._owner.check()
         timeout = arguments.seconds("timeout", timeout)
         idle = threading.Event()
         self._loop.do(partial(self._shell.when_idle, idle.set))  # what was called before this is known by then
         if self._loop.why is None and not idle.wait(min(timeout, threading.TIMEOUT_MAX)):
-            self.begin_close(Failure(FailureKind.CANCELLED, f"the engine stops, and has waited {timeout:g} s for it"))
+            self.begin_close(Failure(FailureKind.CANCELLED, f"the engine is stopping, and waited {timeout:g} s for it"))
         return self.close()
 
     def begin_close(self, why: Failure = CLOSED) -> None:
-        """Have the agent close and all transfers end for this reason, and return at once; the first reason counts."""
+        """Begin to close the agent and end all transfers for this reason, and return at once; the first reason counts."""
         if self._owner.here:
             self._loop.begin_close(why)
 
     def _check_open(self, call: str) -> None:
-        """Refuse what means nothing since the engine has closed the agent. One that has failed still ends what is asked of it."""
+        """Refuse a call after the engine has closed the agent. An agent that has failed accepts it, and ends it with events."""
         self._owner.check()
         if self._loop.why is not None and self._loop.why.kind is FailureKind.CANCELLED:
-            raise ClosedError(f"this agent has been closed: call {call!r} before that, or make another")
+            raise ClosedError(f"this agent has been closed: call {call!r} before that, or make a new one")
 
     # --- control and data threads ----------------------------------------------------------------------------------
 
@@ -392,4 +403,4 @@ class Agent:
         self._loop.do(partial(self._result, result))
 
     def _result(self, result: Result | Hashed, now: float) -> list[Action]:
-        return self._shell.result(result, now)  # which is made after the threads that tell of results
+        return self._shell.result(result, now)  # the shell is made after the threads that post results

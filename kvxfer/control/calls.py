@@ -1,4 +1,4 @@
-"""Whether a call fits the cache that it is about: answered before anything of it is begun, in the words of its arguments."""
+"""Check offers and fetches against the cache before anything is begun, with errors that name the argument."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Calls:
         self._tables = TableCheck(cache.groups)
         self._tables.learn(cache)
         self._bands = len(bands(cache))
-        self._groups = {v.group: cache.groups[v.group] for v in cache.views}  # of which something is here
+        self._groups = {v.group: cache.groups[v.group] for v in cache.views}  # groups with a view in this cache
         held = next((v.heads for v in cache.views if v.heads is not None and v.heads.count < v.heads.total), None)
         self._part = ""
         if held is not None:
             self._part = f"heads {held.start} to {held.start + held.count - 1} of {held.total}"
         elif cache.rank != Rank():
-            self._part = f"what is of rank pp{cache.rank.pp}/tp{cache.rank.tp}"
+            self._part = f"the part of rank pp{cache.rank.pp}/tp{cache.rank.tp}"
         self._lock = threading.Lock()
         self._handles: set[str] = set()
         self._offers: dict[TransferId, Offer] = {}  # the last of each transfer that is not over
 
     def offer(self, offer: Offer) -> None:
-        """Refuse an offer whose blocks cannot hold what it says, or that takes back what was offered before it.
+        """Refuse an offer whose blocks cannot hold its tokens, or that contradicts an earlier one.
 
         Raises:
             ArgumentError: One of its arguments is wrong; the message says which, and how.
@@ -72,12 +72,12 @@ class Calls:
         arguments.instance("fetch", fetch, Fetch)
         if fetch.own is None and self._part:
             raise ArgumentError(
-                f"own must name this engine's directory (its 'source'), since this cache holds {self._part} only, and other "
+                f"own must name this engine's directory (its 'source'), since this cache holds only {self._part}, and other "
                 "ranks fetch the rest"
             )
         self._tables.check("blocks", fetch.blocks)
         if fetch.blocks.empty:
-            raise ArgumentError("blocks must list a block that is to be filled")
+            raise ArgumentError("blocks must list at least one block to fill")
         for g, group in self._groups.items():
             if fetch.blocks.count(g):
                 first = fetch.start // group.block_tokens if group.kind == "full" else group.blocks(fetch.tokens)
@@ -92,11 +92,11 @@ class Calls:
         self._handles.discard(handle)
 
     def _follows(self, last: Offer, offer: Offer) -> None:
-        """Refuse what is not a continuation: a reader may have had the tokens of both, and would mix them."""
+        """Refuse an offer that does not continue the last: a reader may have tokens of both, and would mix them."""
         if offer.generation != last.generation:
             arguments.integer("generation", offer.generation, last.generation)
             return
-        anew = f"within generation {offer.generation}; what is computed anew is of a new generation"
+        anew = f"within generation {offer.generation}; what is computed anew needs a new generation"
         most = last.tokens if last.final else arguments.MOST_INTEGER
         arguments.integer("tokens", offer.tokens, last.tokens, most)
         arguments.integer("consumers", offer.consumers, 1, last.consumers)

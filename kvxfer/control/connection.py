@@ -1,7 +1,7 @@
-"""One control connection: messages over TCP, each behind its length; nothing that blocks, and all of it bounded.
+"""One control connection: length-prefixed messages over TCP, without blocking, and with bounded memory.
 
-The frames are our own, so that what a peer can make us hold is known: a frame has a limit that is looked at before any of it is
-kept, and a connection is not read while a frame waits, or while a peer that dialled us leaves our answers untaken.
+A peer can make this side hold only so much: a frame's length is checked before any of it is
+kept, and a connection is not read while a frame waits to be received, or while a peer that dialled does not read the answers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kvxfer.protocol.values import LinkId
 __all__ = ["Addresses", "ControlConnection", "Destination"]
 
 Destination = LinkId | Source
-"""Whom we dial: a producer's rank, by the link to it, or a directory."""
+"""Whom a connection was dialled to: a producer's rank, by the link to it, or a directory."""
 Addresses = list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]
-"""What ``socket.getaddrinfo`` gives: each address that a name stands for."""
+"""The result of ``socket.getaddrinfo``: each address that a name stands for."""
 
 
 _HEAD = struct.Struct("<I")
 _READ, _READS = 64 << 10, 4
-"""Bytes that are taken in at once, and how often in a turn."""
+"""The most bytes read at once, and the most reads in a turn."""
 _UNTAKEN = 64 << 10
-"""A peer that has dialled us and leaves so many bytes of our answers is not heard until it has taken them."""
+"""While so many bytes of answers wait for a peer that dialled, nothing more is received from it."""
 _QUEUE = 64 << 20
-"""Bytes that may wait for a slow peer before it counts as lost."""
+"""The most bytes that may wait for a slow peer; beyond, it counts as lost."""
 _DREGS = 1 << 20
-"""Bytes that are thrown away of what comes after the last word to a peer, before it is cut off."""
+"""The most bytes that are read and dropped after the last message to a peer; beyond, it is cut off."""
 
 _names = count(1)
 _Secure = Callable[[socket.socket], socket.socket]
@@ -48,16 +48,16 @@ class ControlConnection:
     """One control connection, made by a ``ControlSockets`` and used by its thread.
 
     Attributes:
-        name: Its own, and no other connection's ever.
+        name: A name that no other connection ever has.
         host: The host of the other end, for logs.
-        destination: Whom we have dialled, as the owner knows it; ``None`` for a peer that has dialled us.
-        limit: Bytes of the longest frame that may come.
-        guest: Whether its peer has dialled us and is not known yet.
-        lost: Why nothing can be said or heard any more, save frames that had come before; ``None`` while it lives.
-        refused: Whether it is lost because nobody listens there, or nothing has that name.
-        heard: When something came last, by ``time.monotonic``.
-        after: Its owner's mark of what it does before it receives.
-        waits: Whether its owner wants to hear nothing of it now.
+        destination: Whom it was dialled to; ``None`` if the peer dialled.
+        limit: The most bytes of a frame that may come.
+        guest: Whether the peer dialled and is not known yet.
+        lost: Why it is closed; ``None`` while it lives. Frames that came before can still be received.
+        refused: Whether it is lost because nobody listens there, or the name does not exist.
+        heard: When something last came, by ``time.monotonic``.
+        after: How much of its inbox the owner must handle before it receives.
+        waits: Whether the owner does not want to receive from it now.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ControlConnection:
         self._targets: Addresses = []  # still to be tried
         self._connected = self._open = False
         self._in = bytearray()
-        self._frames: deque[bytes] = deque()  # that have come, and were at the beginning of it
+        self._frames: deque[bytes] = deque()  # complete ones, taken from the front of ``_in``
         self._framed = 0  # bytes of them
         self._out = bytearray()
         self._finished, self._dregs = False, 0
@@ -97,13 +97,13 @@ class ControlConnection:
 
     @property
     def held(self) -> int:
-        """How many bytes are kept for it."""
+        """The bytes that are held for this connection."""
         return self._framed + len(self._in) + len(self._out)
 
     # --- for its owner ---------------------------------------------------------------------------------------------
 
     def send(self, message: m.Message) -> bool:
-        """Queue a message, to leave at the end of the turn; false when the peer is gone or has stopped reading.
+        """Queue a message, to be sent at the end of the turn; return false if the peer is gone or has stopped reading.
 
         Raises:
             PeerError: The message is too large.
@@ -120,22 +120,22 @@ class ControlConnection:
         return True
 
     def receive(self) -> bytes | None:
-        """Return the next frame; ``None`` when there is none now, or when the peer has to take our answers first."""
+        """Return the next frame; ``None`` if there is none now, or if the peer must read answers first."""
         if not self.ready:
             return None
         frame = self._frames.popleft()
         self._framed -= len(frame)
         if not self._frames:
-            self._split()  # what was too long may not be any more
+            self._split()  # the limit may have grown since
         return frame
 
     def put_back(self, frame: bytes) -> None:
-        """Have the frame that was received last received again."""
+        """Return a received frame to the front, so that ``receive`` returns it again."""
         self._frames.appendleft(frame)
         self._framed += len(frame)
 
     def finish(self) -> None:
-        """Say no more and hear no more: it is closed once the last words have left."""
+        """Send and receive nothing more; the connection is closed once what is queued has been sent."""
         self._finished = True
         self._in.clear()
         self._frames.clear()
@@ -151,12 +151,12 @@ class ControlConnection:
 
     @property
     def opened(self) -> bool:
-        """Whether it has ever been there, and its peer had the key if there is one."""
+        """Whether it was ever established, and the peer had the key if there is one."""
         return self._open
 
     @property
     def authenticated(self) -> bool:
-        """Whether its peer has shown that it has the key; nobody has where there is none."""
+        """Whether the peer has proved that it has the key; false if there is no key."""
         return self._open and isinstance(self._socket, ssl.SSLSocket)
 
     @property
@@ -166,12 +166,12 @@ class ControlConnection:
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to read of which a poll does not know."""
+        """Whether TLS holds data that a poll of the socket does not show."""
         return isinstance(self._socket, ssl.SSLSocket) and self._open and not self._full and self._socket.pending() > 0
 
     @property
     def interest(self) -> int:
-        """What it is to be polled for."""
+        """The events to poll it for."""
         if not self._connected:
             return select.EPOLLOUT
         if not self._open:
@@ -206,7 +206,7 @@ class ControlConnection:
             self.lose(f"it cannot be reached: {os.strerror(error)}")
 
     def pump(self) -> bool:
-        """Read and write what can be; return whether there is more to read, of which a poll may not know."""
+        """Read and write without blocking; return whether there may be more to read than a poll shows."""
         try:
             if self._socket is None or not (self._open or self._opened()):
                 return False
@@ -218,7 +218,7 @@ class ControlConnection:
             return False
 
     def _opened(self) -> bool:
-        """Go on with connecting and with the handshake; return whether both are done."""
+        """Continue connecting and the handshake; return whether both are done."""
         assert self._socket is not None
         if not self._connected:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -253,19 +253,19 @@ class ControlConnection:
             except (BlockingIOError, ssl.SSLWantReadError):
                 return False
             if not data:
-                self.lose("it closed the connection (its process ended, or it gave us up)")
+                self.lose("it closed the connection (its process ended, or it gave this side up)")
                 return False
             self.heard = time.monotonic()
             if self._finished:
                 self._dregs += len(data)
                 if self._dregs > _DREGS:
-                    self.lose("it does not stop talking")
+                    self.lose("it goes on sending after the last message")
                     return False
                 continue
             self._in += data
             too_long = self._split()
             if too_long and not self._frames:
-                self.lose(f"it sent a frame of {too_long} bytes, and {self.limit} are the most")
+                self.lose(f"it sent a frame of {too_long} bytes; at most {self.limit} are allowed")
                 return False
             if len(data) < _READ and not isinstance(self._socket, ssl.SSLSocket):
                 return False
@@ -292,10 +292,10 @@ class ControlConnection:
         self.lose(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}")
 
     def lose(self, why: str) -> None:
-        """Close it, if that has not happened."""
+        """Close the connection for this reason, unless it is closed already."""
         if self.lost is None:
             self.lost = why
-            self._out = bytearray()  # not cleared: what could not be sent may be held by the error that said so
+            self._out = bytearray()  # not cleared: an error from sending may still hold a view of it
             self._shut()
 
     def _shut(self) -> None:
@@ -306,7 +306,7 @@ class ControlConnection:
     def _split(self) -> int:
         """Take the complete frames out of what has come.
 
-        Return the length of a frame that is too long, behind which nothing is looked at; or 0.
+        Return the length of a frame that is too long, after which nothing is taken; else 0.
         """
         at, end, length = 0, len(self._in), 0
         with memoryview(self._in) as view:
@@ -323,7 +323,7 @@ class ControlConnection:
 
     @property
     def _full(self) -> bool:
-        """Whether what has come must be taken before more may come."""
+        """Whether frames must be received before more is read."""
         return not self._finished and (bool(self._frames) or self._choked)
 
     @property

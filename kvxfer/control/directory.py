@@ -1,7 +1,7 @@
 """The engine's directory: one address, served by the scheduler side, that leads to all of the engine's ranks.
 
-It also carries what scheduler sides say to each other about requests that no worker knows yet: keep the lease
-of those (``Renew``), free those (``Decline``), say when you have begun with those (``Await``, ``Begun``).
+Scheduler sides also use it to tell each other about transfers that no worker knows yet: keep their lease (``Renew``), free
+them (``Decline``), say when you have begun with them (``Await``, answered by ``Begun``).
 """
 
 from __future__ import annotations
@@ -34,60 +34,60 @@ __all__ = ["Directory", "Unheard"]
 log = logging.getLogger("kvxfer.directory")
 
 ANY_EPOCH = 0
-"""The epoch of a source that a router named before the engine could say its own. The transfer's id and digest must then
-suffice to tell an engine from one that was there before."""
+"""The epoch of a source that a router named without knowing the engine's. Only the transfer's id and digest can then tell the
+engine from one that had the same address before."""
 IDLE_S = 60.0
-"""A connection to another directory that was not used for so long is closed."""
+"""Seconds after which an unused connection to another directory is closed."""
 SLICE_S = 0.005
-"""What a turn spends on what others say before it looks after the rest."""
+"""Seconds of a turn that may be spent on incoming messages, and on outgoing ones."""
 SHARE = 16
-"""Messages of one connection before others have their turn."""
+"""The most messages of one connection before others have their turn."""
 MOST_NOTICES = 4 << 20
-"""Bytes of notices, as they came, that wait for our scheduler side. Where there are more, connections have equal shares, and all
-that have hung up one together."""
+"""The most bytes of notices that wait for this engine's scheduler side. Beyond it, each connection has an equal share, and all
+closed ones have one together."""
 MOST_TOLD = 100_000
-"""Notices of ours that wait to be sent."""
+"""The most notices that wait to be sent."""
 MOST_AWAITED = 100_000
-"""Transfers that others wait for us to begin with."""
+"""The most transfers whose beginning other engines wait for here."""
 _UNPUBLISHED = m.encode(m.Refused(FailureKind.NOT_PUBLISHED, "its ranks are not published yet", again=True))
 TOGETHER = 1000
-"""Transfers that one notice names; more go in several."""
+"""The most transfers in one notice; more are sent in several."""
 
 
 class Unheard(msgspec.Struct, frozen=True):
-    """The directory at an address does not hear us, or no more: what was said to it, and its answers, may be lost."""
+    """The directory at an address cannot be reached (any more): what was sent to it, and its answers, may be lost."""
 
     host: str
     port: int
 
 
 Notice = m.Renew | m.Decline | m.Begun | Unheard
-"""What others have said of transfers that they load from us, or we from them."""
+"""A notice about a transfer between another engine and this one."""
 
 
 class Directory:
-    """Serve the descriptor of an engine from a thread of its own.
+    """Serves the descriptor of an engine, on a thread of its own.
 
-    All methods may be called from any thread and do not block, save ``close``. In a process that was forked from the
-    one that made it they fail with ``KvxferError``, save ``close``, which does nothing there. The directory is closed when
+    Any thread may call any method; only ``close`` blocks. In a process forked from the
+    one that made it, they fail with ``KvxferError``, except ``close``, which does nothing there. The directory is closed when
     a ``with`` block or the interpreter ends.
 
     Args:
-        config: The settings, the same as the engine's agents have. Of them ``listen``, ``port`` and ``advertise`` say where
+        config: The settings, the same as for the engine's agents. ``listen``, ``port`` and ``advertise`` say where
             it is served, ``key_file`` and ``peers`` who may talk to it.
         engine: The engine's name, for peers and logs.
-        facts: What all KV of the engine depends on, see ``identify``.
+        facts: What all KV of the engine depends on; see ``identify``.
         epoch: The engine's epoch; ``None`` draws a new one.
 
     Attributes:
-        source: Where others find the engine.
-        begun: Answers, on a thread of ours, whether the engine has begun with a transfer of this digest, or is over with it;
-            may be set at any time. At first it says yes to all.
+        source: Where other engines find this one.
+        begun: A function of a transfer and a digest that returns whether the engine has begun with that transfer, or is done
+            with it. Called on the directory's thread; may be set at any time. By default it returns True.
 
     Raises:
-        ArgumentError: An argument is of the wrong type or range.
-        ConfigError: The key cannot be read, or an entry of ``peers`` is none.
-        OSError: The address cannot be had.
+        ArgumentError: An argument has the wrong type or range.
+        ConfigError: The key cannot be read, or an entry of ``peers`` or the facts are invalid.
+        OSError: The address is not available.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Directory:
 
     def __reduce__(self) -> str:
         raise KvxferError(
-            "a directory belongs to the process that has made it, and cannot be copied or pickled: its 'source' can"
+            "a directory belongs to the process that made it, and cannot be copied or pickled: its 'source' can"
         )
 
     def __enter__(self) -> Directory:
@@ -137,17 +137,15 @@ class Directory:
         self.close()
 
     def publish(self, ranks: tuple[m.RankDescriptor, ...]) -> None:
-        """Set the engine's ranks.
-
-        Until then lookups get no answer, and whoever asks asks again.
+        """Set the engine's ranks. Until then, whoever looks the engine up is told to ask again.
 
         Args:
-            ranks: Each agent's ``descriptor``.
+            ranks: The ``descriptor`` of each agent.
 
         Raises:
-            ArgumentError: One is none, or two are of one rank.
+            ArgumentError: One is not a descriptor, or two are of the same rank.
             ClosedError: The directory has been closed.
-            PeerError: They are more than a message can describe.
+            PeerError: They are too many for one message.
         """
         self._check_open("publish")
         ranks = arguments.several("ranks", ranks, m.RankDescriptor)
@@ -158,14 +156,14 @@ class Directory:
         self._state(ranks, self._facts)
 
     def identify(self, facts: Mapping[str, str]) -> None:
-        """Set what all KV of the engine depends on.
+        """Set what all KV of the engine depends on (``kvxfer.facts``).
 
-        Other engines' agents compare it with their own before they link with ours. It may change while the engine
+        Other engines' agents compare it with their own before they make links to this engine. It may change while the engine
         lives, if its weights do.
 
         Raises:
             ClosedError: The directory has been closed.
-            ConfigError: The facts are too long.
+            ConfigError: The facts are too many or too long.
         """
         self._check_open("identify")
         self._state(self._ranks, f.check(facts))
@@ -179,10 +177,10 @@ class Directory:
     def _check_open(self, call: str) -> None:
         self._owner.check()
         if self._closing:
-            raise ClosedError(f"this directory has been closed: call {call!r} before that, or make another")
+            raise ClosedError(f"this directory has been closed: call {call!r} before that, or make a new one")
 
     def notices(self) -> list[Notice]:
-        """Return what other engines have said since the last call of our transfers, and of theirs that we await."""
+        """Return the notices of other engines since the last call."""
         self._owner.check()
         with self._lock:
             out = list(self._notices.values())
@@ -191,15 +189,15 @@ class Directory:
         return out
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
-        """Tell those who await it that the engine has begun with a transfer; ``begun`` says so already."""
+        """Tell the engines that wait for it that this one has begun with a transfer; ``begun`` must already return True."""
         self._begins.append(m.Named(transfer, digest))
         self._sockets.wake()
 
     def tell(self, source: Source, message: m.Renew | m.Decline | m.Await) -> None:
-        """Send a notice to another engine's directory; it may be lost, so what matters is repeated or leased.
+        """Send a notice to another engine's directory. It may get lost: repeat it, or rely on the lease.
 
         Raises:
-            ArgumentError: An argument is of the wrong type.
+            ArgumentError: An argument has the wrong type.
         """
         self._owner.check()
         arguments.instance("source", source, Source)
@@ -211,17 +209,14 @@ class Directory:
         self._sockets.wake()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Stop serving, and wait until that is done, ``timeout`` seconds at the most.
-
-        May be called from any thread, any number of times.
-        """
+        """Stop serving, and wait for that for up to ``timeout`` seconds. May be called any number of times."""
         timeout = arguments.seconds("timeout", timeout)
         self.begin_close()
         if self._owner.here and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def begin_close(self) -> None:
-        """Have it stop, and return at once."""
+        """Begin to stop, and return at once."""
         if self._owner.here:
             self._closing = True
             self._sockets.wake()
@@ -232,7 +227,7 @@ class Directory:
                 try:
                     self._turn()
                 except BaseException:
-                    log.exception("directory: a turn ended early; the message that it was at is dropped")
+                    log.exception("directory: a message could not be handled and is dropped")
         finally:
             self._sockets.close()
 
@@ -297,10 +292,10 @@ class Directory:
                 for named in msg.transfers:
                     self._await(connection, named)
             case _:
-                pass  # news for an engine that was here before, or nothing for a directory
+                pass  # for an engine that was here before, or not for a directory
 
     def _take(self, connection: sockets.ControlConnection, frame: bytes) -> None:
-        """Take what a directory says to whom we have spoken: that is ``Begun``, and what a stranger says in its place is not kept."""
+        """Handle the answer of a directory that was told something: only ``Begun`` is one, and anything else is dropped."""
         try:
             msg = m.decode(frame)
         except PeerError as e:
@@ -317,7 +312,7 @@ class Directory:
                 self._notices[next(self._numbers)] = Unheard(peer.host, peer.port)
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
-        """Have somebody told when the engine has begun; first noted and then looked at, so that nothing falls in between."""
+        """Have a peer told when the engine has begun; record it before checking, so that no beginning falls in between."""
         self._awaited.put(connection, named.transfer, named.digest, time.monotonic())
         if self.begun(named.transfer, named.digest):
             self._say_begun(connection, named)
@@ -333,15 +328,15 @@ class Directory:
         number = next(self._numbers)
         lost = self._room.take(connection, number, nbytes)
         if lost is None:
-            self._complain("directory: %s tells more than the engine takes in; a notice is dropped", connection.host)
+            self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)
             return
         self._notices[number] = notice
         for other in lost:
             del self._notices[other]
-            self._complain("directory: somebody tells more than the engine takes in; a notice is dropped")
+            self._complain("directory: a peer sends more notices than the engine can take; one is dropped")
 
     def _deliver(self, source: Source, message: m.Message) -> None:
-        key = Source(source.host, source.port, ANY_EPOCH)  # whoever is there: a notice names its epoch
+        key = Source(source.host, source.port, ANY_EPOCH)  # one connection for each address: a notice names its epoch
         connection = self._peers.get(key)
         try:
             if connection is None:
@@ -353,4 +348,4 @@ class Directory:
             return
         self._idle.set(key, time.monotonic() + IDLE_S)
         if not connection.send(message):
-            self._complain("directory: %s does not take our notices", source)
+            self._complain("directory: %s does not read the notices sent to it", source)

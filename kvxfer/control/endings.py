@@ -1,4 +1,4 @@
-"""What has to end before the interpreter does, and what a forked child must leave alone."""
+"""Close agents and directories before the interpreter ends, and keep forked children from touching them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from kvxfer.errors import KvxferError
 __all__ = ["ProcessGuard", "close_at_exit"]
 
 EXIT_S = 5.0
-"""How long the interpreter waits for all of them together."""
+"""Seconds that the interpreter waits for all of them together."""
 
 
 class Closable(Protocol):
-    """What has threads that must end before the interpreter does."""
+    """An object with threads that must end before the interpreter does."""
 
     def begin_close(self) -> None:
-        """Have it close, and return at once."""
+        """Begin to close, and return at once."""
 
     def close(self, timeout: float) -> object:
-        """Wait until it is closed, ``timeout`` seconds at the most."""
+        """Close, and wait for that for up to ``timeout`` seconds."""
 
 
 _open: WeakSet[Closable] = WeakSet()
 
 
 def close_at_exit(thing: Closable) -> None:
-    """Close it when the interpreter ends, if it is still there then.
+    """Close an object when the interpreter ends, if it still exists then.
 
-    Python calls first what was registered last. So it is closed before the libraries shut down that were loaded until now.
+    Python calls exit handlers in reverse order, so it is closed before the libraries that have been loaded by now shut down.
     """
     _open.add(thing)
     atexit.unregister(_close_all)
@@ -49,7 +49,7 @@ def _close_all() -> None:
 
 
 def _leave_alone() -> None:
-    """Keep alive in a forked child, to its very end, what libraries hold: closing it there would touch what is the parent's."""
+    """Keep these objects alive for ever in a forked child: collecting them there would close what belongs to the parent."""
     for thing in list(_open):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     _open.clear()
@@ -59,14 +59,14 @@ os.register_at_fork(after_in_child=_leave_alone)
 
 
 class ProcessGuard:
-    """The process that made something with threads and sockets of its own; a forked child has neither."""
+    """Knows the process that made an object with threads and sockets, which a forked child does not have."""
 
     def __init__(self, what: str) -> None:
         self._what, self._pid = what, os.getpid()
 
     @property
     def here(self) -> bool:
-        """Whether we are in that process."""
+        """Whether this is that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
@@ -77,6 +77,6 @@ class ProcessGuard:
         """
         if not self.here:
             raise KvxferError(
-                f"{self._what} belongs to process {self._pid}, of which this one ({os.getpid()}) was forked; "
-                "make one of its own here, or fork before it is made"
+                f"{self._what} belongs to process {self._pid}, from which this one ({os.getpid()}) was forked; "
+                "make another one here, or fork before it is made"
             )

@@ -1,4 +1,4 @@
-"""What has happened, for an engine to take when it likes: by polling, waiting, descriptor or asyncio."""
+"""A queue of events, which an engine takes when it likes: by polling, waiting, a descriptor or asyncio."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ _LONGEST_S = 3600.0
 
 @runtime_checkable
 class Readable(Protocol):
-    """What has a descriptor that polls readable while there is something to take."""
+    """An object with a descriptor that polls readable while there is something to take."""
 
     def fileno(self) -> int:
-        """Return the descriptor, which is not the caller's to read or to close."""
+        """Return the descriptor, which the caller must neither read nor close."""
 
 
 class EventQueue:
-    """Events in their order. Any thread may take them, and each is taken once; one thread at a time adds events and tells.
+    """Events in order. Any thread may take them, and each is taken once; only one thread at a time may call ``put`` and ``tell``.
 
-    ``heard`` is called by ``tell`` where there is a new event; it must not block.
+    ``tell`` calls ``heard`` if there is a new event; it must not block.
     """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self.heard: Callable[[], None] | None = None
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._new = False  # there is an event of which nobody has been told
-        self._told = False  # the descriptor is readable, or will be at once, or whoever has read it has not looked yet
+        self._new = False  # an event was put since the last ``tell``
+        self._told = (
+            False  # the descriptor is readable, about to be, or was read by a thread that has yet to take events
+        )
         self._over = False
-        weakref.finalize(self, os.close, self._fd)  # not before: events may be taken, and come late, after the end
+        weakref.finalize(self, os.close, self._fd)  # not earlier: events may come, and be taken, after the end
 
     def put(self, event: Event) -> None:
-        """Add an event. ``tell`` has to follow."""
+        """Add an event. Call ``tell`` afterwards."""
         self._events.append(event)
         self._new = True
 
     def tell(self) -> None:
-        """Wake whoever waits for events, once for all that have been added: each time costs two threads a turn."""
+        """Wake whoever waits for events, once for all that were added, since each wake-up costs two threads a turn."""
         new, self._new = self._new, False
-        if not new or not self._events:  # who looks by himself has them
+        if not new or not self._events:  # they have been taken already
             return
-        if not self._told:  # once is enough for all that is not taken
+        if not self._told:  # once is enough until events are taken
             self._told = True
             os.eventfd_write(self._fd, 1)
         heard = self.heard
@@ -60,12 +62,12 @@ class EventQueue:
             heard()
 
     def end(self) -> None:
-        """Say that hardly anything will come any more: nobody waits from now on, and the descriptor stays readable."""
+        """Mark the end: from now on ``take`` does not wait and the descriptor stays readable, though late events may come."""
         self._over = True
         os.eventfd_write(self._fd, 1)
 
     def take(self, timeout: float) -> list[Event]:
-        """Return what there is. If that is nothing, wait up to so many seconds for something, unless all is over."""
+        """Return what there is. If that is nothing, wait up to ``timeout`` seconds for something, unless ``end`` was called."""
         out = self._taken()
         until = time.monotonic() + min(timeout, _LONGEST_S)
         while not out and not self._over and (left := until - time.monotonic()) > 0:
@@ -82,7 +84,7 @@ class EventQueue:
     def _taken(self) -> list[Event]:
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        self._told = False  # before it is looked at what there is, so that what comes after that is announced anew
+        self._told = False  # before the events are taken, so that later ones are announced anew
         if self._over:
             os.eventfd_write(self._fd, 1)
         out: list[Event] = []
@@ -96,24 +98,24 @@ class EventQueue:
 async def readable(source: Readable, timeout: float) -> bool:
     """Wait in asyncio until there is something to take.
 
-    Any number of tasks may wait for one source; it costs nothing while nothing comes. Rarely, another has taken what woke
-    the caller.
+    Any number of tasks may wait for one source, at no cost while nothing comes. After it returns True there may, rarely, be
+    nothing to take, because another task was faster.
 
     Args:
-        source: an ``Agent``, a ``WorkerSide``, or whatever else has such a descriptor.
-        timeout: seconds to wait at the most.
+        source: An ``Agent``, a ``WorkerSide``, or anything else with such a descriptor.
+        timeout: The most seconds to wait.
 
     Returns:
         Whether there is something; false after ``timeout`` seconds.
 
     Raises:
-        ArgumentError: an argument is of the wrong type.
+        ArgumentError: An argument has the wrong type.
     """
-    import asyncio  # nobody else needs it
+    import asyncio  # here, since nothing else needs it
 
     arguments.instance("source", source, Readable)  # type: ignore[type-abstract]
     timeout = arguments.seconds("timeout", timeout)
-    fd = os.dup(source.fileno())  # a loop knows one reader of a descriptor
+    fd = os.dup(source.fileno())  # a loop allows only one reader of a descriptor
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     try:

@@ -1,4 +1,4 @@
-"""Examines off the control thread what takes time: hellos, and the descriptors that directories answer with."""
+"""Check off the control thread what takes time: hellos, and the descriptors that directories answer with."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ T = TypeVar("T")
 
 
 class Examiner:
-    """A thread that does jobs one after the other, and hands what they find to the control thread, by ``do``.
+    """A thread that does jobs one after the other, and hands their results to the control thread, by ``do``.
 
-    ``most`` is how many jobs may wait.
+    At most ``most`` jobs may wait.
     """
 
     def __init__(self, name: str, most: int, do: Callable[[Step], None]) -> None:
         self._worker, self._do = Worker(name, most), do
 
     def submit(self, weight: int, job: Callable[[], T], done: Callable[[T | Failure, float], list[Action]]) -> bool:
-        """Have something examined, unless too much waits for that; return whether it will be.
+        """Queue a job, unless too many wait; return whether it will be done.
 
-        ``weight`` is about what it costs, in any unit. ``done`` is called on the control thread with the job's result, or the
-        ``Failure`` why there is none, and the time.
+        ``weight`` is its approximate cost, in any unit. ``done`` is called on the control thread with the job's result, or a
+        ``Failure`` that says why there is none, and with the time.
         """
         return self._worker.submit(weight, partial(self._examine, job, done))
 
     def close(self, timeout: float) -> None:
-        """Examine nothing more, and wait for what has begun, ``timeout`` seconds at most. Idempotent."""
+        """Begin no more jobs, and wait for one that has begun for up to ``timeout`` seconds. Idempotent."""
         self._worker.close(timeout)
 
     def _examine(self, job: Callable[[], T], done: Callable[[T | Failure, float], list[Action]]) -> None:

@@ -1,4 +1,4 @@
-"""Offers whose content is not complete yet, each behind its fence. Used by the control thread only."""
+"""Offers whose content is not complete yet, held until their fences pass. Used by the control thread only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvxfer.values import Offer
 __all__ = ["Fences"]
 
 LOOKS = 16
-"""Fences that are asked in vain in a turn: each is a call of the engine's, or of a device's."""
+"""The most fences that are checked in vain in a turn: each check is a call into the engine or a device's driver."""
 SLICE_S = 0.002
-"""What a turn spends on offers whose fence has passed: those of a step have one together."""
+"""Seconds of a turn that are spent on offers whose fence has passed: all offers of an engine step share one fence."""
 
 
 class Fences:
     """The offers that wait for their fences, those of each transfer in order.
 
-    No offer overtakes an earlier one of its transfer, whatever their fences say. Of many transfers, each has its turn.
+    No offer overtakes an earlier one of its transfer, whatever their fences say. The transfers take turns.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Fences:
         self._closed = False
 
     def hold(self, offer: Offer, after: Fence | None, called: float) -> bool:
-        """Keep an offer, ``called`` at that time, back until its fence has passed; return false when there is no need to."""
+        """Hold back an offer, made at time ``called``, until its fence has passed; return false if that need not be."""
         line = self._held.get(offer.transfer)
         if line is None:
             if self._closed or after is None or _look(after) is True:
@@ -39,15 +39,15 @@ class Fences:
         return True
 
     def forget(self, transfer: TransferId, generation: int) -> None:
-        """Drop a transfer's offers up to this generation: they are void."""
+        """Drop a transfer's offers up to this generation, which are void."""
         kept = deque(held for held in self._held.pop(transfer, ()) if held[0].generation > generation)
         if kept:
             self._held[transfer] = kept
 
     def passed(self) -> Iterator[tuple[Offer, float, str | None]]:
-        """Take out the offers whose fence has passed, or failed with an error; with the time when they were made.
+        """Take out the offers whose fence has passed or failed; yield each with the time when it was made, and the error if any.
 
-        Only some are looked at, the others in their turn the next time.
+        Only some fences are checked, the others in their turn the next time.
         """
         until, looks = time.monotonic() + SLICE_S, min(LOOKS, len(self._held))
         while self._held and looks and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Links that consumers have dialled to us: from the hello, which is examined and answered, to their end."""
+"""The links that consumers dial to this agent: from the hello, which is examined and answered, to their end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Inbound"]
 K = FailureKind
 
 MOST = 1024
-"""Links that others have dialled to us. For one more, another is given up over which nothing moves."""
+"""The most links that others may dial to this agent. For one more, one over which nothing moves is given up."""
 
 
 @dataclass
@@ -31,8 +31,8 @@ class _Dialled(LinkRecord):
     """A link that a consumer has dialled.
 
     Attributes:
-        hello: What it has said.
-        asked: When its consumer has last asked for something, at first when it came.
+        hello: The consumer's hello.
+        asked: When the consumer last asked for something; at first, when the hello came.
         planner: Plans the copies; ``None`` until the hello has been admitted.
     """
 
@@ -42,11 +42,11 @@ class _Dialled(LinkRecord):
 
 
 class Inbound(LinkTable[_Dialled]):
-    """Links that consumers have dialled to us, by the names of their connections.
+    """The links that consumers have dialled to this agent, by the names of their connections.
 
-    One hello is looked at after the other, of each host in its turn; those that wait are left where they have come, where what
-    strangers may cost is bounded. ``examine`` has a hello looked at off the control thread, and its answer given to ``examined``; a link is
-    lost after ``silence`` seconds without a word.
+    Hellos are examined one after the other, with hosts taking turns; those that wait stay in their connections, where the
+    memory for strangers is bounded. ``examine`` checks a hello off the control thread, and has the result passed to
+    ``examined``. A link is lost after ``silence`` seconds without a message.
     """
 
     role: ClassVar[Role] = "producer"
@@ -63,17 +63,17 @@ class Inbound(LinkTable[_Dialled]):
     ) -> None:
         super().__init__(sockets, data, silence)
         self._epoch, self._revocations, self._examine, self._serving = epoch, revocations, examine, serving
-        self._turn: ControlConnection | None = None  # that of whom we do not know and hear now
+        self._turn: ControlConnection | None = None  # the stranger whose hello is being handled
         self._turns: Turns[str, ControlConnection] = Turns()
 
     def receive(self, connection: ControlConnection, frame: bytes, now: float) -> tuple[LinkId, m.ToProducer] | None:
-        """Take in a frame.
+        """Handle a frame.
 
         Returns:
-            What is for the producer's machine, with its link; ``None`` when it is not.
+            A message for the producer's machine, with its link; ``None`` if it is not for that.
 
         Raises:
-            PeerError: It makes no sense; its sender has been told if it might be a consumer of another version.
+            PeerError: It makes no sense here. The sender has been told so if it might be a consumer of another version.
         """
         known = self._links.get(connection.name)
         if known is not None:
@@ -90,7 +90,7 @@ class Inbound(LinkTable[_Dialled]):
                 self._next_turn()
 
     def _next_turn(self) -> None:
-        """Let the next stranger be heard, of those who have said something and can be answered."""
+        """Handle the next stranger that has sent something and can be answered."""
         self._turn = None
         while self._turn is None and (connection := self._turns.next()) is not None:
             if self._sockets.go_on(connection):
@@ -141,14 +141,14 @@ class Inbound(LinkTable[_Dialled]):
         return None
 
     def examined(self, link: LinkId, found: Planner | Failure) -> Lost | None:
-        """Take in what has come of looking at a hello.
+        """Process the result of examining a hello.
 
         Args:
             link: The link that the hello asks for.
             found: The planner of its copies, or why it is refused.
 
         Returns:
-            The link that was given up for it, if one was.
+            The link that was given up for it, if any.
 
         Raises:
             PeerError: It is refused; for the log.
@@ -176,12 +176,12 @@ class Inbound(LinkTable[_Dialled]):
         return lost
 
     def _make_room(self) -> Lost | None:
-        """Give up one of as many links as may be: of those over which nothing moves, the one that has asked for nothing for longest.
+        """If there are as many links as allowed, give up the one over which nothing moves that was last used longest ago.
 
-        Its consumer dials anew should it want something.
+        Its consumer dials again when it wants something.
 
         Raises:
-            PeerError: Something moves over each.
+            PeerError: Something moves over each of them.
         """
         made = [link for link in self._links.values() if link.planner is not None]
         if len(made) < MOST:
@@ -214,9 +214,9 @@ class Inbound(LinkTable[_Dialled]):
         return info
 
     def identify(self, facts: Mapping[str, str]) -> Iterator[Lost]:
-        """Set what our KV depends on from now on, and yield the links that are given up for it.
+        """Set what this engine's KV depends on from now on, and yield the links that are given up for it.
 
-        These are of consumers to whom other facts apply; those who dial anew are told why there is no link.
+        These are links of consumers with other facts; if they dial again, they are told why there is no link.
         """
         for link in list(self._links.values()):
             try:
@@ -225,7 +225,7 @@ class Inbound(LinkTable[_Dialled]):
                 yield self.close(link.id, Failure.of(e, peer=link.name))
 
     def hung_up(self, connection: ControlConnection) -> Lost | None:
-        """Take in the loss of a connection, and with it of its link if it had one."""
+        """Handle the loss of a connection, and thereby of its link if it had one."""
         link = self._links.get(connection.name)
         return None if link is None else self._lost(link, K.PEER_LOST, str(connection.lost))
 
@@ -241,14 +241,14 @@ class Inbound(LinkTable[_Dialled]):
         return Lost(link.id, Failure(kind, what, link.name))
 
     def close(self, link: LinkId, why: Failure) -> Lost:
-        """Give a link up; its consumer is told to dial anew."""
+        """Give a link up, and tell its consumer to dial again."""
         if link in self._links:
             _refuse(self._links[link].connection, why, again=True)
             self.drop(link)
         return Lost(link, why)
 
     def drop(self, link: LinkId) -> None:
-        """Close a link without another word."""
+        """Close a link without telling the consumer why."""
         known = self._links.get(link)
         if known is not None:
             self._forget(link)

@@ -1,4 +1,4 @@
-"""Ask a directory who is there, from a program that is no engine."""
+"""Ask a directory for its engine's descriptor, from a program that is not an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvxfer.security import Security
 __all__ = ["Inquiry", "inquire"]
 
 REPEAT_S = 0.5
-"""A directory does not answer until its engine's ranks are known; so the question is repeated."""
+"""Seconds after which the question is repeated, since a directory has no answer until its engine's ranks are known."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Inquiry:
 
     Attributes:
         engine: The engine's descriptor.
-        first_s: Seconds to the first answer, the connection and its handshake included.
-        round_trips: Seconds of each further question and its answer.
+        first_s: Seconds to the first answer, including the connection and its handshake.
+        round_trips: Seconds from each further question to its answer.
     """
 
     engine: m.EngineDescriptor
@@ -34,10 +34,10 @@ class Inquiry:
 
 
 def inquire(host: str, port: int, security: Security, seconds: float, again: int = 0) -> Inquiry:
-    """Ask the directory at this address for its engine's descriptor, and ``again`` so often, to see how long that takes. Blocks.
+    """Ask the directory at this address for its engine's descriptor, then ``again`` times more to measure the round trip. Blocks.
 
     Raises:
-        PeerError: It cannot be reached, does not answer, refuses, or is none of ours.
+        PeerError: It cannot be reached, does not answer within ``seconds``, refuses, or is not a directory of this protocol.
     """
     sockets = ControlSockets(security)
     try:
@@ -79,11 +79,12 @@ def _engine(frame: bytes) -> m.EngineDescriptor:
         )
     if engine.protocol != m.PROTOCOL:
         raise PeerError(
-            f"its protocol {engine.protocol} is not ours ({m.PROTOCOL}); update one side", kind=FailureKind.INCOMPATIBLE
+            f"it speaks protocol {engine.protocol}, this side {m.PROTOCOL}; update one of them",
+            kind=FailureKind.INCOMPATIBLE,
         )
     try:
         for rank in engine.ranks:
             rank.cache.check()
     except ValueError as e:
-        raise PeerError(f"it describes a cache that is none: {e}", kind=FailureKind.MISUSE) from None
+        raise PeerError(f"it describes an impossible cache: {e}", kind=FailureKind.MISUSE) from None
     return engine

@@ -1,7 +1,7 @@
-"""A link as either side keeps it, and what both sides do alike. Used by the control thread only.
+"""What both sides of a link keep of it, and do alike. Used by the control thread only.
 
-A link begins with our endpoint, is agreed on by hello and welcome, and is up once both back ends are connected. Each making of
-it has a number, so that a data thread's late word about an earlier one is not taken for the present.
+A link begins with this side's endpoint, is agreed on by hello and welcome, and is up once both back ends are connected. Each
+attempt to make it has a number, by which a late result of the data thread for an earlier attempt is recognised.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, Role
 __all__ = ["PEER_FRAME", "LinkRecord", "LinkStatus", "LinkTable", "Lost"]
 
 PEER_FRAME = 4 << 20
-"""Longest frame over a link: a block table of a million blocks."""
+"""The most bytes of a frame over a link: enough for a block table of a million blocks."""
 
 _numbers = count(1)
 
 
 @dataclass
 class LinkRecord:
-    """One making of a link.
+    """One attempt to make a link.
 
     Attributes:
+        id: The link.
         backend: The back end that it is made with.
         connection: Its control connection.
-        name: What operators know the peer by.
-        number: Its own.
-        mine: Our endpoint, once the back end has made it.
+        name: The peer's name for operators.
+        number: The number of the attempt.
+        mine: This side's endpoint, once the back end has made it.
         info: What was agreed on, once it was.
         up: Whether both back ends are connected.
-        round_trip: Seconds that the answer to a ping last took, if we ping.
+        round_trip: Seconds from the last ping to its answer, if this side pings.
     """
 
     id: LinkId
@@ -59,12 +60,12 @@ class LinkStatus:
     """A link as an operator sees it.
 
     Attributes:
-        peer: What operators know the peer by.
-        role: Our role on it.
+        peer: The peer's name for operators.
+        role: This agent's role on it.
         backend: The back end that it is made with, or is being made with.
         up: Whether KV can move over it.
         passed: Back ends that were tried for it and could not make it, and why.
-        round_trip: Seconds from our last ping to its answer; ``None`` until one has come, and where the peer is the one who pings.
+        round_trip: Seconds from the last ping to its answer; ``None`` until one has come, and if it is the peer that pings.
     """
 
     peer: str
@@ -82,7 +83,7 @@ class Lost:
     Attributes:
         link: The link.
         why: The reason.
-        again: Whether it was up, so that dialling anew may help.
+        again: Whether it was up, so that dialling again may help.
     """
 
     link: LinkId
@@ -94,7 +95,7 @@ L = TypeVar("L", bound=LinkRecord)
 
 
 class LinkTable(ABC, Generic[L]):
-    """The links on which we have one role. One is lost after ``silence`` seconds without a word."""
+    """The links on which this agent has one role. A link is lost after ``silence`` seconds without a message."""
 
     role: ClassVar[Role]
 
@@ -102,7 +103,7 @@ class LinkTable(ABC, Generic[L]):
         self._sockets, self._data, self._silence = sockets, data, silence
         self._links: dict[LinkId, L] = {}
         self._clock: Timers[LinkId] = Timers()  # when to look after a link
-        self._deaf: list[LinkId] = []  # do not take our messages
+        self._deaf: list[LinkId] = []  # links whose peers do not read messages
 
     def __contains__(self, link: LinkId) -> bool:
         return link in self._links
@@ -119,13 +120,13 @@ class LinkTable(ABC, Generic[L]):
         ]
 
     def send(self, link: LinkId, msg: m.Message) -> None:
-        """Send if the link is still there; one that takes no messages is lost at the next ``tick``."""
+        """Send a message if the link still exists; if its peer does not read messages, it is lost at the next ``tick``."""
         known = self._links.get(link)
         if known is not None and not known.connection.send(msg) and known.connection.lost is None:
             self._deaf.append(link)
 
     def tell(self, news: PieceNews) -> None:
-        """Tell the peer what our data plane says of a piece."""
+        """Tell the peer what the data plane says about a piece."""
         ref = news.ref
         if isinstance(news, PieceTaken):
             self.send(ref.link, m.SlotFree(ref.transfer, ref.attempt, ref.part, news.piece))
@@ -133,7 +134,7 @@ class LinkTable(ABC, Generic[L]):
             self.send(ref.link, m.SlotReady(ref.transfer, ref.attempt, ref.part, news.piece, news.offset, news.nbytes))
 
     def heard(self, link: LinkId, msg: m.SlotReady | m.SlotFree) -> None:
-        """Let our data plane have what the peer says of a piece."""
+        """Tell the data plane what the peer says about a piece."""
         ref = PartRef(self.role, link, msg.transfer, msg.attempt, msg.part)
         if isinstance(msg, m.SlotFree):
             self._data.post(PieceTaken(ref, msg.piece))
@@ -141,9 +142,9 @@ class LinkTable(ABC, Generic[L]):
             self._data.post(PieceReady(ref, msg.piece, msg.offset, msg.nbytes))
 
     def result(self, news: LinkNews, now: float) -> LinkInfo | Lost | None:
-        """Take in what the data thread says about a link.
+        """Process what the data thread says about a link.
 
-        Return what was agreed on once the link is up, or that it is lost; ``None`` when there is neither news.
+        Return what was agreed on if the link is now up, or its loss; ``None`` if it is neither.
         """
         link = self._links.get(news.link)
         if link is None or link.number != news.number:
@@ -151,11 +152,11 @@ class LinkTable(ABC, Generic[L]):
         return self._result(link, news, now)
 
     def tick(self, now: float) -> Iterator[Lost]:
-        """Look after the links, and yield those that have gone silent or deaf."""
+        """Look after the links, and yield those whose peers are silent or do not read messages."""
         deaf, self._deaf = self._deaf, []
         for link in deaf:
             if link in self._links:
-                yield self._lost(self._links[link], FailureKind.PEER_LOST, "it does not take our messages")
+                yield self._lost(self._links[link], FailureKind.PEER_LOST, "it does not read the messages sent to it")
         for link in self._clock.due(now):
             lost = self._look_after(self._links[link], now)
             if lost is not None:
@@ -165,7 +166,7 @@ class LinkTable(ABC, Generic[L]):
         return 0.0 if self._deaf else self._clock.next()
 
     def pardon(self, seconds: float) -> None:
-        """Add seconds in which nobody could be heard to the times at which peers were heard last."""
+        """Discount seconds in which this process did not run: add them to the times at which peers were last heard."""
         for link in self._links.values():
             link.connection.heard += seconds
 

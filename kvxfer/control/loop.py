@@ -1,6 +1,6 @@
-"""The control thread: what is due, what was called, what peers have said, each in its turn and none for long.
+"""The control thread: in turns, and none for long, it handles what is due, what was called and what peers have sent.
 
-It sleeps in a poll, and never does what may block. What is to be done in each case is its ``Work``.
+It sleeps in a poll, and never blocks otherwise. How each is handled is up to its ``Work``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger("kvxfer.agent")
 
 LONGEST_WAIT_S = 1.0
 STALL_S = 0.5
-"""A turn later than this was not waiting for anything."""
+"""A turn that begins so many seconds late means that the process did not run."""
 SLICE_S = 0.002
-"""What a turn spends on calls, and what on messages."""
+"""Seconds that a turn spends on calls, and on messages."""
 FEW = 16
-"""Messages of one connection after which others have their turn; calls and messages after which the clock is looked at."""
+"""So many messages of one connection are handled before others have their turn; so many calls before the clock is read."""
 CLOSE_S = 5.0
 LINGER_S = 0.2
-"""For so long, at the most, peers' connections take to hear of our end."""
+"""The most seconds that are spent on telling peers of the end."""
 
 CLOSED = Failure(FailureKind.CANCELLED, "the agent was closed")
 
@@ -43,41 +43,41 @@ Step = Callable[[float], list[Action]]
 
 
 class Work(Protocol):
-    """What the control thread does. All of it is called on that thread, ``perform`` later on others, one at a time."""
+    """What the control thread does. All methods are called on that thread; after its end, some on others, one at a time."""
 
     def perform(self, actions: list[Action]) -> None:
-        """Do what a step asks for."""
+        """Carry out the actions of a step."""
 
     def message(self, connection: ControlConnection, frame: bytes, now: float) -> list[Action]:
-        """Take in a frame."""
+        """Handle a frame."""
 
     def hung_up(self, connection: ControlConnection, now: float) -> list[Action]:
-        """Take in that a connection is gone."""
+        """Record that a connection is gone."""
 
     def due(self, now: float) -> Iterator[Step]:
-        """Yield what is due, each to be done before the next is asked for."""
+        """Yield the steps that are due; each is done before the next is asked for."""
 
     def next_due(self) -> float:
         """Return the time at which something is due next."""
 
     def tell(self) -> None:
-        """Let the engine know what has happened; called at the end of each turn."""
+        """Tell the engine what has happened; called at the end of each turn."""
 
     def pardon(self, seconds: float) -> None:
         """Do not count so many seconds as peers' silence."""
 
     def ends(self, why: Failure) -> Iterator[Step]:
-        """Yield what ends all transfers."""
+        """Yield the steps that end all transfers."""
 
     def stop(self, timeout: float) -> None:
-        """End whatever may still touch their memory."""
+        """End everything that may still touch the memory of transfers."""
 
     def ended(self) -> None:
-        """Note that nothing follows but what comes too late."""
+        """Record that the loop has ended; only late steps can follow."""
 
     @property
     def held(self) -> int:
-        """How many transfers are not released."""
+        """The number of transfers that are not released."""
 
 
 class ControlLoop:
@@ -85,22 +85,22 @@ class ControlLoop:
 
     Args:
         security: Who may connect and be dialled.
-        closing: Called, on whatever thread, when it begins to close.
+        closing: Called when it begins to close, on whichever thread does that.
 
     Attributes:
         sockets: The control sockets.
-        why: Why it ends; ``None`` while it does not.
-        over: Whether the thread has ended its work; then ``do`` has things done on the thread that calls it.
+        why: Why it ends; ``None`` before that.
+        over: Whether the thread has ended its work; ``do`` then does steps on the thread that calls it.
     """
 
     def __init__(self, security: Security, closing: Callable[[], None]) -> None:
         self._inbox: deque[Step] = deque()
-        self._taken = 0  # of what has been in the inbox
+        self._taken = 0  # how many steps were taken from the inbox
         self.sockets = ControlSockets(security, self._inbox)
         self.why: Failure | None = None
         self._closing = closing
         self.over = False
-        self._close_s = 0.0  # the longest that anybody has who closes it
+        self._close_s = 0.0  # the longest timeout of any call of ``close``
         self._late = threading.RLock()
         self._closed = threading.Event()
         self._complain = Complaints(log)
@@ -116,7 +116,7 @@ class ControlLoop:
         self.thread.start()
 
     def do(self, step: Step) -> None:
-        """Have a step done, after those that came before."""
+        """Have a step done, after all earlier ones."""
         self._inbox.append(step)
         if self.over:
             self._drain_late()
@@ -124,14 +124,14 @@ class ControlLoop:
             self.sockets.wake()
 
     def begin_close(self, why: Failure = CLOSED) -> None:
-        """Have all transfers end for this reason, and then the thread; the first reason counts."""
+        """Begin to end all transfers for this reason, and then the thread; the first reason counts."""
         if self.why is None:
             self.why = why
             self._closing()
             self.sockets.wake()
 
     def close(self, timeout: float) -> bool:
-        """End it, and wait for that ``timeout`` seconds at the most; return whether nothing is held any more."""
+        """End the thread, and wait for that for up to ``timeout`` seconds; return whether all transfers are released."""
         self._close_s = max(self._close_s, timeout)
         self.begin_close()
         if threading.current_thread() is not self.thread and not self._closed.wait(timeout + LINGER_S + 0.1):
@@ -146,7 +146,7 @@ class ControlLoop:
                 try:
                     self._turn()
                 except BaseException:
-                    log.exception("a turn of the control thread ended early; the next one goes on where it was")
+                    log.exception("a turn of the control thread failed; the next one goes on from there")
         except BaseException as e:
             self.begin_close(Failure(FailureKind.BACKEND_FAILED, f"the control thread has died: {e!r}"))
             raise
@@ -154,7 +154,7 @@ class ControlLoop:
             self._end()
 
     def _end(self) -> None:
-        """End all transfers, then whatever may touch their memory, then the sockets, which nobody else may close."""
+        """End all transfers, then whatever may touch their memory, then the sockets, which only this thread may close."""
         work = self._work
         try:
             self._drain()
@@ -164,7 +164,7 @@ class ControlLoop:
             self.sockets.flush()
             work.tell()
             work.stop(self._close_s or CLOSE_S)
-            self._drain()  # what those had still to say, which may be news for peers
+            self._drain()  # their last results, of which peers may have to be told
             self.sockets.linger(LINGER_S)
             self.sockets.close()
         finally:
@@ -178,16 +178,16 @@ class ControlLoop:
             self._closed.set()
 
     def _turn(self) -> None:
-        """Look at what is due, then take in calls, then what peers have said.
+        """Do what is due, then handle calls, then messages of peers.
 
-        Of calls and messages only some are taken in each turn, so that neither keeps the other waiting.
+        Only some calls and messages are handled in each turn, so that neither keeps the other waiting.
         """
         work = self._work
         wait = min(max(work.next_due() - time.monotonic(), 0.001), LONGEST_WAIT_S)
         news = self.sockets.poll(wait)
         now = time.monotonic()
         self._pardon(now)
-        # What the engine has said before a message came counts: a check must meet every revocation.
+        # Calls of the engine before a message came are handled first: a commit request must see every revocation.
         said = self._taken + len(self._inbox)
         for connection in news:
             connection.after = said
@@ -201,17 +201,14 @@ class ControlLoop:
             work.tell()
 
     def _pardon(self, now: float) -> None:
-        """Do not count time in which this process did not run as the peers' silence.
-
-        While the process or its host was stopped, frozen or starved, nobody could be heard.
-        """
+        """Do not count time in which this process was stopped or starved as silence of the peers."""
         stalled, self._awake = now - self._awake - LONGEST_WAIT_S, now
         if stalled > STALL_S:
             log.warning("this process did not run for about %.1f s", stalled)
             self._work.pardon(stalled)
 
     def _drain(self, until: float = math.inf) -> None:
-        """Take in what the engine and the data threads have said, up to this time."""
+        """Do the steps that the engine and the data threads have queued, up to this time."""
         while self._inbox:
             for _ in range(min(FEW, len(self._inbox))):
                 self._taken += 1
@@ -220,13 +217,13 @@ class ControlLoop:
                 return
 
     def _drain_late(self) -> None:
-        """Take in what is said once the control thread has ended, on the thread that says it, one thread at a time."""
+        """Do steps queued after the control thread has ended, on the threads that queue them, one thread at a time."""
         with self._late:
             self._drain()
             self._work.tell()
 
     def _hear(self, until: float) -> None:
-        """Take in what peers have said, each in its turn, up to this time."""
+        """Handle messages of peers, who take turns, up to this time."""
         for connection in self.sockets.ready():
             if connection.after > self._taken:
                 continue
@@ -241,17 +238,17 @@ class ControlLoop:
                 return
 
     def _take(self, step: Step) -> None:
-        """Do one thing; whatever goes wrong with it must not keep others from being done."""
+        """Do one step; whatever goes wrong with it must not keep others from being done."""
         try:
             self._work.perform(step(time.monotonic()))
         except PeerError as e:
             self._complain("%s was ignored: %s", _described(step), e)
-        except BaseException:  # of what engines and back ends raise, anything may be
+        except BaseException:  # code of engines and back ends may raise anything
             log.exception("%s could not be handled and is dropped; other transfers go on", _described(step))
 
 
 def _described(step: Step) -> str:
-    """Return what a step was about, for the log."""
+    """Describe a step for the log."""
     if not isinstance(step, partial):
         return f"the step {getattr(step, '__name__', step)!r}"
     peers = [f" from {a.host}" for a in step.args if isinstance(a, ControlConnection)]

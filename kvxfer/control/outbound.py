@@ -1,6 +1,6 @@
-"""Links that we dial to producer ranks: hello, heartbeat, and another back end where one cannot make the link.
+"""The links that this agent dials to producer ranks: hello, heartbeat, and another back end if one cannot make the link.
 
-We ping on every link, busy or not. Of several back ends that both sides have, one is tried after the other.
+Every link is pinged, busy or not. If both sides have several back ends, they are tried one after the other.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Target:
         address: Where it listens.
         epoch: Its epoch.
         cache: Its cache.
-        assignments: What we read of it.
-        backends: The back ends that both have, by our preference.
+        assignments: What this agent reads from it.
+        backends: The back ends that both have, in the order of this agent's preference.
     """
 
     address: str
@@ -53,7 +53,7 @@ class Target:
 
 @dataclass
 class _Dial(LinkRecord):
-    """A link that we have dialled."""
+    """A link that this agent has dialled."""
 
     target: Target
     pinged: float
@@ -61,16 +61,16 @@ class _Dial(LinkRecord):
 
 
 class Outbound(LinkTable[_Dial]):
-    """Links that we dial, by (address, epoch).
+    """The links that this agent dials, by (address, epoch).
 
     Args:
         sockets: The agent's control sockets.
         data: The agent's data plane.
-        silence: Seconds without a word after which a link is lost.
-        cache: Our cache.
-        epoch: Our epoch.
-        engine: Our engine's name.
-        facts: What all of our KV depends on.
+        silence: Seconds without a message after which a link is lost.
+        cache: The agent's cache.
+        epoch: The agent's epoch.
+        engine: The engine's name.
+        facts: What all KV of the engine depends on.
     """
 
     role: ClassVar[Role] = "consumer"
@@ -91,20 +91,20 @@ class Outbound(LinkTable[_Dial]):
         self._unfit: dict[LinkId, dict[str, Failure]] = {}  # back ends that could not make it, and why
 
     def identify(self, facts: Mapping[str, str]) -> list[LinkId]:
-        """Set what our KV depends on from now on; return the links that we know, all made or to be made under other facts."""
+        """Set what this engine's KV depends on from now on; return all known links, which were made under other facts."""
         self._facts = facts
         return list(self._targets)
 
     def know(self, targets: Iterable[Target]) -> None:
-        """Learn where links lead that may be dialled later."""
+        """Record the targets of links that may be dialled later."""
         for t in targets:
             self._targets[t.link] = t
 
     def dial(self, link: LinkId, now: float) -> None:
-        """Make a link, or make it anew, with the first back end that has not failed to.
+        """Make a link, or make it again, with the first back end that has not failed to make it.
 
         Raises:
-            PeerError: Its address is none, or is not known any more.
+            PeerError: Its address is invalid, or not known any more.
         """
         self.drop(link)
         if link not in self._targets:
@@ -116,7 +116,7 @@ class Outbound(LinkTable[_Dial]):
         self._begin(known)
 
     def _without(self, link: _Dial, why: Failure, now: float) -> Lost | None:
-        """Try the next back end, since this one cannot make the link; the link is lost if there is none."""
+        """Try the next back end, since this one cannot make the link; return its loss if there is none."""
         failed = self._unfit.setdefault(link.id, {})
         failed[link.backend] = why
         if all(b in failed for b in link.target.backends):
@@ -146,9 +146,9 @@ class Outbound(LinkTable[_Dial]):
     def receive(
         self, link: LinkId, connection: ControlConnection, frame: bytes, now: float
     ) -> m.ToConsumer | Lost | None:
-        """Take in a frame; links may be dropped and dialled meanwhile.
+        """Handle a frame; this may drop links and dial them.
 
-        Return what is for the consumer's machine, or that the link is lost; ``None`` when it is neither.
+        Return a message for the consumer's machine, or the loss of the link; ``None`` if it is neither.
         """
         known = self._of(link, connection)
         if known is None:
@@ -171,7 +171,7 @@ class Outbound(LinkTable[_Dial]):
             case m.Pong() if msg.number == known.pings:
                 known.round_trip = now - known.pinged
             case _:
-                pass  # a late Pong, which has been heard, or nonsense
+                pass  # a late Pong, or nonsense
         return None
 
     def _passed(self, link: _Dial) -> Mapping[str, str]:
@@ -196,12 +196,12 @@ class Outbound(LinkTable[_Dial]):
         return None
 
     def _of(self, link: LinkId, connection: ControlConnection) -> _Dial | None:
-        """Return a link if this is its connection, and not that of an earlier making."""
+        """Return a link if this is its connection, and not that of an earlier attempt."""
         known = self._links.get(link)
         return known if known is not None and known.connection is connection else None
 
     def hung_up(self, link: LinkId, connection: ControlConnection) -> Lost | None:
-        """Take in the loss of a connection, and with it of the link, if it was still that link's."""
+        """Handle the loss of a connection, and thereby of the link if it is still that link's connection."""
         known = self._of(link, connection)
         if known is None:
             return None
@@ -211,7 +211,7 @@ class Outbound(LinkTable[_Dial]):
     def _look_after(self, link: _Dial, now: float) -> Lost | None:
         heard = link.connection.heard
         if now - heard > self._silence:
-            what = "it was silent" if link.up else "no answer to our hello"
+            what = "it was silent" if link.up else "no answer to the hello"
             kind = K.PEER_LOST if link.up else K.PEER_UNREACHABLE
             return self._lost(link, kind, f"{what} for {self._silence:g} s")
         if now - link.pinged >= self._silence / 4:

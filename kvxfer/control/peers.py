@@ -1,6 +1,6 @@
-"""The peers of an agent: what they say goes into the machines, and what the machines ask of them is done.
+"""The peers of an agent: passes their messages to the state machines, and carries out what these ask of peers.
 
-Used by the control thread only. Peers are ranks that we have dialled, ranks that have dialled us, and directories.
+Used by the control thread only. Peers are ranks that this agent has dialled, ranks that have dialled it, and directories.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Resolv
 __all__ = ["AgentPeers"]
 
 MOST_EXAMINED = 256
-"""Descriptors that may wait to be looked at."""
+"""The most descriptors that may wait to be examined."""
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class AgentPeers:
     """Links to and from other engines' ranks, and questions to directories.
 
-    Until the engine has said what its KV depends on, ``facts`` are ``None``.
+    ``facts`` are ``None`` until the engine has stated them.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class AgentPeers:
         return [*self._out.statuses(), *self._in.statuses()]
 
     def identify(self, facts: dict[str, str], now: float) -> list[Action]:
-        """Give up all links that were made, or are being made, while our KV depended on something else."""
+        """Give up all links that were made, or are being made, under other facts."""
         if facts == self._facts:
             return []
         self._facts = self._resolver.facts = facts
-        another = Failure(FailureKind.INCOMPATIBLE, "the model of this engine is another one now")
+        another = Failure(FailureKind.INCOMPATIBLE, "the model of this engine has changed")
         out: list[Action] = []
         for link in self._out.identify(facts):
             out += self._consumer.link_down(link, another, now)
@@ -136,7 +136,7 @@ class AgentPeers:
     # --- what the data plane says of links -------------------------------------------------------------------------
 
     def linked(self, news: LinkNews, now: float) -> list[Action]:
-        """Take in what the data thread says about a link."""
+        """Process what the data thread says about a link."""
         dialled_us = isinstance(news.link, bytes)
         found = (self._in if dialled_us else self._out).result(news, now)
         if isinstance(found, LinkInfo):
@@ -144,7 +144,7 @@ class AgentPeers:
         return self._lost(found, now)
 
     def reset(self, backend: str, why: Failure, now: float) -> list[Action]:
-        """Take in that a back end was reset, which ended all of its links."""
+        """Record that a back end was reset, which ended all of its links."""
         out: list[Action] = []
         for link in self._out.of(backend):
             out += self._consumer.link_reset(link, why, now)
@@ -153,7 +153,7 @@ class AgentPeers:
         return out
 
     def tell(self, news: PieceNews) -> None:
-        """Tell the peer what our data plane says of a piece."""
+        """Tell the peer what the data plane says about a piece."""
         (self._in if news.ref.role == "producer" else self._out).tell(news)
 
     # --- what is due -----------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class AgentPeers:
     def due(self, now: float) -> Iterator[Step]:
         for source, failure in self._resolver.tick(now):
             yield partial(self._resolved, iter([(source, failure)]))
-        # Silence is judged by the time at which all was read that had come: if we stand still after it, that is not seen as theirs.
+        # ``now`` is when everything that had come was read: time in which this thread stands still later does not count as silence.
         for lost in self._out.tick(now):
             self._resolver.doubt(lost.link, lost.why, now)
             yield partial(self._lost, lost)
@@ -181,7 +181,7 @@ class AgentPeers:
     # --- what the machines ask of them -----------------------------------------------------------------------------
 
     def act(self, action: Send | Dial | Close | Resolve) -> None:
-        """Do what a machine asks for.
+        """Carry out an action of a machine.
 
         Raises:
             PeerError: It cannot be done; see ``failed``.
@@ -201,7 +201,7 @@ class AgentPeers:
                     self._loop.do(partial(self._consumer.resolved, action.source, why))
 
     def failed(self, action: Send | Dial, why: Failure) -> None:
-        """Count the link as lost whose action could not be done."""
+        """Count the link of an action that could not be done as lost."""
         link = action.link
         if isinstance(action, Dial) or not isinstance(link, bytes):
             self._loop.do(partial(self._consumer.link_down, link, why))
@@ -210,6 +210,6 @@ class AgentPeers:
             self._loop.do(partial(self._producer.link_down, link, why))
 
     def stop(self, until: float) -> None:
-        """Examine nothing more, and wait for what is being examined up to this time of ``time.monotonic``, or briefly."""
+        """Examine nothing more; wait for what is being examined until this time of ``time.monotonic``, at least briefly."""
         for examiner in (self._hellos, self._descriptors):
             examiner.close(max(until - time.monotonic(), 0.1))

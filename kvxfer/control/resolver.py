@@ -1,8 +1,8 @@
-"""Find the route to a producer engine: look its descriptor up in its directory, and join it with our own engine's.
+"""Find the route to a producer engine: look its descriptor up in its directory, and join it with that of the own engine.
 
-Used by the control thread only. To check the caches that a descriptor describes, and to join them with ours, takes
-time and is done elsewhere. Unanswered questions are repeated. A directory that has been silent for too long is known to be so: whoever
-asks for it then is told at once, while the question goes on being repeated, until it is answered.
+Used by the control thread only. Checking the caches that a descriptor describes, and joining them with the own ones, takes
+time and is done on another thread. Unanswered questions are repeated. Once a directory has been silent for too long, whoever
+asks for it is told so at once, while the question is repeated until it is answered.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ log = logging.getLogger("kvxfer.resolver")
 
 REPEAT_S = 0.5
 SHORT = 4096
-"""Bytes of an answer that is looked at on the control thread, since it cannot be a descriptor of many ranks."""
+"""The most bytes of an answer that is decoded on the control thread, since it cannot describe many ranks."""
 REDIAL_S = 5.0
-"""A directory that is silent for so long, or for a third of the patience, is dialled anew, in case that only the connection is at
+"""A directory that is silent for so long, or for a third of the patience, is dialled again, in case only the connection is at
 fault."""
 
 
 PROBE_S = 1.0
-"""How often a directory that is known to be silent is asked."""
+"""Seconds between two questions to a directory that is known to be silent."""
 KEPT_S = 600.0
-"""After so long without anybody wanting it, a silent directory is asked no more, and forgotten."""
+"""A silent directory that nobody has asked for in so many seconds is forgotten."""
 MOST_SILENT = 64
-"""Directories that are known to be silent; of more, the one that was wanted longest ago is forgotten."""
+"""The most directories that are known to be silent; for one more, the one that was asked for longest ago is forgotten."""
 MOST_FOUND = 1024
-"""Sources of which it is remembered what links lead there."""
+"""The most sources whose links are remembered."""
 
 CHECK_S = 2.0
-"""What checking a descriptor may take."""
+"""The most seconds that checking a descriptor may take."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """The links that lead to a source, and what the consumer's machine needs to know of them."""
+    """The links that lead to a source, and what the consumer's machine needs to know about them."""
 
     targets: tuple[Target, ...]
     resolved: Resolved
@@ -77,12 +77,12 @@ class _Query:
     """An open question to a directory.
 
     Attributes:
-        connection: Where it was put; ``None`` while none can be had.
-        dialled: When that was made.
-        since: When the question was put first.
-        wanted: When somebody has last asked for the answer.
-        silent: What those are told who ask, once it has been silent for too long.
-        excuse: What it has answered in place of its descriptor, or why it could not be asked.
+        connection: The connection on which it was asked; ``None`` while there is none.
+        dialled: When that connection was made.
+        since: When the question was first asked.
+        wanted: When somebody last wanted the answer.
+        silent: The failure for whoever wants it, once the directory has been silent for too long.
+        excuse: What the directory answered instead of its descriptor, or why it could not be asked.
     """
 
     connection: sockets.ControlConnection | None
@@ -94,19 +94,18 @@ class _Query:
 
 
 class Resolver:
-    """Find the ways to sources.
+    """Finds the paths to sources.
 
-    Answers come from ``receive``, ``tick`` and what is done elsewhere, as a source with its path or the reason why
-    there is none.
+    ``receive``, ``tick`` and ``done`` (below) give the answers: a source with its path, or the failure why there is none.
 
     Args:
         sockets: The agent's control sockets.
-        me: Our own rank.
+        me: This agent's rank.
         patience: Seconds after which a directory that has not answered counts as silent.
-        facts: What all of our KV depends on; there is no path to an engine that states others.
-        examine: ``examine(weight, job, done)`` has a job done off this thread, and gives ``done`` its result or the
-            reason why there is none. The answers of ``done`` count like those of ``receive``. Returns false when too
-            much waits for that already.
+        facts: What all KV of this engine depends on; there is no path to an engine that states other facts.
+        examine: ``examine(weight, job, done)`` does a job on another thread, and calls ``done`` with its result, or the
+            failure why there is none. The answers of ``done`` count like those of ``receive``. Returns false if too
+            many jobs wait already.
     """
 
     def __init__(
@@ -121,16 +120,16 @@ class Resolver:
         self.facts = facts
         self._queries: dict[Source, _Query] = {}
         self._clock: Timers[Source] = Timers()
-        self._wanted: dict[Source, Source | None] = {}  # source -> our own directory, if it matters
-        self._links: dict[Source, frozenset[LinkId]] = {}  # that lead to a source, the latest last
+        self._wanted: dict[Source, Source | None] = {}  # source -> this engine's own directory, if it is needed
+        self._links: dict[Source, frozenset[LinkId]] = {}  # the links to each source, the latest last
         self._own: dict[
             Source, tuple[m.RankDescriptor, ...]
-        ] = {}  # our own engine's ranks, which live as long as we do
+        ] = {}  # the ranks of this engine, which live as long as this agent
 
     def ask(self, source: Source, own: Source | None, now: float) -> Failure | None:
         """Begin to resolve the directory of a producer engine; return why that is not possible, or ``None``.
 
-        ``own`` is our engine's directory if it has more ranks than this one; else ``None``.
+        ``own`` is this engine's directory if it has several ranks, else ``None``.
         """
         self._wanted[source] = own
         try:
@@ -154,9 +153,9 @@ class Resolver:
         silent, q.connection, q.dialled = q.connection, None, now
         if silent is not None:
             if q.silent is None:
-                log.warning("directory %s has not answered; dialling it anew", directory)
+                log.warning("directory %s has not answered; dialling it again", directory)
             self._sockets.drop(silent)
-        with contextlib.suppress(PeerError):  # none is to be had now
+        with contextlib.suppress(PeerError):  # none can be made now
             q.connection = self._dial(directory)
 
     def _dial(self, directory: Source) -> sockets.ControlConnection:
@@ -165,10 +164,10 @@ class Resolver:
         return connection
 
     def hung_up(self, directory: Source, connection: sockets.ControlConnection) -> Iterator[tuple[Source, Failure]]:
-        """Take in the loss of a connection; another is made when the question would be repeated.
+        """Handle the loss of a connection; another is made when the question is repeated.
 
-        Where nobody listens, or nothing has that name, the engine of that epoch is gone for good: a directory lives as long
-        as its epoch.
+        If nobody listens there, or the name does not exist, the engine of that epoch is gone for good, since a directory
+        lives as long as its epoch.
         """
         q = self._queries.get(directory)
         if q is None or q.connection is not connection:
@@ -181,7 +180,7 @@ class Resolver:
             )
 
     def doubt(self, link: LinkId, why: Failure, now: float) -> None:
-        """Take in that a link has gone silent: so are the directories behind it, until they answer."""
+        """Record that a link has gone silent; the directories of its engine count as silent too, until they answer."""
         for source in [source for source, links in self._links.items() if link in links]:
             del self._links[source]
             with contextlib.suppress(PeerError):
@@ -189,7 +188,7 @@ class Resolver:
                 self._silence(self._queries[source], why)
 
     def pardon(self, seconds: float) -> None:
-        """Do not count seconds in which nobody could be heard as anybody's silence."""
+        """Do not count seconds in which this process did not run as silence of directories."""
         for q in self._queries.values():
             q.since += seconds
 
@@ -200,7 +199,7 @@ class Resolver:
             self._close(min(silent, key=lambda known: known[0])[1])
 
     def receive(self, directory: Source, frame: bytes) -> Paths:
-        """Take in a directory's answer."""
+        """Handle a directory's answer."""
         q = self._queries.get(directory)
         if q is None:
             return
@@ -209,10 +208,10 @@ class Resolver:
             return
         self._close(directory)
         if not self._examine(len(frame), partial(_descriptor, frame, directory), partial(self._checked, directory)):
-            yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being looked at"))
+            yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being examined"))
 
     def _checked(self, directory: Source, descriptor: m.EngineDescriptor | Failure) -> Paths:
-        """Take in a directory's descriptor that has been checked, or why it is refused."""
+        """Handle a directory's descriptor that has been checked, or why it is refused."""
         now = time.monotonic()
         if isinstance(descriptor, Failure):
             yield from self._failed(directory, descriptor)
@@ -220,13 +219,13 @@ class Resolver:
         if directory in self._wanted.values():
             self._own[directory] = descriptor.ranks
             again = [s for s, own in self._wanted.items() if own == directory and s not in self._queries]
-            for source in again:  # its descriptor came first and was of no use without ours
+            for source in again:  # its descriptor came first, and was of no use without the own one
                 self._query(source, now)
         own = self._wanted.get(directory)
         if directory in self._wanted and (own is None or own in self._own):
             path = partial(self._path, descriptor, directory, self._own.get(own) if own else None)
             if not self._examine(len(descriptor.ranks), path, partial(self._found, directory)):
-                yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being looked at"))
+                yield from self._failed(directory, Failure(K.OVERLOADED, "too many directories are being examined"))
 
     def _found(self, directory: Source, path: Path | Failure) -> Paths:
         if self._wanted.pop(directory, self) is not self:
@@ -240,7 +239,7 @@ class Resolver:
     def _path(
         self, descriptor: m.EngineDescriptor, source: Source, own: tuple[m.RankDescriptor, ...] | None
     ) -> Path | Failure:
-        """Return the way to a source, or why there is none. Any thread: it uses nothing that changes."""
+        """Return the path to a source, or why there is none. Any thread: it uses nothing that changes."""
         ours = [rank.cache for rank in own or (self._me,)]
         try:
             if (why := f.difference(self.facts, descriptor.facts, "at the producer")) is not None:
@@ -248,7 +247,7 @@ class Resolver:
             if own is None:
                 _check_alone(self._me.cache, descriptor)
             elif self._me.cache.rank not in {cache.rank for cache in ours}:
-                raise PeerError(f"our own directory has not published {name(self._me.cache)}", kind=K.MISUSE)
+                raise PeerError(f"this engine's own directory has not published {name(self._me.cache)}", kind=K.MISUSE)
             mine = route([rank.cache for rank in descriptor.ranks], ours)[self._me.cache.rank]
             ranks = {rank.cache.rank: rank for rank in descriptor.ranks}
             targets = {
@@ -267,7 +266,7 @@ class Resolver:
         return Target(rank.address, rank.epoch, rank.cache, assignments, common)
 
     def tick(self, now: float) -> Iterator[tuple[Source, Failure]]:
-        """Repeat unanswered questions, and yield as failed who waits for a directory that counts as silent now."""
+        """Repeat unanswered questions, and yield failures for the sources whose directories now count as silent."""
         for directory in self._clock.due(now):
             q = self._queries.get(directory)
             if q is None:
@@ -294,7 +293,7 @@ class Resolver:
         return self._clock.next()
 
     def _failed(self, directory: Source, why: Failure) -> Iterator[tuple[Source, Failure]]:
-        """Yield all sources that depended on this directory: they have no route."""
+        """Yield a failure for each source that depended on this directory."""
         for source in [s for s, own in self._wanted.items() if directory in (s, own)]:
             yield source, self._fail(source, why.about("", f"directory {directory}"))
 
@@ -310,10 +309,10 @@ class Resolver:
 
 
 def _check_alone(mine: Cache, descriptor: m.EngineDescriptor) -> None:
-    """Refuse to read alone what is for several ranks: the producer would free its blocks with the first of them.
+    """Refuse to read alone what several ranks should read: the producer would free its blocks after the first of them.
 
     Raises:
-        PeerError: We hold less than there is.
+        PeerError: This cache lacks something that the producer has.
     """
     held = {(view.plane, layer) for view in mine.views for layer in view.layers}
     for rank in descriptor.ranks:
@@ -321,7 +320,7 @@ def _check_alone(mine: Cache, descriptor: m.EngineDescriptor) -> None:
             layer = next((layer for layer in view.layers if (view.plane, layer) not in held), None)
             if layer is not None and not view.optional:
                 raise PeerError(
-                    f"this rank has no layer {layer[:100]!r}, plane {view.plane[:100]!r}; if another of this engine has, "
+                    f"this rank has no layer {layer[:100]!r}, plane {view.plane[:100]!r}; if another rank of this engine has, "
                     "each fetch must name the engine's directory as 'own'",
                     kind=K.MISUSE,
                 )
@@ -332,7 +331,7 @@ def _misfit(why: str) -> PeerError:
 
 
 def _excuse(frame: bytes) -> Failure | None:
-    """Return why there is no descriptor yet; ``None`` where the answer is a descriptor, or stays what it is."""
+    """Return why there is no descriptor yet; ``None`` if the answer is a descriptor, or a final refusal."""
     try:
         answer = m.decode(frame)
     except PeerError:
@@ -346,8 +345,8 @@ def _descriptor(frame: bytes, directory: Source) -> m.EngineDescriptor:
     """Return the descriptor that a directory answered with, once all that it describes has been checked.
 
     Raises:
-        PeerError: The answer is a refusal, or none that can be used.
-        ValueError: A cache is described wrongly.
+        PeerError: The answer is a refusal, or cannot be used.
+        ArgumentError: A cache is described wrongly.
     """
     descriptor = m.decode(frame)
     if isinstance(descriptor, m.Refused):
@@ -355,7 +354,7 @@ def _descriptor(frame: bytes, directory: Source) -> m.EngineDescriptor:
     if not isinstance(descriptor, m.EngineDescriptor):
         raise PeerError(f"it answered with a {type(descriptor).__name__}", kind=K.MISUSE)
     if descriptor.protocol != m.PROTOCOL:
-        raise _misfit(f"its protocol {descriptor.protocol} is not ours ({m.PROTOCOL}); update one side")
+        raise _misfit(f"it speaks protocol {descriptor.protocol}, this side {m.PROTOCOL}; update one of them")
     if directory.epoch and descriptor.epoch != directory.epoch:
         raise PeerError("the engine there has restarted since it was named", kind=K.NO_SUCH_ENGINE)
     until = time.monotonic() + CHECK_S

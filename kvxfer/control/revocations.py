@@ -1,6 +1,7 @@
-"""A producer's revocation counter as consumers on the same host see it: a word of memory that others may read.
+"""A producer's revocation counter in shared memory, which consumers on the same host read instead of sending a message.
 
-A message to ask costs as much as moving a gigabyte between two GPUs. What the counter is for: ``kvxfer.protocol.revocations``.
+A round trip of messages takes as long as moving a gigabyte between two GPUs. ``kvxfer.protocol.revocations`` says what the
+counter is for.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class SharedRevocationCounter(RevocationCounter):
     """A revocation counter that other processes of this host and user can read.
 
     Attributes:
-        place: What a ``RevocationView`` takes.
+        place: Where it is, for ``RevocationView``.
 
     Raises:
-        OSError: No shared memory can be had.
+        OSError: No shared memory is available.
     """
 
     def __init__(self) -> None:
-        # Goes with the process, however that ends.
+        # It vanishes with the process, however that ends.
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, _SIZE)
@@ -47,7 +48,7 @@ class SharedRevocationCounter(RevocationCounter):
         super().__init__(memoryview(self._memory)[:8].cast("Q"))
 
     def close(self) -> None:
-        """Give up all that was announced, or will be. Any thread; idempotent."""
+        """Revoke everything that was announced, or will be. Any thread; idempotent."""
         with self._lock:
             if self._fd >= 0:
                 self._word[0] += 1
@@ -61,7 +62,7 @@ class SharedRevocationCounter(RevocationCounter):
 class RevocationView:
     """A consumer's view of a producer's revocation counter.
 
-    Called, by any thread, it tells how much has been declared so far.
+    Calling it, from any thread, returns how much has been declared so far.
     """
 
     def __init__(self, place: str) -> None:
@@ -77,7 +78,7 @@ class RevocationView:
             raise ValueError(f"{place!r} names no revocation counter")
         pid, fd, token = found.groups()
         path = f"/proc/{pid}/fd/{fd}"
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # opening something else might do something
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # opening some other file might have effects
             raise ValueError(f"{path} is no revocation counter")
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -89,12 +90,12 @@ class RevocationView:
             os.close(opened)
         if self._memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] != bytes.fromhex(token):
             self._memory.close()
-            raise ValueError(f"{path} is the revocation counter of somebody else")
+            raise ValueError(f"{path} is another agent's revocation counter")
         self._word = memoryview(self._memory)[:8].cast("Q")
 
     @classmethod
     def of(cls, place: str) -> RevocationView | None:
-        """Return the view of the counter at ``place``, or ``None`` when it cannot be seen."""
+        """Return the view of the counter at ``place``, or ``None`` if it cannot be opened from here."""
         try:
             return cls(place)
         except (OSError, ValueError):
@@ -105,8 +106,5 @@ class RevocationView:
 
 
 def _sealed(fd: int) -> bool:
-    """Return whether nobody can make the memory smaller any more.
-
-    To read what is mapped and no longer there would end this process.
-    """
+    """Return whether the memory can no longer be made smaller: reading a mapping beyond its end would kill this process."""
     return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)

@@ -1,6 +1,6 @@
-"""The shell of the two machines: tells them what happens on the control thread, and does what they ask for.
+"""The shell around the two state machines: tells them what happens, and carries out the actions that they ask for.
 
-Used by the control thread only; that is ``ControlLoop``'s.
+Used by the control thread (``ControlLoop``) only.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ log = logging.getLogger("kvxfer.agent")
 
 
 class Shell:
-    """Both machines of an agent, with all that they need.
+    """Both state machines of an agent, with everything that they need.
 
-    ``facts`` are ``None`` until the engine has said what its KV depends on.
+    ``facts`` are ``None`` until the engine has stated them.
 
     Attributes:
         consumer: The consumer's machine.
         producer: The producer's machine.
-        direct: How many parts were begun as they lie, without packing.
+        direct: How many parts were begun without packing.
         staged: How many parts were begun packed.
     """
 
@@ -96,7 +96,7 @@ class Shell:
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences()
         self._peers = AgentPeers(loop, data, revocations.place, me, config, engine, facts, self.consumer, self.producer)
-        self._waiting: list[Callable[[], None]] = []  # until nothing is in hand
+        self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self.direct = self.staged = 0
 
     def links(self) -> list[LinkStatus]:
@@ -129,9 +129,9 @@ class Shell:
         return out
 
     def _forget_if_over(self, transfer: TransferId, generation: int) -> None:
-        """Forget a revocation counter's entry of a transfer that the producer does not hold.
+        """Forget what is kept of a transfer that the producer's machine does not hold.
 
-        Offers that come too late, or are taken back before they were announced, have no end of their own.
+        Offers that come too late, or are revoked before they were announced, never end by an event.
         """
         if not self.producer.holds(transfer):
             self._over(transfer, generation)
@@ -284,7 +284,7 @@ class Shell:
         self._tell_waiting()
 
     def when_idle(self, call: Callable[[], None], now: float) -> list[Action]:
-        """Call this once no offer or fetch of ours is in hand, or the thread ends."""
+        """Call a function once no offer or fetch of this agent is under way, or the thread ends."""
         self._waiting.append(call)
         if self._loop.over:
             self._tell_waiting()

@@ -1,9 +1,9 @@
-"""The control connections of one thread: what is polled, who may connect, and how much of it there may be.
+"""The control connections of one thread: polls them, decides who may connect, and bounds how many there are.
 
-Those who dial us are *guests* until their owner knows them (``ControlSockets.keep``). What guests may cost is bounded for all of them
-together, so that strangers take nothing from peers: when there are too many, one of the host that has most goes, the one that has
-been silent for longest; when they fill too much memory, the one that fills most. Where there is a key, who has shown it makes room for
-nobody who has not, though both are of one host.
+Connections that were dialled to this side are *guests* until their owner knows them (``ControlSockets.keep``). All guests
+together may cost only so much, so that strangers take nothing from peers. If there are too many, the longest silent one of
+the host with the most goes; if they fill too much memory, the one that fills most. If there is a key, a guest that has proved
+it does not make room for one that has not.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from kvxfer.security import Security
 __all__ = ["ControlConnection", "ControlSockets", "address"]
 
 GUEST_FRAME = 256 << 10
-"""Longest frame of a guest: ten times the hello of a model with 126 layers."""
+"""The most bytes of a guest's frame: ten times the hello of a model with 126 layers."""
 GUESTS, GUEST_BYTES = 512, 16 << 20
-"""Guests, and what is kept of all that they say and are told."""
+"""The most guests, and the most bytes that are held for all of them."""
 _ACCEPTS = 8
-"""Connections that are taken at once: each may cost a handshake of a millisecond."""
+"""The most connections that are accepted at once, since each may take a millisecond for its handshake."""
 _EVENTS = 64
-"""Connections that are looked at in a turn."""
+"""The most connections that are handled in a turn."""
 _LOOKUPS = 64
-"""Names of hosts that may wait to be looked up."""
+"""The most host names that may wait to be looked up."""
 
 
 def address(host: str, port: int) -> str:
-    """Return the address of a control socket as it is written; an IPv6 host gets its brackets."""
+    """Return the written form of a control socket's address, with brackets around an IPv6 host."""
     return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
 
 
 class ControlSockets:
-    """The control connections of one thread, which may poll them and be woken from others.
+    """The control connections of one thread, which polls them and can be woken by others.
 
-    Made by any thread before the one that runs it, and closed by that one; ``wake`` is for all threads.
+    Any thread may make it, before the one that runs it starts; only that one may close it. Any thread may call ``wake``.
 
     Args:
         security: Who may connect and be dialled.
-        inbox: What others leave for the thread before they ``wake`` it.
+        inbox: What other threads leave for this one before they ``wake`` it.
     """
 
     def __init__(self, security: Security, inbox: Sized = ()) -> None:
@@ -65,21 +65,21 @@ class ControlSockets:
         self._listener: socket.socket | None = None
         self._hearing = False
         self._by_fd: dict[int, ControlConnection] = {}
-        self._guests: OrderedDict[ControlConnection, None] = (
-            OrderedDict()
-        )  # the one that has been silent for longest first
+        self._guests: OrderedDict[ControlConnection, None] = OrderedDict()  # the longest silent one first
         self._guest_bytes = 0
         self._dirty: set[ControlConnection] = set()
-        self._ready: dict[ControlConnection, None] = {}  # have frames, or are lost and nobody has been told
+        self._ready: dict[
+            ControlConnection, None
+        ] = {}  # those with frames, and those lost without the owner's knowing yet
         self._more: set[ControlConnection] = set()
         self._found: deque[tuple[ControlConnection, Addresses | OSError]] = deque()  # names that have been looked up
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
     def listen(self, host: str, port: int) -> int:
-        """Take connections, and return the port; 0 takes a free one.
+        """Accept connections from now on, and return the port; 0 takes a free one.
 
         Raises:
-            OSError: The address cannot be had.
+            OSError: The address is not available.
         """
         plain = host.strip("[]")
         try:
@@ -94,12 +94,13 @@ class ControlSockets:
         return int(sock.getsockname()[1])
 
     def dial(self, where: str, destination: Destination | None, limit: int) -> ControlConnection:
-        """Begin a connection, over which messages may be sent at once; if it cannot be had, it is ``lost``.
+        """Begin a connection, over which messages may be sent at once; if it cannot be made, it is ``lost``.
 
-        ``where`` came from a peer. Its owner knows it by ``destination``. ``limit``: bytes of the longest frame that may come.
+        ``where`` came from a peer. ``destination`` is for the owner to recognise it. ``limit``: the most bytes of a frame that
+        may come.
 
         Raises:
-            PeerError: ``where`` is no address, or none that may be dialled; or too many names are being looked up.
+            PeerError: ``where`` is not an address, or may not be dialled; or too many names are being looked up.
         """
         try:
             if not where.startswith("tcp://"):
@@ -116,25 +117,25 @@ class ControlSockets:
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
-        """Count a connection as a guest no more; its peer may send frames of ``limit`` bytes from now on."""
+        """No longer count a connection as a guest; its peer may send frames of ``limit`` bytes from now on."""
         if self._guests.pop(conn, True) is None:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
 
     def put_back(self, conn: ControlConnection, frame: bytes) -> None:
-        """Have the frame that was received last, and what follows it, wait until the connection may ``go_on``."""
+        """Return a received frame; it and those after it wait until ``go_on``."""
         conn.put_back(frame)
         conn.waits = True
 
     def go_on(self, conn: ControlConnection) -> bool:
-        """Hear a connection again; return whether there is something to receive now."""
+        """Receive from a connection again; return whether there is something to receive now."""
         conn.waits = False
         if conn.lost is None:
             self._settle(conn)
         return conn.lost is None and conn.ready
 
     def drop(self, conn: ControlConnection) -> None:
-        """Close a connection once what the peer takes at once has left; nobody is told. Idempotent."""
+        """Close a connection after sending what can be sent at once; the owner is not told. Idempotent."""
         conn.told = True
         conn.flush()
         conn.finish()
@@ -143,21 +144,21 @@ class ControlSockets:
         self._ready.pop(conn, None)
 
     def finish(self, conn: ControlConnection) -> None:
-        """Close a connection once what has been said has left."""
+        """Close a connection once what is queued has been sent."""
         if conn.lost is None:
             conn.finish()
             self._ready.pop(conn, None)
             if not conn.guest:
-                conn.guest = True  # until the peer has hung up, it is one of those that may be cut off
+                conn.guest = True  # until the peer has hung up, it may be cut off like a guest
                 conn.counted = 0
                 self._guests[conn] = None
 
     def poll(self, seconds: float) -> set[ControlConnection]:
-        """Wait for something to do, at most so many seconds; read and write what can be.
+        """Wait up to ``seconds`` for something to do; read and write without blocking.
 
         Return the connections from which something may have come.
         """
-        self._asleep = True  # before the inbox is looked at, so that whoever fills it after that wakes us
+        self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._more or self._found)
         events = self._epoll.poll(seconds if idle else 0, _EVENTS)
         self._asleep = False
@@ -199,7 +200,7 @@ class ControlSockets:
                 self._dirty.add(conn)
 
     def flush(self) -> None:
-        """Send what has been said, as far as peers take it now."""
+        """Send what is queued, as far as that is possible now."""
         while self._dirty:
             conn = self._dirty.pop()
             conn.flush()
@@ -212,7 +213,7 @@ class ControlSockets:
             os.eventfd_write(self._flag, 1)
 
     def linger(self, seconds: float) -> None:
-        """Send what has been said, and wait for peers to take it, so many seconds at the most."""
+        """Send what is queued, and wait up to ``seconds`` for peers to read it."""
         until = time.monotonic() + seconds
         self.flush()
         while any(conn.unsent for conn in self._by_fd.values()) and time.monotonic() < until:
@@ -238,7 +239,7 @@ class ControlSockets:
                 sock, where = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptor is left, and nobody is let in until one is
+            except OSError:  # no descriptor is left; accept none until one is
                 self._hear_knocks(False)
                 return
             host = str(where[0])
@@ -249,11 +250,11 @@ class ControlSockets:
             self._guests[conn] = None
             conn.accepted(sock)
             if len(self._guests) > GUESTS:
-                self._lose(self._spare_guest(), f"there are more than {GUESTS} who have said nothing yet")
+                self._lose(self._spare_guest(), f"there are more than {GUESTS} connections of strangers")
             self._settle(conn)
 
     def _spare_guest(self) -> ControlConnection:
-        """Return the guest that goes when there are too many."""
+        """Return the guest to close when there are too many."""
         strangers = [guest for guest in self._guests if not guest.authenticated] or list(self._guests)
         ((most, _),) = Counter(guest.host for guest in strangers).most_common(1)
         return next(guest for guest in strangers if guest.host == most)
@@ -278,7 +279,7 @@ class ControlSockets:
         self._hear_knocks(True)
 
     def _settle(self, conn: ControlConnection) -> None:
-        """Have the poll, and the thread, look at what matters now."""
+        """Update what is polled, counted and ready after a connection has changed."""
         if conn.lost is not None:
             self._forget(conn)
             if conn.dialled_us and not conn.opened and not conn.told:
@@ -321,7 +322,7 @@ class ControlSockets:
         self._settle(conn)
 
     def _look_up(self, conn: ControlConnection, host: str, port: int) -> None:
-        """Look a name up, on the thread for names."""
+        """Look a name up; on the thread for names."""
         try:
             self._found.append((conn, _addresses(host, port)))
         except OSError as e:

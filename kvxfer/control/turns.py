@@ -1,4 +1,4 @@
-"""Turns: whatever waits, one after the other, so that nobody who brings much keeps others waiting."""
+"""Turns: a queue in which owners take turns, so that one with many items does not keep others waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class Turns(Generic[Owner, Item]):
-    """Items that wait, by who has brought them: each of those has a turn, the items of one are in order."""
+    """Items that wait, by owner: the owners take turns, and the items of each stay in order."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Owner, deque[Item]] = OrderedDict()

@@ -1,4 +1,4 @@
-"""A thread for what takes time: neither control nor data waits for it."""
+"""A thread for jobs that take time, for which neither the control thread nor a data thread waits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ log = logging.getLogger("kvxfer.worker")
 
 
 class Worker:
-    """A thread that does one job after the other, the lightest first; so many may wait.
+    """A thread that does one job after the other, the lightest first; at most ``most`` may wait.
 
-    A heavy job costs others only what it takes once it has begun. The thread starts with the first job. Any thread may
-    call the methods.
+    A heavy job delays others only once it has begun. The thread starts with the first job. Any thread may call the methods.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -31,7 +30,7 @@ class Worker:
         self._thread = NamedThread(target=self._run, name=name)
 
     def submit(self, weight: int, job: Callable[[], None]) -> bool:
-        """Have a job done that says itself what came of it; ``weight`` is about what it costs, in any unit.
+        """Queue a job, which must itself report its result; ``weight`` is its approximate cost, in any unit.
 
         Return false when as many wait as may, no thread is to be had, or after ``close``; then the job is not done.
         """
@@ -49,10 +48,7 @@ class Worker:
         return True
 
     def close(self, timeout: float) -> None:
-        """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread).
-
-        Idempotent.
-        """
+        """Begin no more jobs, and wait for one that has begun for up to ``timeout`` seconds (the thread is a daemon). Idempotent."""
         with self._change:
             self._closed = True
             self._jobs.clear()

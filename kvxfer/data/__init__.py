@@ -1,4 +1,4 @@
-"""What runs on the data threads, and how the control thread speaks to them: back ends, jobs, staging memory, checks.
+"""The data threads, and how the control thread commands them: back ends, jobs, staging memory, checks.
 
-Nothing here knows digests or deadlines of transfers.
+Nothing here knows the digests or deadlines of transfers.
 """

@@ -1,6 +1,6 @@
-"""Checksums of parts that have arrived, where the device computes them by itself: the data thread begins them and goes on.
+"""Checksums of parts that have arrived, if a device computes them: the data thread starts them and goes on.
 
-That wakes two threads less than asking ``hasher.py`` would. A checksum that cannot be had here is left to it, which says why.
+That wakes two threads fewer than ``hasher.py`` would. A checksum that fails here is left to it, and it reports why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("kvxfer.data")
 
 
 class Checks:
-    """Read parts that have arrived. Used by the data thread only."""
+    """Makes checksums of parts that have arrived. Used by the data thread only."""
 
     def __init__(self, regions: tuple[Region, ...], post: Callable[[Moved], None]) -> None:
         self._regions, self._post = regions, post
@@ -45,7 +45,7 @@ class Checks:
             log.exception("a checksum could not be prepared")
 
     def end(self, moved: Moved) -> None:
-        """Take in the end of a part. If it has arrived and is to be checked, its end is told once it has been read."""
+        """Handle the end of a part; if it has arrived and is to be checked, report its end only once that is done."""
         begin = self._ready.pop(moved.ref, None)
         if begin is not None and moved.failure is None:
             try:
@@ -56,7 +56,7 @@ class Checks:
         self._post(moved)
 
     def look(self) -> None:
-        """Tell of the parts that have been read."""
+        """Report the parts whose checksums are done."""
         for reading in list(self._reading):
             moved, checksum = reading
             try:
@@ -69,11 +69,11 @@ class Checks:
             self._post(moved)
 
     def forget(self) -> None:
-        """Drop the parts that have not ended: they never will."""
+        """Drop the parts that have not ended, since they never will."""
         self._ready.clear()
 
     def wait(self) -> None:
-        """Wait until nothing is read any more."""
+        """Wait until no checksum is being made."""
         for _, checksum in self._reading:
-            with suppress(Exception):  # nobody wants to know any more
+            with suppress(Exception):  # nobody needs the results any more
                 checksum.value  # noqa: B018  (waits)

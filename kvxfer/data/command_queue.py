@@ -1,4 +1,4 @@
-"""Commands from any thread for one that sleeps in a poll."""
+"""A queue of commands from any thread for one that sleeps in a poll."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ C = TypeVar("C")
 class CommandQueue(Generic[C]):
     """Commands that wait for a thread: ``post`` from any thread, ``sleep`` and ``take`` on one.
 
-    A ``Wakeup`` has an epoll of its own, which would have to be polled within this poll and read after it. That would be too
-    much here, since the data thread sleeps often and for short times.
+    It does not use a ``Wakeup``, whose own epoll would have to be polled within this poll and read after it: the data thread
+    sleeps too often and too briefly for that.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class CommandQueue(Generic[C]):
         self._poller = select.poll()
         self._poller.register(self._flag, select.POLLIN)
         self._poller.register(self._timer, select.POLLIN)
-        self._other: int | None = None  # what the poller looks at beside them
+        self._other: int | None = None  # the other descriptor that is polled
         self._closed = False
         self._asleep = False
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class CommandQueue(Generic[C]):
             if fd is not None:
                 self._poller.register(fd, select.POLLIN)
             self._other = fd
-        self._asleep = True  # set before we look at what waits, so that whoever adds a command after that wakes us
+        self._asleep = True  # before the queue is checked, so that whoever adds a command later wakes this thread
         if not self._waiting:
             self._timer.at(time.monotonic() + seconds)
             if any(ready == self._flag for ready, _ in self._poller.poll()):
@@ -53,22 +53,22 @@ class CommandQueue(Generic[C]):
         self._asleep = False
 
     def post(self, command: C) -> None:
-        """Hand a command to the thread that takes them; once the queue is closed, nobody does."""
+        """Hand a command to the thread that takes them; after ``close`` it is dropped."""
         self._waiting.append(command)
         if not self._asleep:
             return
-        self._asleep = False  # one word is enough
-        with self._lock:  # so that we do not write to a descriptor that has been closed and is somebody else's by now
+        self._asleep = False  # waking once is enough
+        with self._lock:  # so that this never writes to a descriptor that has been closed and reused
             if not self._closed:
                 os.eventfd_write(self._flag, 1)
 
     def take(self) -> Iterator[C]:
-        """Yield the commands that have come, those that come meanwhile included."""
+        """Yield the commands that have come, including those that come meanwhile."""
         while self._waiting:
             yield self._waiting.popleft()
 
     def close(self) -> None:
-        """Close it, once nobody takes any more. Idempotent."""
+        """Close the queue, once no thread takes commands any more. Idempotent."""
         with self._lock:
             if not self._closed:
                 os.close(self._flag)

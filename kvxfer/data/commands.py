@@ -1,7 +1,7 @@
-"""What the control thread asks of the data threads, and what they answer: one value for each.
+"""The commands of the control thread to the data threads, and their results.
 
-Most commands are actions of the protocol's machines, passed on as they are. Words about the pieces of a staged part go either
-way: what one data thread says of a piece reaches the peer's, by way of both control threads, as a command.
+Most commands are actions of the protocol's machines, passed on as they are. News about the pieces of a staged part go both
+ways: what one data thread reports of a piece reaches the peer's data thread, through both control threads, as a command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class MakeEndpoint(msgspec.Struct, frozen=True):
-    """Begin a link, in the attempt of this number; answered with ``EndpointMade``."""
+    """Begin a link, in the attempt with this number; answered with ``EndpointMade``."""
 
     link: LinkId
     number: int
@@ -41,7 +41,7 @@ class MakeEndpoint(msgspec.Struct, frozen=True):
 
 
 class EndpointMade(msgspec.Struct, frozen=True):
-    """The bytes for the peer, or why there are none."""
+    """The endpoint for the peer, or why there is none."""
 
     link: LinkId
     number: int
@@ -50,7 +50,7 @@ class EndpointMade(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Make the link of these two endpoints; answered with ``Connected``."""
+    """Make the link between these two endpoints; answered with ``Connected``."""
 
     link: LinkId
     number: int
@@ -67,7 +67,7 @@ class Connected(msgspec.Struct, frozen=True):
 
 
 class LinkBroken(msgspec.Struct, frozen=True):
-    """A link on which nothing can move any more, though nobody asked to close it."""
+    """Nothing can move over a link any more, although nobody asked to close it."""
 
     link: LinkId
     number: int
@@ -75,13 +75,13 @@ class LinkBroken(msgspec.Struct, frozen=True):
 
 
 class Disconnect(msgspec.Struct, frozen=True):
-    """Close a link, whatever has become of it; answered with ``Disconnected``."""
+    """Close a link, in whatever state it is; answered with ``Disconnected``."""
 
     link: LinkId
 
 
 class Disconnected(msgspec.Struct, frozen=True):
-    """Nothing comes over the link into our memory any more."""
+    """Nothing comes over the link into memory here any more."""
 
     link: LinkId
 
@@ -89,11 +89,11 @@ class Disconnected(msgspec.Struct, frozen=True):
 class PieceReady(msgspec.Struct, frozen=True):
     """There is a slot for a piece.
 
-    From the producer: the piece lies packed in its staging memory, to be read; or it is on its way, where it is sent; or it
+    From the producer: the piece lies packed in its staging memory, to be read; or is on its way, if it is sent; or
     has been written into the slot that was lent. From the consumer: a slot to write it into.
 
     Attributes:
-        offset: Where the slot begins in staging memory, in bytes; ``None`` where the other side need not know.
+        offset: Where the slot begins in staging memory, in bytes; ``None`` if the other side need not know.
     """
 
     ref: PartRef
@@ -110,20 +110,20 @@ class PieceTaken(msgspec.Struct, frozen=True):
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """The back end has been closed and made anew: its links are void, and all memory is quiet."""
+    """The back end has been closed and made again: its links are void, and all memory is quiet."""
 
     backend: str
     failure: Failure
 
 
 class ThreadDied(msgspec.Struct, frozen=True):
-    """A thread that must not end has ended: nothing that it was given will be answered."""
+    """A thread that must not end has ended, and will not answer what it was given."""
 
     failure: Failure
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """End everything; nothing is taken in after it."""
+    """End everything; no command is taken after it."""
 
 
 PieceNews = PieceReady | PieceTaken

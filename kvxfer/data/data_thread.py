@@ -1,7 +1,7 @@
-"""The data thread: the one that makes a back end and calls it, as others see it and as it runs.
+"""The data thread: makes a back end, and is the only thread that calls it.
 
-It opens the back end, and again whenever that had to be reset; meanwhile every command is answered all the same. What goes
-over the opened back end is ``Traffic``. Neither this thread nor those that post to it ever wait for the other.
+It opens the back end, and opens it again whenever it had to be reset; commands are answered even meanwhile. ``Traffic`` handles
+what goes over the opened back end. Neither this thread nor those that post to it ever wait for each other.
 """
 
 from __future__ import annotations
@@ -48,18 +48,17 @@ __all__ = ["DataThread"]
 log = logging.getLogger("kvxfer.data")
 
 REOPEN_S = 1.0
-"""Shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
+"""The shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
 REOPEN_MOST_S = 30.0
 
 _UNENDED: list[Staging | None] = []
-"""Staging memory in which a device is still at work when its thread ends: it and its tables must not be lent to others."""
+"""Staging memory in which a device is still at work when its thread ends; it and its tables must never be freed."""
 
 
 class DataThread:
     """The data thread of one back end.
 
-    Begin with ``start`` or ``begin``; all methods may be called from any thread and wait for nothing, save ``start`` and
-    ``close``.
+    Begin with ``start`` or ``begin``. Any thread may call any method; only ``start`` and ``close`` block.
 
     Args:
         name: The back end's name.
@@ -67,7 +66,7 @@ class DataThread:
         regions: The cache's memory, number 0.
         stage: Makes staging memory, number 1, given the back end's capabilities.
         post: Called on the data thread with each result; must not block.
-        limits: What is put up with.
+        limits: When a link or the back end is given up.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class DataThread:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def start(self, timeout: float) -> tuple[Capabilities, Staging]:
-        """Make the back end, and wait for it, ``timeout`` seconds at most. If this raises, ``close``.
+        """Make the back end, and wait for that for up to ``timeout`` seconds. If this raises, call ``close``.
 
         Raises:
             TimeoutError: It takes longer.
@@ -116,10 +115,10 @@ class DataThread:
 
     @property
     def made(self) -> tuple[Capabilities, Staging]:
-        """The capabilities and staging memory of a back end that has started.
+        """Return the capabilities and staging memory of a back end that has started.
 
         Raises:
-            Exception: What kept it from that.
+            Exception: What kept it from starting.
         """
         if self._unmade is not None:
             raise self._unmade
@@ -127,7 +126,7 @@ class DataThread:
         return self._made
 
     def post(self, command: Command) -> None:
-        """Have something done. Its results are told by ``post`` of the constructor."""
+        """Queue a command. Its results go to the constructor's ``post``."""
         if isinstance(command, Move) and not command.piece_bytes and self._made is not None:
             can = self._made[0]
             if not (can.factored or shares(command, can) or in_rounds(command, self._most)):
@@ -136,9 +135,9 @@ class DataThread:
         self._commands.post(command)
 
     def close(self, timeout: float) -> None:
-        """End everything and wait for the thread, ``timeout`` seconds at most (it is a daemon thread).
+        """End everything, and wait for the thread for up to ``timeout`` seconds (it is a daemon).
 
-        Of each part that had not ended the end is posted, later if the back end did not let go in time.
+        The end of each part that has not ended is posted, after that if the back end does not let go in time.
         """
         self.post(Stop())
         if self._thread.is_alive():
@@ -156,9 +155,9 @@ class DataThread:
     # --- the data thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Make the back end and do what comes in, until ``Stop``; then every part has ended.
+        """Make the back end and do what is posted, until ``Stop``; then every part has ended.
 
-        Whatever a back end raises, be it no ``Exception``, costs its parts at the most.
+        Whatever a back end raises, even if it is not an ``Exception``, ends its parts at the most.
         """
         try:
             try:
@@ -171,8 +170,8 @@ class DataThread:
                 try:
                     self._turn()
                 except BaseException:
-                    log.exception("the back end failed in a way it must not")
-                    self._reset(backend_failed("it failed in a way it must not"))
+                    log.exception("the back end raised an unexpected error")
+                    self._reset(backend_failed("it raised an unexpected error"))
             self._end()
         except BaseException as e:
             self._post(ThreadDied(backend_failed(f"the data thread of back end {self._name!r} has died: {e!r}")))
@@ -224,7 +223,7 @@ class DataThread:
                 assert_never(command)
 
     def _refuse(self, command: Connect | Move | Abort | RemoteWritesEnded | PieceReady | PieceTaken) -> None:
-        """Answer while the back end is down: nothing of what was on it is left."""
+        """Answer a command while the back end is down, when nothing is left of its links."""
         match command:
             case Connect():
                 self._post(Connected(command.link, command.number, backend_failed("the back end is down")))
@@ -265,7 +264,7 @@ class DataThread:
         try:
             can = transport.capabilities
             staging = self._stage(can) if self._made is None else self._made[1]
-            # Memory that the back end cannot move is not its business; all of it goes staged, which is memory 1.
+            # A cache that the back end cannot move is not registered: all of it goes through staging memory, number 1.
             movable = all(map(can.moves, self._regions))
             transport.register(self._regions if movable else (staging.region,))
             transport.register((staging.region,))
@@ -280,7 +279,7 @@ class DataThread:
     def _try_open(self) -> None:
         """Open the back end, unless that was tried a moment ago, or it could not be opened to begin with.
 
-        Then links that have been asked for can be made, or fail.
+        Links that were asked for meanwhile are then made, or fail.
         """
         now = time.monotonic()
         if now < self._reopen or self._unmade is not None:
@@ -298,15 +297,15 @@ class DataThread:
                 self._no_endpoint(one, Failure.of(e).about("it cannot be opened: "))
 
     def _reset(self, why: Failure) -> None:
-        """Close the back end, which makes all memory quiet, and make it anew as soon as may be."""
+        """Close the back end, which makes all memory quiet, and open it again as soon as possible."""
         log.warning("resetting back end %s: %s", self._name, why.detail)
         if self._void(why.about("the back end was reset: ")) and self._made is not None:
-            self._made[1].reset()  # else slots that were in use stay out of use, as the cache's blocks do
+            self._made[1].reset()  # else the slots that were in use stay lost, as the cache's blocks do
         self._post(Reset(self._name, why))
         self._try_open()
 
     def _end(self) -> None:
-        """Close the back end, and tell of each part that it has ended and whether its memory is quiet."""
+        """Close the back end, and report the end of each part and whether its memory is quiet."""
         quiet = self._void(Failure(FailureKind.CANCELLED, "it was closed"))
         self._checks.wait()
         self._checks.look()
@@ -327,7 +326,7 @@ class DataThread:
         return quiet
 
     def _device_done(self) -> bool:
-        """Wait until the device neither packs nor unpacks, for ``grace`` seconds at most; return whether it is so.
+        """Wait up to ``grace`` seconds until the device neither packs nor unpacks; return whether that is so.
 
         A device that has failed does neither.
         """
@@ -338,5 +337,5 @@ class DataThread:
             log.exception("the device failed while it packed or unpacked")
             return True
         if not done:
-            log.error("the device has not packed or unpacked in %g s what it was given", grace)
+            log.error("the device did not finish packing or unpacking within %g s", grace)
         return done

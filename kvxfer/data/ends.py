@@ -1,4 +1,4 @@
-"""How parts and back ends end where nobody else says so."""
+"""Helpers for the ends of parts and back ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shut(transport: Transport) -> bool:
 
 
 def unmoved(ref: PartRef) -> Moved:
-    """Return the end of a part that has not begun, since there is no link for it."""
+    """Return the end of a part that has not begun because its link does not exist."""
     return Moved(ref, Failure(FailureKind.PEER_LOST, "the link is broken"), True, 0, collateral=True)
 
 

@@ -1,7 +1,7 @@
-"""Checksums of parts, on a thread of its own: neither control nor data waits while memory is read.
+"""Checksums of parts, on a thread of its own, so that neither the control thread nor a data thread waits while memory is read.
 
 The control thread posts what is to be hashed and gets each answer through a callback. The thread starts with the first
-part, so that an agent whose links check nothing has none.
+part, so that an agent whose links check nothing has no such thread.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = logging.getLogger("kvxfer.hasher")
 
 
 class Hasher:
-    """The thread that computes checksums. Methods are called by one thread, save ``close``.
+    """The thread that computes checksums. Only one thread may call its methods, except ``close``.
 
-    ``post`` is called with one ``Hashed`` for each ``Hash``, on this object's thread or from within ``cancel`` or ``close``; it must not
-    block.
+    ``post`` is called with one ``Hashed`` for each ``Hash``, on this object's thread or within ``cancel`` or ``close``; it must
+    not block.
     """
 
     def __init__(self, cache: Cache, post: Callable[[Hashed | ThreadDied], None]) -> None:
@@ -37,10 +37,7 @@ class Hasher:
         self._started = False
 
     def get_ready(self) -> None:
-        """Have compiled what reads the cache, so that no transfer waits for it; reads one token.
-
-        It may take seconds.
-        """
+        """Compile the code that reads the cache, so that no transfer waits for it; reads one token, and may take seconds."""
         cache = self._cache
         assignments = route([cache], [cache])[cache.rank].assignments.get(cache.rank, ())
         first = [[0]] * len(cache.groups)
@@ -48,7 +45,7 @@ class Hasher:
         memory.space(cache.regions).checksum(one, "source").value  # noqa: B018  (waits)
 
     def hash(self, action: Hash) -> None:
-        """Read the part's memory, after those that came before."""
+        """Queue a part to be hashed."""
         self._waiting[action.ref] = action
         self._line.put(action.ref)
         if not self._started:
@@ -56,15 +53,12 @@ class Hasher:
             self._started = True
 
     def cancel(self, ref: PartRef) -> None:
-        """End a part here that has not begun and is of no use any more.
-
-        One that has begun, or is not known, is left alone.
-        """
+        """Drop a part that is no longer needed, if its hashing has not begun."""
         if self._waiting.pop(ref, None) is not None:
             self._post(Hashed(ref, failure=Failure(FailureKind.CANCELLED, "it was given up")))
 
     def close(self, timeout: float) -> None:
-        """Begin nothing more and wait for what has begun, ``timeout`` seconds at most (it is a daemon thread)."""
+        """Begin no more parts, and wait for one that has begun for up to ``timeout`` seconds (the thread is a daemon)."""
         for ref in list(self._waiting):
             self.cancel(ref)
         self._line.put(None)

@@ -1,7 +1,7 @@
-"""All data threads of an agent: one for each back end that its links use, to be used as if they were one.
+"""All data threads of an agent, one for each back end that its links use, behind one interface.
 
 Most agents have a single back end. With several (``backend: auto``) each link is made with one of them; the first is
-started at once, another when a link first asks for it. Used by the control thread, save where it is said otherwise.
+started at once, another when a link first asks for it. Used by the control thread, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("kvxfer.data")
 
 
 class DataPlane:
-    """All back ends of an agent, by preference, each with its data thread; ``policy`` tells how one that has been started is used."""
+    """All back ends of an agent, by preference, each with its data thread; ``policy`` makes the policy of one that has started."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class DataPlane:
         self._held: dict[LinkId, MakeEndpoint] = {}  # asked for while the link was being closed
 
     def start(self, timeout: float) -> None:
-        """Start the first back end that can be within so many seconds; those before it drop out of the candidates.
+        """Start the first back end that starts within ``timeout`` seconds; those before it drop out of the candidates.
 
-        Any thread may call it. If it raises, ``close``.
+        Any thread may call it. If it raises, call ``close``.
 
         Raises:
-            ConfigError: Options do not fit.
+            ConfigError: The options are wrong.
             Exception: What kept the last candidate from starting.
         """
         while True:
@@ -67,13 +67,13 @@ class DataPlane:
                 self._first = self._threads[others[0]] = self._make(others[0])
 
     def policy(self, backend: str) -> LinkPolicy:
-        """Return how links use a back end, which has given an endpoint and so is started."""
+        """Return how links use a back end, which must have started."""
         if backend not in self._policies:
             self._policies[backend] = self._policy_of(backend, *self._threads[backend].made)
         return self._policies[backend]
 
     def post(self, command: Command) -> None:
-        """Have something done by the back end that it concerns; results come as they do from each."""
+        """Queue a command for the back end that it concerns."""
         match command:
             case Move():
                 self._of_link(command.ref.link).post(command)
@@ -84,14 +84,14 @@ class DataPlane:
             case Disconnect():
                 self._disconnect(command)
             case Abort() | RemoteWritesEnded() | PieceReady() | PieceTaken() | Stop():
-                # A part may be of an earlier link by another back end; a thread that does not know the part ignores it.
+                # The part may belong to an earlier link by another back end; a thread that does not know it ignores it.
                 for data in list(self._threads.values()):
                     data.post(command)
             case _:
                 assert_never(command)
 
     def _endpoint(self, asked: MakeEndpoint) -> None:
-        """Begin a link, once what there was of it before has been closed."""
+        """Begin a link, once its earlier connections have been closed."""
         link, backend = asked.link, asked.backend
         if link in self._closing:
             self._held[link] = asked
@@ -112,7 +112,7 @@ class DataPlane:
         data.post(command)
 
     def disconnected(self, link: LinkId) -> bool:
-        """Take in an answer to ``Disconnect``; return whether it was the last: nothing comes over the link any more from any back end."""
+        """Record an answer to ``Disconnect``; return whether it was the last, so that nothing comes over the link by any back end."""
         self._closing[link] -= 1
         if self._closing[link]:
             return False
@@ -122,7 +122,7 @@ class DataPlane:
         return True
 
     def close(self, timeout: float) -> None:
-        """End all, within ``timeout`` seconds."""
+        """End all data threads, within ``timeout`` seconds."""
         until = time.monotonic() + timeout
         self.post(Stop())
         for data in list(self._threads.values()):
@@ -134,4 +134,4 @@ class DataPlane:
         return sum(data.quarantined_bytes for data in list(self._threads.values()))
 
     def _of_link(self, link: LinkId) -> DataThread:
-        return self._of.get(link, self._first)  # a closed link has none, and any thread can say so
+        return self._of.get(link, self._first)  # a closed link has none, and any data thread can answer that

@@ -1,4 +1,4 @@
-"""How an agent's back end and cache go together: by which verb bytes move, when parts go staged, and whose link is refused."""
+"""How an agent uses a back end for its cache: by which verb bytes move, when parts go staged, and which links are refused."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["LinkPolicy", "admit", "check_facts", "lent", "stager"]
 ALWAYS = 1 << 48
 STRICTNESS = get_args(Integrity)
 LEAST_PIECE = 4096
-"""Bytes of a staged piece that a peer may ask for: smaller ones would be work without end."""
+"""The least bytes of a staged piece that a peer may ask for; smaller ones would cost too much work."""
 HOST_STAGING, CUDA_STAGING = 64 << 20, 512 << 20
-"""Bytes of staging memory by default: a GPU's link is some ten times faster than a host's, and needs longer pieces."""
+"""The default bytes of staging memory: a GPU's link is some ten times faster than a host's, and needs longer pieces."""
 CUDA_RUN = 2 << 20
-"""Rows of fewer bytes are packed on GPUs, whose link moves so many in the 5 us or more that a message or descriptor costs."""
+"""Rows of fewer bytes are packed on GPUs, whose link moves that many in the 5 us that a message or descriptor costs at least."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class LinkPolicy:
     Attributes:
         backend: The back end's name.
         mode: How bytes move.
-        cache: Our cache.
+        cache: The agent's cache.
         piece_bytes: Bytes of a staged piece.
-        stage_below: Parts whose rows are shorter on average, in bytes, are packed; 0: none is.
+        stage_below: Parts whose rows have fewer bytes on average are packed; 0: none is.
         integrity: How bytes are checked.
     """
 
@@ -53,7 +53,7 @@ class LinkPolicy:
     def of(
         cls, backend: str, caps: Capabilities, staging: Staging, cache: Cache, integrity: Integrity = "off"
     ) -> LinkPolicy:
-        """Return how links use a back end of these capabilities, with this staging memory, for this cache."""
+        """Return how links use a back end with these capabilities and this staging memory for this cache."""
         mode = _mode(caps)
         if _foreign(caps, cache) or not caps.gathers:
             below = ALWAYS
@@ -74,7 +74,7 @@ class LinkPolicy:
         assignments: Sequence[ShardAssignment],
         facts: Mapping[str, str],
     ) -> m.Hello:
-        """Return what a consumer says first over a link: where it listens, what it is, and how it would move which shards."""
+        """Return a consumer's hello: its endpoint, what it is, which shards it reads, and how."""
         return m.Hello(
             m.PROTOCOL,
             self.backend,
@@ -92,7 +92,7 @@ class LinkPolicy:
         )
 
     def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
-        """Return how the link works on which an admitted hello and we agree.
+        """Return what this side and an admitted hello agree on for the link.
 
         Raises:
             PeerError: The link is refused, with the reason.
@@ -100,23 +100,25 @@ class LinkPolicy:
         if hello.mode != self.mode:
             raise _misfit(
                 f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "
-                "alike on both"
+                "the same on both"
             )
         if hello.piece_bytes < LEAST_PIECE:
-            raise _misfit(f"{hello.engine!r} takes pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
+            raise _misfit(f"{hello.engine!r} asks for pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
         integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
-        stage_below = max(self.stage_below, hello.stage_below)  # either side may have what its back end cannot move
+        stage_below = max(
+            self.stage_below, hello.stage_below
+        )  # either side may have memory that its back end cannot move
         return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, stage_below, integrity, name=name)
 
     def accept(self, welcome: m.Welcome) -> None:
-        """Check a producer's answer to our hello.
+        """Check a producer's answer to the hello.
 
         Raises:
-            PeerError: It is not what we asked for.
+            PeerError: It does not fit what this side asked for.
         """
         if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
-            raise _misfit(f"its pieces have {welcome.piece_bytes} bytes, and ours {self.piece_bytes}")
+            raise _misfit(f"its pieces have {welcome.piece_bytes} bytes, this side's {self.piece_bytes}")
         if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
             raise _misfit(
                 f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})"
@@ -126,13 +128,15 @@ class LinkPolicy:
 def admit(
     hello: m.Hello, candidates: Sequence[str], cache: Cache, epoch: int, facts: Mapping[str, str] | None
 ) -> Planner:
-    """Check all of a consumer's hello that does not depend on what a back end can do; return the planner of the link's copies.
+    """Check everything in a consumer's hello that does not depend on the back end's capabilities; return the link's planner.
 
     Raises:
         PeerError: The link is refused, with the reason.
     """
     if hello.protocol != m.PROTOCOL:
-        raise _misfit(f"protocol {hello.protocol} of {hello.engine!r} is not ours ({m.PROTOCOL}); update one side")
+        raise _misfit(
+            f"{hello.engine!r} speaks protocol {hello.protocol}, this engine {m.PROTOCOL}; update one of them"
+        )
     if hello.expect_epoch != epoch:
         why = f"{hello.engine!r} looks for an agent that lived here before; this one started later"
         raise PeerError(why, kind=FailureKind.PEER_LOST)
@@ -150,12 +154,12 @@ def admit(
 
 
 def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
-    """Refuse a consumer whose KV depends on something else than ours.
+    """Refuse a consumer with other facts than this engine's.
 
-    ``facts`` are ``None`` while our engine has not said it yet; then the consumer has compared what our directory states.
+    ``facts`` are ``None`` until the engine has stated them; the consumer has then compared those that the directory states.
 
     Raises:
-        PeerError: They differ.
+        PeerError: The facts differ.
     """
     why = None if facts is None else f.difference(facts, hello.facts, "at the consumer")
     if why is not None:
@@ -163,12 +167,12 @@ def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
-    """Return what makes staging memory of so many bytes, or by default, once the back end's capabilities are known."""
+    """Return a function that makes staging memory of so many bytes (``None``: the default) for a back end's capabilities."""
 
     def make(caps: Capabilities) -> Staging:
         kinds = {r.device.partition(":")[0] for r in cache.regions}
         if kinds <= caps.memory:
-            device = next((r.device for r in cache.regions), "cpu")  # a rank may hold nothing
+            device = next((r.device for r in cache.regions), "cpu")  # a rank may hold no memory
         elif "cpu" in caps.memory:
             device = "cpu"
         else:
@@ -179,9 +183,9 @@ def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging
 
 
 def lent(caps: Capabilities, role: Role) -> tuple[frozenset[int], bool]:
-    """Tell which of our memory the peer of a link needs. Where one side reads or writes, it needs the other's; else neither does.
+    """Return which memories here the peer of a link needs (0: the cache, 1: staging), and whether it writes to them.
 
-    Return the numbers of the memory (0: the cache, 1: staging), and whether the peer writes to it.
+    A side that reads or writes needs the other's memory; when sending, neither does.
     """
     mode, serves = _mode(caps), role == "producer"
     if mode == "read":
@@ -202,10 +206,10 @@ def _mode(caps: Capabilities) -> Mode:
 
 
 def _closes(caps: Capabilities) -> bool:
-    """Whether closing a link ends what its peer writes."""
+    """Return whether closing a link ends what its peer writes."""
     return caps.quiet in ("batch", "peer_close")
 
 
 def _foreign(caps: Capabilities, cache: Cache) -> bool:
-    """Whether some of the cache lies in memory that the back end cannot move as it is."""
+    """Return whether some of the cache is memory that the back end cannot move directly."""
     return not all(map(caps.moves, cache.regions))

@@ -1,4 +1,4 @@
-"""Parts that have ended but whose memory a back end may still touch, and what is put up with before it is given up for them."""
+"""Parts that have ended but whose memory a back end may still touch, and when the back end is given up because of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Limits", "Quarantine"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What is put up with before a link, or the back end, is given up.
+    """When a link, or the back end, is given up.
 
     Attributes:
-        grace: Seconds within which a batch must end after its abort.
-        quarantine: Bytes of memory that is not quiet above which the back end is reset.
+        grace: The most seconds in which a batch must end after its abort.
+        quarantine: The most bytes of memory that may be not quiet; beyond, the back end is reset.
     """
 
     grace: float
@@ -30,16 +30,16 @@ class Limits:
 class Quarantine:
     """The parts in quarantine while one opened back end lives. Used by the data thread only.
 
-    ``parts`` outlive this object where a back end never lets go. ``post`` is called with the second ``Moved`` of a part, once its memory is
-    quiet; it must not block.
+    ``parts`` outlive this object if a back end never lets go. ``post`` is called with the second ``Moved`` of a part, once its
+    memory is quiet; it must not block.
     """
 
     def __init__(
         self, parts: dict[PartRef, Job], can: Capabilities, limits: Limits, post: Callable[[Moved], None]
     ) -> None:
         self._parts, self._can, self._limits, self._post = parts, can, limits, post
-        self._batches: dict[int, Job] = {}  # that have failed without being quiet
-        self._patient_until = 0.0  # how long to wait for those to get quiet by themselves
+        self._batches: dict[int, Job] = {}  # batches that have failed without being quiet
+        self._patient_until = 0.0  # until when to wait for those to get quiet by themselves
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -49,16 +49,16 @@ class Quarantine:
         return self._parts.get(ref)
 
     def put(self, job: Job) -> None:
-        """Take in a part that has ended and is not quiet."""
+        """Add a part that has ended and is not quiet."""
         self._parts[job.ref] = job
 
     def failed(self, batch: int, job: Job) -> None:
-        """Take in that a batch of a part has failed and may still touch its memory."""
+        """Record that a batch of a part has failed and may still touch its memory."""
         self._batches[batch] = job
         self._patient_until = time.monotonic() + self._limits.grace
 
     def quieted(self, batch: int) -> None:
-        """Take in that a batch which had failed touches no memory any more."""
+        """Record that a failed batch no longer touches memory."""
         job = self._batches.pop(batch, None)
         if job is None or any(other is job for other in self._batches.values()):
             return
@@ -68,7 +68,7 @@ class Quarantine:
             job.calm()
 
     def release(self, ref: PartRef) -> None:
-        """Tell that the memory of a part that has ended is quiet now."""
+        """Report that the memory of a part that has ended is now quiet."""
         job = self._parts.pop(ref)
         job.calm()
         for batch in [b for b, other in self._batches.items() if other is job]:
@@ -76,19 +76,19 @@ class Quarantine:
         self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
 
     def link_closed(self, link: LinkId) -> None:
-        """Release the parts that the end of their link makes quiet."""
+        """Release the parts whose memory is made quiet by the end of their link."""
         for ref in [r for r, job in self._parts.items() if r.link == link and job.calmed_by_close(self._can)]:
             self.release(ref)
 
     def release_all(self) -> None:
-        """Release every part: the back end is closed, and so touches nothing any more."""
+        """Release every part, since the back end is closed and touches nothing any more."""
         for ref in list(self._parts):
             self.release(ref)
 
     def needs_reset(self, busy: bool) -> bool:
-        """Return whether the back end has to be reset, since nothing else makes the memory quiet.
+        """Return whether the back end has to be reset now, since nothing else makes the memory quiet.
 
-        That waits while parts are moving, or while memory may get quiet by itself, unless too much is in quarantine.
+        A reset waits while parts are moving, or memory may get quiet by itself, unless too much is in quarantine.
         """
         if not self._parts or self._can.quiet not in ("later", "backend_reset"):
             return False

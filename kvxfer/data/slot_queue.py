@@ -1,4 +1,4 @@
-"""Which jobs wait for a slot of staging memory, whose turn it is when one is free, and who gives one up."""
+"""The jobs that wait for a slot of staging memory: whose turn it is when one is free, and which job must give one up."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from kvxfer.protocol.values import LinkId, PartRef, Role
 __all__ = ["PATIENCE_S", "SlotQueue"]
 
 PATIENCE_S = 1.0
-"""For how long a consumer may hold a slot while another has waited for its first one for as long. A piece is on its way for
-milliseconds; then it waits for a consumer that has stopped."""
+"""How long a consumer may hold a slot while another has waited as long for its first one. A piece takes milliseconds, so one that
+takes so long waits for a consumer that has stopped."""
 
 
 class SlotQueue:
-    """Jobs that wait for a slot, by our role and their link. Used by the data thread only."""
+    """Jobs that wait for a slot, by role and link. Used by the data thread only."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
         self._waiting: dict[Role, dict[LinkId, dict[PartRef, Job]]] = {"producer": {}, "consumer": {}}
-        self._starved: dict[LinkId, float] = {}  # since when a producer's link has none and wants one
-        self._gave_up = 0.0  # when somebody lost one for that
+        self._starved: dict[LinkId, float] = {}  # since when a link to a consumer has no slot and wants one
+        self._gave_up = 0.0  # when a job last had to give one up for that
 
     def __bool__(self) -> bool:
         return any(self._waiting.values())
 
     def waits(self, role: Role) -> bool:
-        """Return whether a job of ours in this role waits."""
+        """Return whether a job in this role waits."""
         return bool(self._waiting[role])
 
     def add(self, job: Job) -> None:
-        """Have a job wait, behind those of its link that do."""
+        """Have a job wait, after those of its link that wait already."""
         link, role = job.ref.link, job.ref.role
         self._waiting[role].setdefault(link, {})[job.ref] = job
         if role == "producer" and not self._staging.holds(link, role):
@@ -42,7 +42,7 @@ class SlotQueue:
             self._starved.pop(link, None)
 
     def remove(self, job: Job) -> None:
-        """Let a job wait no more, if it does."""
+        """Take a job out of the queue, if it waits."""
         waiting = self._waiting[job.ref.role]
         mine = waiting.get(job.ref.link)
         if mine is not None and mine.pop(job.ref, None) is not None and not mine:
@@ -51,9 +51,9 @@ class SlotQueue:
                 self._starved.pop(job.ref.link, None)
 
     def feed(self, advance: Callable[[Job], None]) -> None:
-        """Let jobs have what is free, a producer's in the order in which their consumers have held least.
+        """Give free slots to jobs; those of a producer first for the consumers that have held slots for the least time.
 
-        ``advance`` lets a job go on, which takes a slot if it can and then waits no more.
+        ``advance`` lets a job go on; it takes a slot if it can, and then waits no more.
         """
         for role, waiting in self._waiting.items():
             if not waiting or not self._staging.room(role):
@@ -66,12 +66,12 @@ class SlotQueue:
                         for ref in [r for r in mine if r[:-1] == job.ref[:-1]]:
                             mine[ref] = mine.pop(ref)  # the next slot is for another transfer, which may be short
                     if job.starving:
-                        break  # and so would be the link's others
+                        break  # the link's other jobs would get none either
 
     def overstayer(self, jobs: Iterable[Job]) -> Job | None:
-        """Return who has held a slot for longest and too long, where a consumer has long waited for its first one.
+        """Return the job that has held a slot for longest, if for too long while a consumer waits for its first slot.
 
-        Whoever asks gives it up; nobody else is named for a while after that.
+        The caller must stop that job; no other is returned for a while.
         """
         before = time.monotonic() - PATIENCE_S
         starved = any(

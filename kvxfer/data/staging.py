@@ -1,18 +1,18 @@
 """Staging memory: a bounded area cut into equal slots, through which staged parts pass packed.
 
-Used by the data thread only. A link that needs slots alone may hold half of them; of several each may hold its part; and
-the last one that is free is for a link that has none, so that a peer that has stopped does not keep others from theirs. What is
-shared is time, not turns: a producer's slot goes to the consumer that has held slots for the least time of late (``spent``), or one
-that takes a piece now and then would hold up all that take theirs at once. Should so many have stopped that nothing is left, ``since``
-tells which slots have been held for longest.
+Used by the data thread only. A single link that needs slots may hold half of them; several links share them; and the last free
+one is for a link that has none, so that a peer that has stopped does not keep others from theirs. Links share time, not turns:
+a producer's slot goes to the consumer that has held slots for the least time recently (``spent``), or a consumer that takes a
+piece only now and then would hold up all that take theirs at once. If so many have stopped that no slot is left, ``since``
+tells which have been held for longest.
 
-No circle of engines may wait for each other's slots, however many there are. A producer holds a slot until its consumer
-has one too; so ``RESERVED`` slots are kept for pieces of which a consumer knows that their producer has one already. What
-holds these ends without anybody else's slot, therefore whatever is announced moves in the end. As many are kept for
-producers, since the others may wait for one of theirs.
+Engines must never wait for each other's slots in a circle, however many there are. A producer holds a slot until its consumer
+has one too; so ``RESERVED`` slots are kept for pieces whose producer, as the consumer knows, has a slot already. Pieces in
+these end without another slot, so whatever is announced moves in the end. As many are kept for producers, since consumers
+may wait for one of theirs.
 
-A device may still be packing into a slot, or unpacking it, when its piece has ended: such a slot is nobody's until the
-device is done, or what a peer sends into it next would be overwritten.
+A device may still be packing into a slot, or unpacking it, when its piece has ended. Such a slot is not reused until the
+device is done, or it could overwrite what a peer sends into it next.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from kvxfer.transport import Fence
 __all__ = ["SLOTS", "Slot", "Staging"]
 
 SLOTS = 8
-"""Slots an area is cut into: enough to overlap packing, moving and unpacking, few enough to keep pieces long."""
+"""The number of slots: enough to overlap packing, moving and unpacking, few enough to keep pieces long."""
 
 
 RESERVED = SLOTS // 4
-"""Slots that neither a producer's pieces nor those a consumer merely expects may take; and that no consumer may take."""
+"""The number of slots that only pieces known to a consumer may take; and of those that only a producer's pieces may take."""
 
 CREDITS = SLOTS // 2
-"""Slots that a link may hold, and that may be held for pieces merely expected."""
+"""The most slots that a link may hold, and that may be held for pieces that are only expected."""
 
 HALF_LIFE_S = 1.0
-"""After how long the time for which a slot was held counts half."""
+"""The time after which past holding of a slot counts half."""
 
 TICK_S = 0.0001
-"""How often a thread that waits for the device asks."""
+"""Seconds between two checks of a thread that waits for the device."""
 
 Use = Literal["sent", "known", "expected"]
-"""What a slot is for: a producer's piece; a consumer's whose producer has a slot, or needs ours first; or may not yet."""
+"""What a slot is for: ``sent``, a producer's piece; ``known``, a consumer's piece whose producer has a slot, or needs this one
+first; ``expected``, a consumer's piece whose producer may not have a slot yet."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +88,19 @@ class Staging:
         return self._buffer.region
 
     def reset(self) -> None:
-        """Free all slots: no back end can touch them any more."""
+        """Free all slots, once no back end can touch them any more."""
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
-        self._busy: dict[int, Fence] = {}  # by slot: what the device was last asked to do there, until it has
+        self._busy: dict[int, Fence] = {}  # by slot: the device's last work there, until it is done
         self._held: dict[Role, Counter[LinkId]] = {"producer": Counter(), "consumer": Counter()}
         self._since: dict[Slot, float] = {}  # producer: when a slot was taken, the oldest first
         self._spent: dict[LinkId, tuple[float, float]] = {}  # producer: seconds that slots were held, and as of when
         self._used: Counter[Use] = Counter()
-        self.taken = self.given = 0  # how many slots have been had, and have come back
+        self.taken = self.given = 0  # how many slots have been taken, and have come back
 
     def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
         """Take a free slot for a link; ``None`` while no slot is free, or the credits of link or use are used up.
 
-        ``sure``: whether a consumer's slot will be used without the peer's waiting for a slot that others may have.
+        ``sure``: a consumer's slot will be used without its peer having to wait for a slot of its own.
         """
         use: Use = "sent" if role == "producer" else "known" if sure else "expected"
         if not self._may(owner, role, use):
@@ -124,7 +125,7 @@ class Staging:
         return room > 1 and mine < min(CREDITS, (SLOTS - RESERVED) // len(holders))
 
     def _room(self, use: Use) -> int:
-        """Return how many more slots may be had for this use."""
+        """Return how many more slots may be taken for this use."""
         used, most = self._used, SLOTS - RESERVED
         room = len(self._free)
         if use != "sent":
@@ -134,7 +135,7 @@ class Staging:
         return min(room, CREDITS - used["expected"]) if use == "expected" else room
 
     def room(self, role: Role) -> bool:
-        """Whether there is a slot for somebody whose role is this one."""
+        """Return whether there is a free slot for this role."""
         return self._room("sent") > 0 if role == "producer" else max(self._room("known"), self._room("expected")) > 0
 
     def holds(self, owner: LinkId, role: Role) -> bool:
@@ -142,11 +143,11 @@ class Staging:
 
     @property
     def since(self) -> Mapping[Slot, float]:
-        """The slots that pieces of a producer's hold, and since when, the oldest first."""
+        """The slots that a producer's pieces hold, and since when, the oldest first."""
         return self._since
 
     def spent(self, owner: LinkId) -> float:
-        """Return for how many seconds a link has held a producer's slots, of which each counts half after ``HALF_LIFE_S``."""
+        """Return for how many seconds a link has held a producer's slots; each second counts half after ``HALF_LIFE_S``."""
         seconds, at = self._spent.get(owner, (0.0, 0.0))
         return float(seconds * 0.5 ** ((time.monotonic() - at) / HALF_LIFE_S))
 
@@ -159,16 +160,16 @@ class Staging:
 
     @property
     def settling(self) -> bool:
-        """Whether the device is still at work in a slot that is free otherwise: ask for one again soon."""
+        """Whether the device is still at work in a slot that is otherwise free, so that it pays to ask again soon."""
         return bool(self._busy) and any(not self._idle(at) for at in self._free)
 
     def wait(self, until: float) -> bool:
-        """Block until the device has done all that it was asked to, which takes as long as one copy of the slots.
+        """Block until the device has done all its work, which takes as long as one copy of the slots.
 
-        Stop waiting at a time of ``time.monotonic``. Return whether the device is done.
+        Stop waiting at this time of ``time.monotonic``. Return whether the device is done.
 
         Raises:
-            Exception: What the device failed with.
+            Exception: The device has failed.
         """
         while not all(self._idle(at) for at in list(self._busy)):
             if time.monotonic() >= until:
@@ -177,7 +178,7 @@ class Staging:
         return True
 
     def give(self, slot: Slot) -> None:
-        """Return a slot that no back end touches any more."""
+        """Give back a slot that no back end touches any more."""
         holders = self._held["producer" if slot.use == "sent" else "consumer"]
         holders[slot.owner] -= 1
         if not holders[slot.owner]:
@@ -198,7 +199,7 @@ class Staging:
         return self._begun(slot, self._space.pack(plan, self._buffer, slot.offset))
 
     def unpack(self, plan: CopyPlan) -> Callable[[Slot], Fence]:
-        """Get ready to scatter a slot into the plan's destination side; what is returned does it, once."""
+        """Prepare to scatter a slot into the plan's destination side; return a function that does it once."""
         begin = self._space.prepare_unpack(plan, self._buffer)
         return lambda slot: self._begun(slot, begin(slot.offset))
 

@@ -1,8 +1,8 @@
-"""What goes over one opened back end: its links, and the parts that move on them. Used by the data thread only.
+"""The traffic over one opened back end: its links, and the parts that move on them. Used by the data thread only.
 
 Each part is a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of
-transfers. The one clock is for aborts, which must end in bounded time: a batch that does not end within ``grace`` seconds of its
-abort costs its link, and memory that does not get quiet may cost the back end (``quarantine.py``).
+transfers. Time matters only for aborts, which must end in bounded time: if a batch does not end within ``grace`` seconds of its
+abort, its link is closed, and if memory does not get quiet, the back end may be reset (``quarantine.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["LOOK_S", "Traffic"]
 log = logging.getLogger("kvxfer.data")
 
 LOOK_S = 0.00003
-"""How soon to ask again whether a device is done with what nothing else tells of: it packs a piece in twice that time."""
+"""Seconds between two checks of whether a device is done, if nothing else tells; it packs a piece in twice that time."""
 
 
 class Traffic:
@@ -42,11 +42,11 @@ class Traffic:
         transport: The back end.
         regions: The cache's memory.
         staging: The staging memory.
-        checks: Reads what has arrived, and then tells of its end.
+        checks: Makes checksums of what has arrived, before its end is reported.
         post: Called with each result; must not block.
-        quarantine: The parts that have ended but whose memory a back end may still touch; they outlive this object where a
+        quarantine: The parts that have ended but whose memory a back end may still touch; they outlive this object if a
             back end never lets go.
-        limits: What is put up with.
+        limits: When a link or the back end is given up.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class Traffic:
         self._quarantine = Quarantine(quarantine, self._can, limits, post)
         self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
         self._wires: dict[LinkId, Wire] = {}  # links that are connected
-        self._doubtful: set[LinkId] = set()  # something has failed on them
+        self._doubtful: set[LinkId] = set()  # links on which something has failed
         self._jobs: dict[PartRef, Job] = {}
-        self._restless: dict[PartRef, Job] = {}  # those that wait for the device
+        self._restless: dict[PartRef, Job] = {}  # jobs that wait for the device
         self._hungry = SlotQueue(staging)
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
-        self._short: dict[LinkId, list[Direct]] = {}  # begin at the end of the turn, those of a link together
+        self._short: dict[LinkId, list[Direct]] = {}  # jobs to begin at the end of the turn, those of a link together
         self._batches: dict[int, Sequence[Job]] = {}
         self._aborted: dict[PartRef, float] = {}
 
     # --- links -----------------------------------------------------------------------------------------------------
 
     def endpoint(self, link: LinkId, role: Role) -> bytes:
-        """Return a fresh endpoint of a link on which we are ``role``."""
+        """Return a fresh endpoint for a link on which this agent has this role."""
         self._withdraw(link)
         self._unused[link] = mine = self._transport.endpoint_lending(*lent(self._can, role))
         return mine
@@ -125,7 +125,7 @@ class Traffic:
             self._lines.pop((link, verb), None)
 
     def _break(self, link: LinkId, why: Failure) -> None:
-        """Report that a link is of no more use to anyone; whoever made it must make it anew."""
+        """Report that a link is broken, so that it is made again."""
         wire = self._wires.get(link)
         if wire is None or wire.broken:
             return
@@ -136,10 +136,7 @@ class Traffic:
         self._post(LinkBroken(link, wire.number, why))
 
     def _doubt(self, link: LinkId) -> None:
-        """Look at a link on which something may have failed.
-
-        If it is lost it is reported broken, and all that moves on it ends with it.
-        """
+        """Check a link on which something may have failed; if it is lost, report it broken and end everything on it."""
         wire = self._wires.get(link)
         why = None if wire is None else self._transport.lost(wire.peer)
         if why is not None:
@@ -148,7 +145,7 @@ class Traffic:
     # --- parts -----------------------------------------------------------------------------------------------------
 
     def move(self, action: Move) -> None:
-        """Begin a part; its end is told by ``Moved``."""
+        """Begin a part; its end is reported by ``Moved``."""
         try:
             self._begin(action)
         except BaseException as e:
@@ -178,14 +175,14 @@ class Traffic:
             self._get_ready(job)
 
     def _begin_short(self) -> None:
-        """Begin the short parts that have come in this turn: those of a link cost together what each would alone."""
+        """Begin the short parts that have come in this turn, those of a link together, which costs as much as one alone."""
         waiting, self._short = self._short, {}
         for of_link in waiting.values():
             jobs = [job for job in of_link if job.submitting]  # the others have been stopped
             for first in range(0, len(jobs), SHARED):
                 some = jobs[first : first + SHARED]
                 if len(some) > 1:
-                    with suppress(BaseException):  # it is told to each as it is submitted alone
+                    with suppress(BaseException):  # each will fail for itself when it is submitted alone
                         submit_together(some)
                 for job in some:
                     if not job.batches:
@@ -197,7 +194,7 @@ class Traffic:
             self._checks.get_ready(job.action)
 
     def heard(self, news: PieceNews) -> None:
-        """Take in what the peer has said of a piece."""
+        """Handle what the peer says about a piece."""
         job = self._jobs.get(news.ref)
         if job is not None:
             job.heard(news)
@@ -224,7 +221,7 @@ class Traffic:
         self._aborted.setdefault(ref, time.monotonic() + self._limits.grace)
         job.stop(why)
         if job.batches and self._can.abort == "peer":
-            self._break(ref.link, backend_failed("a transfer was given up, which ends all that moves on its link"))
+            self._break(ref.link, backend_failed("a transfer was given up, which ends everything on its link"))
         for batch in list(job.batches):
             self._transport.abort(batch)
         self._advance(job)
@@ -242,14 +239,14 @@ class Traffic:
             self._go_on_with(job)
 
     def _go_on_with(self, job: Job) -> None:
-        """Let a job go on that may have given a slot back; if others wait for one, it is one of them."""
+        """Let a job go on that may have given a slot back; if others wait for one, it waits with them."""
         if self._hungry.waits(job.ref.role) and job.ref in self._jobs and job.error is None:
             self._hungry.add(job)
             self._hungry.feed(self._advance)
         self._advance(job)
 
     def _advance(self, job: Job) -> None:
-        """Let a job go on, and then those that wait behind it for their turn."""
+        """Let a job go on, and then those that wait for their turn after it."""
         self._progress(job)
         line = job.line
         while line and not line[0].submitting:
@@ -284,10 +281,10 @@ class Traffic:
         wire = self._wires.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
         if closing and wire is not job.wire:
-            job.calm()  # what was to make it quiet has happened
+            job.calm()  # its link is closed, which made it quiet
         if not job.quiet:
             self._quarantine.put(job)
-            if closing and not job.lends_memory:  # of what was lent, the peer will speak
+            if closing and not job.lends_memory:  # the peer will tell about lent memory
                 self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
         took = time.monotonic() - job.begun
         self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
@@ -296,12 +293,12 @@ class Traffic:
 
     @property
     def fd(self) -> int | None:
-        """What polls readable when there is something to do; ``None``: nothing does."""
+        """A descriptor that polls readable when there is something to do; ``None`` if there is none."""
         return self._transport.fileno()
 
     @property
     def wait_s(self) -> float:
-        """Seconds after which to look again though nothing has happened."""
+        """The seconds after which to look again even if nothing has happened."""
         hungry = bool(self._hungry)
         if self._restless or (hungry and self._staging.settling):
             return LOOK_S
@@ -311,7 +308,7 @@ class Traffic:
         return min(wait, 0.05) if soon else wait
 
     def poll(self) -> None:
-        """Take in which batches have ended, and which have become quiet."""
+        """Record which batches have ended, and which have become quiet."""
         for word in self._transport.poll():
             if isinstance(word, Quieted):
                 self._quarantine.quieted(word.batch)
@@ -326,7 +323,7 @@ class Traffic:
         for link in doubtful:
             self._doubt(link)
         given = None
-        while given != self._staging.given:  # a slot may be what another job waits for
+        while given != self._staging.given:  # another job may wait for a slot that came back
             given = self._staging.given
             for job in list(self._restless.values()):
                 self._advance(job)
@@ -337,14 +334,14 @@ class Traffic:
         return self._overdue()
 
     def _give_up(self, ref: PartRef) -> None:
-        """Stop all parts of the attempt to which a part belongs. Once others have gone on, its consumer may ask for it anew."""
+        """Stop all parts of the attempt to which a part belongs; its consumer may ask again later."""
         for job in [j for j in self._jobs.values() if j.ref[:-1] == ref[:-1] and not j.error]:
             job.collateral = True
             why = f"its consumer took nothing for {PATIENCE_S:g} s, while others waited"
             self._stop(job, Failure(FailureKind.OVERLOADED, why))
 
     def _overdue(self) -> Failure | None:
-        """Give up links on which batches outlive their abort; return why not even that suffices, or ``None``."""
+        """Give up links on which batches outlive their abort; return why the back end must be reset if that does not help."""
         now, grace = time.monotonic(), self._limits.grace
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:

@@ -1,32 +1,32 @@
-"""What an engine needs around its scheduler and in each of its workers, so that it has to write hooks only.
+"""What an engine needs around its scheduler and in each of its workers, so that a connector is only hooks.
 
-``SchedulerSide`` stands in the process that schedules, one per engine: it follows requests, keeps the directory by which
-other engines find this one, and says with each step what the workers are to do (``Step``). ``WorkerSide`` stands in each
-worker, over its ``kvxfer.Agent``: it does that, and reports what has ended (``Report``). ``BlockPins`` keeps blocks from
-reuse where the engine lets go of them while a transfer may still touch them; it works on any pool that counts references
-(``BlockPool``); ``PrefixPool`` is one, with a prefix cache, for an engine that has none.
+``SchedulerSide`` lives in the process that schedules, one for each engine: it follows requests, serves the directory by
+which other engines find this one, and says with each step what the workers are to do (``Step``). ``WorkerSide`` lives in each
+worker, on top of its ``kvxfer.Agent``: it carries that out, and reports what has ended (``Report``). ``BlockPins`` keeps blocks
+from being reused if the engine lets go of them while a transfer may still touch them. It works with any pool that counts
+references (``BlockPool``); ``PrefixPool`` is such a pool, with a prefix cache, for an engine that has none.
 
-One step of an engine, in its own order:
+In each step of the engine:
 
-1. The scheduler plans a step, calls ``preempted``, ``runs`` and ``allocated`` for what it planned, then ``step()``, and
-   ships the ``Step`` to all workers (a plain value: pickle will do).
-2. Each worker calls ``begin(step)`` before its forward pass touches a block, ``load(step)``, computes, and calls
+1. The scheduler plans the step, calls ``preempted``, ``runs`` and ``allocated`` for what it planned, then ``step()``, and
+   sends the ``Step`` to all workers (a plain value that can be pickled).
+2. Each worker calls ``begin(step)`` before its forward pass touches a block, then ``load(step)``, computes, and calls
    ``after_forward(step)``; then ``collect()``, whose ``Report`` goes back to the scheduler. Reports of several ranks may be
    merged on the way.
-3. The scheduler passes it to ``report()``, which says which requests have been loaded, which have failed to be, and whose
-   blocks are to be freed.
+3. The scheduler passes the report to ``report()``, which says which requests have been loaded, for which that failed, and
+   whose blocks are to be freed.
 
 Nothing here knows an engine, a tensor library or a transport.
 
-Behind the two sides each idea has a module of its own:
+Behind the two sides, each idea has a module of its own:
 
-- ``exchange``: what crosses between the two sides, with steps; ``dispatch`` and ``side_channel``: what goes ahead of a step.
-- ``loads``: a request's load, from its arrival to its end; ``loading``: the blocks that it fills; ``prefetch``: loads within the
-  step, with ``paces``, what links have shown; ``rank_ends``: what becomes of loads on one rank; ``load_ends``: what
-  the ranks say of them, joined.
-- ``computed``: how far a step is in the layers; ``offered``: blocks that others may be reading; ``standstill``: engines that wait
-  for each other's blocks.
-- ``notices``: what engines tell each other by their directories, with ``renewals`` of leases and ``starts`` of producers.
+- ``exchange``: what the two sides send each other with each step; ``dispatch`` and ``side_channel``: what goes ahead of a step.
+- ``loads``: a request's load, from its arrival to its end; ``loading``: the blocks that it fills; ``prefetch``: loads within one
+  step, with ``paces``: how fast recent loads were; ``rank_ends``: how loads end on one rank; ``load_ends``: the ranks' word
+  on them, joined.
+- ``computed``: how many layers a step has computed; ``offered``: blocks that others may be reading; ``standstill``: engines that
+  wait for each other's blocks.
+- ``notices``: what engines tell each other through their directories, with ``renewals`` of leases and ``starts`` of producers.
 - ``pins``: blocks kept from reuse; ``prefix_pool``: a pool of blocks for engines that have none.
 - ``trace``: a line for each load that ends.
 """

@@ -1,4 +1,4 @@
-"""How far a step is in the layers of a cache, band by band."""
+"""How many layers of the cache the current step has computed, band by band."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ComputedBands:
         self._count = 0
 
     def layer(self, step: Step, layer: str) -> int:
-        """Take in that a step has computed a layer; return how many bands are complete, from the first on, or 0 if that is no news.
+        """Record that a step has computed a layer; return how many bands, from the first on, are now complete; 0 if as many as before.
 
-        The last band is never news: with it all layers are complete, which the step says itself.
+        Also 0 with the last band: then all layers are complete, which the end of the step tells anyway.
         """
         if self._step is not step:
             self._step, self._count = step, 0

@@ -1,7 +1,7 @@
 """What goes to the workers: a step's commands with the step, and fetches ahead of it where that is safe.
 
-Each fetch has a number, counted over the life of the engine. A fetch that went ahead comes again with its step, under
-the same number, so that a worker knows it again.
+Fetches are numbered over the life of the engine. A fetch that went ahead comes again with its step, under the same number,
+by which a worker recognises it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvxfer.values import Fetch, Rank
 __all__ = ["Dispatch"]
 
 MOST_PREPARED = 1024
-"""Engines of which it is remembered that links to them have been asked for."""
+"""The most engines that are remembered as having been prepared (``Dispatch.prepare``)."""
 
 
 class Dispatch:
-    """Makes an engine's steps, and overtakes them; one thread, and nothing blocks save ``receive``."""
+    """Makes an engine's steps, and sends fetches ahead of them. One thread; only ``receive`` blocks."""
 
     def __init__(self, schedule: Schedule, own: Source | None, ranks: int, facts: dict[str, str]) -> None:
         self._schedule, self._own, self._ranks = schedule, own, ranks
@@ -38,11 +38,11 @@ class Dispatch:
     # --- with a step -----------------------------------------------------------------------------------------------
 
     def identify(self, facts: dict[str, str]) -> None:
-        """Have the workers told with the next step what all KV depends on from now on; no fetch overtakes that."""
+        """State with the next step what all KV depends on from now on; no fetch overtakes that step."""
         self._facts = facts
 
     def step(self, commands: StepCommands, renewals: tuple[TransferId, ...], copies: tuple[BlockCopy, ...]) -> Step:
-        """Return the next step, which has these commands, renewals and copies."""
+        """Return the next step, with these commands, renewals and copies."""
         first, self._sent = self._fetched, 0
         self._fetched += len(commands.fetches)
         prefetches, self._prefetches = tuple(self._prefetches), []
@@ -53,20 +53,20 @@ class Dispatch:
         return Step(commands, renewals, facts, self._steps, first, prefetches, copies)
 
     def begun(self, steps: Mapping[Rank, int]) -> None:
-        """Take in the last step with revocations that these ranks have begun."""
+        """Record the last step with revocations that these ranks have begun."""
         self._begun |= steps
 
     # --- ahead of it -----------------------------------------------------------------------------------------------
 
     def listen_to(self, channels: Mapping[Rank, ChannelAddress]) -> None:
-        """Take in where workers listen; once all have been said, fetches need not wait for a step."""
+        """Record where workers listen; once all are known, fetches need not wait for a step."""
         before = len(self._channels)
         self._channels |= channels
         if len(self._channels) == self._ranks > before:
             self._channel.connect(self._channels)
 
     def prepare(self, source: Source) -> None:
-        """Have the workers make their links to an engine from which they are to fetch, if it is the first time."""
+        """Have the workers make their links to an engine from which they are to fetch, the first time that it is named."""
         if source not in self._prepared and self._channel.open:
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
@@ -75,9 +75,9 @@ class Dispatch:
 
     @property
     def direct(self) -> bool:
-        """Whether fetches may overtake the steps: there is a way, and no worker has still to hear of a revocation.
+        """Whether fetches may overtake the steps: there is a side channel, and every worker knows of all revocations.
 
-        Blocks that were offered, and taken from others who may still read them, must not be written to before.
+        A fetch may write into blocks that were offered before and revoked since; a worker must revoke them first.
         """
         last = self._revoked_in
         heard = last is None or (len(self._begun) == self._ranks and min(self._begun.values()) >= last)
@@ -94,11 +94,11 @@ class Dispatch:
         return self.next - 1, self._schedule.consumer.wanted[-1]
 
     def prefetch(self, request: str) -> None:
-        """Take in that the fetch that was queued last is a prefetch for this request."""
+        """Record that the fetch that was queued last is a prefetch for this request."""
         self._prefetches.append(request)
 
     def hurry(self) -> None:
-        """Give the workers at once what they are to fetch, if that may overtake the steps."""
+        """Send the workers at once what they are to fetch, if that may overtake the steps."""
         fetches = self._schedule.consumer.wanted
         if len(fetches) > self._sent and self.direct:
             ahead = DirectFetches(self._fetched + self._sent, fetches[self._sent :], tuple(self._prefetches))
@@ -106,9 +106,9 @@ class Dispatch:
             self._sent = len(fetches)
 
     def receive(self, timeout: float = 0.0) -> list[RankResult]:
-        """Return what workers have said without a step, as soon as there is something, within so many seconds."""
+        """Return what workers have sent ahead of a step; wait for something for up to ``timeout`` seconds."""
         return self._channel.receive(timeout)
 
     def close(self) -> None:
-        """Give up what does not go with a step; any number of times."""
+        """Close the side channel; may be called more than once."""
         self._channel.close()

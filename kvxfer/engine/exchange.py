@@ -1,4 +1,4 @@
-"""What crosses between an engine's scheduler and its workers: plain values, good for pickle."""
+"""What an engine's scheduler and its workers send each other: plain values that can be pickled."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """Blocks that a prefetch has filled, and those of the request that it was for; position by position.
+    """The blocks that a prefetch has filled (``src``), and those of the request that it was for (``dst``).
 
-    A block is copied where both tables have one.
+    The block at a position is copied if both tables have one there.
     """
 
     request: str
@@ -34,15 +34,16 @@ class BlockCopy:
 
 @dataclass(frozen=True)
 class Step:
-    """Scheduler to all workers, with each step of the engine.
+    """What the scheduler sends to all workers with each step of the engine.
 
     Attributes:
         commands: Offers, revocations, fetches and cancels.
-        renewals: Offers whose consumers are alive though they have not come yet.
-        facts: What all KV of the engine depends on from now on (``kvxfer.facts``), if that is news.
-        number: Of the step; they count up.
-        first: The number of the first of the fetches, some of which may have come by the side channel; None: none has.
-        prefetches: Those of the fetches, by handle, that are prefetches.
+        renewals: Offers whose consumers still wait to fetch them, so that their leases are renewed.
+        facts: What all KV of the engine depends on from now on (``kvxfer.facts``); None if unchanged.
+        number: The number of the step; steps count up.
+        first: The number of the first fetch, by which workers recognise fetches that came ahead by the side channel; None if
+            none can have.
+        prefetches: The handles of those fetches that are prefetches.
         copies: What is to be copied before this step's forward pass.
     """
 
@@ -60,27 +61,28 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """Workers to scheduler: what has ended on some ranks since they reported last. False if that is nothing.
+    """What workers tell the scheduler: what has ended on some ranks since their last report. False if nothing has.
 
     Attributes:
-        descriptors: Where these ranks' agents listen; said once.
+        descriptors: Where these ranks' agents listen; reported once.
         released: For each transfer that was offered, the ranks that are done with it, and up to which generation.
-        revoked: For each transfer that goes on though blocks of it were revoked, the ranks on which nothing reads these any
-            more, and up to which generation.
-        delivered: Requests whose load has been delivered to some ranks, and the generations that these were delivered.
-        over: Requests whose load has ended, and the ranks on which it has.
-        failed: Those whose load has failed, and why.
-        arrived: Of loads that asked for it (``SchedulerSide.load``), the tokens that are here so far on each rank.
-        payloads: Of requests that have been delivered, what the producer has sent along.
-        short: Of requests that have been delivered, the token up to which they are here, where that is not all of it.
-        writing: Those that are reported as failed though their blocks may still be written to, and on which ranks.
-        quiet: Those of them that no longer are.
-        stages: Of loads that have ended, when they came how far on each rank.
+        revoked: For each transfer that goes on although blocks of it were revoked, the ranks on which nothing reads these
+            blocks any more, and up to which generation.
+        delivered: For each request whose load was delivered on some ranks, the generations that they got.
+        over: For each request whose load has ended, the ranks on which it has.
+        failed: For each request whose load has failed, why.
+        arrived: For loads that report progress (``SchedulerSide.load``), the tokens that each rank has so far.
+        payloads: For delivered requests, what the producer sent along.
+        short: For requests that were delivered only in part, the token up to which they were.
+        writing: For requests whose load is reported as failed although their blocks may still be written to, the ranks on
+            which they may.
+        quiet: The ranks of those on which the blocks no longer are.
+        stages: For loads that have ended, when they reached each stage on each rank.
         invalid: The scheduler's blocks of loads that have failed.
-        begun: The last step with revocations that these ranks have begun.
-        channels: Where these ranks' side channels listen; said once.
-        prefetched: What has become of prefetches; a later word counts more.
-        copied: Requests whose prefetched blocks have been copied, and the seconds that each rank took for it.
+        begun: For each rank, the last step with revocations that it has begun.
+        channels: Where these ranks' side channels listen; reported once.
+        prefetched: The result of each prefetch on each rank; a later one replaces an earlier one.
+        copied: For requests whose prefetched blocks have been copied, the seconds that each rank took.
     """
 
     descriptors: dict[Rank, RankDescriptor] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class Report:
     copied: dict[str, dict[Rank, float]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:
-        """Return both reports as one; of one rank's two, ``later`` is the later one."""
+        """Return both reports as one. If both have a report of the same rank, that in ``later`` must be the later one."""
         arguments.instance("later", later, Report)
         return Report(
             self.descriptors | later.descriptors,

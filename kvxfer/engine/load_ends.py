@@ -1,4 +1,4 @@
-"""What becomes of loads: what each rank says of one, joined into what the engine is told."""
+"""How loads end: the reports of all ranks, joined into what the engine is told."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Update:
     """What a report means to the engine.
 
     Attributes:
-        free: finished requests whose blocks are now to be freed.
-        loaded: requests whose load has come on all ranks: their tokens are there.
-        arrived: of loads that asked for it, how many tokens of the prompt are here so far on all ranks. They are of use only
+        free: Finished requests whose blocks are now to be freed.
+        loaded: Requests whose load was delivered on all ranks: the tokens are in their blocks.
+        arrived: For loads that report progress, how many tokens of the prompt all ranks have so far. They are of use only
             once the request is loaded.
-        failed: requests whose load is over without that, and why. The engine computes the tokens, or fails the request, by
-            its policy. If it holds the request no more, it may free the blocks.
-        disagreed: those of the failed of which every rank by itself was delivered what it wanted, and the blocks of their
-            loads.
-        payloads: of the loaded, what the producer has sent along (``WorkerSide.after_forward``), where it has.
-        short: of the loaded that may be so (``SchedulerSide.load``, ``enough``), those that are here in part, since the producer
-            has given up: up to which token. The engine computes the others.
+        failed: Requests whose load has failed, and why. The engine computes the tokens or fails the request, as its
+            policy says. If it no longer holds the request, it may free the blocks.
+        disagreed: Those of the failed requests whose load was delivered on every rank, but of different generations, and
+            the blocks of the load.
+        payloads: For loaded requests, what the producer sent along (``WorkerSide.after_forward``), if anything.
+        short: For loaded requests that were delivered only in part since the producer gave up (``SchedulerSide.load``,
+            ``enough``): up to which token. The engine computes the rest.
     """
 
     free: frozenset[str] = frozenset()
@@ -51,25 +51,27 @@ class Update:
 
 
 class LoadEnds:
-    """Joins what the ranks of one engine say of its loads."""
+    """Joins what the ranks of one engine report of its loads."""
 
     def __init__(self, loading: LoadingBlocks, ranks: int, paces: LinkPaces, trace: Trace) -> None:
         self._loading, self._ranks, self._paces, self._trace = loading, ranks, paces, trace
         self._agreement = RankAgreement()
         self._under_way: dict[str, tuple[Source, int]] = {}  # loads beside the steps: from where, and how many tokens
-        self._failed: dict[str, Failure] = {}  # loads that have, on some rank
+        self._failed: dict[str, Failure] = {}  # loads that have failed on some rank
         self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
-        self._short: dict[str, int] = {}  # of those, the token up to which it is here, where that is not all
-        self._stages: dict[str, dict[Rank, Stages]] = {}  # how far those came when that have ended on some rank
-        self._early: list[str] = []  # loads of which the side channel has said that they are here
+        self._short: dict[str, int] = {}  # of those, the token up to which one was delivered, if not whole
+        self._stages: dict[
+            str, dict[Rank, Stages]
+        ] = {}  # when each stage was reached, of loads that have ended on some rank
+        self._early: list[str] = []  # loads that the side channel has reported as delivered
 
     def begins(self, request: str, source: Source, tokens: int) -> None:
-        """Take in that a load begins beside the steps."""
+        """Record that a load begins beside the steps."""
         self._under_way[request] = source, tokens
 
     def came(self, result: RankResult) -> None:
-        """Take in, before the step that reports it, that a load beside the steps has come on one rank."""
+        """Record that a load beside the steps was delivered on one rank, which a step will report once more."""
         request = result.handle
         if result.generation is not None:
             self._agreement.delivered(request, (result.generation,))
@@ -78,7 +80,7 @@ class LoadEnds:
             self._early.append(request)
 
     def report(self, report: Report) -> Update:
-        """Take in what ranks report, and return what has become of the loads that are over on all of them."""
+        """Process what ranks report, and return what has become of the loads that are over on all of them."""
         early, self._early = self._early, []
         for request, generations in report.delivered.items():
             if request in self._loading:
@@ -105,7 +107,7 @@ class LoadEnds:
         return replace(update, arrived=self._progress(report.arrived))
 
     def over_elsewhere(self, request: str) -> None:
-        """Take in, not from a report, that a load is over on all ranks; nothing if a report has said so."""
+        """Record without a report that a load is over on all ranks; does nothing if a report has said so."""
         self._loading.all_said(request)
         self._ended([request])
 
@@ -113,16 +115,16 @@ class LoadEnds:
         self._stages.setdefault(request, {}).update(stages)
 
     def _ended(self, requests: Iterable[str]) -> Update:
-        """Return what has become of loads that all ranks have reported."""
+        """Return how the loads ended that all ranks have reported."""
         loaded, failed, disagreed, payloads, shorter = set(), {}, {}, {}, {}
         for request in requests:
             generations, failure = self._agreement.over(request), self._failed.pop(request, None)
             if failure is None and len(generations) > 1:
                 named = " and ".join(map(str, generations))
-                detail = f"the producer computed it anew meanwhile, and our ranks hold generations {named}"
+                detail = f"the producer recomputed it meanwhile, and the ranks here hold different generations: {named}"
                 failure = Failure(FailureKind.REVOKED, detail)
                 disagreed[request] = self._loading.blocks(request)
-                log.warning("request %s cannot use what was loaded: %s", printable(request), failure)
+                log.warning("request %s cannot use what it loaded: %s", printable(request), failure)
             source, tokens = self._under_way.pop(request, (None, 0))
             reached = self._stages.pop(request, {})
             stages = reduce(Stages.slowest, reached.values()) if reached else None
@@ -133,7 +135,7 @@ class LoadEnds:
                     payloads[request] = payload
                 if short is not None:
                     shorter[request] = short
-                    what = "request %s has come up to token %d, where its producer gave up"
+                    what = "request %s was loaded up to token %d, where its producer gave up"
                     log.warning(what, printable(request), short)
             else:
                 failed[request] = failure
@@ -150,7 +152,7 @@ class LoadEnds:
         return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
 
     def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
-        """Return how far those loads are of which something is new, on all ranks."""
+        """Return how many tokens all ranks have of those loads that have made progress."""
         out = {}
         for request, ranks in arrived.items():
             if request in self._loading:

@@ -1,7 +1,7 @@
 """The consumer's blocks: which requests are being loaded, on which ranks that is over, and what must not be reused yet.
 
-Of a load that has failed, some blocks may still be written to. The engine is told of the failure at once and goes on
-elsewhere, while we pin those blocks until all ranks have reported them quiet. A load that has come is reported
+When a load fails, some of its blocks may still be written to. The engine is told of the failure at once and goes on with
+other blocks, while these stay pinned until all ranks have reported them quiet. A load that was delivered is reported
 twice, by the side channel and with a step; only after the second report may another load have its name.
 """
 
@@ -17,39 +17,41 @@ __all__ = ["LoadingBlocks"]
 
 
 class LoadingBlocks:
-    """Loads from their command to their end; one thread."""
+    """The loads from their command to their end. One thread."""
 
     def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int) -> None:
         self._schedule, self._pins, self._ranks = schedule, pins, ranks
         self._blocks: dict[str, tuple[int, ...]] = {}  # of requests whose load is under way
         self._numbers: dict[str, int] = {}  # of the fetches of those
-        self._over: dict[str, set[Rank]] = {}  # where it is over, of those
-        self._said: dict[str, set[Rank]] = {}  # the ranks of which a step has said so, of loads that wait for one
-        self._writing: dict[str, set[Rank]] = {}  # failed, and where it still writes
+        self._over: dict[str, set[Rank]] = {}  # of those, the ranks on which it is over
+        self._said: dict[
+            str, set[Rank]
+        ] = {}  # of loads that a step has yet to report as over, the ranks that it has reported
+        self._writing: dict[str, set[Rank]] = {}  # loads that have failed, and the ranks on which they still write
         self._reported: set[str] = set()  # those of them that the engine knows to be over
         self._unpinned: set[str] = set()  # those of them that the engine must not hear of before they are quiet
 
     def begins(self, request: str, blocks: tuple[int, ...], number: int) -> None:
-        """Take in that a load into these blocks is on its way to the workers, as the fetch of that number."""
+        """Record that a load into these blocks is on its way to the workers, as the fetch with that number."""
         self._blocks[request], self._numbers[request] = blocks, number
         self._said[request] = set()
 
     def __contains__(self, request: str) -> bool:
-        """Return whether its load is under way."""
+        """Return whether the load of this request is under way."""
         return request in self._blocks
 
     def is_of(self, request: str, number: int) -> bool:
-        """Return whether its load is under way, and the fetch of that number."""
+        """Return whether the load of this request is under way, as the fetch with that number."""
         return self._numbers.get(request) == number
 
     def blocks(self, request: str) -> tuple[int, ...]:
-        """Return those of a request whose load is under way."""
+        """Return the blocks of a request whose load is under way."""
         return self._blocks.get(request, ())
 
     def writing(self, request: str, ranks: Iterable[Rank]) -> None:
-        """Take in that it has failed, and these ranks still write.
+        """Record that a load has failed while these ranks still write.
 
-        The engine, which has the blocks yet, hears of it next, or once they are quiet if there is no pool to pin them in.
+        The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
         """
         if request not in self._writing:
             if not self._pins.keep(_holder(request), self.blocks(request)):
@@ -58,7 +60,7 @@ class LoadingBlocks:
         self._writing.setdefault(request, set()).update(ranks)
 
     def quiet(self, request: str, ranks: Iterable[Rank]) -> bool:
-        """Take in that those ranks no longer do; True if the load is thereby over on all ranks."""
+        """Record that these ranks no longer write; return whether the load is thereby over on all ranks."""
         self._writing.get(request, set()).difference_update(ranks)
         if request not in self._writing or self._writing[request]:
             return False
@@ -73,7 +75,7 @@ class LoadingBlocks:
         return self.over_on(request, ())
 
     def over_on(self, request: str, ranks: Iterable[Rank]) -> bool:
-        """Take in that the load is over on these ranks; True if that was all of them."""
+        """Record that the load is over on these ranks; return whether it now is on all of them."""
         if request not in self:
             return False
         over = self._over.setdefault(request, set())
@@ -81,25 +83,25 @@ class LoadingBlocks:
         return len(over) >= self._ranks and request not in self._unpinned
 
     def said(self, request: str, ranks: Iterable[Rank]) -> None:
-        """Take in that a step has said so of these ranks."""
+        """Record that a step has reported the load as over on these ranks."""
         if request in self._said:
             self._said[request].update(ranks)
             if len(self._said[request]) >= self._ranks:
                 self.all_said(request)
 
     def all_said(self, request: str) -> None:
-        """Take in that no step will say so any more."""
+        """Record that steps have reported the load as over on all ranks, or will not report it any more."""
         known = self._said.pop(request, None)
         if known is not None and request not in self and request not in self._writing:
             self._schedule.loaded(request)
 
     def unasked(self, request: str) -> None:
-        """Take in that the load, which is over next, has failed before any rank asked its producer."""
+        """Record that the load, which is over next, has failed before any rank asked its producer."""
         if request in self:
             self._schedule.unasked(request)
 
     def over(self, request: str) -> None:
-        """Take in that the load is over, well or badly."""
+        """Record that the load is over, well or badly."""
         if self._blocks.pop(request, None) is None:
             return
         del self._numbers[request]
@@ -111,7 +113,7 @@ class LoadingBlocks:
 
     @property
     def waiting(self) -> bool:
-        """Whether blocks are pinned of which the engine may know no request, or a step has still to say what we know."""
+        """Whether blocks are pinned for requests that the engine may have forgotten, or a step has yet to repeat what is known."""
         return bool(self._writing) or len(self._said) > len(self._blocks)
 
     def __len__(self) -> int:

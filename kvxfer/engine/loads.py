@@ -1,4 +1,4 @@
-"""What requests load from other engines, from their arrival to the end of the load: ahead of the step or beside the steps."""
+"""Requests that load from other engines, from their arrival to the end of the load: within one step, or beside the steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Loads:
         self._schedule, self._dispatch, self._notices = schedule, dispatch, notices
         self._tables, self._trace = tables, trace
         self._computed: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
-        self._ready: dict[str, tuple[Source, int]] = {}  # loads of which all is offered, and which have not begun
+        self._ready: dict[str, tuple[Source, int]] = {}  # loads that are offered whole and have not begun
         self._loading = LoadingBlocks(schedule, pins, ranks)
         self._prefetches = Prefetches(schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace)
         self._ends = LoadEnds(self._loading, ranks, self._prefetches.paces, trace)
@@ -56,7 +56,7 @@ class Loads:
         progress: int,
         enough: int,
     ) -> bool:
-        """Take a load up; see ``SchedulerSide.load``."""
+        """Accept a load; see ``SchedulerSide.load``."""
         taken = self._schedule.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
         if taken:
             self._computed.setdefault(request, 0)
@@ -68,7 +68,7 @@ class Loads:
         return taken
 
     def prefetch(self, request: str, computed: int) -> None:
-        """Begin a short load before the request has blocks, if it is one of those; see ``SchedulerSide.prefetch``."""
+        """Begin the load before the request has blocks, if it is short; see ``SchedulerSide.prefetch``."""
         source, tokens = self._ready.pop(request, (None, 0))
         if source is None or not self._dispatch.direct:
             return
@@ -90,11 +90,11 @@ class Loads:
         return self._schedule.matched(request, computed)
 
     def here(self, request: str) -> bool:
-        """Return whether what was promised of this load is here, in blocks that its request gets by a copy."""
+        """Return whether the tokens promised for this request are already here, to be copied into its blocks."""
         return request in self._prefetches
 
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
-        """Begin the load, if the request counts on it; see ``SchedulerSide.allocated``."""
+        """Begin the load if the request counts on it; see ``SchedulerSide.allocated``."""
         if request not in self._computed:
             return
         self._notices.forget(request)
@@ -116,7 +116,7 @@ class Loads:
         self._dispatch.hurry()
 
     def finished(self, request: str) -> None:
-        """Take in that the request is over, at whatever point."""
+        """Record that the request is over, at whatever point."""
         self._computed.pop(request, None)
         self._trace.finished(request)
         self._give_up(request)
@@ -129,7 +129,7 @@ class Loads:
             self._schedule.finish(request, reason)
 
     def _give_up(self, request: str) -> None:
-        """Give up what goes ahead of a request's load."""
+        """Give up what precedes a request's load: its prefetch, and waiting for its producer."""
         self._ready.pop(request, None)
         self._prefetches.give_up(request)
         self._notices.forget(request)
@@ -137,7 +137,7 @@ class Loads:
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def copies(self) -> tuple[BlockCopy, ...]:
-        """Return what the next step copies from prefetched blocks; once a step."""
+        """Return what the next step copies from prefetched blocks; call it once a step."""
         return self._prefetches.copies()
 
     def short_of_blocks(self) -> None:
@@ -145,7 +145,7 @@ class Loads:
         self._prefetches.short_of_blocks()
 
     def report(self, report: Report) -> Update:
-        """Take in what ranks report, and what they have said by the side channel; return what it means."""
+        """Process what ranks have reported with steps and by the side channel; return what it means."""
         self._hear()
         for result in report.prefetched.values():
             self._prefetches.take_in(result)
@@ -154,11 +154,11 @@ class Loads:
         return self._ends.report(report)
 
     def over_elsewhere(self, request: str) -> None:
-        """Take in, not from a report, that a load is over on all ranks; nothing if a report has said so."""
+        """Record without a report that a load is over on all ranks; does nothing if a report has said so."""
         self._ends.over_elsewhere(request)
 
     def _hear(self, timeout: float = 0.0) -> bool:
-        """Take in what workers say within so many seconds, as soon as there is something; False if there is nothing."""
+        """Process what workers have sent, waiting up to ``timeout`` seconds for something; return whether there was anything."""
         news = self._dispatch.receive(timeout)
         for result in news:
             request = result.handle

@@ -1,4 +1,4 @@
-"""What engines tell each other of transfers through their directories: who has begun, who still waits, who needs nothing."""
+"""What engines tell each other about transfers through their directories: who has begun, who still waits, who declines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Notices"]
 log = logging.getLogger("kvxfer.engine")
 
 MOST_OVER = 100_000
-"""Ended offers that are remembered."""
+"""The most ended offers that are remembered."""
 
 
 class Notices:
-    """An engine's word to the directories of others, and theirs to its own; the scheduler side's thread.
+    """Sends notices to other engines' directories, and handles those that come to its own. The scheduler side's thread.
 
-    From now on the engine's own directory answers whether an offer has begun.
+    Once this is made, the engine's own directory answers whether an offer has begun.
     """
 
     def __init__(self, config: Config, directory: Directory, schedule: Schedule) -> None:
@@ -36,19 +36,19 @@ class Notices:
         self._over: Recent[TransferId, bytes] = Recent(
             config.lease, MOST_OVER
         )  # digests of offers whose request is over
-        self._looked = 0.0  # when it was last said which leases are to be renewed
+        self._looked = 0.0  # when the set of leases to be renewed was last updated
         directory.begun = self._has_begun
 
     # --- loads here --------------------------------------------------------------------------------------------------
 
     def loads(self, request: str, transfer: TransferId, digest: bytes, source: Source, begun: bool) -> None:
-        """Renew a transfer's lease from now on, and ask for its beginning unless it is known to have begun."""
+        """Renew a transfer's lease from now on, and ask whether it has begun unless that is known."""
         self._renewals.begin(transfer, digest, source)
         if not begun:
             self._starts.ask(request, transfer, digest, source)
 
     def awaits(self, request: str) -> bool:
-        """Return whether this load waits for its producer to begin. What has waited for too long is given up."""
+        """Return whether this load waits for its producer to begin. A load that has waited too long is given up."""
         if request not in self._starts:
             return False
         self._take_in()
@@ -60,28 +60,28 @@ class Notices:
         return request in self._starts
 
     def forget(self, request: str) -> None:
-        """Take in that this load no longer waits for its producer to begin."""
+        """Record that this load no longer waits for its producer to begin."""
         self._starts.forget(request)
 
     # --- offers here -------------------------------------------------------------------------------------------------
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
-        """Tell the engines that have asked that an offer has begun."""
+        """Tell the engines that asked that an offer has begun."""
         self._directory.begins(transfer, digest)
 
     def over(self, transfer: TransferId, digest: bytes) -> None:
-        """Take in that an offer's request is over; engines that asked are told that it has begun, and hear the rest when they fetch."""
+        """Record that an offer's request is over. Engines that asked are told that it has begun; fetching tells them the rest."""
         self._over.put(transfer, digest, time.monotonic())
         self._directory.begins(transfer, digest)
 
     def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Return whether we have begun with an offer, or are over with it. Any thread."""
+        """Return whether an offer of this engine has begun, or is over. Any thread."""
         return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
 
     # --- once a step -------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[TransferId, ...]:
-        """Tell others what is due, and return the offers whose consumers have said that they still wait."""
+        """Send other engines the notices that are due; return the offers whose consumers have said that they still wait."""
         self._take_in()
         renewed, self._renewed = tuple(self._renewed), []
         for decline in self._schedule.consumer.declines():
@@ -96,7 +96,7 @@ class Notices:
         return renewed
 
     def _take_in(self) -> None:
-        """Take in what other engines have told our directory."""
+        """Process the notices that have come to this engine's directory."""
         for notice in self._directory.notices():
             if isinstance(notice, Begun):
                 self._starts.begun(notice.transfers)
@@ -106,16 +106,16 @@ class Notices:
                 continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):
-                    continue  # over, or somebody guessed its name
+                    continue  # over, or a made-up name
                 if isinstance(notice, Renew):
                     self._renewed.append(named.transfer)
                 else:
                     self._schedule.producer.decline(named.transfer, notice.reason)
 
     def close(self) -> None:
-        """Renew nothing more."""
+        """Stop renewing leases."""
         self._renewals.close()
 
     def __len__(self) -> int:
-        """Return how many loads wait for a beginning."""
+        """Return how many loads wait for their producer to begin."""
         return len(self._starts)

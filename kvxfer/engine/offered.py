@@ -1,10 +1,10 @@
-"""The producer's blocks, where the engine lets go of them before others have: kept until all ranks are done with them.
+"""The producer's blocks that others may be reading when the engine lets go of them: kept until all ranks are done with them.
 
-- A request that ended well: the engine keeps its blocks itself, until it is told that they are to be freed.
-- The end of a prompt in a window: given up while the request goes on, so we pin it.
-- A request that is aborted: freed at once, so we pin what it has offered.
-- A request that is preempted: the engine needs its blocks, and what others may read of them is revoked, so we do not pin them.
-  Only where the cache is elastic: there a block that is freed has no memory any more, which who reads it must not see.
+- A request that ended well: the engine itself keeps its blocks until it is told to free them.
+- The end of a prompt in a window: the engine gives it up while the request goes on, so it is pinned here.
+- A request that is aborted: the engine frees its blocks at once, so those that were offered are pinned here.
+- A request that is preempted: the engine needs its blocks, so they are not pinned; the offer is revoked instead. In an elastic
+  cache they are pinned all the same, since a block that is freed there may lose its memory under a reader.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ __all__ = ["OfferedBlocks"]
 
 @dataclass(slots=True)
 class _Reads:
-    """The blocks that others may be reading of a running request, and what they were offered as."""
+    """The blocks of a running request that others may be reading, and the offer that lists them."""
 
     offering: tuple[TransferId, Generation]
     blocks: set[int] = field(default_factory=set)
 
 
 class OfferedBlocks:
-    """Blocks that others may be reading; one thread.
+    """Blocks that others may be reading. One thread.
 
-    ``elastic``: whether a block has memory only as long as it is in use.
+    Attributes:
+        elastic: Whether a block may lose its memory when it is not in use.
     """
 
     def __init__(self, schedule: OfferSchedule, pins: BlockPins, groups: Sequence[Group], ranks: int) -> None:
@@ -44,11 +45,13 @@ class OfferedBlocks:
         self._held: dict[str, TransferId] = {}  # finished requests whose blocks the engine keeps
         self._orphans: dict[TransferId, Generation] = {}  # aborted, with blocks that may be read: the last generation
         self._done: dict[TransferId, dict[Rank, Generation]] = {}  # ranks that are done, up to which generation
-        self._reads: dict[str, _Reads] = {}  # of running requests, where we pin it
-        self._revoked: dict[TransferId, tuple[Generation, set[Rank]]] = {}  # preempted: where that is not read any more
+        self._reads: dict[str, _Reads] = {}  # of running requests, if their offers are pinned
+        self._revoked: dict[
+            TransferId, tuple[Generation, set[Rank]]
+        ] = {}  # preempted: the ranks on which it is not read any more
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
-        """Take in that the request runs in this step; see ``OfferSchedule.step``."""
+        """Record that the request runs in this step; see ``OfferSchedule.step``."""
         total = self._schedule.total(request)
         if computed + scheduled >= total and request not in self._ends and self._windows:
             end = table.only(_end(group, total) for group in self._groups)
@@ -59,10 +62,10 @@ class OfferedBlocks:
             self._pin(request)
 
     def _pin(self, request: str) -> None:
-        """Pin what is new in a running request's offer."""
+        """Pin the blocks that are new in a running request's offer."""
         offering = self._schedule.offering(request)
         if request in self._reads and self._reads[request].offering != offering:
-            self._hold_revoked(request)  # preempted, which nobody has told of
+            self._hold_revoked(request)  # preempted without a call of ``preempted``
         if offering is None:
             return
         reads = self._reads.get(request, _Reads(offering))
@@ -72,16 +75,13 @@ class OfferedBlocks:
             self._reads[request] = reads
 
     def preempted(self, request: str) -> None:
-        """Take in that the engine has taken the request's blocks.
-
-        What of them was offered is revoked, and no longer proved to be good to whoever reads it.
-        """
+        """Record that the engine has taken the request's blocks away. Those that were offered are revoked."""
         self._hold_revoked(request)
         if self._ends.pop(request, None) is not None:
             self._pins.drop(request)
 
     def _hold_revoked(self, request: str) -> None:
-        """Keep what we pin of a request's offer until all ranks have said that they no longer read it."""
+        """Keep the pinned blocks of a request's offer until all ranks have said that nobody reads them any more."""
         reads = self._reads.get(request)
         if reads is None:
             return
@@ -92,12 +92,12 @@ class OfferedBlocks:
         self._drop_reads(request)
 
     def _drop_reads(self, request: str) -> None:
-        """Take in that the blocks of a request's offer are not read any more, or are held otherwise."""
+        """Unpin the blocks of a request's offer, which are not read any more or are kept in another way."""
         self._reads.pop(request, None)
         self._pins.drop(("offered", request))
 
     def revoked(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
-        """Take in that some ranks no longer read what was offered of a transfer, up to a generation."""
+        """Record that nobody reads from some ranks any more what was offered of a transfer, up to a generation."""
         if transfer in self._revoked:
             generation, quiet = self._revoked[transfer]
             quiet.update(rank for rank, until in ranks.items() if until >= generation)
@@ -108,10 +108,10 @@ class OfferedBlocks:
     def finished(
         self, request: str, transfer: TransferId | None, table: BlockTable, complete: bool, *, found: bool, good: bool
     ) -> bool:
-        """Take in that the request is over, with this block table at its end; True if the engine must keep its blocks.
+        """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
 
-        ``complete``: it ended normally and its KV is good. ``good``: though not complete, what it has offered is good. ``found``: whether
-        others can find our ranks, so that somebody may be reading.
+        ``complete``: it ended normally and its KV is good. ``good``: what it has offered is good although it is not complete.
+        ``found``: other engines can find these ranks, so that somebody may be reading.
         """
         end = self._ends.pop(request, None)
         offered = self._schedule.offered(request).ids()
@@ -127,21 +127,21 @@ class OfferedBlocks:
             self._hold_revoked(request)
         elif kept or (complete and found and self._quarantine(transfer, offered)):
             self._orphans[transfer] = sys.maxsize  # until the revocation is on its way
-        self._pins.drop(request)  # last, since what nobody holds any more is not there to be pinned
+        self._pins.drop(request)  # last, since only blocks that are still in use can be pinned
         return False
 
     def _quarantine(self, transfer: TransferId | None, blocks: tuple[int, ...]) -> bool:
-        """Keep blocks that others may be reading; whether they are kept."""
+        """Keep blocks that others may be reading; return whether they are kept."""
         return transfer is not None and bool(blocks) and self._pins.quarantine(transfer, blocks)
 
     def shipped(self, commands: StepCommands) -> None:
-        """Take in that these commands go to the workers."""
+        """Record that these commands go to the workers."""
         for revoke in commands.revokes:
             if revoke.gone and revoke.transfer in self._orphans:
                 self._orphans[revoke.transfer] = revoke.generation
 
     def released(self, transfer: TransferId, ranks: dict[Rank, Generation]) -> str | None:
-        """Take in that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
+        """Record that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
         self.revoked(transfer, ranks)
         done = self._done.setdefault(transfer, {})
         for rank, generation in ranks.items():
@@ -164,10 +164,7 @@ class OfferedBlocks:
         return request
 
     def freed(self, request: str) -> None:
-        """Take in that the engine frees a held request.
-
-        If that is not our word, whoever gave it knows that nobody reads any more.
-        """
+        """Record that the engine frees a held request, on its own authority: nobody may be reading its blocks any more."""
         transfer = self._held.pop(request, None)
         if transfer is not None:
             self._schedule.released(transfer, sys.maxsize)
@@ -175,12 +172,12 @@ class OfferedBlocks:
 
     @property
     def held(self) -> Mapping[str, TransferId]:
-        """Finished requests whose blocks the engine keeps for others, and what they offer; the oldest first."""
+        """The finished requests whose blocks the engine keeps for others, with their transfers; the oldest first."""
         return self._held
 
     @property
     def waiting(self) -> bool:
-        """Whether blocks are pinned of which the engine knows no request."""
+        """Whether blocks are pinned for requests that the engine may have forgotten."""
         return bool(self._orphans or self._revoked)
 
     def __len__(self) -> int:
@@ -192,6 +189,6 @@ class OfferedBlocks:
 def _end(group: Group, total: int) -> tuple[int, int]:
     """Return the positions of the blocks that the last prompt token attends to in a window.
 
-    The engine gives the first of them up with that token at the latest, and a consumer computes that token itself.
+    A consumer computes that token itself and so needs all of them, but the engine gives up the first with that token.
     """
     return (max(0, total - group.window) // group.block_tokens, group.blocks(total)) if group.window else (0, 0)

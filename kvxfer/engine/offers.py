@@ -1,4 +1,4 @@
-"""What requests offer to other engines, from their arrival to the end of the offer."""
+"""Requests that offer their KV to other engines, from their arrival to the end of the offer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Offers:
     def arrive(
         self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool
     ) -> bool:
-        """Take an offer up; see ``SchedulerSide.offer``."""
+        """Accept an offer; see ``SchedulerSide.offer``."""
         taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
             self._transfers[request] = transfer, digest
@@ -37,7 +37,7 @@ class Offers:
         return Ticket(transfer, digest, source) if transfer and self._schedule.offers(transfer, digest) else None
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
-        """Take in that the request runs in this step; see ``SchedulerSide.runs``."""
+        """Record that the request runs in this step; see ``SchedulerSide.runs``."""
         if request not in self._schedule:
             return
         self._tables.check("table", table)

@@ -1,4 +1,4 @@
-"""How long loads have taken of late, by which the next ones are judged."""
+"""Estimate how long loads will take, from how long recent ones took."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from kvxfer.identity import Source
 __all__ = ["LinkPaces", "Pace"]
 
 REMEMBERED = 16
-"""By so many of the last ones the next is judged."""
+"""So many recent loads are remembered."""
 ALIKE = 2
-"""Of what was nearest in size, and up to so many times as far from it, most decide."""
+"""An estimate uses the remembered loads of about the same size: the nearest, and those up to so many times as far off."""
 MOST_LINKS = 1024
 
 
 class Pace:
-    """How long something took of late, and for how many tokens."""
+    """Estimates how long something takes, by the number of tokens and by how long it took recently."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        self._refused = 0  # since one was tried against the estimate
+        self._refused = 0  # how many have been, since one was last tried against the estimate
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Take in that so many tokens took so long."""
+        """Record that so many tokens took so long."""
         self._seen.append((max(tokens, 1), seconds))
 
     def estimate(self, tokens: int) -> float | None:
-        """Return the seconds that these tokens should take, as most of their like have; None if nothing is known.
+        """Return the seconds that so many tokens should take; None if nothing is known.
 
-        What fewer tokens took is multiplied, though it has a part that does not grow; so the like count alone. If the last of
-        them was faster than most, things have got better, and it decides; if it was slower, it is an exception.
+        Only loads of about the same size count: scaling up the time of a much smaller one would scale its fixed cost too.
+        The estimate is their median, or the last one if it was faster (the link has got better; a slower one may be an exception).
         """
         if not self._seen:
             return None
@@ -41,10 +41,10 @@ class Pace:
         return min(took[-1], statistics.median(took))
 
     def fits(self, tokens: int, seconds: float) -> bool:
-        """Return whether these tokens may be tried where there are so many seconds for them.
+        """Return whether so many tokens may be tried within so many seconds.
 
-        What is not tried adds nothing to what is known, and a single slow one would refuse all others for good. So when as
-        many have been refused as are remembered, one is tried all the same.
+        Loads that are not tried teach nothing, so that a single slow one could make this refuse all others for good. Hence
+        one is let through after as many refusals as loads are remembered.
         """
         fits = (self.estimate(tokens) or 0.0) <= seconds
         if fits or self._refused < len(self._seen):
@@ -58,24 +58,24 @@ class LinkPaces:
     """The pace of loads from each other engine."""
 
     def __init__(self) -> None:
-        self._links: dict[tuple[str, int], Pace | None] = {}  # None: it has failed, and nothing has come since
+        self._links: dict[tuple[str, int], Pace | None] = {}  # None: a load failed, and none was delivered since
 
     def delivered(self, source: Source, tokens: int, seconds: float) -> None:
-        """Take in that a load of so many tokens took so long."""
+        """Record that a load of so many tokens took so long."""
         pace = self._links.pop((source.host, source.port), None) or Pace()
         pace.took(tokens, seconds)
         self._know(source, pace)
 
     def failed(self, source: Source) -> None:
-        """Take in that a load failed, or was waited for in vain: what was known holds no more."""
+        """Record that a load failed, or was waited for in vain; what was known of the link is dropped."""
         self._know(source, None)
 
     def estimate(self, source: Source, tokens: int) -> float | None:
-        """Return the seconds that a load should take; 0 if it is the first, None if nothing is to be expected."""
+        """Return the seconds that a load should take; 0 if nothing is known yet, None if the last load failed."""
         pace = self._links.get((source.host, source.port), Pace())
         return None if pace is None else pace.estimate(tokens) or 0.0
 
     def _know(self, source: Source, pace: Pace | None) -> None:
         self._links[source.host, source.port] = pace
-        while len(self._links) > MOST_LINKS:  # that of which something was known first
+        while len(self._links) > MOST_LINKS:  # that which has delivered nothing for longest
             del self._links[next(iter(self._links))]

@@ -1,8 +1,8 @@
-"""References of our own to the blocks of an engine's pool.
+"""References that kvxfer itself holds to blocks of an engine's pool.
 
-An engine frees blocks when it likes: as a window moves on, on abort, as soon as a load is reported over. A block that has
-a reference of ours is not handed out again before we drop that, so nothing else is computed into memory that a transfer
-may still read or write.
+An engine frees blocks when it likes: as a window moves on, on abort, as soon as a load is reported over. While kvxfer holds a
+reference too, the pool does not hand the block out again, so nothing else is computed into memory that a transfer may still
+read or write.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ log = logging.getLogger("kvxfer.engine")
 
 @runtime_checkable
 class BlockPool(Protocol):
-    """An engine's pool of blocks that counts the references to each."""
+    """An engine's pool of blocks, which counts the references to each block."""
 
     def touch(self, blocks: Sequence[int]) -> None:
         """Add a reference to each of these blocks, which are in use."""
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each; those that have none left may be handed out again, the first ones first."""
+        """Drop one reference to each. Blocks without references may be handed out again, in this order."""
 
     def used(self) -> int:
         """Return how many blocks have a reference."""
@@ -34,30 +34,30 @@ class BlockPool(Protocol):
 
 @runtime_checkable
 class LendingPool(BlockPool, Protocol):
-    """A pool that lends blocks to loads within a step, where an engine wants these.
+    """A pool that lends unused blocks for prefetches (``SchedulerSide.prefetch``); an engine that wants none has no such pool.
 
-    A payload of the producer's does not come along with such a load; who needs it has a pool that does not lend.
+    A prefetch does not bring the producer's payload, so an engine that needs payloads must not lend.
     """
 
     def lend(self, blocks: int) -> list[int] | None:
-        """Return unused blocks, each with one reference, which ``free`` takes back; None if the engine may need them."""
+        """Return so many unused blocks, each with one reference, to be dropped by ``free``; None if the engine may need them."""
 
 
 @runtime_checkable
 class ElasticPool(BlockPool, Protocol):
-    """A pool whose blocks have memory only while they are in use, so that fewer can be than there are."""
+    """A pool whose blocks have memory only while in use, so that not all of them can be in use at once."""
 
     def capacity(self) -> int:
-        """Return how many blocks could be in use now, those included that are."""
+        """Return how many blocks could be in use now, including those that are."""
 
 
 class BlockPins:
     """References to blocks, by holder.
 
     Args:
-        limit: How many blocks ``quarantine`` may hold at a time; a quarter of the pool, say. Of an elastic pool it may not hold
-            more than a quarter of what can be in use.
-        pool: The engine's pool; may be bound later, until which nothing is held.
+        limit: The most blocks that ``quarantine`` may hold at a time: a quarter of the pool, say. In an elastic pool it never
+            holds more than a quarter of the blocks that can be in use.
+        pool: The engine's pool. It may be bound later; until then nothing is held.
     """
 
     def __init__(self, limit: int, pool: BlockPool | None = None) -> None:
@@ -69,17 +69,18 @@ class BlockPins:
         self._quarantined: dict[Hashable, int] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """Take the engine's pool, once it is there.
+        """Use this pool from now on.
 
         Raises:
-            ArgumentError: It is no pool of blocks.
+            ArgumentError: ``pool`` is not a ``BlockPool``.
         """
         self._pool = arguments.instance("pool", pool, BlockPool)  # type: ignore[type-abstract]
 
     def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:
-        """Pin these blocks for ``holder``, besides those that it has. They must be in use at the time.
+        """Pin these blocks for ``holder``, in addition to those that it holds. They must be in use at the time.
 
-        Return false if they are not held, for want of a pool.
+        Returns:
+            False if there is no pool yet, and so nothing is held.
         """
         if self._pool is None:
             return False
@@ -89,7 +90,7 @@ class BlockPins:
         return True
 
     def quarantine(self, holder: Hashable, blocks: Iterable[int]) -> bool:
-        """Do the same for blocks of which no more use is made, within the limit; False if they are not held."""
+        """Pin blocks that nobody needs any more, within the limit; log and return False if that is reached or there is no pool."""
         wanted = list(blocks)
         limit = self._limit if not isinstance(self._pool, ElasticPool) else min(self._limit, self._pool.capacity() // 4)
         if sum(self._quarantined.values()) + len(wanted) > limit or not self.keep(holder, wanted):
@@ -106,7 +107,7 @@ class BlockPins:
             self._pool.free(kept[::-1])
 
     def borrow(self, holder: Hashable, blocks: int) -> list[int] | None:
-        """Take so many unused blocks from a pool that lends some, within the limit; None if there are none to spare."""
+        """Take so many unused blocks from a ``LendingPool``, within the limit; None if there are none to spare."""
         held = sum(map(len, self._kept.values()))
         if not isinstance(self._pool, LendingPool) or held + blocks > self._limit:
             return None
@@ -117,7 +118,7 @@ class BlockPins:
 
     @property
     def pool_unused(self) -> bool:
-        """Whether nobody uses a block of the pool, neither we nor a request."""
+        """Whether no block of the pool is in use, by a request or by kvxfer."""
         return self._pool is None or not self._pool.used()
 
     def __len__(self) -> int:

@@ -1,13 +1,12 @@
-"""Loads within a step: fetched ahead into blocks of the pool that no request has, copied when the request is admitted.
+"""Prefetches: loads that fetch into borrowed blocks of the pool, which are copied in the step that admits the request.
 
-A load beside the steps costs at least one of them: blocks are handed out in one, and the request runs in a later one.
-A short load need not wait so long. Its fetch begins when the request is first seen, into blocks borrowed from the pool.
-When the engine asks what can be had for the request, the answer is waited for, within a budget that all requests of the
-step share. If all of it has come and counts by then, the request runs in this very step, whose workers copy the blocks
-first; a copy within one memory cannot fail as a transfer can. If it has not come, the engine asks again in the next
-step; if it has failed, it computes the tokens at once. So the engine never counts on bytes that are not there, and
-nothing has to be taken back: not in a step that overlaps the next one, not where several groups of layers share a pool,
-whatever it does about loads that fail.
+A load beside the steps costs at least one step: blocks are handed out in one, and the request runs in a later one.
+A short load can avoid that. Its fetch begins when the request is first seen, into blocks borrowed from the pool.
+When the engine asks how many tokens the request can load, it waits for that fetch, within a budget that all requests of the
+step share. If everything was delivered by then, the request runs in this very step, whose workers first copy the blocks;
+unlike a transfer, a copy within one memory cannot fail. If the fetch has not ended, the engine asks again in the next
+step; if it has failed, the engine computes the tokens at once. So the engine never counts on bytes that are not there, and
+never has to undo a load, however it handles those that fail.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ __all__ = ["Prefetches"]
 
 @dataclass(slots=True)
 class _Prefetch:
-    """One request's.
-
-    ``number``: of its fetch. ``ended``: all ranks have, or one has failed; ``quiet``: nothing writes to the blocks on any rank.
-    ``expected``: seconds that it should take.
-    """
+    """The prefetch of one request: ``number`` is that of its fetch, ``expected`` the seconds that it should take."""
 
     number: int
     source: Source
@@ -46,18 +41,20 @@ class _Prefetch:
     tokens: int
     blocks: BlockTable
     results: dict[Rank, RankResult] = field(default_factory=dict)
-    waited: bool = False  # a step has waited for it in vain
-    over: bool = False  # the schedule knows that it is
+    waited: bool = False  # a step has already waited for it, in vain
+    over: bool = False  # quiet on all ranks, and the schedule has been told
     promised: bool = False  # the engine was told that it is here
     unwanted: bool = False
-    copying: dict[Rank, float] | None = None  # where the copy is done, and the seconds that it took
+    copying: dict[Rank, float] | None = (
+        None  # once admitted: the ranks that have copied, and the seconds that each took
+    )
 
 
 class Prefetches:
-    """The scheduler side's prefetches; one thread.
+    """The scheduler side's prefetches. One thread.
 
-    ``budget`` is in seconds of a step that may be spent on waiting and copying. ``receive`` passes to ``take_in`` what comes within so many
-    seconds, as soon as there is something; false if nothing has come.
+    ``budget`` is the seconds of a step that may be spent on waiting and copying. ``receive`` waits up to so many seconds for
+    results and passes them to ``take_in``; it returns whether there were any.
     """
 
     def __init__(
@@ -79,15 +76,16 @@ class Prefetches:
         self._possible = budget > 0 and all(group.kind in ("full", "window") for group in groups)
 
     def begin(self, request: str, source: Source, start: int, tokens: int, number: int) -> bool:
-        """Borrow blocks and queue the fetch of ``[start, tokens)``, which will have that number.
+        """Borrow blocks and queue the fetch of the tokens ``[start, tokens)``, which will have that number.
 
-        False: this load is one for beside the steps. It is long, its link has failed or the pool is short.
+        Returns:
+            False if the load has to go beside the steps: it is long, its link has failed, or the pool has no blocks to lend.
         """
         if not self._possible or self._schedule.matched(request, start) != tokens - start or start >= tokens:
             return False
         expected = self.paces.estimate(source, tokens - start)
         if expected is None or expected > self._budget:
-            return False  # of its link those beside the steps tell, too; of copies only those within one
+            return False  # loads beside the steps keep this estimate up to date too, but not that of copies
         if not self._copying.fits(tokens - start, self._budget - expected):
             return False
         spans = [self._span(group, start, tokens) for group in self._groups]
@@ -102,7 +100,7 @@ class Prefetches:
 
     @staticmethod
     def _span(group: Group, start: int, tokens: int) -> tuple[int, int]:
-        """Return the positions ``[first, past)`` of the blocks that token ``tokens`` attends to, from ``start`` on."""
+        """Return the positions ``[first, past)`` of the blocks from ``start`` on that the token after the loaded ones attends to."""
         behind = max(0, tokens - group.window + 1) if group.window else 0
         return max(start, behind) // group.block_tokens, group.blocks(tokens)
 
@@ -111,10 +109,10 @@ class Prefetches:
         return request in self._all
 
     def tokens(self, request: str, computed: int) -> int | None:
-        """Return how many tokens behind the ``computed`` local ones are here, having waited for them within the budget.
+        """Return how many tokens after the ``computed`` local ones are here, having waited for them within the budget.
 
-        0: none will be, and the engine computes them. None: they are still on their way, or their copy is for a step that
-        has time for it.
+        0: none will come, and the engine computes them. None: they are still on their way, or there is no time left in this
+        step to copy them.
         """
         found = self._all[request]
         self._wait(found)
@@ -131,7 +129,7 @@ class Prefetches:
         return found.tokens - computed
 
     def _wait(self, found: _Prefetch) -> None:
-        """Wait for it, in one step and no more: what has overrun its time may never come, and all others would wait along."""
+        """Wait for a prefetch, in one step only: one that has overrun its time may never end, and would delay all others."""
         patience = granted = 0.0 if found.waited else max(0.0, self._left - self._to_copy(found.tokens - found.start))
         while not self._ended(found):
             begun = time.monotonic()
@@ -150,7 +148,7 @@ class Prefetches:
         return self._copying.estimate(tokens) or 0.0
 
     def admitted(self, request: str, table: BlockTable, external: int) -> None:
-        """Take in that the request has blocks, and counts on ``external`` tokens."""
+        """Record that the request has been given blocks, and counts on ``external`` tokens."""
         found = self._all[request]
         if external and found.promised and found.copying is None:
             found.copying = {}
@@ -163,12 +161,12 @@ class Prefetches:
             self.give_up(request)
 
     def copies(self) -> tuple[BlockCopy, ...]:
-        """Return what this step copies; once a step, after which the budget is full again."""
+        """Return what this step copies, and refill the budget; call it once a step."""
         drained, self._copies, self._left = tuple(self._copies), [], self._budget
         return drained
 
     def take_in(self, result: RankResult) -> None:
-        """Take in what has become of one on one rank; the same may come again, and earlier words after later ones."""
+        """Process the result of a prefetch on one rank; it may come twice, and an earlier one after a later one."""
         found = self._all.get(result.handle)
         known = None if found is None else found.results.get(result.rank)
         if found is None or found.number != result.number or (known is not None and known.quiet):
@@ -179,14 +177,14 @@ class Prefetches:
         self._settle(result.handle, found)
 
     def copied(self, request: str, ranks: Mapping[Rank, float]) -> None:
-        """Take in that these ranks have copied its blocks, and how many seconds each of them took for it."""
+        """Record that these ranks have copied its blocks, and how many seconds each of them took for it."""
         found = self._all.get(request)
         if found is not None and found.copying is not None:
             found.copying |= ranks
             self._settle(request, found)
 
     def give_up(self, request: str) -> None:
-        """Take in that nobody needs it any more; what is being copied is finished."""
+        """Give up a prefetch that nobody needs any more; a copy under way is still finished."""
         found = self._all.get(request)
         if found is not None:
             found.unwanted = True
@@ -194,7 +192,7 @@ class Prefetches:
             self._settle(request, found)
 
     def short_of_blocks(self) -> None:
-        """Take in that the engine lacks blocks: give back what is here and was not admitted."""
+        """Give back the blocks of prefetches that are complete and whose requests have not been admitted."""
         for request, found in list(self._all.items()):
             if found.over and found.copying is None:
                 self.give_up(request)

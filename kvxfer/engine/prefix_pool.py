@@ -18,21 +18,21 @@ MOST_SALT = 1 << 20
 
 
 class PrefixPool:
-    """Blocks with references, which are found again by the tokens that they hold and all tokens before those.
+    """A ``BlockPool`` with a prefix cache: blocks are found again by the tokens in them and all tokens before.
 
-    It is a ``BlockPool``, for ``BlockPins``. A block without references keeps what it holds until it is taken; of those, the
-    one that was freed first is taken first. One thread.
+    A block without references keeps its content until it is taken again; the one that was freed first is taken first. One
+    thread.
 
-    It is for one group of kind ``full``, whose tables have a block at each position. It knows no windows and no states: which
-    blocks of theirs are of use without those before them, and which of several groups are of use together, is for a pool of the engine's
-    own. A table with a ``NULL`` where a block has been given up is refused.
+    It serves one group of kind ``full``, whose tables have a block at each position. Windows, states and several groups need
+    a pool of the engine's own, which knows which of their blocks are useful without earlier ones, or together. A table
+    with a ``NULL`` is refused.
 
     Args:
-        blocks: How many there are; their ids are 0 to ``blocks - 1``.
-        block_tokens: Tokens in each.
+        blocks: How many blocks there are; their ids are 0 to ``blocks - 1``.
+        block_tokens: Tokens in each block.
 
     Raises:
-        ArgumentError: An argument is of the wrong type or range.
+        ArgumentError: An argument has the wrong type or range.
     """
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
@@ -43,13 +43,13 @@ class PrefixPool:
         self._held: dict[int, bytes] = {}  # the prefix, by block
 
     def grow(self, table: list[int], tokens: int) -> bool:
-        """Add unused blocks, each with one reference, to a table until it has blocks for so many tokens.
+        """Append unused blocks, each with one reference, to a table until it has blocks for so many tokens.
 
         Returns:
-            False if there are too few; then nothing is added.
+            False if too few blocks are unused; then nothing is added.
 
         Raises:
-            ArgumentError: The table is no list, or has what is no block of this pool, or ``tokens`` are no number of tokens.
+            ArgumentError: The table is not a list of blocks of this pool, or ``tokens`` is not a count.
         """
         self._known("table", arguments.instance("table", table, list))
         missing = -(-arguments.integer("tokens", tokens, 0) // self._block_tokens) - len(table)
@@ -64,14 +64,14 @@ class PrefixPool:
         return True
 
     def prefix(self, tokens: Sequence[int], salt: bytes = b"") -> list[int]:
-        """Return the blocks that hold the longest prefix of these tokens that is here, each with one more reference.
+        """Return the blocks that hold the longest cached prefix of these tokens, each with one more reference.
 
         Args:
-            tokens: Token ids. Only whole blocks of them are looked for: leave the last token out if it is to be computed.
+            tokens: Token ids. Only whole blocks of them are looked for; leave out the last token if it is to be computed.
             salt: What else the KV depends on, such as an adapter.
 
         Raises:
-            ArgumentError: An argument is of the wrong type.
+            ArgumentError: An argument has the wrong type.
         """
         found = []
         for prefix in self._prefixes(tokens, salt):
@@ -83,10 +83,10 @@ class PrefixPool:
         return found
 
     def remember(self, tokens: Sequence[int], table: Sequence[int], salt: bytes = b"") -> None:
-        """Take in which tokens these blocks, which are in use, hold now, in as many whole blocks as there are.
+        """Record which tokens the blocks of a table hold, so that ``prefix`` finds those that are full. They must be in use.
 
         Raises:
-            ArgumentError: The table has what is no block of this pool, or an argument is of the wrong type.
+            ArgumentError: The table has an id that is not of this pool, or an argument has the wrong type.
         """
         self._known("table", table)
         for prefix, block in zip(self._prefixes(tokens, salt), table, strict=False):
@@ -97,7 +97,7 @@ class PrefixPool:
         """Add a reference to each of these blocks.
 
         Raises:
-            ArgumentError: One is no block of this pool; nothing is done.
+            ArgumentError: One is not a block of this pool; nothing is done.
         """
         self._known("blocks", blocks)
         for block in blocks:
@@ -105,10 +105,11 @@ class PrefixPool:
             self._references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each; those that have none left are taken after all that are unused, in this order.
+        """Drop one reference to each. Blocks without references are taken again in this order, after all that are unused now.
 
         Raises:
-            ArgumentError: One is no block of this pool, and nothing is done; or a block has no reference, and those before it are freed.
+            ArgumentError: One is not a block of this pool, and nothing is done; or one has no reference, and those before it are
+                freed.
         """
         self._known("blocks", blocks)
         for block in blocks:
@@ -123,7 +124,7 @@ class PrefixPool:
         return len(self._references) - len(self._unused)
 
     def _known(self, name: str, blocks: Sequence[int]) -> None:
-        """Refuse what is no block: -1, say, would be the last one."""
+        """Refuse ids that are not of this pool; as an index, -1 would silently mean the last block."""
         count = len(self._references)
         wrong = next((block for block in blocks if not 0 <= block < count), None)
         if wrong is not None:
@@ -133,7 +134,7 @@ class PrefixPool:
             )
 
     def _prefixes(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
-        """Yield a name for each prefix of whole blocks, the shortest first."""
+        """Yield a hash of each prefix of whole blocks, the shortest first."""
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ArgumentError(f"tokens must be a row of integers, not {ids.dtype} of shape {ids.shape}")

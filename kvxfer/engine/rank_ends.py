@@ -1,4 +1,4 @@
-"""What becomes of one rank's loads and offers: its agent's events turned into reports, and into results for the side channel."""
+"""How loads and offers end on one rank: turns its agent's events into reports, and into results for the side channel."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["RankEnds"]
 
 
 class RankEnds:
-    """Not thread-safe.
+    """The ends of one rank's loads and offers. Not thread-safe.
 
     Args:
-        rank: whose they are.
-        quarantine: how many blocks of loads that are reported as failed may still be written to.
+        rank: The rank.
+        quarantine: See ``WorkerSide``.
 
     Attributes:
-        report: what is reported next; the worker side adds what is no end.
-        aside: results are wanted, for a side channel.
+        report: What is reported next; the worker side adds what is not an end.
+        aside: Whether results are collected for a side channel.
     """
 
     def __init__(self, rank: Rank, quarantine: int) -> None:
@@ -40,7 +40,7 @@ class RankEnds:
         self._ended: list[Ended] = []  # since the last ``collect``
 
     def begin(self, fetch: Fetch, number: int, prefetch: bool) -> None:
-        """Expect the end of a load, the fetch of this number, whose blocks are the scheduler's."""
+        """Expect the end of a load, with this number; ``fetch`` has the scheduler's blocks."""
         self._known[fetch.handle] = RankResult(fetch.handle, self._rank, number)
         if prefetch:
             self._prefetches.add(fetch.handle)
@@ -48,13 +48,13 @@ class RankEnds:
             self._blocks[fetch.handle] = fetch.blocks.ids()
 
     def refuse(self, fetch: Fetch, why: Failure) -> None:
-        """End a load that the agent has not taken."""
+        """End a load that the agent has refused."""
         stages = Stages(began=time.monotonic())  # and nobody has been asked
         self.take_in(Ended("consumer", fetch.transfer, fetch.handle, Outcome(why), 0, 0.0, stages=stages))
         self.take_in(Released("consumer", fetch.transfer, fetch.handle))
 
     def take_in(self, event: Event) -> None:
-        """Take in what the agent says."""
+        """Process an event of the agent."""
         if event.role == "producer":
             if isinstance(event, Ended):
                 self._ended.append(event)
@@ -93,7 +93,7 @@ class RankEnds:
         return loads + len(self._known) + bool(self.report)
 
     def _offer_released(self, transfer: TransferId, generation: int) -> None:
-        """Nothing reads what was offered any more."""
+        """Report that nothing reads what was offered any more."""
         ranks = self.report.released.setdefault(transfer, {})
         ranks[self._rank] = max(generation, ranks.get(self._rank, generation))
 
@@ -115,11 +115,11 @@ class RankEnds:
                 report.payloads[request] = event.payload
             if event.short is not None:
                 report.short[request] = event.short
-            if event.payload or event.short is not None:  # of which no message tells: the end is said with a step only
+            if event.payload or event.short is not None:  # which a RankResult cannot tell: only a step reports the end
                 del self._known[request]
 
     def _load_released(self, request: str) -> None:
-        """Nothing touches a load's blocks any more."""
+        """Report that nothing touches a load's blocks any more."""
         ended = self._known.pop(request, None)
         result = None if ended is None else replace(ended, quiet=True)
         if request in self._prefetches and result is not None:
@@ -152,7 +152,7 @@ class RankEnds:
             self.report.invalid.update(blocks)
 
     def _give_up(self, request: str) -> None:
-        """Report a failed load early if its blocks are pinned: it may take long to get quiet, and nobody need wait."""
+        """Report a failed load before its blocks are quiet, which may take long, if they fit into the quarantine."""
         blocks = self._blocks[request]
         if len(blocks) <= self._quarantine:
             self._quarantine -= len(blocks)

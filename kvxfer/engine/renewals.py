@@ -1,4 +1,4 @@
-"""Leases of what requests here wait for are renewed by a thread: an engine that is paused makes no steps, and waits all the same."""
+"""Renew the leases of transfers that requests here wait for; on a thread, since an engine that is paused makes no steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["RENEWED", "Renewals"]
 log = logging.getLogger("kvxfer.engine")
 
 RENEWED = 10
-"""For so many leases of ours a transfer is renewed that no worker has begun to fetch. Then its producer may free the blocks: two
-engines whose caches are full of what each holds for the other would else wait for ever."""
+"""A transfer that no worker begins to fetch is renewed for so many leases. Then its producer may free the blocks; two engines
+whose caches are full of blocks that each holds for the other would wait for ever otherwise."""
 
 
 class Renewals:
-    """What waits, renewed four times a lease. Any thread; nothing blocks save ``close``."""
+    """The transfers that are waited for, each renewed four times a lease. Any thread; only ``close`` blocks."""
 
     def __init__(self, lease: float, tell: Callable[[Source, Renew], None]) -> None:
         self.interval, self._longest, self._tell = lease / 4, lease * RENEWED, tell
@@ -39,12 +39,12 @@ class Renewals:
                 self._waiting[transfer] = digest, source, time.monotonic()
 
     def keep(self, waiting: Container[TransferId]) -> None:
-        """Renew these alone from now on, of those that have been begun."""
+        """From now on renew only those of the transfers begun so far that are in ``waiting``."""
         with self._change:
             self._waiting = {transfer: known for transfer, known in self._waiting.items() if transfer in waiting}
 
     def close(self) -> None:
-        """Renew nothing more."""
+        """Stop renewing."""
         with self._change:
             self._closed = True
             self._change.notify()
@@ -64,5 +64,5 @@ class Renewals:
         for source, named in by_source.items():
             try:
                 self._tell(source, Renew(source.epoch, tuple(named)))
-            except Exception:  # the others' leases would end as well
+            except Exception:  # else the leases of the others would end as well
                 log.exception("%d transfers of %s could not be renewed", len(named), source)

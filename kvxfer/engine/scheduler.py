@@ -1,4 +1,4 @@
-"""The side of an engine's scheduler: its requests followed, its directory served, its workers told and heard."""
+"""The scheduler's side of an engine: follows requests, serves the directory, commands the workers and handles their reports."""
 
 from __future__ import annotations
 
@@ -53,30 +53,30 @@ _held = arguments.holding(
 
 
 class SchedulerSide:
-    """One engine's transfers, as its scheduler sees them.
+    """The transfers of one engine, as its scheduler sees them.
 
-    One per engine, called by one thread; no method blocks save ``close``. The directory has a thread of its own. Calls
-    about a request that neither offers nor loads do nothing, so an engine may pass on all that it hears.
+    There is one for each engine, called by one thread; only ``close`` blocks. The directory has a thread of its own. Calls
+    about a request that neither offers nor loads do nothing, so an engine may call these methods for all requests.
 
-    A wrong argument is answered by its call, which then does nothing.
+    A call with a wrong argument fails and does nothing.
 
     Args:
         config: The engine's settings.
-        engine: Its name, for logs of others.
+        engine: Its name, for the logs of other engines.
         groups: Its KV-cache groups, in the order of its block tables.
         ranks: How many workers it has.
         facts: What all its KV depends on (``kvxfer.facts``); its agents must state the same.
-        pins: Keeps blocks that the engine gives up; without one, nothing is kept, and peers that read too late fail.
+        pins: Keeps blocks that the engine gives up; without it nothing is kept, and peers that read too late fail.
 
     Attributes:
         source: Where other engines find this one.
         directory: What they find there.
-        facts: As stated last.
+        facts: The facts as last stated.
 
     Raises:
-        ArgumentError: An argument is of the wrong type or range.
+        ArgumentError: An argument has the wrong type or range.
         ConfigError: The facts are too many or too long.
-        OSError: The directory's address cannot be had.
+        OSError: The directory's address is not available.
     """
 
     @_held
@@ -119,26 +119,26 @@ class SchedulerSide:
     def offer(
         self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1, stops: bool = False
     ) -> bool:
-        """Offer the first ``tokens`` tokens of this request's prompt to others, as they are computed.
+        """Offer the first ``tokens`` tokens of this request's prompt to other engines, as they are computed.
 
-        The offer stands until ``consumers`` engines have fetched it or given it up, or its lease ends. What becomes of one
-        consumer means nothing for the others.
+        The offer stands until ``consumers`` engines have fetched it or given it up, or its lease ends. A consumer that fails
+        does not affect the others.
 
         Args:
-            request: The engine's id of it.
+            request: The engine's id of the request.
             transfer: The name under which consumers fetch it.
-            digest: What its KV depends on.
-            tokens: How many.
+            digest: What its KV depends on (``kvxfer.identity.digest``).
+            tokens: How many tokens to offer.
             consumers: How many engines are to fetch it. Requests of one engine share one load, and count as one.
-            stops: Nothing is computed for the request behind these tokens. A recurrent state is then offered with the step
-                that completes them, and otherwise once the request has finished.
+            stops: Whether nothing is computed for the request after these tokens. A recurrent state is then offered with the
+                step that completes them, and otherwise once the request has finished.
 
         Returns:
-            Whether it is offered. It is not if there is nothing to offer, or if another request offers this transfer already
-            (a sibling of n > 1, say).
+            Whether it is offered. It is not if there is nothing to offer, or if another request (such as another sample of
+            the same prompt) offers this transfer already.
 
         Raises:
-            ArgumentError: An argument is of the wrong type or range.
+            ArgumentError: An argument has the wrong type or range.
             ClosedError: This side has been closed.
             ScheduleError: The request offers another transfer.
         """
@@ -160,33 +160,32 @@ class SchedulerSide:
         progress: int = 0,
         enough: int = 0,
     ) -> bool:
-        """Take the first ``tokens`` tokens of this request's prompt from another engine, as far as they are not here.
+        """Load those of the first ``tokens`` tokens of this request's prompt that are not cached here from another engine.
 
-        From now on the producer's lease is renewed. Leave the last token of a prompt to be computed here, unless the producer
-        sends along what it has sampled behind it (``Update.payloads``).
-        Requests of one transfer (children of n > 1) share it: one loads, the others find the blocks in the prefix cache.
-        A ``report`` says how far it is each time that ``progress`` more tokens are here; 0: never.
+        From now on the producer's lease is renewed. Do not load the last token of a prompt, so that it is computed here,
+        unless the producer sends the token that it sampled after it (``Update.payloads``).
+        Requests of one transfer (samples of one prompt) share it: one loads, the others find the blocks in the prefix cache.
 
         Args:
-            request: The engine's id of it.
-            transfer: The name of what is loaded.
-            digest: What its KV depends on.
+            request: The engine's id of the request.
+            transfer: The name of the transfer to load.
+            digest: What its KV depends on (``kvxfer.identity.digest``).
             source: The directory of the engine that offers it.
-            tokens: How many.
-            begun: Whether the producer may be taken to have begun. If not, it is asked, and ``loadable`` says None until it
+            tokens: How many tokens of the prompt are to be here.
+            begun: Whether the producer is assumed to have begun. If not, it is asked, and ``loadable`` returns None until it
                 has, for ``start_timeout`` at the most.
-            offered: Whether the producer is known to have offered all of them, as when it has answered its request. If it
-                does not know them any more, the load fails within about a second, not at its deadline.
-            progress: How many more tokens are news.
-            enough: How many tokens are of use, should the producer give up before it has computed all (``Update.short``). 0: all
-                or none. At most ``tokens``. Only where all groups are ``full``.
+            offered: Whether the producer is known to have offered all of the tokens, as when it has answered its request. If
+                it does not know them any more, the load then fails within about a second instead of at its deadline.
+            progress: A ``report`` tells of progress each time that so many more tokens are here; 0 for never.
+            enough: The fewest tokens that are of use if the producer gives up before it has computed all (``Update.short``). 0:
+                all or none. At most ``tokens``. Only where all groups are ``full``.
 
         Returns:
             Whether it may load. It may not if the transfer is in use for other content or from another source, or was given
-            up just now; then the request is computed here.
+            up just now; then the request must be computed here.
 
         Raises:
-            ArgumentError: An argument is of the wrong type or range.
+            ArgumentError: An argument has the wrong type or range.
             ClosedError: This side has been closed.
             ScheduleError: The request loads another transfer.
         """
@@ -197,24 +196,24 @@ class SchedulerSide:
 
     def _check_open(self, call: str) -> None:
         if self._closed:
-            raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make another")
+            raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
     @_held
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
-        Call it when the request has arrived; ``loadable`` calls it as well. It does nothing for a load that is not short: see
-        ``Config.step_budget``.
+        Call it when the request has arrived; ``loadable`` calls it as well. It does nothing for a load that is not short
+        (``Config.step_budget``).
 
         Args:
-            request: The engine's id of it.
-            computed: Local tokens that it will find, as far as is known.
+            request: The engine's id of the request.
+            computed: The tokens that the request will find in the local prefix cache, as far as is known.
         """
         self._loads.prefetch(request, computed)
 
     @_held
     def ticket(self, request: str) -> Ticket | None:
-        """Return what a consumer of this request's offer must be told; None if it offers nothing, or no more."""
+        """Return what a consumer of this request's offer must be told; None if it offers nothing, or nothing any more."""
         return self._offers.ticket(request, self.source)
 
     @_held
@@ -225,76 +224,80 @@ class SchedulerSide:
         before they were looked up: unused blocks may be lent to this load.
 
         Returns:
-            The number of tokens. 0: none can, now or later. None: not known yet, since a sibling is loading them, a prefetch
-            is on its way, or the producer has not begun; ask again in the next step.
+            The number of tokens. 0: none can, now or later. None: not known yet, since another request of the same transfer is
+            loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
         return self._loads.loadable(request, computed)
 
     def here(self, request: str) -> bool:
-        """Return whether what ``loadable`` has promised is here.
+        """Return whether the tokens that ``loadable`` promised are already here, in prefetched blocks.
 
-        If it is, the request runs in this step, whose workers copy it first. If not, its load begins with this step.
+        If so, the request runs in this step, whose workers first copy the blocks. If not, its load begins with this step.
         """
         return self._loads.here(request)
 
     @_held
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
-        """Take in that the engine admits the request, and counts on ``external`` tokens from outside.
+        """Record that the engine admits the request, and counts on ``external`` tokens from outside.
 
-        With some, the load begins with the next step, and ends in a ``report``; until then the request must not run and
-        its blocks must not be freed. Without any, an untouched transfer is given up.
+        If ``external`` is not 0, the load begins with the next ``step()``, and a ``report`` tells its end; until then the
+        request must not run and its blocks must not be freed, unless the tokens are ``here`` already. If it is 0, a transfer
+        that has not begun is given up.
 
         Args:
-            request: The engine's id of it.
+            request: The engine's id of the request.
             table: The whole block table. Blocks of local tokens are not touched.
-            external: What ``loadable`` said last, or less if no group is a ``state``.
+            external: What ``loadable`` last returned, or less if no group is a ``state``.
 
         Raises:
-            ScheduleError: Tokens that ``loadable`` would not promise, or no blocks for them. The load has failed: none
-                of them will come.
-            ArgumentError: A block table that is none of this engine's. The load has failed as well.
+            ScheduleError: ``external`` is more than ``loadable`` would return, or the table has no blocks for it. The load has
+                failed: no tokens will come.
+            ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
         """
         self._loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
-        """Return whether ``runs`` matters for this request: of no other need the engine look its block table up."""
+        """Return whether ``runs`` matters for this request; for others the engine need not look up the block table."""
         return request in self._schedule.producer
 
     @_held
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
-        """Take in that the request runs in this step.
+        """Record that the request runs in this step.
 
         Args:
-            request: The engine's id of it.
+            request: The engine's id of the request.
             computed: Tokens computed before this step, prefix-cache hits and loads included.
             scheduled: Tokens that this step computes.
             table: The whole block table as this step uses it; never an increment.
 
         Raises:
-            ArgumentError: A block table that is none of this engine's, or lists too few blocks for what the step computes.
+            ArgumentError: The block table does not fit this engine's groups, or has too few blocks for what the step computes.
         """
         self._offers.runs(request, computed, scheduled, table)
 
     @_held
     def preempted(self, request: str) -> None:
-        """Take in that the engine takes the request's blocks away; before the ``runs`` calls of the same step."""
+        """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
         self._schedule.preempt(request)
         self._offered.preempted(request)
 
     @_held
     def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
-        """Take in that the request is over, at whatever point.
+        """Record that the request is over, at whatever point.
 
         Args:
-            request: The engine's id of it.
-            table: The whole block table at its end; one of empty rows if it has no blocks.
-            complete: It ended normally and its KV is good; False for an abort or an error.
-            good: What has been computed is good though the request is not complete, as after an abort. Consumers that are
-                reading it may finish with that, if it is enough for them.
+            request: The engine's id of the request.
+            table: The whole block table at its end; one with empty rows if it has no blocks.
+            complete: Whether it ended normally and its KV is good; False after an abort or an error.
+            good: Whether what has been computed is good although the request is not complete, as after an abort. Consumers
+                that are reading it may then finish with that, if it is enough for them.
 
         Returns:
-            True if the engine must keep the blocks until a ``report`` names the request as ``free``. A load under way
-            keeps them as well, until the ``report`` of its end.
+            True if the engine must keep the blocks until a ``report`` names the request as ``free``. If a load is under way,
+            the engine must keep them until the ``report`` of its end, too.
+
+        Raises:
+            ArgumentError: The block table does not fit this engine's groups.
         """
         self._tables.check("table", table)
         self._loads.finished(request)
@@ -302,30 +305,30 @@ class SchedulerSide:
 
     @_held
     def freed(self, request: str) -> None:
-        """Take in that the engine frees the blocks of a held request though no ``report`` has named it as ``free``."""
+        """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
         self._offered.freed(request)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
-        """Return what the workers must know with this step; once a step, after what happens in it has been said."""
+        """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
         renewals = self._notices.step()
         commands = self._schedule.commands()
         self._offered.shipped(commands)
         return self._dispatch.step(commands, renewals, self._loads.copies())
 
     def short_of_blocks(self) -> None:
-        """Take in that the engine cannot admit or go on with a request for want of blocks; before ``step``.
+        """Record that the engine cannot admit or continue a request for want of blocks. Call it before ``step``.
 
-        Blocks of prefetches that wait for their request are given back, and the request computes its tokens.
+        The blocks of prefetches whose requests are not admitted yet are given back, and those requests compute their tokens.
         """
         self._loads.short_of_blocks()
 
     @_held
     def report(self, report: Report) -> Update:
-        """Take in what workers have reported, of one rank or merged of several, and return what it means.
+        """Process a report, of one rank or merged of several, and return what it means to the engine.
 
-        Includes what they have said by the side channel, so that it may be worth a call without a report of theirs.
+        This includes what workers have sent by the side channel, so it may be worth calling with an empty ``Report``.
         """
         if report.descriptors:
             self.announce(report.descriptors.values())
@@ -340,23 +343,23 @@ class SchedulerSide:
 
     @_held
     def load_over(self, request: str) -> None:
-        """Take in from elsewhere that a load is over on all ranks; nothing if a ``report`` has said so."""
+        """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
         self._loads.over_elsewhere(request)
 
     @_held
     def stands_still(self, whether: bool) -> None:
-        """Take in, before each ``step``, whether the engine runs nothing because no waiting request can have blocks.
+        """Record, before each ``step``, whether the engine runs nothing because no waiting request can get blocks.
 
-        If that goes on, finished requests that are held for others are given up, the oldest first, one at a time: those for
-        whom they are held may themselves wait for blocks, and nobody would ever go on.
+        If that goes on, finished requests whose blocks are held for other engines are given up, the oldest first, one at a
+        time: those engines may be waiting for blocks themselves, and neither would ever go on.
         """
         self._standstill.look(whether and not self._loads.under_way)
 
     @property
     def waiting(self) -> bool:
-        """Whether blocks are pinned of which the engine knows no request.
+        """Whether blocks are pinned for requests that the engine may have forgotten.
 
-        It must go on making steps then, or it will not hear that they are free.
+        The engine must then go on making steps, or it will not learn that they are free.
         """
         return self._offered.waiting or self._loads.waiting
 
@@ -364,21 +367,24 @@ class SchedulerSide:
 
     @_held
     def announce(self, descriptors: Iterable[RankDescriptor]) -> None:
-        """Take in where workers' agents listen; once all have been said, other engines find this one.
+        """Record where workers' agents listen; once all are known, other engines can find this one.
 
-        Their first reports say it, too.
+        The workers' first reports say it, too.
         """
         self._descriptors |= {one.cache.rank: one for one in descriptors}
         self._offered.elastic = any(one.cache.elastic for one in self._descriptors.values())
         self._tables.relearn(one.cache for one in self._descriptors.values())
         if len(self._descriptors) == self._ranks:
-            with suppress(ClosedError):  # workers may report once more when all is over
+            with suppress(ClosedError):  # workers may report once more after ``close``
                 self.directory.publish(tuple(self._descriptors.values()))
 
     def listen_to(self, channels: Mapping[Rank, ChannelAddress]) -> None:
-        """Take in where worker sides listen; once all have been said, fetches need not wait for a step.
+        """Record where worker sides listen; once all are known, fetches need not wait for a step.
 
-        Their first reports say it, too.
+        The workers' first reports say it, too.
+
+        Raises:
+            ArgumentError: ``channels`` does not map ranks to addresses.
         """
         for rank, channel in arguments.mapping("channels", channels, "addresses by rank").items():
             arguments.instance("channels", rank, Rank)
@@ -387,9 +393,9 @@ class SchedulerSide:
 
     @_held
     def withdraw_all(self, reason: str) -> bool:
-        """End all offers and loads, since the KV cache is being dropped; True once no block of the pool is in use.
+        """End all offers and loads, since the KV cache is being dropped; return whether no block of the pool is in use.
 
-        If False, the workers have to hear of it first: go on making steps, and call it again.
+        While that is False, the workers have yet to act on it: go on making steps, and call it again.
         """
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
@@ -397,7 +403,7 @@ class SchedulerSide:
         return self._pins.pool_unused
 
     def identify(self, facts: Mapping[str, str]) -> None:
-        """State what all KV of the engine depends on from now on; after ``withdraw_all``, when weights have changed.
+        """State what all KV of the engine depends on from now on. Call it after ``withdraw_all``, when weights have changed.
 
         Raises:
             ClosedError: This side has been closed.
@@ -409,7 +415,7 @@ class SchedulerSide:
         self.directory.identify(self.facts)
 
     def close(self) -> None:
-        """Stop serving the directory; nothing is offered or loaded any more. Any number of times."""
+        """Stop serving the directory; nothing is offered or loaded any more. May be called more than once."""
         self._closed = True
         self._notices.close()
         self._dispatch.close()

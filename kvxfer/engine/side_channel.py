@@ -1,9 +1,9 @@
-"""The scheduler side and the worker sides of one host, speaking without waiting for a step of the engine.
+"""The side channel between the scheduler side and the worker sides of one host, which does not wait for a step of the engine.
 
-An engine carries commands and reports between its scheduler and its workers once a step, and with other requests
-decoding a step takes as long as a forward pass. Here a fetch reaches the worker at once, and the result of a load the
-scheduler. All that is said here is said again with a step: a message that is lost, or a worker on another host,
-costs time and nothing else.
+An engine carries commands and reports between its scheduler and its workers once a step, and while other requests
+decode, a step takes as long as a forward pass. Through this channel a fetch reaches the worker at once, and the result of a
+load reaches the scheduler at once. Everything is said again with a step, so that a lost message, or a worker on another host,
+costs only time.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ __all__ = ["ChannelAddress", "DirectFetches", "RankResult", "Results", "SideChan
 log = logging.getLogger("kvxfer.engine")
 
 NAMES = "kvxfer-side-"
-"""How the names of the sockets begin, in the abstract namespace."""
+"""The prefix of the sockets' names in the abstract namespace."""
 LONGEST = 1 << 17
-"""Bytes of a message; what is longer goes with the step only."""
+"""The most bytes of a message; a longer one goes with the step only."""
 CONNECT_S = 0.2
 PAUSE_MS = 100
-"""How long nobody is let in after descriptors have run out."""
+"""For so long no connection is accepted after the process has run out of descriptors."""
 MOST_STRANGERS = 4
-"""Connections that have not shown the secret yet; beyond so many, the oldest is closed."""
+"""The most connections that have not sent the secret yet; for one more, the oldest is closed."""
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
-    """Where a worker side listens, and the secret that its scheduler side must know. Not for other engines."""
+    """Where a worker side listens, and the secret that its scheduler side must send. Must not reach other engines."""
 
     name: str
     token: bytes
 
 
 class DirectFetches(msgspec.Struct, frozen=True):
-    """Fetches that need not wait for their step, and word of those that are to come.
+    """Fetches that go ahead of their step, and engines that later ones will need links to.
 
     Attributes:
-        first: The number of the first of them; the others follow. Each comes again with the step that has its number.
-        prefetches: Those of them, by handle, that are prefetches.
-        prepare: Engines from which fetches are to come, and our own directory if there are several workers.
+        first: The number of the first fetch; the others count up from it. Each comes again with its step, under its number.
+        prefetches: The handles of those fetches that are prefetches.
+        prepare: The engines to make links to, each with this engine's own directory if it has several workers.
     """
 
     first: int
@@ -64,16 +64,18 @@ class DirectFetches(msgspec.Struct, frozen=True):
 
 
 class RankResult(msgspec.Struct, frozen=True):
-    """What has become of a load on one rank.
+    """How a load has ended on one rank.
 
-    Sent when a prefetch ends and once more when it is quiet. Of other loads, sent for those alone that were delivered and are quiet.
+    For a prefetch it is sent when it ends, and again when it is quiet. For other loads it is sent only once they are
+    delivered and quiet.
 
     Attributes:
-        rank: That rank.
-        number: The fetch's, as the scheduler side counts them: a later load may have the same name.
-        generation: The one that was delivered; ``None`` if nothing had to come.
+        handle: The handle of the fetch.
+        rank: The rank.
+        number: The number of the fetch, since a later load may have the same handle.
+        generation: The generation that was delivered; None if nothing had to be moved.
         failure: Why it was not delivered; None if it was.
-        quiet: Nothing writes to its blocks any more.
+        quiet: Whether nothing writes to its blocks any more.
         stages: When it reached each stage.
     """
 
@@ -102,7 +104,7 @@ class WorkerChannel:
         results: Called on that thread after ``wake``; returns what is to be sent.
 
     Raises:
-        OSError: No socket can be had.
+        OSError: No socket could be made.
     """
 
     def __init__(self, take: Take, results: Results) -> None:
@@ -111,7 +113,7 @@ class WorkerChannel:
         self.address = ChannelAddress(name, secrets.token_bytes(16))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._listener.bind("\0" + name)  # no file: it goes with the process
+            self._listener.bind("\0" + name)  # no file, so it vanishes with the process
             self._listener.listen(128)
             self._listener.setblocking(False)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -120,20 +122,20 @@ class WorkerChannel:
             raise
         weakref.finalize(
             self, os.close, self._wake
-        )  # not in close: who is waking us just then must not write to another file
+        )  # not in close: a thread inside ``wake`` just then must not write to another file
         self._peer: socket.socket | None = None  # our scheduler side
-        self._strangers: dict[int, socket.socket] = {}  # who has not shown the token yet
+        self._strangers: dict[int, socket.socket] = {}  # connections that have not sent the token yet
         self._closing = self._deaf = False
         self._thread = NamedThread(target=self._run, name="kvxfer-channel")
         self._thread.start()
 
     def wake(self) -> None:
-        """Have ``results`` called soon. Any thread; does not block."""
+        """Have ``results`` called soon. Any thread; never blocks."""
         if not self._closing:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Stop listening; any number of times."""
+        """Stop listening; may be called more than once."""
         if not self._closing:
             self._closing = True
             os.eventfd_write(self._wake, 1)
@@ -157,7 +159,7 @@ class WorkerChannel:
                         self._forget(fd, poll)
                     except Exception:
                         log.exception(
-                            "side channel: a message was ignored, since handling it failed; the step says the same again"
+                            "side channel: a message could not be handled and was ignored; it comes again with the step"
                         )
         finally:
             for s in (self._listener, self._peer, *self._strangers.values()):
@@ -176,8 +178,8 @@ class WorkerChannel:
             try:
                 found, _ = self._listener.accept()
             except BlockingIOError:
-                return  # whoever it was has gone again
-            except OSError:  # no descriptor is left, and polled at once it would be ready again
+                return  # the other end has gone again
+            except OSError:  # no descriptor is left; polled at once, the listener would be ready again
                 poll.modify(fd, 0)
                 self._deaf = True
                 return
@@ -216,7 +218,7 @@ class SideChannel:
         self._poll = select.poll()
 
     def connect(self, addresses: Mapping[Rank, ChannelAddress]) -> None:
-        """Connect with all workers; if one cannot be reached, because it is on another host, with none."""
+        """Connect to all workers, or to none if one cannot be reached, as on another host."""
         self.close()
         for rank, address in addresses.items():
             s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -234,11 +236,11 @@ class SideChannel:
 
     @property
     def open(self) -> bool:
-        """Whether there is a way to all workers."""
+        """Whether all workers are connected."""
         return bool(self._sockets)
 
     def send(self, fetches: DirectFetches) -> bool:
-        """Send to all workers without blocking; False if some may not have got it, for whom it comes with the step."""
+        """Send to all workers without blocking; return False if some may not get it before its step."""
         raw = _encode(fetches)
         if len(raw) > LONGEST or not self._sockets:
             return False
@@ -254,7 +256,7 @@ class SideChannel:
         return True
 
     def receive(self, timeout: float = 0.0) -> list[RankResult]:
-        """Return what workers have sent, as soon as there is something, and after ``timeout`` seconds at the latest."""
+        """Return what workers have sent; wait for something for up to ``timeout`` seconds."""
         out: list[RankResult] = []
         until = time.monotonic() + timeout
         while self._sockets and not out:
@@ -269,7 +271,7 @@ class SideChannel:
 
     @staticmethod
     def _read(s: socket.socket, out: list[RankResult]) -> bool:
-        """Take all that has come; False if the other end is gone."""
+        """Read all that has arrived; return False if the other end is gone."""
         while True:
             try:
                 said = s.recv(2 * LONGEST)
@@ -282,7 +284,7 @@ class SideChannel:
             out.append(_decode_result(said))
 
     def close(self) -> None:
-        """Give the channel up; any number of times."""
+        """Close the channel; may be called more than once."""
         for s in self._sockets.values():
             s.close()
         self._sockets.clear()

@@ -1,4 +1,4 @@
-"""Engines that wait for each other: both are full of what each holds for the other, and neither can admit a request."""
+"""Engines that wait for each other: the blocks of each are held for the other, so that neither can admit a request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Standstill"]
 log = logging.getLogger("kvxfer.engine")
 
 STANDSTILL_S = 2.0
-"""When for so long nothing could run for want of blocks, blocks that are held for others are given up."""
+"""Once nothing could run for want of blocks for so long, blocks that are held for others are given up."""
 
 
 class Standstill:
     """Ends a standstill: gives up what is held for others, the oldest first, one request at a time.
 
-    ``held`` are finished requests whose blocks are held for others, and what they offer, as it stands; the oldest first.
+    ``held`` is a live view of ``OfferedBlocks.held``.
     """
 
     def __init__(self, held: Mapping[str, TransferId], withdraw: Callable[[TransferId, str], None]) -> None:
@@ -28,7 +28,7 @@ class Standstill:
         self._given_up: str | None = None  # the request that was given up last
 
     def look(self, still: bool) -> None:
-        """Take in, once a step, whether the engine can run nothing for want of blocks."""
+        """Record, once a step, whether the engine can run nothing for want of blocks."""
         if not still:
             self._since = self._given_up = None
             return
@@ -38,7 +38,7 @@ class Standstill:
             return
         self._given_up, transfer = next(iter(self._held.items()))
         log.warning(
-            "request %s is given up, which was held for others: no request here can have blocks",
+            "request %s, held for another engine, is given up: no request here can get blocks",
             printable(self._given_up),
         )
-        self._withdraw(transfer, "the producer needed the blocks: no request of its own could have any")
+        self._withdraw(transfer, "the producer needed the blocks: no request of its own could get any")

@@ -1,8 +1,8 @@
-"""Loads whose producers have not begun, as far as is known: they need no blocks yet.
+"""Loads whose producers have not begun, as far as is known, and which therefore need no blocks yet.
 
-A router may send a request to both engines at once. It may then wait in the producer's queue for long, and blocks that
-were set aside for it here all that time would be missing to other requests. So the producer's directory is asked, and
-says when its engine has begun. Where it cannot be asked, the load begins, and fails as any load would.
+A router may send a request to both engines at once. It may then queue at the producer for long, and blocks set aside for
+it here all that time would be lost to other requests. So the producer's directory is asked, and says when its engine has
+begun. If it cannot be asked, the load begins, and fails as any load would.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Start:
 
 
 class Starts:
-    """Requests that wait for their producers to begin, for ``patience`` seconds each at the most; one thread."""
+    """Requests that wait for their producers to begin, each for ``patience`` seconds at the most. One thread."""
 
     def __init__(
         self, patience: float, tell: Callable[[Source, Await], None], clock: Callable[[], float] = time.monotonic
@@ -38,14 +38,14 @@ class Starts:
         self._waiting: dict[str, _Start] = {}
 
     def ask(self, request: str, transfer: TransferId, digest: bytes, source: Source) -> None:
-        """Have the producer asked, unless it has been."""
+        """Ask the producer whether it has begun, unless it has been asked."""
         if request not in self._waiting:
             now = self._clock()
             start = self._waiting[request] = _Start(Named(transfer, digest), source, now, now)
             self._tell(source, Await(source.epoch, (start.named,)))
 
     def ask_again(self) -> None:
-        """Ask again the producers that have not answered for a while; once a step."""
+        """Ask those producers again that have not answered for a while; call it once a step."""
         now, silent = self._clock(), dict[Source, list[Named]]()
         for start in self._waiting.values():
             if now - start.asked >= AGAIN_S:
@@ -55,11 +55,11 @@ class Starts:
             self._tell(source, Await(source.epoch, tuple(named)))
 
     def begun(self, named: tuple[Named, ...]) -> None:
-        """Take in that producers have begun with these."""
+        """Record that producers have begun with these transfers."""
         self._waiting = {request: start for request, start in self._waiting.items() if start.named not in named}
 
     def unheard(self, host: str, port: int) -> None:
-        """Take in that the directory at this address cannot be asked."""
+        """Record that the directory at this address cannot be asked."""
         for request, start in list(self._waiting.items()):
             if (start.source.host, start.source.port) == (host, port):
                 del self._waiting[request]
@@ -73,7 +73,7 @@ class Starts:
         return self._clock() - self._waiting[request].since >= self.patience
 
     def forget(self, request: str) -> None:
-        """Take in that nobody needs this load any more."""
+        """Record that nobody needs this load any more."""
         self._waiting.pop(request, None)
 
     def __len__(self) -> int:

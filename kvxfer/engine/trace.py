@@ -1,4 +1,4 @@
-"""What became of each load, stage by stage, as lines of JSON: where a user's wait for the first token went."""
+"""Write a line of JSON for each load with the time of each stage, to show where the wait for the first token went."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class _Load:
 
 
 class Trace:
-    """The loads of one engine; one thread.
+    """The trace of one engine's loads. One thread.
 
-    A line has ``engine``, ``request``, ``transfer``, ``source``, ``way``, ``tokens``, ``failure`` (null: it was delivered), ``at``
-    (when the request came, by the clock of the day), and ``us``: the microseconds from there to each stage that it reached.
-    ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: as in ``Stages``, on the slowest rank; they are of
-    this clock if the workers are on the scheduler's host. ``seen``: the scheduler side knew the outcome.
+    A line has ``engine``, ``request``, ``transfer``, ``source``, ``way``, ``tokens``, ``failure`` (null if it was delivered), ``at``
+    (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
+    ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see ``Stages``, on the slowest rank; comparable
+    with the others only if the workers run on the scheduler's host. ``seen``: the scheduler side knew the outcome.
 
     Args:
-        path: The file that lines are appended to; None: nothing is written.
-        engine: Its name.
+        path: The file that lines are appended to; None writes nothing.
+        engine: The engine's name.
     """
 
     def __init__(self, path: str | None, engine: str) -> None:
@@ -49,18 +49,18 @@ class Trace:
         self._loads: dict[str, _Load] = {}
 
     def arrived(self, request: str, transfer: TransferId, source: Source) -> None:
-        """Take in that a request has come which is to be loaded."""
+        """Record that a request has come that is to be loaded."""
         if self._path is not None:
             self._loads.setdefault(request, _Load(transfer, source, time.monotonic()))
 
     def fetched(self, request: str, way: _Way, tokens: int) -> None:
-        """Take in that the fetch of so many tokens leaves."""
+        """Record that the fetch of so many tokens is sent."""
         load = self._loads.get(request)
         if load is not None:
             load.fetched, load.way, load.tokens = time.monotonic(), way, tokens
 
     def seen(self, request: str, failure: Failure | str | None, stages: Stages | None) -> None:
-        """Take in that a load is over, and write its line."""
+        """Record that a load is over, and write its line."""
         load = self._loads.pop(request, None)
         if load is None or self._path is None:
             return
@@ -86,5 +86,5 @@ class Trace:
             self._path, self._loads = None, {}
 
     def finished(self, request: str) -> None:
-        """Take in that the request is over, loaded or not."""
+        """Record that the request is over, loaded or not."""
         self._loads.pop(request, None)

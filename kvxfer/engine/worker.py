@@ -1,4 +1,4 @@
-"""The side of one worker: a step's commands given to its agent, what has ended collected into reports."""
+"""The worker's side of an engine: gives a step's commands to the agent, and collects what has ended into reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["WorkerSide"]
 log = logging.getLogger("kvxfer.engine")
 
 _unless_closed = suppress(ClosedError)
-"""For what means nothing to an agent that another thread closes amid a step, as a signal's handler does: its events say the rest."""
+"""For calls that are moot if another thread (such as a signal's handler) closes the agent amid a step: its events tell the rest."""
 
 _held = arguments.holding(
     table=arguments.function,
@@ -43,29 +43,31 @@ _held = arguments.holding(
 
 
 class WorkerSide:
-    """One rank. All methods are called by the worker's own thread, and none blocks save ``collect`` with a timeout.
+    """One rank's side. The worker's own thread calls all methods.
 
-    A load or an offer that the agent refuses ends with the reason, and costs no other. So does one after the agent was closed, by
-    this side or by another thread; what else a step says is nothing then.
+    Only ``collect`` with a timeout, ``suspend``, ``drain`` and ``close`` block.
+
+    A load or an offer that the agent refuses ends with the reason, without affecting others. So does one that comes after the
+    agent was closed, by this side or by another thread; everything else in a step is then ignored.
 
     Args:
-        agent: the rank's agent, over its cache.
-        table: turns the scheduler's block tables into those of the cache's blocks, where kernels use smaller ones, or where
-            the scheduler numbers the blocks of several pools one behind the other. Pure: any thread may call it.
-        before_load: called with the cache's block table, ``start`` and ``tokens`` of each load before it begins: to clear
-            what the load leaves as it is (``kvxfer.geometry.uncovered``), if the engine needs that. Any thread, one
-            call at a time.
-        on_ended: called with the ``Ended`` of each load and of each offer on this rank, for metrics; ``role`` tells them apart.
-        quarantine: a load that has failed is reported at once, while its blocks may still be written to, if all such
-            blocks together are no more than this. The scheduler must have a pool to pin them in, and must not use them
-            for the request again. 0: it is reported when its blocks are quiet.
-        copy: called with two block tables of the cache's blocks; copies the blocks of the one to those of the other
-            where both have one, ahead of the step's forward pass. None: this engine makes no use of prefetches.
-        channel: makes the end of a side channel, ``WorkerChannel``: fetches then come at once from a scheduler side on the
-            same host, besides with each step. None: with steps only.
+        agent: The rank's agent, over its cache.
+        table: Turns the scheduler's block tables into tables of the cache's blocks, if kernels use smaller blocks, or if
+            the scheduler numbers the blocks of several pools one after the other. Must be pure: any thread may call it.
+        before_load: Called with the cache's block table, ``start`` and ``tokens`` of each load before it begins, to clear
+            what the load does not overwrite (``kvxfer.geometry.uncovered``), if the engine needs that. Called by any thread,
+            one call at a time.
+        on_ended: Called with the ``Ended`` of each load and of each offer on this rank, for metrics; ``role`` tells them apart.
+        quarantine: A load that has failed is reported at once, while its blocks may still be written to, if all such
+            blocks together are no more than this. The scheduler must then have a pool to pin them in, and must not use them
+            for the request again. 0: it is reported once its blocks are quiet.
+        copy: Called with two tables of the cache's blocks, before the step's forward pass; copies the block at each
+            position from the first to the second if both have one there. None: this engine does not use prefetches.
+        channel: Makes this end of a side channel (``WorkerChannel``), by which a scheduler side on the same host sends
+            fetches at once, as well as with each step. None: with steps only.
 
     Raises:
-        ArgumentError: an argument is of the wrong type or range.
+        ArgumentError: An argument has the wrong type or range.
     """
 
     @_held
@@ -108,12 +110,12 @@ class WorkerSide:
 
     @property
     def address(self) -> ChannelAddress | None:
-        """Where the side channel listens, for the scheduler side; the first report says it, too."""
+        """Where the side channel listens, for the scheduler side; None without one. The first report says it, too."""
         return None if self._channel is None else self._channel.address
 
     @_held
     def begin(self, step: Step) -> None:
-        """Apply what must be known before this step's forward pass reuses a block: revocations, and other weights."""
+        """Apply what must be known before this step's forward pass reuses a block: revocations, and new facts."""
         if step.facts is not None:
             with _unless_closed:
                 self.agent.identify(step.facts)
@@ -135,9 +137,9 @@ class WorkerSide:
 
     @_held
     def load(self, step: Step) -> None:
-        """Copy what has been prefetched, begin this step's loads, and end those that are no longer wanted.
+        """Copy what has been prefetched, begin this step's loads, and cancel those that are no longer wanted.
 
-        If the step has ``copies``, call it before the forward pass, behind whatever else writes to new blocks.
+        If the step has ``copies``, call it before the forward pass, but after anything else that writes to new blocks.
         """
         copied: dict[str, dict[Rank, float]] = {}
         for copy in step.copies:
@@ -156,7 +158,7 @@ class WorkerSide:
                 self.agent.cancel(cancel.handle, cancel.reason)
 
     def _begin(self, first: int, fetches: tuple[Fetch, ...], prefetches: tuple[str, ...]) -> None:
-        """Begin those that have not begun yet."""
+        """Begin those fetches that have not begun yet."""
         for number, fetch in enumerate(fetches, first):
             if number < self._next or number in self._direct:
                 continue
@@ -177,14 +179,17 @@ class WorkerSide:
         return table if self._table is None else self._table(table)
 
     def layer_done(self, step: Step, layer: str) -> None:
-        """Offer what this step has computed of the layers so far, where consumers over slow links wait for it.
+        """Offer the layers that this step has computed so far to consumers over slow links that wait for them.
 
-        An engine that can say so calls it once the kernels that write a layer's KV are launched, of all tokens of the step. It costs
-        next to nothing where nobody waits, and at most seven fences a step. Who does not call it has all layers offered together.
+        Optional: without it, all layers are offered together. Call it once the kernels that write a layer's KV for all tokens
+        of the step are launched. It costs next to nothing if nobody waits, and at most seven fences a step.
 
         Args:
-            step: the scheduler's.
-            layer: its name in the cache; others are ignored.
+            step: The scheduler's step.
+            layer: The name of the layer in the cache; other names are ignored.
+
+        Raises:
+            ArgumentError: An argument has the wrong type.
         """
         if not isinstance(step, Step):
             arguments.instance("step", step, Step)
@@ -197,22 +202,22 @@ class WorkerSide:
             fence = memory.fence(self._device)
         for offer in wanted:
             some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
-            with suppress(KvxferError):  # it is refused again with all layers, and said then
+            with suppress(KvxferError):  # it will be refused again with all layers, and logged then
                 self.agent.offer(some, after=fence)
 
     @_held
     def after_forward(self, step: Step, payloads: Mapping[TransferId, bytes] | None = None) -> None:
-        """Offer what this step has computed, behind a fence on the device; once all its kernels are launched.
+        """Offer what this step has computed, behind a fence on the device. Call it once all kernels of the step are launched.
 
         Args:
-            step: the scheduler's.
-            payloads: what goes along with transfers whose prompts this step completes (``Offer.payload``), the same on all
-                ranks: a first token that the engine has sampled, say. A prompt that is computed anew after a preemption is
-                completed anew.
+            step: The scheduler's step.
+            payloads: What goes along with the transfers whose prompts this step completes (``Offer.payload``), the same on all
+                ranks: the first token that was sampled, say. A prompt that is computed again after a preemption needs its
+                payload again.
 
         Raises:
-            ArgumentError: a payload is no ``bytes``, too long, or of no ``TransferId``. Call it again without that one:
-                nothing is offered yet.
+            ArgumentError: A payload is not ``bytes`` or too long, or a key is not a ``TransferId``. Nothing has been offered;
+                call it again without that payload.
         """
         for transfer, payload in arguments.mapping("payloads", payloads or {}, "bytes by transfer").items():
             arguments.instance("payloads", transfer, TransferId)
@@ -232,14 +237,14 @@ class WorkerSide:
 
     @_held
     def collect(self, timeout: float = 0.0) -> Report:
-        """Return what has ended since the last call; false if nothing has.
+        """Return what has ended since the last call; the report is false if nothing has.
 
         Args:
-            timeout: seconds to wait for something, where the engine has nothing else to do.
+            timeout: Seconds to wait for something, if the engine has nothing else to do.
         """
         with self._lock:
             self._listen(0.0 if self._channel is not None or self._ends.report else timeout)
-            if self._channel is not None:  # whose thread listens as well
+            if self._channel is not None:  # its thread takes the agent's events as well
                 self._lock.wait_for(lambda: self._ends.pending, timeout)
             report, ends = self._ends.collect()
         if self._on_ended is not None:
@@ -248,21 +253,21 @@ class WorkerSide:
         return report
 
     def fileno(self) -> int:
-        """Return a descriptor that polls readable while ``collect`` has something to return that has ended (``kvxfer.readable``).
+        """Return a descriptor that polls readable once a load or offer has ended, for ``collect`` to return (``kvxfer.readable``).
 
-        What a step itself has brought, and the first report of all, is there at once: collect after each step as well.
-        With a side channel, whose thread listens as well, it may not: wait in ``collect`` then.
+        It does not signal what a step itself causes, or the first report of all: collect after each step as well.
+        With a side channel, whose thread may read the event first, do not rely on it: wait in ``collect``.
         """
         return self.agent.fileno()
 
     def suspend(self) -> None:
         """Let go of the cache, whose memory is about to be unmapped, as when an engine is put to sleep.
 
-        Blocks until nothing touches it, or for the agent's patience. Transfers that are under way fail, which the next
-        ``collect`` says; peers see this rank go.
+        Blocks until nothing touches the cache, or for as long as ``Agent.close`` does. Transfers that are under way fail, as the
+        next ``collect`` reports; to peers this rank is gone.
 
         Raises:
-            KvxferError: something may still touch the memory, which must stay.
+            KvxferError: Something may still touch the memory, so it must not be unmapped.
         """
         if not self.agent.close():
             raise KvxferError(
@@ -275,13 +280,13 @@ class WorkerSide:
             self._ends.report = last.merge(self._ends.report)
 
     def resume(self, agent: Agent) -> None:
-        """Go on after ``suspend`` with a new agent, over the same memory, which is there again, or over other memory.
+        """Go on after ``suspend`` with a new agent, over the same memory mapped again, or over other memory.
 
-        Peers make their links anew; the next ``collect`` says where it listens, and until the scheduler side has taken that
-        in, what they ask of this rank fails. The descriptor (``fileno``) is another one from now on.
+        Peers make their links anew. The next ``collect`` reports where the new agent listens; until the scheduler side has
+        processed that, what peers ask of this rank fails. ``fileno`` returns another descriptor from now on.
 
         Raises:
-            KvxferError: the agent is of another rank.
+            KvxferError: The agent is of another rank.
         """
         if _agent(agent).cache.rank != self._rank:
             raise KvxferError(f"the new agent must be of rank {self._rank}, not {agent.cache.rank}")
@@ -295,12 +300,12 @@ class WorkerSide:
             agent.listen(self._channel.wake)
 
     def drain(self, timeout: float) -> bool:
-        """Close once all transfers of this rank have come to their ends, after ``timeout`` seconds in any case; see ``Agent.drain``."""
+        """Close once all transfers of this rank have ended, or after ``timeout`` seconds; see ``Agent.drain``."""
         quiet = self.agent.drain(timeout)
         return self.close() and quiet
 
     def close(self) -> bool:
-        """Close the agent; whether all memory is quiet, as ``Agent.close`` has it."""
+        """Close the agent; return whether all memory is quiet (``Agent.close``)."""
         if self._channel is not None:
             self.agent.listen(None)
             self._channel.close()
@@ -311,14 +316,14 @@ class WorkerSide:
         return len(self._ends) + len(self._payloads)
 
     def _listen(self, timeout: float = 0.0) -> None:
-        """Take in what the agent has to say, with the lock."""
+        """Process the agent's events; the lock must be held."""
         for event in self.agent.events(timeout):
             self._ends.take_in(event)
 
     # --- on the side channel's thread ------------------------------------------------------------------------------
 
     def _take(self, direct: DirectFetches) -> None:
-        """Begin what goes ahead of its step. A link made before our facts are stated would be refused, and its fetches with it."""
+        """Begin fetches that go ahead of their step; not before the facts are stated, since peers would refuse links without them."""
         with self._lock:
             if self._facts is None:
                 self._untold.append(direct)
@@ -337,7 +342,7 @@ class WorkerSide:
 
 
 def _agent(agent: Agent) -> Agent:
-    """Refuse what cannot stand for an agent."""
+    """Refuse what is not an agent."""
     if not hasattr(agent, "cache"):
         raise ArgumentError(f"agent must be a kvxfer Agent, not {arguments.shown(agent)}")
     return agent

@@ -1,4 +1,4 @@
-"""Which bytes: cache layouts, sharding and copy plans. Pure: no I/O, no torch, no clock."""
+"""Which bytes of one cache go where in another: layouts, sharding and copy plans. Pure: no I/O, no torch, no clock."""
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment
 from kvxfer.geometry.bands import bands

@@ -1,4 +1,4 @@
-"""Assignments: which layers and heads of a producer's view go into a consumer's, and whether they can."""
+"""Assignments: which layers and heads of a producer's view go into a consumer's view, and whether that is possible."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["ShardAssignment", "Incompatible", "check_assignments", "check_pair",
 
 
 class Incompatible(KvxferError, ValueError):
-    """Two caches whose contents cannot be converted into one another; the text names both sides and the axis."""
+    """The contents of two caches cannot be converted into one another; the message names both sides and the axis."""
 
     default = FailureKind.INCOMPATIBLE
 
 
 MOST_ASSIGNMENTS, MOST_LAYERS = 1 << 10, 1 << 12
-"""Assignments on one rank, and layers that they name together. Each plane of a layer is assigned once, or a few times where
-heads come from replicas."""
+"""The most assignments of one rank, and layers named in them all together. Each plane of a layer is assigned once, or a few
+times if its heads come from several replicas."""
 
 
 class ShardAssignment(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class ShardAssignment(msgspec.Struct, frozen=True):
 def check_assignments(src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) -> None:
     """Refuse assignments that the two caches do not allow.
 
-    Call it for assignments that came from a peer: its cost grows with the number of assignments, layers and views, all
+    It is safe for assignments that came from a peer: its cost grows with the number of assignments, layers and views, all
     of which are bounded.
 
     Raises:
@@ -99,7 +99,7 @@ def head_range(view: View) -> tuple[int, int]:
 
 
 def name(cache: Cache) -> str:
-    """Return what error messages call a rank."""
+    """Return the name of a rank in error messages."""
     return f"rank pp{cache.rank.pp}/tp{cache.rank.tp}"
 
 
@@ -107,7 +107,7 @@ def check_pair(src: Cache, s: View, dst: Cache, d: View) -> None:
     """Refuse two views of one plane whose units are not the same logical content.
 
     Raises:
-        Incompatible: The first axis or property in which they differ, with both values.
+        Incompatible: They are not; the message has the first axis or property in which they differ, with both values.
     """
     sg, dg = src.groups[s.group], dst.groups[d.group]
     pairs: list[tuple[str, object, object]] = [

@@ -1,6 +1,6 @@
-"""Bands: a cache's layers in a few ranges, so that the KV of one may move while the next is computed.
+"""Bands: a few ranges of a cache's layers, so that the KV of one band may move while the next is computed.
 
-Both sides of a link divide the producer's cache in the same way, so that a band needs no more than its number to be spoken of.
+Both sides of a link divide the producer's cache in the same way, so that messages name a band by its index alone.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ __all__ = ["bands"]
 
 
 def bands(cache: Cache) -> tuple[frozenset[str], ...]:
-    """Divide the layers of the groups of kind ``full`` by their order in the cache, into ranges of about as many layers.
+    """Divide the layers of all ``full`` groups, in the order of the cache, into up to eight ranges of about equal length.
 
-    Layers of other groups are in none: what these hold is complete only once a prompt is.
+    Layers of other groups belong to no band, since their content is complete only once the whole prompt is.
 
     Args:
-        cache: That of a producer rank. Where its layers are not in the order in which they are computed, bands are of little use.
+        cache: The cache of a producer rank. Unless its layers are in the order in which they are computed, bands are of little use.
     """
     kept = (v.layers for v in cache.views if cache.groups[v.group].kind == "full")
     layers = list(dict.fromkeys(layer for view in kept for layer in view))

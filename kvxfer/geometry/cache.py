@@ -1,9 +1,9 @@
 """A worker's KV cache as values: regions of memory, and strided views with named axes over them.
 
-Everything here is plain data that crosses the wire in a hello (msgspec). Nothing touches memory.
+Everything here is plain data that is sent to peers in a hello (msgspec). Nothing touches memory.
 
 The axes of a view are *block, head, token* and the contiguous *unit* below them; *layer* and *plane* (``k``,
-``v``, ``latent``, ``state`` ...) name the view itself. Any of head and token may be missing, and either may be
+``v``, ``latent``, ``state`` ...) name the view itself. Head and token may be missing, and either may be
 *opaque*: present in the content, but not to be cut. A CPU-attention page, packed for the instruction set, is
 [block, head, opaque]; a Mamba page is [block, opaque].
 """
@@ -32,15 +32,15 @@ GAP = 4096
 
 _MOST_BYTES = 1 << 60
 
-# What planning costs grows with these, and a description may come from a peer. A model has some hundred layers, of a handful of
-# planes each; a plan's pattern is as large as what one block holds of a plane.
+# The cost of planning grows with these, and a description may come from a peer. A model has some hundred layers of a handful of
+# planes each; the pattern of a plan has as many rows as one block has pieces.
 _MOST_VIEWS, _MOST_REGIONS, _MOST_GROUPS = 512, 1 << 12, 128
 _MOST_LAYERS = 1 << 12
-"""Layers, counted once for each plane."""
+"""The most layers, counted once for each plane."""
 _MOST_HEADS = 1 << 18
-"""Heads, counted once for each layer and plane."""
+"""The most heads, counted once for each layer and plane."""
 _MOST_CELLS = 1 << 22
-"""Pieces of content in one block of one view."""
+"""The most pieces of content in one block of one view."""
 
 _FIRST = Rank()
 
@@ -50,14 +50,17 @@ _Name = Annotated[str, Meta(max_length=1 << 12)]
 class Region(msgspec.Struct, frozen=True, dict=True):
     """One piece of registered memory.
 
-    A region of numbers alone keeps nothing alive; whoever has a tensor makes one by ``of``, or the cache by
-    ``Cache.of_tensors``.
+    A region made from numbers keeps no memory alive. Make it from a tensor with ``of``, or the whole cache with
+    ``Cache.of_tensors``, to keep the tensor alive with it.
 
     Attributes:
         address: First byte, a virtual address of the owner's process.
         nbytes: Size in bytes.
-        device: ``"cpu"`` or ``"cuda:N"``, with N as the owner counts.
+        device: ``"cpu"`` or ``"cuda:N"``, with N as the owner's process counts devices.
         elastic: Whether its pages may be unmapped, and others mapped in their place, while it is registered.
+
+    Raises:
+        ArgumentError: An argument has the wrong type.
     """
 
     address: int
@@ -71,10 +74,10 @@ class Region(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, tensor: Any) -> Region:
-        """Return the memory of a tensor (see ``Cache.of_tensors``), which lives as long as the region does.
+        """Return the memory of a tensor (see ``Cache.of_tensors``) as a region, which keeps the tensor alive.
 
         Raises:
-            ArgumentError: It is no tensor, is empty, or cannot be written.
+            ArgumentError: ``tensor`` is not a tensor, is empty, or cannot be written.
         """
         from kvxfer.geometry.tensors import region_of
 
@@ -86,8 +89,8 @@ class Heads(msgspec.Struct, frozen=True):
 
     Attributes:
         start: First global head.
-        count: Heads that this rank holds.
-        total: Heads of the model.
+        count: Number of heads that this rank holds.
+        total: Number of KV heads of the model.
         stride: Bytes from one head to the next; ``None`` if the heads lie inside the unit and must not be cut (opaque).
     """
 
@@ -121,8 +124,8 @@ class View(msgspec.Struct, frozen=True):
         heads: The head axis; ``None`` if the content has none (MLA) and each tensor-parallel rank holds a replica.
         token_stride: Bytes from one token to the next; ``None`` if the tokens of a block lie inside the unit and must
             not be cut (opaque).
-        optional: Whether a consumer can do without, as with the cache of a draft model: its guesses get worse, and the
-            output stays the same. What no producer has, or has in another kind, is then not moved.
+        optional: Whether a consumer can do without the content, as with the cache of a draft model: its guesses get worse,
+            but the output stays the same. What no producer has in a convertible form is then not moved.
     """
 
     plane: _Name
@@ -167,7 +170,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Cache(msgspec.Struct, frozen=True):
-    """All that a peer must know of a rank's cache to plan copies from it or into it.
+    """Everything that a peer must know about a rank's cache to plan copies from it or into it.
 
     Attributes:
         regions: Registered memory, in the order of the flat offset space.
@@ -204,24 +207,25 @@ class Cache(msgspec.Struct, frozen=True):
     ) -> Cache:
         """Describe a cache of one group by the tensors that hold it, and keep those alive with it.
 
-        A tensor is numpy's, torch's, or whatever has ``__array_interface__``, ``__cuda_array_interface__`` or
-        ``__dlpack__``, in any order of its axes, with any gaps. ``a + b`` is the cache of both groups.
+        A tensor is one of numpy or torch, or any object with ``__array_interface__``, ``__cuda_array_interface__`` or
+        ``__dlpack__``. Its axes may be in any order and have gaps. ``a + b`` is the cache of both groups.
 
         Args:
-            tensors: One tensor, or a list of one for each layer, of plane ``kv``; or of several planes, by their names:
-                ``{"k": [...], "v": [...]}``.
-            dims: What the axes are, in order: each of ``layer``, ``block``, ``head`` and ``token`` at most once, and
-                ``unit`` for those that stay together, as in ``"block head token unit"``. Without ``head`` every
-                tensor-parallel rank holds a replica. Without ``token`` a block is not cut. By plane, where they differ.
+            tensors: The tensors of each plane, by its name, as in ``{"k": [...], "v": [...]}``: one tensor, or a list with one
+                for each layer. Without a mapping they are those of a plane ``kv``.
+            dims: The meaning of the axes, in order, as in ``"block head token unit"``: ``block`` once, ``layer``, ``head``
+                and ``token`` at most once, and ``unit`` for each axis that is never cut. Without ``head`` every
+                tensor-parallel rank holds a replica. Without ``token`` a block is not cut. A mapping by plane if they differ.
             encoding: Whatever else the bytes depend on; by default the dtype's name.
-            group: By default a ``full`` one, of as many tokens a block as the axis ``token`` has.
-            layers: The layers' names; by default ``"0"``, ``"1"``, ... No name may stand in two groups of a cache.
-            heads: The first of the model's heads that is here, and how many the model has; by default all are here.
+            group: By default a ``full`` one, with as many tokens in a block as the axis ``token`` has.
+            layers: The layers' names; by default ``"0"``, ``"1"``, ... No name may occur in two groups of a cache.
+            heads: ``(first, total)``: the index of the first head here, and the number of heads of the model; by default all
+                heads are here.
             rank: Pipeline stage and tensor-parallel rank.
             optional: See ``View``.
 
         Raises:
-            ArgumentError: An argument is wrong, or the tensors are not a cache that ``check`` lets pass.
+            ArgumentError: An argument is wrong, or ``check`` refuses the cache.
         """
         from kvxfer.geometry.tensors import cache_of
 
@@ -230,7 +234,7 @@ class Cache(msgspec.Struct, frozen=True):
         )
 
     def __add__(self, other: Cache) -> Cache:
-        """Return the cache of one rank that has the groups of this one, then those of the other."""
+        """Return the cache that has the groups of this one, then those of ``other``, which must be of the same rank."""
         arguments.instance("other", other, Cache)
         if self.rank != other.rank:
             raise ArgumentError(f"rank must be the same in both caches, and {self.rank} is not {other.rank}")
@@ -246,19 +250,19 @@ class Cache(msgspec.Struct, frozen=True):
 
     @property
     def elastic(self) -> bool:
-        """Whether pages of it may be unmapped, and others mapped in their place, while it is registered."""
+        """Whether any of its pages may be unmapped, and others mapped in their place, while it is registered."""
         return any(region.elastic for region in self.regions)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Flat offset at which each region begins. Regions are laid out in order, ``GAP`` bytes apart."""
+        """The flat offset at which each region begins. Regions are laid out in order, at least ``GAP`` bytes apart."""
         return flat_starts(self.regions)
 
     def check(self) -> None:
         """Refuse a malformed description. Call it once for a cache that came from a peer, before planning with it.
 
-        It takes milliseconds for whatever it is given. Views of different groups may overlay each other: their block
-        ids are disjoint.
+        It takes only milliseconds, whatever it is given. Views of different groups may occupy the same memory, since their
+        block ids are disjoint.
 
         Raises:
             ArgumentError: A number is impossible, a view leaves its region, two pieces of content of one group share
@@ -273,14 +277,14 @@ class Cache(msgspec.Struct, frozen=True):
             raise ArgumentError("the regions together are larger than any memory")
         for g, group in enumerate(self.groups):
             if group.kind == "local":
-                raise ArgumentError(f"group {g}: a local group is moved by nobody, and peers have no use for it")
+                raise ArgumentError(f"group {g}: a local group is never moved, so peers must not see it")
         starts = self.starts
         for v in self.views:
             self._check_view(v, starts)
         self._check_overlaps()
 
     def _check_size(self) -> None:
-        """Refuse what is larger than any engine's before anything is done whose cost grows with it."""
+        """Refuse a description larger than any engine's, before doing anything whose cost grows with it."""
         for what, n, most in (
             ("regions", len(self.regions), _MOST_REGIONS),
             ("groups", len(self.groups), _MOST_GROUPS),

@@ -21,12 +21,13 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from kvxfer.errors import ArgumentError
 from kvxfer.geometry.pattern import CopyPattern, merge
 
 __all__ = ["Strided", "first_overlap"]
 
 _MOST_PIECES, _MOST_SLICES = 1 << 13, 1 << 16
-"""Pieces, and parts of their rectangles, that are compared exactly: some 10 ms and 10 MB of work."""
+"""The most pieces, and parts of their rectangles, that are compared exactly: some 10 ms and 10 MB of work."""
 
 TOO_MANY = "the views of a group interleave in more ways than can be checked"
 
@@ -58,9 +59,9 @@ class Strided:
 
 
 def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int] | None:
-    """Find two views of one family that share bytes. Views of different families may.
+    """Find two views of one family that share bytes. Views of different families may share them.
 
-    Two things that no engine does count as overlaps even where they are none, unless folding proves otherwise: views of
+    Two layouts that no engine uses count as overlaps unless folding proves otherwise, even if they are none: views of
     different block strides whose stretches interleave, and a single block longer than the stride that it shares with
     views of several blocks.
 
@@ -69,7 +70,7 @@ def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int]
         ``None``.
 
     Raises:
-        ValueError: Too many pieces would have to be compared exactly.
+        ArgumentError: Too many pieces would have to be compared exactly.
     """
     left = _MOST_PIECES
     for f, views in enumerate(families):
@@ -82,7 +83,7 @@ def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int]
             tiles = [(i, tile) for i in members for tile in _tiles(views[i])]
             left -= sum(len(tile) for _, tile in tiles)
             if left < 0:
-                raise ValueError(TOO_MANY)
+                raise ArgumentError(TOO_MANY)
             found = _same_stride(views, tiles, step)
             if found is not None:
                 return f, *found
@@ -106,7 +107,7 @@ def _apart(views: Sequence[Strided]) -> bool:
     for v in views:
         longer = (axis for axis in (*v.axes, (v.blocks, v.block_stride)) if axis[0] > 1)
         alike[tuple(sorted(longer, key=lambda axis: -axis[1]))] += [(at, at + v.unit) for at in v.offsets]
-    # The innermost axis of all comes first, so that those that share an outer one meet there.
+    # The innermost axis of all is folded first, so that pieces that share an outer axis are folded along it together.
     inner = [(axes[-1][1], axes) for axes in alike if axes]
     heapify(inner)
     while inner:
@@ -168,7 +169,7 @@ def _same_stride(
     a, b = np.searchsorted(edges, left), np.searchsorted(edges, right)
     count = b - a
     if int(count.sum()) > _MOST_SLICES:
-        raise ValueError(TOO_MANY)
+        raise ArgumentError(TOO_MANY)
     piece = np.repeat(np.arange(len(a)), count)
     column = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count) + a[piece]
     order = np.lexsort((low[piece], column))

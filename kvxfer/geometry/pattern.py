@@ -1,9 +1,9 @@
-"""Patterns: the pieces of a block that copy as a grid, with everything contiguous on both sides merged.
+"""Patterns: the pieces of a block that are copied as a grid, with everything contiguous on both sides merged.
 
-A pattern is a list of cells (a layer and plane each, or what is left of them) times up to two strided axes (heads,
+A pattern is a list of cells (one for each layer and plane, before merging) times up to two strided axes (heads,
 tokens) times a unit of contiguous bytes. ``merge`` shortens it: an axis whose stride equals the unit on both
-sides becomes part of the unit, and so do cells that follow each other on both sides. What is merged is found from
-strides, never from the rows themselves, so the cost does not grow with heads, tokens or blocks.
+sides becomes part of the unit, and so do cells that follow each other on both sides. It looks only at strides and cells,
+never at the rows, so the cost does not grow with heads, tokens or blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copy plans: the intersection of two caches under a block mapping, kept factored.
+"""Copy plans: which bytes of one cache go where in another, for two block tables; kept as products, not as lists of bytes.
 
 Assignments that share strides and block tables form a *view group*. A request is cut into *segments*, the tokens that
 one source block and one destination block have in common; a segment's place is the flat offset of its first token on
@@ -35,10 +35,10 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What to copy for one transfer between one producer rank and one consumer rank.
 
     Attributes:
-        copies: The copy itself.
+        copies: What to copy.
         logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` makes, and in plans
             that came over the wire.
-        nbytes: Bytes to copy, by the copies.
+        nbytes: The number of bytes to copy, computed from ``copies``.
     """
 
     copies: tuple[StridedCopy, ...]
@@ -51,13 +51,13 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def rows(self) -> int:
-        """Number of runs there would be if no two segments coalesced; costs nothing."""
+        """The number of runs if no two segments coalesced, which costs nothing to compute."""
         return sum(map(len, self.copies))
 
     def runs(self) -> Runs:
         """Return the copy as coalesced byte runs, for a back end that wants them.
 
-        The first call makes them, the others return the same. Producer and consumer get equal lists.
+        The first call makes them, later ones return the same object. Producer and consumer get equal lists.
         """
         runs = self._runs
         if runs is None:
@@ -67,18 +67,18 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @classmethod
     def together(cls, plans: Iterable[CopyPlan]) -> CopyPlan:
-        """Return a plan, without logical coordinates, that copies what these do: of one pair of caches, into different blocks."""
+        """Return one plan for several of the same pair of caches, into different blocks; without logical coordinates."""
         return cls(tuple(joined(s for plan in plans for s in plan.copies)))
 
     def split(self, max_bytes: int, first: int = 0) -> Iterator[CopyPlan]:
-        """Cut the plan into pieces, to fill staging slots and pipelines with.
+        """Cut the plan into pieces that fit a staging slot, or one stage of a pipeline.
 
         Both sides cut equal plans alike. Each piece has a packed stream of its own; these streams, one after the other,
         need not be the plan's stream.
 
         Args:
-            max_bytes: Size that no piece exceeds.
-            first: Size that the first piece does not exceed, if given and if no segment is larger.
+            max_bytes: The largest size of a piece.
+            first: If not 0, the largest size of the first piece, which is kept to unless a segment is larger.
 
         Raises:
             ValueError: ``max_bytes`` is not positive.
@@ -105,13 +105,13 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Planner:
     """Plans copies from ``src`` into ``dst`` for the assigned layers and heads.
 
-    Both caches must have passed ``Cache.check``. ``plan`` may be called from any one thread at a time: patterns are
+    Both caches must have passed ``Cache.check``. Any thread may call ``plan``, but only one at a time, since patterns are
     cached inside.
 
     Attributes:
         all_full: Whether all groups of the destination are of kind ``full``.
-        indivisible: A copy that is to be continued ends at a multiple of so many tokens: a block, where blocks are not
-            cut by token, else 1.
+        indivisible: A copy of part of a request's tokens must end at a multiple of so many: the tokens of a block if
+            blocks are not cut between tokens, else 1.
         bands: How many bands of layers the source has (``kvxfer.geometry.bands``); 1 if it has none.
         token_bytes: Bytes of a token in all groups of kind ``full``.
         least_row: Bytes of the shortest row of any plan; 0 if there is nothing to copy.
@@ -144,7 +144,8 @@ class Planner:
         )
         every = [b for members in self._view_groups.values() for b in members]
         self.least_row = min((b.least_row for b in every), default=0)
-        # Destination group, tokens of its blocks, tokens of what is moved whole, and bytes of that; none where more counts than tokens.
+        # Destination group, its tokens a block, tokens of the smallest thing that is moved, and bytes of that; empty if the size
+        # of a plan does not follow from the number of tokens.
         self._sizes: list[tuple[int, int, int, int]] = []
         if self.all_full and not any(
             opaque and src.groups[sg].block_tokens != dst.groups[dg].block_tokens
@@ -160,7 +161,7 @@ class Planner:
         self._seen = np.empty(max((v.blocks for v in dst.views), default=0), np.int32)
 
     def of(self, first: int, past: int) -> Planner:
-        """Return the planner of the bands ``[first, past)`` alone: of their layers in groups of kind ``full``."""
+        """Return a planner for the layers of the bands ``[first, past)`` only (all in groups of kind ``full``)."""
         found = self._of.get((first, past))
         if found is None:
             layers = frozenset[str]().union(*self._bands[first:past])
@@ -201,10 +202,10 @@ class Planner:
         return CopyPlan(tuple([s for p in logical for s in p.copies()]), tuple(logical))
 
     def nbytes(self, src_blocks: BlockTable, dst_blocks: BlockTable, start: int, tokens: int) -> int:
-        """Return the bytes of the plan that ``plan`` would make, mostly without making it: where each token has a destination block.
+        """Return the bytes of the plan that ``plan`` would make, without making it if every token has a destination block.
 
         Raises:
-            PlanError: As ``plan`` does, which is asked where there is more to it. Else nobody looks whether the tables join.
+            PlanError: The plan had to be made, and the tables cannot be joined. Without making it, they are not compared.
         """
         total = 0
         for g, block_tokens, step, nbytes in self._sizes:

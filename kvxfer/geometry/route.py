@@ -29,8 +29,8 @@ class Route(msgspec.Struct, frozen=True):
     """What one consumer rank reads.
 
     Attributes:
-        assignments: By producer rank, for each rank that it must contact. May be empty for a rank.
-        readers: By producer rank, how many consumer ranks read from it.
+        assignments: What it reads from each producer rank that it must contact; may be empty for a rank.
+        readers: How many consumer ranks read from each of these producer ranks.
     """
 
     assignments: dict[Rank, tuple[ShardAssignment, ...]]
@@ -40,11 +40,11 @@ class Route(msgspec.Struct, frozen=True):
 def route(producers: Sequence[Cache], consumers: Sequence[Cache]) -> dict[Rank, Route]:
     """Decide what every consumer rank reads from which producer ranks.
 
-    The result depends on nothing but the arguments, and not on their order, so all ranks agree without talking.
+    The result depends only on the arguments, and not on their order, so that all ranks agree without communicating.
 
     Raises:
-        Incompatible: Some cell of a consumer's cache that is not optional has no convertible source, or two caches of a
-            side name the same rank.
+        Incompatible: A (layer, plane, head) of a consumer's cache that is not optional has no convertible source, or two caches
+            of one side claim to be the same rank.
     """
     sources = sorted(producers, key=lambda c: c.rank)
     sinks = sorted(consumers, key=lambda c: c.rank)

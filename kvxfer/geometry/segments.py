@@ -1,4 +1,4 @@
-"""Cutting a span of tokens at the block borders of both sides, and looking the blocks up."""
+"""Cut a span of tokens at the block borders of both sides, and look the blocks up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = BlockTable | Sequence[Sequence[int] | Ints]
 
 
 _FEW = 64
-"""Blocks of a span that is short."""
+"""A span of up to so many blocks counts as short."""
 
 
 class PlanError(KvxferError, ValueError):

@@ -1,6 +1,6 @@
-"""Block tables, held to the groups that an engine has and to the blocks that its caches have.
+"""Check block tables against the groups that an engine has and the blocks that its caches have.
 
-A wrong table would otherwise show after the whole timeout, on the other host, as tables that do not join.
+A wrong table would otherwise be noticed only after the whole timeout and on the other host, as tables that do not join.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvxfer.values import NULL, BlockTable, Group, Ints
 __all__ = ["TableCheck"]
 
 MOST_TABLE = 3 << 20
-"""Bytes of a block table's ids: 780,000 blocks, with which a message stays below what a peer takes."""
+"""The most bytes of a block table's ids: 780,000 blocks, with which a message is still short enough for a peer."""
 
 
 class TableCheck:
-    """What block tables of an engine are held to. Any thread.
+    """Checks an engine's block tables. Any thread.
 
     Args:
         groups: The KV-cache groups, in the order of the tables' rows.
@@ -35,18 +35,18 @@ class TableCheck:
         self._blocks = [1 << 31] * len(self.groups)
 
     def learn(self, cache: Cache) -> None:
-        """Take in that a rank has this cache, whose blocks may be a fraction of ours; see ``Group.block_tokens``."""
+        """Record that a rank has this cache, whose blocks may be a fraction of the tables' (``Group.block_tokens``)."""
         if len(cache.groups) != len(self.groups):
-            return  # whoever has it turns our tables into others
+            return  # the worker turns these tables into others
         for view in cache.views:
             blocks = view.blocks * cache.groups[view.group].block_tokens // self.groups[view.group].block_tokens
             self._blocks[view.group] = min(blocks, self._blocks[view.group])
 
     def relearn(self, caches: Iterable[Cache]) -> None:
-        """Take in that these are the caches of all ranks, in place of those that were known.
+        """Record that these are the caches of all ranks, in place of those that were known.
 
-        A scheduler with a pool for each group numbers the blocks of one behind those of another, and its workers number them
-        back; so an id need only be below the blocks of all groups together.
+        A scheduler with a pool for each group may number the blocks of one pool after those of another, and its workers
+        translate them back. So an id need only be below the number of blocks of all groups together.
         """
         self._blocks = [1 << 31] * len(self.groups)
         for cache in caches:
@@ -54,10 +54,10 @@ class TableCheck:
         self._blocks = [sum(self._blocks)] * len(self.groups)
 
     def check(self, name: str, table: BlockTable) -> BlockTable:
-        """Refuse what is no table of these groups and blocks.
+        """Return the table if it fits these groups and blocks.
 
         Raises:
-            ArgumentError: It is not; the message begins with the argument's name.
+            ArgumentError: It does not fit; the message begins with the argument's name.
         """
         arguments.instance(name, table, BlockTable)
         if len(table) != len(self.groups):
@@ -73,10 +73,10 @@ class TableCheck:
         return table
 
     def lists(self, name: str, table: BlockTable, g: int, first: int, tokens: int) -> None:
-        """Refuse a row that has not one block of its own for each position from ``first`` on, up to those of ``tokens``.
+        """Refuse a row that lacks a block at a position from ``first`` on, up to that of the last of ``tokens`` tokens.
 
         Raises:
-            ArgumentError: It is too short, lacks a block, or has one twice.
+            ArgumentError: The row is too short, lacks a block, or has one twice.
         """
         past = self.groups[g].blocks(tokens)
         if table.count(g) < past:

@@ -1,7 +1,7 @@
-"""A cache described from the tensors that hold it, of whatever library: addresses, shapes and strides are read off them.
+"""Describe a cache from the tensors that hold it, of any library: their addresses, shapes and strides.
 
-What is known of a tensor comes from what it offers itself, in this order: the methods of torch, the array interfaces of
-numpy and CUDA, DLPack. No library is imported, and nothing is copied.
+A tensor is read by the first of these that it has: the methods of torch, the array interfaces of numpy and CUDA, DLPack.
+No library is imported, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["cache_of", "region_of"]
 AXES = ("layer", "block", "head", "token", "unit")
 _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 _HOST, _CUDA = (1, 3), (2, 13)
-"""Kinds of device in DLPack: host memory, pinned or not, and CUDA's, managed or not."""
+"""DLPack's device types: host memory, plain and pinned; CUDA memory, plain and managed."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class _Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes from its first to the end of its last element."""
+        """Bytes from its first element to the end of its last."""
         return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + self.item
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of a plane, of block 0's first byte at ``address``."""
+    """One layer of a plane, whose block 0 begins at ``address``."""
 
     name: str
     tensor: _Tensor
@@ -66,10 +66,10 @@ def cache_of(
     rank: Rank,
     optional: bool,
 ) -> Cache:
-    """Do what ``Cache.of_tensors`` says.
+    """Implement ``Cache.of_tensors``.
 
     Raises:
-        ArgumentError: The tensors are none, or do not have these dimensions.
+        ArgumentError: There are no tensors, or they do not have these dimensions.
     """
     planes = tensors if isinstance(tensors, Mapping) else {"kv": tensors}
     if not planes:
@@ -123,7 +123,7 @@ def cache_of(
 
 
 def region_of(tensor: Any) -> Region:
-    """Do what ``Region.of`` says."""
+    """Implement ``Region.of``."""
     found = _read(tensor, "tensor")
     return _owned(Region(found.address, found.nbytes, found.device), found.owner)
 
@@ -137,7 +137,7 @@ def _views(
     heads: tuple[int, int] | None,
     optional: bool,
 ) -> list[View]:
-    """Return a view for each shape and strides that the layers of a plane have."""
+    """Return one view for each combination of shape and strides among the layers of a plane."""
     alike: dict[tuple[Any, ...], list[_Layer]] = {}
     for row in rows:
         alike.setdefault(_shape(plane, row.tensor, axes), []).append(row)
@@ -160,7 +160,7 @@ def _views(
 
 
 def _shape(plane: str, t: _Tensor, axes: list[str]) -> tuple[int, int, int, tuple[int, int] | None, int | None]:
-    """Return blocks, block stride, unit, (heads, head stride) and token stride; strides of one thing alone are made up."""
+    """Return blocks, block stride, unit, (heads, head stride) and token stride; the stride of an axis of length 1 is made up."""
     at = {axis: (t.shape[i], t.strides[i]) for i, axis in enumerate(axes) if axis != "unit"}
     unit = t.item
     for i in reversed([i for i, axis in enumerate(axes) if axis == "unit"]):
@@ -192,7 +192,7 @@ def _heads(where: tuple[int, int] | None, count: int, stride: int) -> Heads:
 
 
 def _layers(plane: str, found: list[_Tensor], axes: list[str], names: tuple[str, ...] | None) -> list[_Layer]:
-    """Return the layers of a plane: one a tensor, or as many as its axis has."""
+    """Return the layers of a plane: one for each tensor, or as many as its axis ``layer`` has."""
     places = []
     for t in found:
         n, step = (t.shape[axes.index("layer")], t.strides[axes.index("layer")]) if "layer" in axes else (1, 0)
@@ -204,7 +204,7 @@ def _layers(plane: str, found: list[_Tensor], axes: list[str], names: tuple[str,
 
 
 def _regions(found: list[_Tensor]) -> tuple[tuple[Region, ...], dict[int, int]]:
-    """Return regions that hold these tensors, one for those that overlap, and the flat offset of each tensor by its id."""
+    """Return regions that hold these tensors (one for all that overlap), and the flat offset of each tensor by its id."""
     spans: list[list[_Tensor]] = []
     ends: list[int] = []
     for t in sorted(found, key=lambda t: (t.device, t.address)):
@@ -225,7 +225,7 @@ def _regions(found: list[_Tensor]) -> tuple[tuple[Region, ...], dict[int, int]]:
 
 
 def _owned(region: Region, owner: object) -> Region:
-    region.__dict__["owner"] = owner  # so it lives as long as anything that knows the region; no part of the value
+    region.__dict__["owner"] = owner  # lives as long as the region, and is no part of its value
     return region
 
 
@@ -248,7 +248,7 @@ def _read(tensor: Any, what: str) -> _Tensor:
     """Return what is known of a tensor.
 
     Raises:
-        ArgumentError: It is none, is empty or read-only, or runs backwards.
+        ArgumentError: It is not a tensor, is empty or read-only, or has a stride that is not positive.
     """
     found = _torch(tensor) or _array(tensor, what) or _dlpack(tensor, what)
     if found is None:
@@ -296,7 +296,7 @@ def _array(tensor: Any, what: str) -> _Tensor | None:
 
 
 class _DLTensor(ctypes.Structure):
-    """What a capsule of DLPack begins with."""
+    """The struct at the start of a DLPack capsule."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

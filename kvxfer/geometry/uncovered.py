@@ -1,6 +1,6 @@
 """Bytes that a load leaves as they were in the blocks it fills: after the last token, and before a window.
 
-An engine may have to clear them. A block that belonged to another request still holds its bytes, which read as NaN if
+An engine may have to clear them. A block may still hold the bytes of an earlier request, which can read as NaN if
 they were written in another precision, and attention multiplies even what it masks.
 """
 
@@ -36,7 +36,7 @@ class UncoveredBytes:
 def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[UncoveredBytes]:
     """Return the bytes of these blocks that loading the tokens ``[start, tokens)`` does not write, or may not write.
 
-    Clear them before the load begins, not later: what may not be written may also be. Tokens before ``start``, which
+    Clear them before the load begins, not later, since the load may write some of them. Tokens before ``start``, which
     the engine has already, are not among them, and groups of states have none.
 
     Args:
@@ -50,7 +50,7 @@ def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[Uncov
         if group.kind == "state":
             continue
         ids, n = np.asarray(table, np.int64), group.block_tokens
-        # A producer may have given up what no token attends to any more, in blocks that are smaller than ours.
+        # A producer may have given up what no token attends to any more, in blocks that are smaller than these.
         ignored = max(start, tokens - group.window + 1) if group.window else start
         views = [v for v in cache.views if v.group == g]
         for lo, hi in ((start, ignored), (tokens, len(ids) * n)):

@@ -20,7 +20,7 @@ from kvxfer.geometry.strided_copy import StridedCopy
 __all__ = ["ViewGroup", "LogicalCopy", "view_groups"]
 
 _MOST_ROWS = 1 << 16
-"""Rows of a pattern: segments are cut shorter before it grows past this, so that it stays small and soon made."""
+"""The most rows of a pattern; segments are cut shorter rather than exceed it, so that it stays small and quick to make."""
 
 _MOST_TOKENS = 64
 
@@ -29,7 +29,7 @@ _ONE.setflags(write=False)
 
 
 def _ones(n: int) -> Ints:
-    """Return so many ones, which are not to be written to."""
+    """Return an array of ones that must not be written to."""
     return _ONE if n == 1 else np.ones(n, np.int64)
 
 
@@ -88,7 +88,7 @@ class ViewGroup:
 
     @cached_property
     def most_tokens(self) -> int:
-        """Tokens that a segment may have: those that do not follow each other on both sides cost rows."""
+        """The most tokens of a segment: tokens that do not follow each other on both sides cost rows."""
         loose = sum(len(t) for t in self._merged if not self._follows(t))
         if self.opaque or not loose:
             return 1 << 62

@@ -1,1 +1,1 @@
-"""How a transfer goes and how it ends, without I/O: messages, the two state machines, their tables and records."""
+"""How transfers proceed and end, without I/O: the messages, the two state machines, their tables and records."""

@@ -1,4 +1,4 @@
-"""What an offer is to one consumer: whether it is what that wants, and the parts in which it is told of it."""
+"""Match an offer with what one consumer wants, and announce it in parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvxfer.values import Offer
 __all__ = ["announce", "delivered_bytes", "plan_for", "unfit", "untold"]
 
 VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.SEND}
-"""How a part leaves here, by the mode of its link."""
+"""The verb by which a part leaves this side, by the mode of its link."""
 
 
 def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | None:
@@ -29,19 +29,19 @@ def unfit(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> Failure | No
         why = f"the producer holds {offer.tokens} tokens, the consumer wants {request.tokens}"
         return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     if offer.final and offer.tokens != request.tokens and any(g.kind == "state" for g in info.planner.src.groups):
-        why = f"its state is that after token {offer.tokens}, the consumer wants {request.tokens}"
+        why = f"its state is the one after {offer.tokens} tokens, the consumer wants that after {request.tokens}"
         return Failure(FailureKind.NEVER_OFFERED, why, info.name)
     return None
 
 
 def _enough(offer: Offer, request: m.FetchRequest, info: LinkInfo) -> bool:
-    """Return whether fewer tokens than are wanted are of use to the consumer: what else it keeps is of all of them."""
+    """Return whether the consumer can use fewer tokens than it wants, which only caches of ``full`` groups can."""
     only_full = all(g.kind == "full" for cache in (info.planner.src, info.planner.dst) for g in cache.groups)
     return only_full and 0 < request.enough <= offer.tokens
 
 
 def untold(serve: RankServe, info: LinkInfo) -> list[Span]:
-    """Return what there is of an offer that its consumer wants and has not been told of; with the final offer at least something."""
+    """Return what is ready of an offer and not yet announced to its consumer; at least an empty span if the offer is final."""
     h, request, step = serve.record, serve.request, info.planner.indivisible
     offer = h.offer
     assert offer is not None
@@ -57,20 +57,20 @@ def untold(serve: RankServe, info: LinkInfo) -> list[Span]:
 
 
 def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, span: Span, final: bool) -> CopyPlan:
-    """Return the plan of the part that holds this.
+    """Return the plan of the part that holds this span.
 
     Raises:
-        PlanError: the block tables do not join.
+        PlanError: The block tables do not join.
     """
     blocks, wanted = (offer.blocks, serve.request.blocks), (serve.request.start, serve.request.tokens)
     return plan_part(info.planner, *blocks, *wanted, span.lo, span.hi, final, span.bands)
 
 
 def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
-    """Return how many bytes a consumer has got that has everything.
+    """Return how many bytes went to a consumer that has everything.
 
-    Over an unattended link nobody has planned it here before, because the consumer would have had to wait for that. Of block
-    tables that do not join it has read nothing.
+    For an unattended link this has to be planned now, since the consumer was not kept waiting for a plan. If the block tables
+    do not join, it has read nothing.
     """
     if not info.unattended:
         return serve.bytes
@@ -89,12 +89,12 @@ def announce(
     """Return the actions that tell the consumer of the next part, move it and hash it.
 
     Args:
-        serve: the attempt; it is brought up to date.
-        link: the consumer's.
-        offer: what is announced.
-        plan: that of the part; ``None`` where the link is unattended.
-        span: what the part holds.
-        final: whether it is the last part.
+        serve: The attempt, which is updated.
+        link: The consumer's link.
+        offer: What is announced.
+        plan: The plan of the part; ``None`` if the link is unattended.
+        span: What the part holds.
+        final: Whether it is the last part.
     """
     request, info, number = serve.request, link.info, serve.part
     serve.on(ServeEvent.ANNOUNCE)
@@ -132,5 +132,5 @@ def announce(
         return [Move(ref, Verb.WRITE, plan, ready.stream, ready.piece_bytes), *out]
     if info.mode == "read" and not ready.piece_bytes:
         return [Send(serve.link, ready), *out]
-    serve.flight.add(ref)  # what is read or written staged needs us to pack
+    serve.flight.add(ref)  # a staged read or write needs this side to pack
     return [Send(serve.link, ready), Move(ref, VERBS[info.mode], plan, ready.stream, ready.piece_bytes), *out]

@@ -1,7 +1,7 @@
-"""The attempts of rank fetches, and the question that each waits on.
+"""The attempts of rank fetches, and the message to whose answer each waits.
 
-A producer answers each question, but messages are lost with their link: what has no answer is asked again, more and more
-rarely.
+A producer answers every such message, but messages are lost with their link. So those without an answer are repeated, at
+growing intervals.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvxfer.protocol.values import Action, Send, link_name
 __all__ = ["Attempts", "Try"]
 
 Try = tuple[FetchRecord, RankFetch]
-"""A fetch, and that of its rank fetches which an attempt is of."""
+"""A fetch, and the rank fetch of it to which an attempt belongs."""
 
 REMINDERS = 4
-"""How often a producer is asked to stop writing into our memory before the link is closed instead."""
+"""How often a producer is asked to stop writing into this side's memory before the link is closed instead."""
 
 
 class Attempts:
     """The last attempt of each rank fetch.
 
     Args:
-        routes: the links over which is asked.
-        timeout: seconds from the first part of a fetch to its outcome, of which producers are told.
-        retry: seconds after which an unanswered question is repeated; the wait doubles each time.
+        routes: The links over which messages are sent.
+        timeout: Seconds from the first part of a fetch to its outcome, which producers are told.
+        retry: Seconds after which an unanswered message is repeated; the wait doubles each time.
 
     Attributes:
-        tries: what each attempt is of.
+        tries: The fetch and rank fetch of each attempt.
     """
 
     def __init__(self, routes: Routes, timeout: float, retry: float) -> None:
@@ -45,7 +45,7 @@ class Attempts:
         self._questions: Timers[int] = Timers()
 
     def begin(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Begin an attempt of a rank fetch in LINKING if its link is up, else see that the link is being made."""
+        """Begin an attempt of a rank fetch in LINKING if its link is up, else have the link made."""
         link = rank.spec.link
         info = self._links.get(link)
         if info is None:
@@ -69,11 +69,11 @@ class Attempts:
         return self.begin(f, rank, now)
 
     def ask(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Put, or repeat, the question that a rank fetch waits on."""
+        """Send, or repeat, the message to whose answer a rank fetch waits."""
         self._questions.set(rank.attempt, now + self._retry * 2 ** min(rank.asked, 4))
         rank.asked += 1
         if self._links.get(rank.spec.link) is None:
-            return []  # once there is a link
+            return []  # it is sent once there is a link
         if rank.state is RankFetchState.REQUESTED:
             return [Send(rank.spec.link, f.fetch_request(rank, now, 0.0 if f.begun else self._timeout))]
         if rank.state is RankFetchState.COMMITTING:
@@ -81,13 +81,13 @@ class Attempts:
         return [Send(rank.spec.link, f.close_attempt(rank))]
 
     def expect(self, rank: RankFetch, now: float) -> None:
-        """Expect to hear of an attempt without having asked."""
+        """Expect a message about an attempt without having sent one."""
         self._questions.set(rank.attempt, now + self._retry)
 
     def give_up(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Void an attempt: nothing of it shall move, here or there.
+        """Void an attempt: nothing of it may move any more, on either side.
 
-        Its producer is told, again and again where it may write into our memory until it has answered.
+        Its producer is told; if it may be writing into this side's memory, it is told again until it has answered.
         """
         out: list[Action] = []
         self.answered(rank)
@@ -99,7 +99,7 @@ class Attempts:
         return out + rank.aborts
 
     def answered(self, rank: RankFetch) -> None:
-        """Ask no more: there is an answer, or none is of use."""
+        """Repeat no more: there is an answer, or none is needed."""
         self._questions.cancel(rank.attempt)
 
     def forget(self, rank: RankFetch) -> None:
@@ -107,19 +107,20 @@ class Attempts:
         self.tries.pop(rank.attempt, None)
 
     def due(self, now: float) -> Iterator[Try]:
-        """Take out, one by one, what has waited in vain for an answer."""
+        """Take out, one by one, the attempts whose message has not been answered in time."""
         for attempt in self._questions.due(now):
             yield self.tries[attempt]
 
     def next(self) -> float | None:
-        """Return when ``due`` has something to name next, or ``None``."""
+        """Return when ``due`` next has something to yield, or ``None``."""
         return self._questions.next()
 
     def hopeless(self, rank: RankFetch) -> Failure | None:
-        """Return why the link of an attempt is to be given up, or ``None`` if it makes sense to ask again."""
+        """Return why the link of an attempt must be given up, or ``None`` if its message can be repeated."""
         link = rank.spec.link
         if rank.state is RankFetchState.MOVING:
-            # Nobody explains it. A back end has no word for a link that is of no more use, so none outlives an error.
+            # No explanation came from the producer. The back end may not know whether the link still works, so no link
+            # outlives an error.
             return rank.error
         void = rank.state in (RankFetchState.PAUSED, RankFetchState.FAILED)
         if void and (self._links.get(link) is None or rank.asked >= REMINDERS):

@@ -1,7 +1,7 @@
-"""Budgets that many peers share, so that no number of greedy ones keeps the others from what is bounded.
+"""Budgets of bounded resources that many peers share, so that greedy ones cannot keep the others from them.
 
-All may take until nothing is left. From then on whoever has least is served at the cost of whoever has most, so that ``n`` that
-take all they can have one ``n``-th each, and a newcomer gets its own.
+Peers may take until nothing is left. From then on whoever has least is served at the cost of whoever has most, so that ``n``
+peers that take all they can get one ``n``-th each, and so does a newcomer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ V = TypeVar("V")
 
 
 class PeerBudgets(Generic[Owner, K]):
-    """A bounded amount of something, by who has how much of it for what.
+    """A bounded amount of something, with what each owner has of it for each key.
 
     Operations cost O(1), and O(owners) once nothing is left.
 
@@ -34,11 +34,11 @@ class PeerBudgets(Generic[Owner, K]):
         self._taken: dict[Owner, OrderedDict[K, int]] = {}
 
     def take(self, owner: Owner, key: K, n: int) -> list[K] | None:
-        """Give ``owner`` another ``n`` for ``key``, which no other has.
+        """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
 
         Returns:
-            The keys that get nothing any more instead, from the newest of whoever had most; ``None`` when that would be ``owner``
-            itself, which gets nothing.
+            The keys that lose theirs to make room, the newest first of whoever has most; ``None`` if that would be ``owner``
+            itself, which then gets nothing.
         """
         mine = self._sums.get(owner, 0) + n
         beyond = sum(held - mine for held in self._sums.values() if held > mine) if n > self._free else 0
@@ -55,7 +55,7 @@ class PeerBudgets(Generic[Owner, K]):
         return lost
 
     def give(self, owner: Owner, key: K) -> None:
-        """Take back what ``owner`` has for ``key``, if it has not lost that."""
+        """Take back what ``owner`` has for ``key``, if it still has it."""
         taken = self._taken.get(owner)
         n = None if taken is None else taken.pop(key, None)
         if taken is None or n is None:
@@ -66,7 +66,7 @@ class PeerBudgets(Generic[Owner, K]):
             del self._sums[owner], self._taken[owner]
 
     def merge(self, owner: Owner, into: Owner) -> None:
-        """Count what ``owner`` has as another's: it comes no more, and must not have a share for ever."""
+        """Count what ``owner`` has as another's, since it is gone and must not keep a share for ever."""
         taken = self._taken.pop(owner, None)
         if taken is not None:
             self._sums[into] = self._sums.get(into, 0) + self._sums.pop(owner)
@@ -76,10 +76,10 @@ class PeerBudgets(Generic[Owner, K]):
 class Keep(Generic[Owner, K, V]):
     """Values that are remembered for a while, within a budget that their owners share.
 
-    Where a value finds no room, the oldest of the same owner go. All operations cost O(1); the clock is an argument.
+    If there is no room for a value, the oldest ones of the same owner go. All operations cost O(1); the clock is an argument.
 
     Args:
-        seconds: For which each value is remembered.
+        seconds: How long each value is remembered.
         most: How many values there may be in all.
     """
 
@@ -125,7 +125,7 @@ class Keep(Generic[Owner, K, V]):
 
 
 class IndexedKeep(Keep[Owner, K, V]):
-    """A ``Keep`` that also knows who has a value of a key."""
+    """A ``Keep`` that also knows which owners have a value for a key."""
 
     def __init__(self, seconds: float, most: int) -> None:
         super().__init__(seconds, most)
@@ -142,12 +142,12 @@ class IndexedKeep(Keep[Owner, K, V]):
         return had
 
     def owners(self, key: K) -> list[Owner]:
-        """Return all who have a value of this key, in the order in which they came."""
+        """Return all owners that have a value for this key, in the order in which they came."""
         return self._owners.of(key)
 
 
 def _of(table: dict[Owner, OrderedDict[K, V]], owner: Owner) -> OrderedDict[K, V]:
-    """Return what is of one owner, to be added to."""
+    """Return the entries of one owner, to add to."""
     found = table.get(owner)
     if found is None:
         found = table[owner] = OrderedDict()

@@ -1,10 +1,10 @@
 """The consumer's half of the protocol as a sans-IO state machine: events in, actions out, the clock an argument.
 
 A *fetch* is one request's load. It has one *rank fetch* for each producer rank that holds something of it. It is delivered
-when all rank fetches hold the same generation, and each producer rank still held that generation after the last byte of
-the last rank had come. The life of a rank fetch is the table ``transitions.RANK_FETCH``. A rank fetch may take several
+when all rank fetches have the same generation, and each producer rank still held that generation after the last byte of
+the last rank had arrived. The life of a rank fetch is the table ``transitions.RANK_FETCH``. A rank fetch may take several
 *attempts*: when its link breaks or the producer's blocks change, the attempt is void, and the next begins once nothing of it
-moves any more. Outcome and release are two events: a fetch is released only when nothing can touch its memory.
+moves any more. Outcome and release are two events: a fetch is released only once nothing can touch its memory.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ __all__ = ["ConsumerMachine"]
 S, E, K = RankFetchState, RankFetchEvent, FailureKind
 
 RESETS = 8
-"""How often a rank is tried anew after its link broke under it."""
+"""How often a rank is tried again after its link broke."""
 
 
 class ConsumerMachine:
     """All fetches of one agent.
 
-    Not thread-safe. Methods that take an event return the actions that it asks for. ``now`` is the time in seconds, always by the
-    same clock.
+    Not thread-safe. Each method takes an event and returns the actions to be carried out. ``now`` is the time in seconds, always
+    by the same clock.
 
     Args:
-        start: seconds from a fetch to its first part; the producer's queue may be long.
-        timeout: seconds from its first part to its outcome.
-        retry: seconds after which an unanswered question is repeated; the wait doubles each time.
+        start: Seconds that a fetch may wait for its first part; the producer's queue may be long.
+        timeout: Seconds from its first part to its outcome.
+        retry: Seconds after which an unanswered message is repeated; the wait doubles each time.
 
     Attributes:
-        corrupt: transfers that failed because other bytes arrived than were sent.
+        corrupt: How many transfers failed because other bytes arrived than were sent.
     """
 
     def __init__(self, start: float, timeout: float, retry: float = 1.0) -> None:
@@ -75,12 +75,12 @@ class ConsumerMachine:
         """Begin a fetch.
 
         Args:
-            spec: what to fetch, and into which blocks.
-            now: the time in seconds.
-            called: when the engine asked for it, from which the time for its first part runs; ``None`` means now.
+            spec: What to fetch, and into which blocks.
+            now: The time in seconds.
+            called: When the engine asked for it, from which the time for the first part is counted; ``None`` means now.
 
         Raises:
-            ValueError: the handle is that of a fetch that is still alive.
+            ValueError: The handle is that of a fetch that is still alive.
         """
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")
@@ -93,7 +93,7 @@ class ConsumerMachine:
         return self._routes.seek(f) if route is None else self._start(f, route, now)
 
     def prepare(self, source: Source, own: Source | None) -> list[Action]:
-        """Make the links to a source from which fetches are to come. If there is no way, those will say so."""
+        """Make the links to a source before the first fetch from it. If that fails, the fetch will say so."""
         return [] if self._closed is not None else self._routes.prepare(source, own)
 
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
@@ -114,7 +114,7 @@ class ConsumerMachine:
     # --- from the shell --------------------------------------------------------------------------------------------
 
     def resolved(self, source: Source, route: Resolved | Failure, now: float) -> list[Action]:
-        """Take the route to a source, or the reason why there is none."""
+        """Handle the route to a source, or the reason why there is none."""
         out: list[Action] = []
         for f in self._routes.resolved(source, route):
             out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
@@ -131,9 +131,9 @@ class ConsumerMachine:
         return out
 
     def link_reset(self, link: LinkId, why: Failure, now: float) -> list[Action]:
-        """Void the attempts on a link that broke but can be made again, and dial it anew where it is still needed."""
+        """Void the attempts on a link that broke but can be made again, and dial it again if it is still needed."""
         if self._links.get(link) is None:
-            return []  # being dialled anew already, or of no interest
+            return []  # being dialled again already, or no longer needed
         ranks = self._routes.users(link)
         out: list[Action] = []
         for f, rank in ranks:
@@ -162,7 +162,7 @@ class ConsumerMachine:
         return out
 
     def link_closed(self, link: LinkId, now: float) -> list[Action]:
-        """Note that a link is closed, as ``Close`` or ``Dial`` asked: its producer can no longer write into our memory."""
+        """Record that a link is closed, as ``Close`` or ``Dial`` asked: its producer can no longer write into memory here."""
         out: list[Action] = []
         for f, rank in self._routes.users(link):
             if rank.remote_writes and rank.state in (S.PAUSED, S.FAILED, S.ARRIVED, S.COMMITTING):
@@ -221,12 +221,14 @@ class ConsumerMachine:
         rank.checksum += done.value
         out: list[Action] = []
         if rank.state is S.MOVING:
-            why = done.failure and done.failure.about("what has come cannot be checked: ", link_name(done.ref.link))
+            why = done.failure and done.failure.about(
+                "the bytes that arrived cannot be checked: ", link_name(done.ref.link)
+            )
             out += self._complete(f, rank, now) if why is None else self._fail(f, why, now)
         return out + self._attempts.resume(f, rank, now) + self._release(f)
 
     def tick(self, now: float) -> list[Action]:
-        """Handle deadlines and repeat questions. Call it when ``next_tick`` is due."""
+        """Handle deadlines and repeat messages. Call it when ``next_tick`` is due."""
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
@@ -242,7 +244,7 @@ class ConsumerMachine:
         return out
 
     def next_tick(self) -> float | None:
-        """Return when ``tick`` has something to do next, or ``None``."""
+        """Return when ``tick`` next has something to do, or ``None``."""
         return min((t for t in (self._deadlines.next(), self._attempts.next()) if t is not None), default=None)
 
     def __len__(self) -> int:
@@ -277,7 +279,7 @@ class ConsumerMachine:
         try:
             plan = f.plan(msg, info)
         except PlanError as e:
-            why = f"what it has does not fit what is wanted: {e}"
+            why = f"its blocks do not fit those to be filled: {e}"
             return self._fail(f, Failure(K.MISUSE, why, link_name(rank.spec.link)), now)
         out = self._newest(f, msg.generation, now)
         if info.mode == "write" and not msg.piece_bytes:
@@ -285,9 +287,9 @@ class ConsumerMachine:
         return out + (rank.take(msg, info, plan) or self._complete(f, rank, now))
 
     def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
-        """Take a generation that a producer rank has announced.
+        """Record a generation that a producer rank has announced.
 
-        What other ranks hold of an older one is of no use: wherever they lag, their engine has given it up.
+        What other ranks hold of an older one is useless: even if they do not know it yet, their engine has given it up.
         """
         f.generation = max(f.least, generation)
         out: list[Action] = []
@@ -297,7 +299,7 @@ class ConsumerMachine:
         return out
 
     def _outdate(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Void the attempt, since another rank has a newer generation, and ask for that here, too."""
+        """Void the attempt, since another rank has a newer generation, and ask this rank for that too."""
         if not rank.on(E.OUTDATED):
             return []
         self._reopen(f)
@@ -305,18 +307,18 @@ class ConsumerMachine:
         return self._attempts.give_up(f, rank, now) + self._attempts.resume(f, rank, now)
 
     def _reopen(self, f: FetchRecord) -> None:
-        """Take back what other rank fetches of this fetch know to have held, because one of them begins anew.
+        """Void the commits of the other rank fetches of this fetch, because one of them begins again.
 
-        Its last byte is still to come, and the others will have to have held until then.
+        Its last byte is still to come, and the generation must hold on all ranks until then.
         """
         for rank in f.rank_fetches:
             if rank.on(E.ANOTHER):
                 self._attempts.answered(rank)
 
     def _complete(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Note that a rank fetch has arrived, if all its parts are here and cover what was wanted.
+        """Record that a rank fetch has arrived, if all its parts are here and cover what was wanted.
 
-        Once all have arrived, see whether they can be trusted, or else ask their producer ranks.
+        Once all rank fetches have arrived, check whether they can be trusted, or ask their producer ranks.
         """
         out = f.news()
         complete = rank.complete(f.spec.start, f.enough) and rank.on(E.COMPLETE)
@@ -342,9 +344,9 @@ class ConsumerMachine:
         return self._deliver(f, now)
 
     def _deliver(self, f: FetchRecord, now: float) -> list[Action]:
-        """End the fetch as delivered if all ranks have held.
+        """End the fetch as delivered if its generation held on all ranks.
 
-        Producers only have to know that we have it; should one never hear of it, its lease ends.
+        Producers are told, so that they can free their blocks; if the message is lost, their lease ends.
         """
         if not f.all_are(S.HELD):
             return []
@@ -368,7 +370,7 @@ class ConsumerMachine:
         return out + rank.written + self._remote_writes_ended(f, rank, now)
 
     def _remote_writes_ended(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Note that the producer has ended what it did for a void attempt."""
+        """Record that the producer no longer writes for a void attempt."""
         rank.remote_writes = False
         if rank.state in (S.PAUSED, S.FAILED):
             self._attempts.answered(rank)
@@ -378,7 +380,7 @@ class ConsumerMachine:
         return self._end(f, Outcome(why), now)
 
     def _end(self, f: FetchRecord, outcome: Outcome, now: float) -> list[Action]:
-        """Fix the outcome once, and stop whatever still moves."""
+        """Set the outcome, unless it is set already, and stop whatever still moves."""
         if f.outcome is not None:
             return []
         f.outcome = outcome

@@ -38,10 +38,10 @@ from kvxfer.values import Fetch
 __all__ = ["FetchRecord", "RankFetch"]
 
 VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.RECV}
-"""How a part comes here, by the mode of its link."""
+"""The verb by which a part comes to this side, by the mode of its link."""
 
 NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
-"""Why an attempt is void of which another rank of the producer has a newer generation."""
+"""Why an attempt is void if another rank of the producer has a newer generation."""
 
 
 class RankFetch(msgspec.Struct, eq=False, gc=False):
@@ -56,22 +56,24 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     end: int | None = None  # where the final part ends, once it has been announced
     spans: dict[int, Span] = field(default_factory=dict)  # of the parts announced, by their numbers
     bands: int = 1  # of the producer's layers
-    banded: bool = False  # parts of some bands are asked for
+    banded: bool = False  # parts of single bands are asked for
     flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     checksum: int = 0  # of all that has been hashed; checksums add up
     sum: bytes = b""  # the producer's, if it has said so
     payload: bytes = b""  # what came with the final part
     error: Failure | None = None  # a part of the attempt could not be moved
-    remote_writes: bool = False  # the producer may write into our memory until it says AttemptClosed or the link closes
+    remote_writes: bool = (
+        False  # the producer may write into memory here until it sends AttemptClosed or the link closes
+    )
     resets: int = 0
-    broke: Failure | None = None  # why its link did, the last time
+    broke: Failure | None = None  # why its link broke last
     revoked: bool = False  # an attempt was void since the producer had given its blocks up
-    asked: int = 0  # how often the present question has been asked
-    counted: bool = False  # the producer has said that it counts us as done
+    asked: int = 0  # how often the present message has been sent
+    counted: bool = False  # the producer has confirmed that it counts this reader as done
 
     def on(self, stimulus: RankFetchEvent) -> bool:
-        """Take a transition, and return false when the stimulus means nothing in this state."""
+        """Make a transition; return false if the stimulus is ignored in this state."""
         after = RANK_FETCH.after(self.state, stimulus)
         if after is None:
             return False
@@ -95,20 +97,20 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         elif msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
             what = "it sends pieces of another size than was agreed on"
         elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= info.planner.bands:
-            what = "it has bands of layers that there are not"
+            what = "it names bands of layers that do not exist"
         else:
             return None
         return Failure(FailureKind.MISUSE, what, link_name(self.spec.link))
 
     def announced(self, msg: m.PartReady, info: LinkInfo) -> None:
-        """Note that a part of the attempt has been announced."""
+        """Record that a part of the attempt has been announced."""
         self.generation, self.revocations = msg.generation, msg.revocations
         self.end = msg.hi if msg.final else self.end
         self.payload = self.payload or msg.payload
         self.spans[msg.part], self.bands = Span(msg.lo, msg.hi, msg.bands), info.planner.bands
 
     def take(self, msg: m.PartReady, info: LinkInfo, plan: CopyPlan) -> list[Action]:
-        """Return the actions by which an announced part arrives; none when it has."""
+        """Return the actions by which an announced part arrives; none if it has arrived."""
         ref = PartRef("consumer", self.spec.link, msg.transfer, self.attempt, msg.part)
         hashed = to_hash(plan, info, ref)
         if info.mode == "write" and not msg.piece_bytes:
@@ -122,7 +124,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         return [Move(ref, VERBS[info.mode], plan, msg.stream, msg.piece_bytes, hashed)]
 
     def came(self, done: Moved) -> CopyPlan | None:
-        """Note that a part has come, or has failed to, and return what is still to be hashed of it."""
+        """Record that a part has arrived or failed; return what is still to be hashed of it."""
         plan = self.to_hash.pop(done.ref, None)
         if done.failure is not None:
             return None
@@ -138,16 +140,16 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
 
     @property
     def aborts(self) -> list[Action]:
-        """The actions that end whatever of it still touches memory."""
+        """The actions that abort its parts that may still touch memory."""
         return [Abort(ref) for ref in in_order(self.flight)]
 
     @property
     def written(self) -> list[Action]:
-        """The actions that end the parts that its producer may have been writing, and has said to write no more."""
+        """The actions that end the parts that its producer may have been writing, now that it has said that it has stopped."""
         return [RemoteWritesEnded(ref) for ref in in_order(self.flight)] if self.remote_writes else []
 
     def complete(self, start: int, enough: int) -> bool:
-        """Return whether all parts are here, and cover what there is and at least what is enough."""
+        """Return whether all parts are here, and cover everything that was offered and at least ``enough`` tokens."""
         if self.end is None or self.flight or self.error is not None:
             return False
         return reached(self.spans.values(), start, self.bands) >= max(self.end, enough)
@@ -158,7 +160,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         return reached([span for part, span in self.spans.items() if part not in moving], start, self.bands)
 
     def held(self, info: LinkInfo | None) -> bool:
-        """Return whether all that is here can be seen to be good, so that nobody has to be asked."""
+        """Return whether the revocation counter and the checksum show that the bytes are good, so that nobody has to be asked."""
         if info is None or info.revocations is None or self.remote_writes:
             return False
         same = info.integrity == "off" or self.sum == m.pack_checksum(self.checksum)
@@ -172,28 +174,28 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     began: float
     deadline: float
     heard: float  # when the last part was announced
-    asked: float = 0.0  # when a rank was asked last
+    asked: float = 0.0  # when a rank was last asked
     announced: float = 0.0  # when the first part was announced
-    arrived_at: float = 0.0  # when all ranks had all
-    moving_since: float | None = None  # since when something is on its way, or being checked; None: nothing is
-    moved: float = 0.0  # seconds in which something was, before that
-    begun: bool = False  # a part has been announced: the deadline is that of the outcome, and before that of this
+    arrived_at: float = 0.0  # when everything had arrived from all ranks
+    moving_since: float | None = None  # since when something has been on its way, or being checked; None: nothing is
+    moved: float = 0.0  # the seconds before that in which something was
+    begun: bool = False  # a part has been announced; the deadline was for that before, and is now for the outcome
     ranks: dict[LinkId, RankFetch] | None = None  # None: the route is not known yet
     rank_fetches: tuple[RankFetch, ...] = ()  # the same without their links; none while the route is not known
     outcome: Outcome | None = None
     nbytes: int = 0
     generation: Generation | None = None  # the newest that any rank has heard of
-    round: int = 0  # how often all ranks had arrived
+    round: int = 0  # how often all ranks have arrived
     progress: int = 0  # tokens of which the engine has been told
 
     def take(self, route: Iterable[RankRoute]) -> None:
-        """Take the route, now that it is known."""
+        """Record the route, now that it is known."""
         self.rank_fetches = tuple([RankFetch(rank) for rank in route])
         self.ranks = {rank.spec.link: rank for rank in self.rank_fetches}
 
     @property
     def least(self) -> Generation:
-        """The oldest generation that is of use: whoever lags behind the newest will give its own up."""
+        """The oldest generation that is of use: ranks that still have an older one will give it up."""
         return 0 if self.generation is None else self.generation
 
     @property
@@ -202,48 +204,48 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         return min((min(rank.arrived(self.spec.start), self.spec.tokens) for rank in self.rank_fetches), default=0)
 
     def part_over(self, now: float) -> None:
-        """Note that a part is here, or will not be, where more are to come: nothing may be on its way then."""
+        """Record that a part has ended while more are to come; stop the time of moving if nothing else is on its way."""
         if self.moving_since is not None and not any(rank.flight for rank in self.rank_fetches):
             self.moved += now - self.moving_since
             self.moving_since = None
 
     def stages(self, now: float) -> Stages:
-        """When it came how far, if it ends now."""
+        """Return when it reached each stage, if it ends now."""
         moving = self.moved if self.moving_since is None else self.moved + now - self.moving_since
         return Stages(self.began, self.asked, self.announced, self.heard, self.arrived_at, now, moving)
 
     @property
     def enough(self) -> int:
-        """How many tokens each rank must have at least."""
+        """The fewest tokens that each rank must have."""
         return self.spec.enough or self.spec.tokens
 
     @property
     def short(self) -> int | None:
-        """The token up to which all ranks have it, where that is not all of it."""
+        """The token up to which all ranks have it; ``None`` if that is all of it."""
         end = min([x.end for x in self.rank_fetches if x.end is not None], default=self.spec.tokens)
         return end if end < self.spec.tokens else None
 
     @property
     def payload(self) -> bytes:
-        """What came with the offer, from the first of the ranks that sent something along."""
+        """The payload of the offer, from the first of the ranks that sent one."""
         sent = [rank for rank in self.rank_fetches if rank.payload]
         return min(sent, key=lambda rank: rank.spec.rank).payload if sent else b""
 
     def fetch_request(self, rank: RankFetch, now: float, moving: float) -> m.FetchRequest:
-        """Make the message by which a rank fetch asks for its share, ``moving`` seconds of which begin with the first part."""
+        """Make the message that asks for a rank fetch's share, which may take ``moving`` seconds from its first part on."""
         s = self.spec
         left = max(self.deadline - now, 0.0)
         wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
         return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough, rank.banded)
 
     def commit_request(self, rank: RankFetch) -> m.CommitRequest:
-        """Make the message by which a rank fetch asks, when all is here, whether it can be trusted."""
-        assert rank.generation is not None  # all has come, and named it
+        """Make the message that asks, once everything has arrived, whether it can be trusted."""
+        assert rank.generation is not None  # the parts named it
         checksum, alone = m.pack_checksum(rank.checksum), len(self.rank_fetches) == 1
         return m.CommitRequest(self.spec.transfer, rank.attempt, rank.generation, checksum, self.round, alone)
 
     def committed(self, rank: RankFetch) -> m.Committed:
-        """Make the message that tells a producer rank that all ranks have held."""
+        """Make the message that tells a producer rank that the fetch is delivered."""
         return m.Committed(self.spec.transfer, rank.attempt, self.spec.digest, rank.spec.readers)
 
     def close_attempt(self, rank: RankFetch) -> m.CloseAttempt:
@@ -257,14 +259,14 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         """Return the plan of an announced part.
 
         Raises:
-            PlanError: what was announced does not fit what is wanted.
+            PlanError: What was announced does not fit what is wanted.
         """
         s, planner = self.spec, info.planner
         blocks = placed(planner, msg.blocks, min(msg.lo, s.tokens), msg.final) if msg.lo else msg.blocks
         return plan_part(planner, blocks, s.blocks, s.start, s.tokens, msg.lo, msg.hi, msg.final, msg.bands)
 
     def news(self) -> list[Action]:
-        """Tell the engine how far its fetch is, if it has asked for that and there is something to tell."""
+        """Return a progress event, if the engine asked for those and enough tokens have arrived since the last."""
         if not self.spec.progress:
             return []
         tokens = self.arrived
@@ -274,7 +276,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         return [Emit(Progress("consumer", self.spec.transfer, self.spec.handle, tokens))]
 
     def ended(self, now: float) -> Ended:
-        """Make the event that tells its engine of the outcome."""
+        """Make the event that tells the engine of the outcome."""
         assert self.outcome is not None
         s, delivered = self.spec, self.outcome.delivered
         payload, short = (self.payload, self.short) if delivered else (b"", None)
@@ -283,7 +285,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         return Ended("consumer", s.transfer, s.handle, self.outcome, self.nbytes, seconds, *more)
 
     def overdue(self, start: float, timeout: float) -> Failure:
-        """Return why it fails if its deadline passes now, of ``start`` seconds for the first part and ``timeout`` for all."""
+        """Return the failure if the deadline passes now: ``start`` seconds for the first part, then ``timeout`` for the outcome."""
         states = ", ".join(sorted({str(rank) for rank in self.rank_fetches} or {f"looking for {self.spec.source}"}))
         why = f"nothing came within {start:g} s (still {states})"
         if self.begun:
@@ -293,7 +295,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
 
     @property
     def late(self) -> FailureKind:
-        """The kind of failure if its deadline passes now, by what its ranks still wait for."""
+        """The kind of failure if the deadline passes now, by what its ranks still wait for."""
         if not self.rank_fetches:
             return FailureKind.PEER_UNREACHABLE
         for rank in self.rank_fetches:

@@ -1,4 +1,4 @@
-"""What belongs to something, found without looking at all."""
+"""An index from keys to several values each."""
 
 from __future__ import annotations
 

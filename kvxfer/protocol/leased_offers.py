@@ -1,4 +1,4 @@
-"""What is offered, from the first word of it until its end: leased, counted as readers are done with it, and remembered."""
+"""Offers from their beginning to their end: leased, ended when enough readers are done, and remembered for a while."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class LeasedOffers:
     """All offer records of one agent, and what ends them.
 
     Args:
-        lease: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
-        longest: seconds for which a fetch request is kept at most, whatever it says.
-        revocations: counts what is given up that was announced.
+        lease: Seconds for which an offer is kept while nobody asks for it, and for which answers are remembered.
+        longest: The most seconds for which a fetch request is kept, whatever it says.
+        revocations: Counts what was announced and is given up.
 
     Attributes:
-        records: those that have not ended.
-        over: what is remembered of those that have.
-        releases: in which order they are released.
-        serves: what is served of them.
-        closed: how all end, present or still to come, once there is to be no more.
+        records: The records that have not ended.
+        over: What is remembered of those that have.
+        releases: The order in which they are released.
+        serves: What is being served of them.
+        closed: Once the agent closes, the outcome of all offers, present and future.
     """
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter) -> None:
@@ -59,11 +59,11 @@ class LeasedOffers:
             self._leases.set(h.transfer, h.leased)
 
     def settle(self, serve: RankServe, now: float) -> list[Action]:
-        """Count one more reader that has it all."""
+        """Count one more reader that has everything."""
         h = serve.record
         h.settled.add(serve.reader)
         out = self.serves.settle(serve, now) + self.count(h, DELIVERED, now)
-        self.lend(h, now)  # for the others that it is for
+        self.lend(h, now)  # for its other consumers
         return out
 
     def count(self, h: OfferRecord, last: Outcome, now: float) -> list[Action]:
@@ -75,7 +75,7 @@ class LeasedOffers:
         return self.end(h, last, now)
 
     def void(self, h: OfferRecord, why: Failure, *, again: bool, now: float) -> list[Action]:
-        """Void the offer and stop what serves it. Those that only wait may go on if something is still to come."""
+        """Void the offer and stop its serves. If ``again``, those that only wait go on waiting."""
         h.offer = None
         out: list[Action] = []
         for serve in list(h.serves.values()):
@@ -84,7 +84,7 @@ class LeasedOffers:
         return out
 
     def shorten(self, h: OfferRecord, offer: Offer, why: Failure, now: float) -> list[Action]:
-        """Make what has been offered all that there is, for those who are being served."""
+        """Make what has been offered so far the whole offer, for those who are being served."""
         h.short, h.offer = why, replace(offer, final=True, tokens=h.tokens, bands=0)
         out: list[Action] = []
         for serve in list(h.serves.values()):
@@ -92,13 +92,13 @@ class LeasedOffers:
         return out
 
     def told(self, outcome: Outcome) -> Failure:
-        """Return what those who still want a transfer that has ended so are told."""
+        """Return what consumers that still want a transfer with this outcome are told."""
         if outcome is self.closed and outcome.failure is not None:
             return Failure(K.PEER_LOST, outcome.failure.detail)
         return told(outcome)
 
     def end(self, h: OfferRecord, outcome: Outcome, now: float) -> list[Action]:
-        """End the transfer, unless it has ended, and with it all that is served of it."""
+        """End the transfer, unless it has ended, and with it all its serves."""
         if h.outcome is not None:
             return []
         h.outcome, h.offer = outcome, None
@@ -114,7 +114,7 @@ class LeasedOffers:
         return out
 
     def close(self, why: Failure, now: float) -> list[Action]:
-        """End every offer, present or still to come, with ``why``."""
+        """End every offer, present and future, with ``why``."""
         self.closed = Outcome(why)
         out: list[Action] = []
         for h in list(self.records.values()):
@@ -143,12 +143,12 @@ class LeasedOffers:
         return self.end(h, Outcome(h.unfetched(self._lease)), now)
 
     def _serve_over(self, h: OfferRecord, now: float) -> list[Action]:
-        """Note that something that was served of an offer is over, and end or release what was kept only for it."""
+        """Record that a serve of an offer is over; end or release what was kept only for it."""
         out = self.releases.of(h)
         if not h.known and not h.serves and h.outcome is None:
-            del self.records[h.transfer]  # it was wanted only
+            del self.records[h.transfer]  # it was wanted but never offered
         elif h.short is not None and h.outcome is None and not h.served:
             out += self.count(h, DELIVERED, now) + self.end(h, Outcome(h.short), now)
-        elif h.settled:  # and this was perhaps the last that others waited for
+        elif h.settled:  # this may have been the last reader that the end waited for
             out += self.count(h, DELIVERED, now)
         return out

@@ -1,4 +1,4 @@
-"""What the producer's machine keeps of a transfer: plain records, and the few questions that need nothing else."""
+"""What the producer's machine keeps of a transfer: plain records."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ ALL = MOST_BANDS + 1
 """More bands than there are: all layers."""
 
 Key = tuple[LinkId, int]
-"""A serve: the link and the consumer's attempt."""
+"""The name of a serve: the link and the consumer's attempt."""
 
 
 class ConsumerLink(msgspec.Struct, eq=False):
     """A consumer rank that has said hello.
 
     Attributes:
-        info: what is known of its link.
-        serves: what it is being served, by attempt, the newest last.
-        stream: the next number of a part on the link.
-        pace: how fast we have written over it.
+        info: What is known of its link.
+        serves: What it is being served, by attempt, the newest last.
+        stream: The next number of a part on the link.
+        pace: How fast this side has written over it.
     """
 
     info: LinkInfo
@@ -54,7 +54,7 @@ class ConsumerLink(msgspec.Struct, eq=False):
     pace: LinkPace = field(default_factory=LinkPace)
 
     def banded(self, request: m.FetchRequest) -> bool:
-        """Return whether bands of layers pay for what is wanted: the side that moves the parts knows how fast the link is."""
+        """Return whether bands of layers pay off for a request; the side that moves the parts knows how fast the link is."""
         if self.info.mode != "write":
             return request.banded
         return self.pace.slow((request.tokens - request.start) * self.info.planner.token_bytes)
@@ -69,26 +69,26 @@ class RankServe(msgspec.Struct, eq=False):
     request: m.FetchRequest
     reader: int  # the consumer's agent, by its epoch
     expires: float
-    lent: bool  # it wanted more time than it got, and may ask anew
+    lent: bool  # it got less time than it asked for, and may ask again
     sent: list[int]  # tokens announced so far, of each band of layers
-    banded: bool = False  # it gets bands as they are ready
-    cut: list[Span] = field(default_factory=list)  # parts that wait for those under way to end
+    banded: bool = False  # it gets each band as it is ready
+    cut: list[Span] = field(default_factory=list)  # parts that wait for those in flight to end
     state: ServeState = ServeState.WAITING
     part: int = 0
-    bytes: int = 0  # of the parts announced, where they were planned
+    bytes: int = 0  # of the announced parts that were planned here
     final: bool = False
     generation: Generation | None = None
-    revocations: int | None = None  # when its first part was announced, if that was vouched for
-    again: bool = False  # what AttemptClosed will say of a later generation
+    revocations: int | None = None  # the count when its first part was announced, if there was one
+    again: bool = False  # whether AttemptClosed will say that a later generation may come
     why: Failure | None = None  # what AttemptClosed will say
-    unsent: dict[PartRef, m.PartReady] = field(default_factory=dict)  # write: told when the bytes are there
+    unsent: dict[PartRef, m.PartReady] = field(default_factory=dict)  # write mode: sent once the bytes are there
     flight: set[PartRef] = field(default_factory=set)  # own parts that may still touch memory
     hashing: set[PartRef] = field(default_factory=set)  # parts that are still being hashed
     checksum: int = 0  # of those that have been; checksums add up
     commit: m.CommitRequest | None = None  # waits for the last of them
 
     def on(self, stimulus: ServeEvent) -> bool:
-        """Take a transition, and return false when the stimulus means nothing in this state."""
+        """Make a transition; return false if the stimulus is ignored in this state."""
         after = RANK_SERVE.after(self.state, stimulus)
         if after is None:
             return False
@@ -106,26 +106,26 @@ class RankServe(msgspec.Struct, eq=False):
 
     @property
     def aborts(self) -> list[Action]:
-        """The actions that end whatever of it still touches memory."""
+        """The actions that abort its parts that may still touch memory."""
         return [Abort(ref) for ref in in_order(self.flight | self.hashing)]
 
     def parts_left(self, info: LinkInfo) -> int:
-        """Return how many parts may be announced before one that is being sent has ended."""
+        """Return how many more parts may be announced before one in flight has ended."""
         return AHEAD - len(self.flight) if info.mode == "sendrecv" else m.MAX_PARTS
 
     def begins_with_cut(self, span: Span) -> bool:
-        """Return whether the parts that wait are those that this begins with; what it has beyond them is cut after them."""
+        """Return whether a span begins with the parts that wait; what it has beyond them is cut after them."""
         first, last = self.cut[0], self.cut[-1]
         return (first.lo, first.bands) == (span.lo, span.bands) and last.hi <= span.hi
 
     def checksums(self) -> m.Checksums:
-        """Make the message that tells the consumer what it should have got."""
+        """Make the message that tells the consumer the checksum of what it should have got."""
         return m.Checksums(self.request.transfer, self.request.attempt, m.pack_checksum(self.checksum))
 
     def overdue(self, now: float) -> tuple[Failure, bool]:
-        """Return why it ends, its time being over, and whether its consumer may ask anew."""
+        """Return why it ends, now that its time is over, and whether its consumer may ask again."""
         if now < self.expires:
-            why = "it was offered, by the consumer's word, and is not known here any more"
+            why = "the consumer says that it was offered, but it is not known here any more"
             return Failure(FailureKind.WITHDRAWN, why), False
         waited = self.state is ServeState.WAITING
         kind = FailureKind.NEVER_OFFERED if waited else FailureKind.TIMED_OUT
@@ -137,36 +137,40 @@ class RankServe(msgspec.Struct, eq=False):
 
 
 class OfferRecord(msgspec.Struct, eq=False):
-    """What a producer rank keeps of an offer and of those who ask for it."""
+    """What a producer rank keeps of an offer and of its readers."""
 
     transfer: TransferId
     began: float
-    leased: float  # until when the offer is kept though nobody asks
+    leased: float  # until when the offer is kept if nobody asks
     offer: Offer | None = None  # the last one
-    tokens: int = 0  # complete in all layers, of its generation
+    tokens: int = 0  # how many are complete in all layers, in its generation
     generation: Generation | None = None  # the last one that was offered or revoked
     least: Generation = 0  # older ones are given up
-    revoked: Generation | None = None  # the last one that was given up while the transfer goes on, until it is released
+    revoked: Generation | None = (
+        None  # the last one that was given up without ending the transfer, until it is released
+    )
     serves: dict[Key, RankServe] = field(default_factory=dict)
-    before: OfferRecord | None = None  # what the transfer had before, until that is released
-    follower: OfferRecord | None = None  # what waits for the release of this
-    # Readers, by their agents' epochs. They count once their digest is that of the offer: whoever names another is at the
-    # wrong door, and changes nothing for those who are not.
+    before: OfferRecord | None = None  # the transfer's previous record, until that is released
+    follower: OfferRecord | None = None  # the record that waits for the release of this one
+    # Readers, by their agents' epochs. They count only if their digest is that of the offer, so that a consumer with the wrong
+    # prompt does not affect the others.
     digest: bytes | None = None  # of the last offer
     consumers: int = 1  # how many engines it is for
     payload: bytes = b""  # of this generation
-    handle: str = ""  # what the engine calls it, or its name; none before it is offered
-    fit: dict[int, int] = field(default_factory=dict)  # those that count, and how many their engine has by their word
+    handle: str = ""  # the engine's name for it, or the transfer's; empty before it is offered
+    fit: dict[int, int] = field(
+        default_factory=dict
+    )  # those that count, and how many readers their engine has, as they say
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
-    misfits: set[int] = field(default_factory=set)  # want more than there is; their word does not count
+    misfits: set[int] = field(default_factory=set)  # those that want more than there is, and do not count
     nbytes: int = 0
     outcome: Outcome | None = None
-    known: bool = False  # the engine has spoken of it and waits for its end
-    short: Failure | None = None  # why it was given up, where those being served may finish with what there is
+    known: bool = False  # the engine has offered or revoked it, and waits for its end
+    short: Failure | None = None  # why it was given up, if those being served may finish with what there is
 
     def take(self, offer: Offer) -> None:
-        """Take what the engine offers."""
+        """Record what the engine offers."""
         if offer.generation != self.generation:
             self.payload, self.short, self.tokens = b"", None, 0
         self.payload = offer.payload or self.payload
@@ -181,39 +185,39 @@ class OfferRecord(msgspec.Struct, eq=False):
 
     @property
     def name(self) -> str:
-        """What its events are told under."""
+        """The handle in its events."""
         return self.handle or str(self.transfer)
 
     def give_up(self, generation: Generation) -> None:
-        """Give up what is of this generation or older."""
+        """Give up this generation and older ones."""
         self.least = max(self.least, generation + 1)
         self.generation = max(generation, self.next_generation - 1)
 
     def serves_of(self, generation: Generation) -> bool:
-        """Return whether something that was announced of this generation or of older ones may still move."""
+        """Return whether something of this generation or of older ones may still move."""
         return any(s.generation is not None and s.generation <= generation for s in self.serves.values())
 
     @property
     def next_generation(self) -> Generation:
-        """The generation after the last one that the engine has spoken of."""
+        """The generation after the last one that the engine has offered or revoked."""
         return 0 if self.generation is None else self.generation + 1
 
     def admit(self, reader: int, readers: int) -> None:
         """Count a consumer that wants what is offered.
 
         Args:
-            reader: the consumer's agent, by its epoch.
-            readers: how many readers its engine has by its word.
+            reader: The consumer's agent, by its epoch.
+            readers: How many readers its engine has, as it says.
         """
         self.fit[reader] = max(readers, self.fit.get(reader, 1))
 
     def leave(self, reader: int) -> None:
-        """Forget a consumer that is lost and what it said, unless it is done or is served over another link."""
+        """Forget a consumer that is lost, unless it is done or is served over another link."""
         if reader not in self.settled | self.dropped and not self.lives(reader):
             self.fit.pop(reader, None)
 
     def reject(self, reader: int, digest: bytes) -> None:
-        """Count a consumer out that wants what is not to be had here."""
+        """Count out a consumer that wants something that is not offered here."""
         self.fit.pop(reader, None)
         if digest == self.digest:
             self.misfits.add(reader)
@@ -229,18 +233,18 @@ class OfferRecord(msgspec.Struct, eq=False):
         return Failure(FailureKind.TIMED_OUT, f"it was not fetched within the lease of {lease:g} s{whose}")
 
     def ended(self, outcome: Outcome, now: float) -> Ended:
-        """Make the event that tells its engine of the outcome."""
+        """Make the event that tells the engine of the outcome."""
         seconds = now - self.began
         return Ended("producer", self.transfer, self.name, outcome, self.nbytes, seconds, self.generation)
 
     def released(self) -> list[Action]:
-        """Release the engine's blocks once nothing of the offer moves; this comes once, with its last rank serve."""
+        """Return the release of the engine's blocks, if nothing of the offer moves any more; it comes once."""
         if self.outcome is None or self.serves or not self.known:
             return []
         return [Emit(Released("producer", self.transfer, self.name, self.generation))]
 
     def released_generation(self) -> list[Action]:
-        """Release what was revoked of a transfer that goes on, once nothing of that moves."""
+        """Return the release of a revoked generation of a transfer that goes on, if nothing of it moves any more."""
         if self.revoked is None or self.outcome is not None or self.serves_of(self.revoked):
             return []
         generation, self.revoked = self.revoked, None
@@ -257,19 +261,19 @@ class OfferRecord(msgspec.Struct, eq=False):
 
     @property
     def whole(self) -> bool:
-        """Whether as many engines have it all as it is for."""
+        """Whether as many engines as it is for have everything."""
         return self._enough(self.settled)
 
     @property
     def done(self) -> bool:
-        """Whether as many engines as it is for have it all or have dropped it, and no other reader is being served."""
+        """Whether as many engines as it is for have everything or have dropped it, and no other reader is being served."""
         over = self.settled | self.dropped
         return self._enough(over) and all(s.reader in over or not s.live for s in self.serves.values())
 
     def _enough(self, readers: Iterable[int]) -> bool:
-        """Return whether these readers make up as many engines as it is for; each is a share of an engine of so many."""
+        """Return whether these readers make up as many engines as it is for; a reader of ``n`` counts as one ``n``-th engine."""
         sizes = [self.fit.get(r, 1) for r in readers]
-        unit = lcm(*sizes)  # shares in whole numbers, for they must add up exactly
+        unit = lcm(*sizes)  # in whole numbers, since the shares must add up exactly
         return sum([unit // size for size in sizes]) >= self.consumers * unit
 
 
@@ -277,16 +281,16 @@ class Over(msgspec.Struct, frozen=True, gc=False):
     """What is remembered of an offer record that has ended."""
 
     outcome: Outcome
-    least: Generation  # the engine has been told the end of older ones
+    least: Generation  # older ones have ended, as the engine has been told
 
 
 class Early(IndexedKeep[int, TransferId, tuple[bytes, int]]):
-    """Who has given a transfer up before it was offered, by reader and transfer: its digest, and how many its engine has."""
+    """Who gave up a transfer before it was offered, by reader and transfer: its digest, and how many readers its engine has."""
 
     def take(self, transfer: TransferId, digest: bytes) -> dict[int, int]:
         """Return who gave the transfer up under this digest, and how many readers their engines have.
 
-        All that is known of the transfer is forgotten.
+        Everything known of the transfer is forgotten.
         """
         fit = {}
         for r in sorted(self.owners(transfer)):
@@ -298,7 +302,7 @@ class Early(IndexedKeep[int, TransferId, tuple[bytes, int]]):
 
 
 def follows(new: Offer, old: Offer) -> bool:
-    """Return whether a new offer says more than the old one."""
+    """Return whether a new offer adds something to the old one."""
     if new.generation != old.generation:
         return new.generation > old.generation
     there, before = (new.tokens, new.bands or ALL), (old.tokens, old.bands or ALL)
@@ -308,7 +312,7 @@ def follows(new: Offer, old: Offer) -> bool:
 
 
 def told(outcome: Outcome) -> Failure:
-    """Return what those who still want a transfer are told of its end."""
+    """Return what consumers that still want a transfer are told of its end."""
     if outcome.failure is None:
         return Failure(FailureKind.WITHDRAWN, "all its readers have fetched it")
     kept = (FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)

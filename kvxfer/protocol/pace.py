@@ -1,4 +1,4 @@
-"""How fast a link has moved bytes of late, by which it is judged whether bands of layers pay over it."""
+"""Estimate how fast a link moves bytes, to decide whether bands of layers pay off over it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import msgspec
 __all__ = ["LinkPace"]
 
 LEAST = 1 << 20
-"""Bytes that tell how fast their link is: of fewer most of the time is spent elsewhere."""
+"""The fewest bytes that tell how fast a link is; with fewer, most of the time is spent elsewhere."""
 REMEMBERED = 8
-"""Spells by which a link is judged."""
+"""The number of spells by which a link is judged."""
 LONG = 16
-"""Parts after which a spell ends though something is still in flight, and once more so many for each that it did not count: what is in
-flight at its borders is then little beside what it counts."""
+"""After so many parts a spell ends even if something is still in flight, and after so many more for each straddling part, so that
+what is in flight at its borders is little compared with what it counts."""
 PAYS_S = 0.02
-"""What all bytes of a transfer must take on the wire for bands to pay: these save up to seven eighths of it, and cost both sides seven
-more parts."""
+"""The fewest seconds that all bytes of a transfer must take on the wire for bands to pay off. Bands hide up to seven eighths of that,
+and cost both sides seven more parts."""
 
 
 class _Spell(msgspec.Struct, gc=False):
-    """A time in which something was in flight all along.
+    """A time in which something was always in flight.
 
     Attributes:
-        nbytes: Of the parts that began and ended in it.
-        parts: How many these were.
-        straddling: Parts that ended in it, and had begun before it.
+        nbytes: Bytes of the parts that began and ended in it.
+        parts: The number of these.
+        straddling: The number of parts that ended in it but had begun before.
     """
 
     began: float
@@ -40,21 +40,21 @@ class _Spell(msgspec.Struct, gc=False):
 class LinkPace:
     """The pace of one link, in one direction: bytes over the time in which anything was in flight.
 
-    Parts that overlap have the link together, and none of them alone says how fast it is. They may end in any order: the time in which
-    some part was in flight is put together from those that have ended. What has not ended adds nothing yet, so that a link looks slower
-    than it is while it is busy, and never faster.
+    Parts that overlap share the link, so no single one tells how fast it is. They may end in any order: the time in which
+    any part was in flight is put together from those that have ended. What has not ended does not count yet, so a busy link
+    may look slower than it is, but never faster.
 
     Attributes:
-        bytes_per_s: By its fastest spell, since in others something may have waited; 0 before anything is known.
+        bytes_per_s: The speed of its fastest spell, since in others something may have waited; 0 before anything is known.
     """
 
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
         self._spells: deque[_Spell] = deque(maxlen=REMEMBERED)
-        self._before = -math.inf  # when the last long spell ended: nothing is added to it or to those before it
+        self._before = -math.inf  # when the last long spell ended; nothing is added to it or to earlier ones
 
     def took(self, nbytes: int, seconds: float, now: float) -> None:
-        """Take in that a part of so many bytes has come, and took so long; the clock is the same in all calls."""
+        """Record that a part of so many bytes has come, and took so long; the clock is the same in all calls."""
         began = now - seconds
         straddles = began < self._before
         spell = _Spell(self._before, now, 0, 0, 1) if straddles else _Spell(began, now, nbytes, 1, 0)
@@ -65,7 +65,7 @@ class LinkPace:
             spell.nbytes, spell.parts = spell.nbytes + last.nbytes, spell.parts + last.parts
             spell.straddling += last.straddling
         if spells and spells[-1].nbytes < LEAST:
-            spells.pop()  # it tells nothing, and is to push out nothing that does
+            spells.pop()  # it tells nothing, and must not displace one that does
         spells.append(spell)
         if spell.parts >= LONG * (1 + spell.straddling):
             self._before = now
@@ -78,5 +78,5 @@ class LinkPace:
         self.bytes_per_s = fastest
 
     def slow(self, nbytes: float) -> bool:
-        """Return whether so many bytes would take long enough for bands to pay; not before anything is known."""
+        """Return whether so many bytes would take long enough for bands to pay off; false before anything is known."""
         return self.bytes_per_s > 0 and nbytes >= PAYS_S * self.bytes_per_s

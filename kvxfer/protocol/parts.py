@@ -1,4 +1,4 @@
-"""Parts: how a transfer is cut by tokens, and what of the block tables each part carries."""
+"""Parts: how a transfer is cut by tokens, and which block ids the announcement of each part carries."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Bands = tuple[int, int]
 """The first of some bands of layers, and the one after the last (``kvxfer.geometry.bands``)."""
 
 PIECE_LEAST = 8 << 20
-"""Bytes of a piece below which its fixed costs show; half a slot, where that is more: slots are sized for the link."""
+"""The least bytes of a piece, below which its fixed costs show; or half a slot if that is more, since slots are sized for the link."""
 CHECKED, CHECKED_LEAST = 4, 16 << 20
-"""Parts that a large one is cut into where parts are hashed, and bytes below which that is not worth the messages."""
+"""The number of parts that a large one is cut into if parts are hashed, and the least bytes of each to be worth its messages."""
 HOST_BYTES, CUDA_BYTES = 32 << 20, 512 << 20
-"""Bytes at which what is long is cut, by where it lies: some milliseconds of its link, and far more than a part or a batch costs."""
+"""The most bytes of a part, by where it lies: these take the link some milliseconds, far more than a part or a batch costs."""
 STAGED = 8
-"""Pieces at which what goes staged from a GPU is cut: as many as its staging memory holds. That may be the host's, whose link is slower,
-and then has shorter pieces."""
+"""The most pieces of a staged part from a GPU: as many as its staging memory holds. If that is host memory, whose link is slower,
+pieces are shorter."""
 AHEAD = 2
-"""Parts of a transfer that are sent at once: while one ends, the next moves, and what comes to the link meanwhile waits for these
-only. (What is read or written, each side cuts by itself; where both sides have a half, both have to know.)"""
+"""The most parts of a transfer in flight when sending: while one ends, the next moves, and other transfers on the link wait for
+these only. (Reads and writes are cut by the side that submits them; for sends both sides must agree.)"""
 DEPTH = 2
-"""Pieces that a small part is cut into, so that packing, moving and unpacking overlap. No more: each costs threads on both
-sides the time in which a fast link moves tens of MiB."""
+"""The number of pieces that a small part is cut into, so that packing, moving and unpacking overlap. Not more, since each costs
+threads on both sides the time in which a fast link moves tens of MiB."""
 
 
 class Span(NamedTuple):
-    """What of a transfer a part holds: tokens ``[lo, hi)`` of the layers in these bands, or of all."""
+    """What a part of a transfer holds: tokens ``[lo, hi)`` of the layers in these bands, or of all layers."""
 
     lo: int
     hi: int
@@ -59,7 +59,7 @@ def plan_part(
     because an engine gives their blocks up while it computes.
 
     Raises:
-        PlanError: the block tables do not join, or the part lies outside what is wanted.
+        PlanError: The block tables do not join, or the part lies outside what is wanted.
     """
     lo, hi = max(lo, start), min(hi, tokens)
     of = planner if bands is None else planner.of(*bands)
@@ -79,20 +79,20 @@ def _only(cache: Cache, table: BlockTable, *, full: bool) -> BlockTable:
 
 
 def carried(planner: Planner, blocks: BlockTable, span: Span, final: bool) -> BlockTable:
-    """Return what of a producer's block table the announcement of a part carries (``PartReady.blocks``)."""
+    """Return the part of a producer's block table that the announcement of a part carries (``PartReady.blocks``)."""
     if _whole(planner, span.lo, final):
         return blocks
     return blocks.cut([(span.lo // group.block_tokens, group.blocks(span.hi)) for group in planner.src.groups])
 
 
 def placed(planner: Planner, blocks: BlockTable, lo: int, final: bool) -> BlockTable:
-    """Return what the announcement of a part carried as a block table, in which each block is at its position.
+    """Return the blocks that the announcement of a part carried as a block table with each block at its position.
 
     Args:
-        planner: of the link.
-        blocks: what it carried.
-        lo: the first token of the part, or the last that is wanted if that comes before.
-        final: whether it is the last part.
+        planner: The link's planner.
+        blocks: What the announcement carried.
+        lo: The first token of the part, or the end of what is wanted if that comes before.
+        final: Whether it is the last part.
     """
     if _whole(planner, lo, final):
         return blocks
@@ -100,7 +100,7 @@ def placed(planner: Planner, blocks: BlockTable, lo: int, final: bool) -> BlockT
 
 
 def _whole(planner: Planner, lo: int, final: bool) -> bool:
-    """Return whether a part carries whole rows: all that there are, or those of groups that move whole with it."""
+    """Return whether the announcement of a part carries whole rows: it is the only part, or some groups move whole with it."""
     return final and (not lo or not planner.all_full)
 
 
@@ -127,8 +127,8 @@ def lacking(sent: Sequence[int], ready: Sequence[int]) -> list[Span]:
     """Return what is ready of each band and has not been sent: bands that lack the same tokens go together.
 
     Args:
-        sent: By band, the token up to which it has been sent.
-        ready: By band, the token up to which it is there.
+        sent: For each band, the token up to which it has been sent.
+        ready: For each band, the token up to which it is ready.
     """
     spans: list[Span] = []
     for band, (lo, hi) in enumerate(zip(sent, ready, strict=True)):
@@ -147,21 +147,21 @@ def on_host(regions: Iterable[Region]) -> bool:
 
 
 def most_bytes(regions: Iterable[Region]) -> int:
-    """Return at how many bytes what lies in this memory is cut, so that short transfers beside it have their turn."""
+    """Return the most bytes of a part in this memory, so that short transfers get their turn beside long ones."""
     return HOST_BYTES if on_host(regions) else CUDA_BYTES
 
 
 def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
-    """Return the parts into which a span is cut; itself, if that is one.
+    """Return the parts into which a span is cut, which may be the span itself.
 
-    Between the producer's blocks, which moves best; within them where they are longer than a part, as with a block for each request.
-    What a host hashes in full goes in several parts, so that one is read while the next one moves. A GPU has hashed a part
-    before a message comes through. What is sent and received goes in parts of bounded size, staged or not.
+    Cuts fall between the producer's blocks, which moves best; or within them if they are longer than a part, as with one block
+    for each request. What a CPU hashes in full is cut into several parts, so that one is hashed while the next moves; a GPU
+    hashes a part faster than a message travels. What is sent and received has parts of bounded size, staged or not.
 
     Args:
-        span: what is ready.
-        plan: that of the span.
-        info: what is known of the link.
+        span: What is ready.
+        plan: The plan of the span.
+        info: What is known of the link.
     """
     if info.integrity != "full" and info.mode != "sendrecv":
         return [span]
@@ -183,14 +183,14 @@ def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
 
 
 def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:
-    """Return what both sides hash of a part, the same on both, or ``None`` for nothing."""
+    """Return what of a part is hashed, the same on both sides; ``None`` for nothing."""
     if info.integrity == "off" or not plan.nbytes:
         return None
     return plan if info.integrity == "full" else sample(plan, ref.attempt + ref.part)
 
 
 def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
-    """Return the size of the packed pieces in which a part goes staged, or 0 when its runs go direct."""
+    """Return the size of the packed pieces in which a part goes staged, or 0 if its runs go direct."""
     rows = plan.rows
     if not rows or plan.nbytes >= info.stage_below * rows:
         return 0

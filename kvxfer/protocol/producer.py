@@ -2,9 +2,9 @@
 
 An *offer record* is one transfer as this rank knows it: what the engine offered, and one *rank serve* for each attempt of a
 consumer rank that wants it. The life of a rank serve is the table ``transitions.RANK_SERVE``. Fetch request and offer meet
-here, whichever comes first. An offer is leased: it ends when nobody has asked for it in time. A rank serve ends by the
-consumer's own deadlines, for the first part and for the rest, or the producer's where that is sooner. Only who knows the
-digest of an offer is a reader of it.
+here, whichever comes first. An offer is leased: it ends if nobody asks for it in time. A rank serve ends by the
+consumer's own deadlines, for the first part and for the rest, or by the producer's if that is sooner. Only a consumer that
+knows the digest of an offer can read it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ S, E, K = ServeState, ServeEvent, FailureKind
 class ProducerMachine:
     """All offer records of one agent.
 
-    Not thread-safe. Methods that take an event return the actions that it asks for. ``now`` is the time in seconds, always by the
-    same clock.
+    Not thread-safe. Each method takes an event and returns the actions to be carried out. ``now`` is the time in seconds, always
+    by the same clock.
 
     Args:
-        lease: seconds for which an offer is kept with nobody asking for it, and for which answers are remembered.
-        longest: seconds for which a fetch request is kept at most, whatever it says.
-        revocations: counts what is given up that was announced; ``None`` means a counter of its own.
+        lease: Seconds for which an offer is kept while nobody asks for it, and for which answers are remembered.
+        longest: The most seconds for which a fetch request is kept, whatever it says.
+        revocations: Counts what was announced and is given up; ``None`` means a counter of its own.
 
     Attributes:
-        corrupt: how often other bytes arrived than were sent.
+        corrupt: How often other bytes arrived than were sent.
     """
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter | None = None) -> None:
@@ -54,13 +54,13 @@ class ProducerMachine:
     def offer(self, offer: Offer, now: float, called: float | None = None) -> list[Action]:
         """Offer blocks, or more of them.
 
-        What does not continue or replace the last offer is ignored: a generation that was revoked or whose end has been reported,
-        or less than is known.
+        An offer that does not continue or replace the last one is ignored: one of a generation that was revoked or whose end has
+        been reported, or one that adds nothing.
 
         Args:
-            offer: what the engine offers.
-            now: the time in seconds.
-            called: when the engine offered it; ``None`` means now.
+            offer: What the engine offers.
+            now: The time in seconds.
+            called: When the engine offered it; ``None`` means now.
         """
         over = self._over.get(offer.transfer)
         if over is not None and offer.generation < over.least:
@@ -74,7 +74,7 @@ class ProducerMachine:
             return self._offers.end(h, self._offers.closed, now)
         out: list[Action] = []
         if old is not None and offer.generation > old.generation:
-            out += self._offers.void(h, Failure(K.REVOKED, "the producer computed it anew"), again=True, now=now)
+            out += self._offers.void(h, Failure(K.REVOKED, "the producer recomputed it"), again=True, now=now)
         h.take(offer)
         self._offers.lend(h, now)
         for serve in list(h.serves.values()):
@@ -82,7 +82,7 @@ class ProducerMachine:
         for reader, readers in self._early.take(offer.transfer, offer.digest).items():
             if h.outcome is None and not h.lives(reader):
                 h.drop(reader, readers)
-                gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was there")
+                gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was offered")
                 out += self._offers.count(h, Outcome(gave_up), now)
         if old is not None and offer.consumers < old.consumers and h.outcome is None:
             out += self._offers.count(h, DELIVERED, now)
@@ -91,15 +91,15 @@ class ProducerMachine:
     def revoke(
         self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float, kept: bool = False
     ) -> list[Action]:
-        """Give the blocks of this generation and of older ones up.
+        """Give up the blocks of this generation and of older ones.
 
         Args:
-            transfer: whose blocks they are.
-            generation: the newest that is given up.
-            why: what consumers are told.
-            gone: nothing will replace the blocks, and the transfer ends, unless its end has been reported before.
-            now: the time in seconds.
-            kept: the blocks stay as they are until the release, so that those who are being served may finish with what has
+            transfer: The transfer.
+            generation: The newest generation that is given up.
+            why: What consumers are told.
+            gone: Nothing will replace the blocks, and the transfer ends, unless its end has been reported before.
+            now: The time in seconds.
+            kept: The blocks stay as they are until the release, so that consumers that are being served may finish with what has
                 been offered, if that is enough for them; the transfer ends after that.
         """
         over = self._over.get(transfer)
@@ -107,13 +107,13 @@ class ProducerMachine:
             return []
         if transfer not in self._records and not gone:
             if transfer in self._offers.releases:
-                return []  # the release that is still to come says the same
+                return []  # the coming release says the same
             return [Emit(GenerationReleased("producer", transfer, str(transfer), generation))]
         h = self._offers.record(transfer, now)
         if kept and gone and h.offer is not None and h.offer.generation == generation and h.tokens and h.served:
             return self._offers.shorten(h, h.offer, why, now)
         h.give_up(generation)
-        h.known |= gone  # now at the latest, so that it is kept until its end has been told
+        h.known |= gone  # so that it is kept until its end has been reported
         out: list[Action] = []
         if h.offer is None or h.offer.generation <= generation:
             out += self._offers.void(h, why, again=not gone, now=now)
@@ -123,19 +123,19 @@ class ProducerMachine:
         return out + self._offers.releases.of(h)
 
     def renew(self, transfer: TransferId, now: float) -> None:
-        """Renew the lease of a transfer that somebody still means to fetch."""
+        """Renew the lease of a transfer that a consumer still means to fetch."""
         h = self._records.get(transfer)
         if h is not None:
             self._offers.lend(h, now)
 
     def close(self, why: Failure, now: float) -> list[Action]:
-        """End every offer, present or still to come, with ``why``, and tell those who are being served that we are gone."""
+        """End every offer, present and future, with ``why``, and tell those who are being served that this agent is gone."""
         return self._offers.close(why, now)
 
     # --- from the shell --------------------------------------------------------------------------------------------
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
-        """Take a new link, on which a consumer rank has said hello."""
+        """Record a new link, on which a consumer rank has said hello."""
         self._links[link] = ConsumerLink(info)
         return []
 
@@ -168,7 +168,7 @@ class ProducerMachine:
                 return self._fetch_request(link, msg, now) if serve is None else []
             case m.CommitRequest() if serve is not None:
                 return self._commit_request(serve, msg, now)
-            case m.CommitRequest():  # of a link before this one, perhaps; then the consumer may want it again
+            case m.CommitRequest():  # perhaps of an earlier link; then the consumer may ask again
                 closed = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", True)
                 return [Send(link, closed)]
             case _:
@@ -179,7 +179,7 @@ class ProducerMachine:
         return self._serves.moved(done, now)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
-        """Handle the checksum of what we announced with a part."""
+        """Handle the checksum of an announced part on this side."""
         serve = self._serves.hashed(done)
         if serve is None:
             return []
@@ -198,12 +198,12 @@ class ProducerMachine:
         return self._offers.tick(now)
 
     def next_tick(self) -> float | None:
-        """Return when ``tick`` has something to do next, or ``None``."""
+        """Return when ``tick`` next has something to do, or ``None``."""
         due = self._offers.next(), self._early.next()
         return min([at for at in due if at is not None], default=None)
 
     def banded(self, transfer: TransferId, tokens: int) -> bool:
-        """Return whether somebody waits for bands of layers of this transfer, up to this token. Any thread."""
+        """Return whether a consumer waits for bands of layers of this transfer, up to this token. Any thread."""
         h = self._records.get(transfer)
         serves = [] if h is None else list(h.serves.values())
         return any(s.banded and s.live and not s.final and min(s.sent) < tokens for s in serves)
@@ -213,17 +213,17 @@ class ProducerMachine:
         return transfer in self._records
 
     def serving(self, link: LinkId) -> bool:
-        """Return whether something was announced over the link of which the end is still to come."""
+        """Return whether something was announced over the link and has not ended."""
         known = self._links.get(link)
         return known is not None and any(s.state is not S.WAITING for s in known.serves.values())
 
     def __len__(self) -> int:
-        """Return the number of offer records whose end or release is still to come."""
+        """Return the number of offer records that have not ended or are not released."""
         return len(self._records) + len({id(s.record) for s in list(self._serves.values()) if s.record.outcome})
 
     @property
     def offered(self) -> int:
-        """How many offers are neither over nor released. Any thread."""
+        """The number of the engine's offers that have not ended or are not released. Any thread."""
         records = [*list(self._records.values()), *(s.record for s in list(self._serves.values()))]
         return len({id(h) for h in records if h.known})
 
@@ -254,21 +254,21 @@ class ProducerMachine:
         for other in lost:
             out += self._stop(other, MANY, False, now)
         for old in older:
-            out += self._stop(old, Failure(K.CANCELLED, "its consumer wants it anew"), False, now)
+            out += self._stop(old, Failure(K.CANCELLED, "its consumer has asked again"), False, now)
         return out + self._serves.advance(serve, now)
 
     def _commit_request(self, serve: RankServe, msg: m.CommitRequest, now: float) -> list[Action]:
         offer = serve.record.offer
         held = offer is not None and offer.generation == msg.generation == serve.generation and serve.final
         if held and serve.live and serve.hashing:
-            serve.commit = msg  # answered once we know our own checksum
+            serve.commit = msg  # answered once this side's checksum is known
             return []
         if held and serve.live and msg.checksum != m.pack_checksum(serve.checksum):
             self.corrupt += 1
             why = Failure(K.CORRUPT, "the bytes that arrived are not those that were sent")
             return self._stop(serve, why, False, now)
         if not held or serve.state is not S.SERVING:
-            given_up = Failure(K.REVOKED, "the producer's blocks are not those that were announced")
+            given_up = Failure(K.REVOKED, "the producer's blocks are no longer those that were announced")
             return self._stop(serve, given_up, False, now)
         ack = m.CommitAck(msg.transfer, msg.attempt, msg.round)
         if not msg.alone:
@@ -276,9 +276,9 @@ class ProducerMachine:
         return [self._serves.last_word(serve.link, ack, now), *self._offers.settle(serve, now)]
 
     def _committed(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
-        """Note that a reader has all that it wanted; what we have done with the blocks since does not matter to it."""
+        """Record that a reader has everything that it wanted, whatever has happened to the blocks since."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
-        ack = m.CommitAck(msg.transfer, msg.attempt, None)  # should its FetchRequest come late
+        ack = m.CommitAck(msg.transfer, msg.attempt, None)  # for a late FetchRequest of it
         self._serves.last_words.put(reader, msg.attempt, ack, now)
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._offers.settle(serve, now)
@@ -289,10 +289,7 @@ class ProducerMachine:
         return self._offers.count(h, DELIVERED, now)
 
     def _close_attempt(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
-        """End an attempt that a reader gives up, and count the reader out unless another attempt follows.
-
-        There may be nothing left of the attempt to end.
-        """
+        """End an attempt that a reader gives up, if it still exists, and count the reader out unless another attempt follows."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
         why = m.failure(msg, self._links[link].info.name, "the consumer dropped it: ")
         out: list[Action] = []
@@ -309,5 +306,5 @@ class ProducerMachine:
         said = self._serves.last_words.get(reader, msg.attempt)
         if not isinstance(said, m.AttemptClosed):
             said = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", False)
-        # Also the answer to its FetchRequest, should that come later.
+        # Also the answer to a late FetchRequest of it.
         return [*out, self._serves.last_word(link, said, now)]

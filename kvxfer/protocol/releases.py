@@ -1,4 +1,4 @@
-"""In which order an engine hears that blocks are released, where a transfer is offered anew after its end."""
+"""The order in which blocks are released if a transfer is offered again after its end."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ __all__ = ["Releases"]
 
 
 class Releases:
-    """A transfer may be offered again while something of what has ended still moves, and in the same blocks.
+    """Keeps the releases of each transfer in order.
 
-    So a record is released after the one that its transfer had before: "nothing touches these blocks any more" is true of all
-    that the transfer has had, not of the last offer alone.
+    A transfer may be offered again, in the same blocks, while something of its earlier offer still moves. So a record is
+    released only after the transfer's earlier one: "nothing touches these blocks any more" must be true of all its offers.
     """
 
     def __init__(self) -> None:
         self._held: dict[TransferId, OfferRecord] = {}  # the newest that has ended and is not released
 
     def follow(self, h: OfferRecord) -> None:
-        """Take in a new record, which waits for what its transfer had before."""
+        """Record a new record, which waits for the transfer's earlier one."""
         if self._held and (before := self._held.get(h.transfer)) is not None:
             h.before, before.follower = before, h
 
     def __contains__(self, transfer: TransferId) -> bool:
-        """Return whether a release of this transfer is still to come, of what has ended."""
+        """Return whether something of this transfer has ended and is not released."""
         return transfer in self._held
 
     def of(self, h: OfferRecord) -> list[Action]:
-        """Return what can be released of a record, and of those that have waited for it. Call it whenever less of it moves."""
+        """Return what can be released of a record, and of those that waited for it. Call it whenever less of it moves."""
         if h.outcome is None:
             return [] if h.before is not None or h.revoked is None else h.released_generation()
         if h.serves or h.before is not None:

@@ -1,11 +1,12 @@
-"""How often a producer has given up anything that it had announced, counted before the blocks can be used again.
+"""The revocation counter: how often a producer has given up something that it had announced.
 
-Whether bytes can be trusted is known once they have arrived: did the generation hold until then? A producer names the count
-with what it announces. A consumer that sees the count, and finds it unchanged when the last byte has come, knows the answer
-without asking. One that finds another number has to ask, because something else may have been given up.
+Bytes can be trusted if the generation still held when the last of them had arrived. A producer sends the count with each
+announcement. A consumer that can read the counter, and finds it unchanged once the last byte has arrived, knows so without
+asking. If the count has changed, the consumer has to ask, since something else may have been given up.
 
-Two counts make that safe. An engine's thread *declares* that it gives blocks up, and may use them at once; the control thread
-*takes it in* when it gets there. What is announced in between carries a count that the shared word has already passed.
+The counter goes up before blocks can be reused. That takes two counts: an engine's thread *declares* that it gives blocks up,
+and may reuse them at once; the control thread *takes it in* later. What is announced in between carries a count that the
+shared word has already passed, so that it cannot be trusted without asking.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ class RevocationCounter:
     """A count of what a producer has given up.
 
     Args:
-        word: Eight bytes of memory that consumers on the host can see, as one unsigned integer; ``None`` means private memory,
-            for machines without a shell.
+        word: Eight bytes of memory that consumers on the host can read, as one unsigned integer; ``None`` means private memory,
+            for tests.
 
     Attributes:
-        taken_in: How many declarations the control thread has acted upon.
-        declared: How many there have been.
+        taken_in: The number of declarations that the control thread has acted upon.
+        declared: The number of declarations so far.
     """
 
     def __init__(self, word: memoryview | None = None) -> None:
         self._word = memoryview(bytearray(8)).cast("Q") if word is None else word
         self._lock = threading.Lock()
-        self._offered: dict[TransferId, int] = {}  # and not over; the last generation
+        self._offered: dict[TransferId, int] = {}  # not over yet, with the last generation
         self.taken_in = 0
 
     @property
@@ -40,12 +41,12 @@ class RevocationCounter:
         return int(self._word[0])
 
     def offered(self, transfer: TransferId, generation: int) -> None:
-        """Note that a transfer may be announced from now on. Any thread."""
+        """Record that a transfer may be announced from now on. Any thread."""
         with self._lock:
             self._offered[transfer] = generation
 
     def over(self, transfer: TransferId, generation: int) -> None:
-        """Note that nothing of this generation is announced any more, and that what was has been counted. Control thread."""
+        """Record that nothing of this generation will be announced any more, and what was has been counted. Control thread."""
         with self._lock:
             if self._offered.get(transfer, generation + 1) <= generation:
                 del self._offered[transfer]
@@ -54,8 +55,8 @@ class RevocationCounter:
         """Declare that a transfer is given up. Any thread, before its blocks can be used for something else.
 
         Returns:
-            False when that is no news to anybody, because the transfer was over or never offered. So requests that end well, as
-            most do, disturb no others.
+            False if that matters to nobody, because the transfer was over or never offered. So requests that end well, as
+            most do, do not disturb others.
         """
         with self._lock:
             if transfer not in self._offered:
@@ -64,19 +65,16 @@ class RevocationCounter:
             return True
 
     def vouch(self, transfer: TransferId) -> int | None:
-        """Return the count that has to hold for an announcement. Control thread.
-
-        There is none when a declaration would not be counted any more.
-        """
+        """Return the count to send with an announcement; ``None`` if a declaration would no longer be counted. Control thread."""
         with self._lock:
             return self.taken_in if transfer in self._offered else None
 
     def take_in(self) -> None:
-        """Note that a declaration has been acted upon, so that later announcements allow for it. Control thread."""
+        """Record that a declaration has been acted upon, so that later announcements include it. Control thread."""
         self.taken_in += 1
 
     def count(self) -> None:
-        """Count what the control thread itself gives up. Control thread."""
+        """Count something that the control thread itself gives up. Control thread."""
         with self._lock:
             self._word[0] += 1
         self.take_in()

@@ -1,4 +1,4 @@
-"""The way to producers, as the consumer's machine knows it: routes by source, links by rank, and which fetch uses which."""
+"""The consumer's routes to producers: by source, the links that they lead over, and which fetches use each link."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Routes:
     A route is looked up once, and again after a link that it leads over has been given up.
 
     Attributes:
-        links: what is known of each link; ``None`` while it is being made.
-        paces: how fast those are over which something has come.
+        links: What is known of each link; ``None`` while it is being made.
+        paces: The pace of each link over which something has come.
     """
 
     def __init__(self) -> None:
         self.links: dict[LinkId, LinkInfo | None] = {}
         self.paces: dict[LinkId, LinkPace] = {}
         self._routes: dict[Source, Resolved] = {}
-        self._prepared: set[Source] = set()  # whose links are to be made once there is a route
-        self._behind: Index[LinkId, Source] = Index()  # whose route leads over a link
-        self._seeking: Index[Source, FetchRecord] = Index()  # those whose route is not known yet
-        self._over: Index[LinkId, FetchRecord] = Index()  # those that use a link
+        self._prepared: set[Source] = set()  # sources whose links are to be made once there is a route
+        self._behind: Index[LinkId, Source] = Index()  # the sources whose routes lead over a link
+        self._seeking: Index[Source, FetchRecord] = Index()  # the fetches whose route is not known yet
+        self._over: Index[LinkId, FetchRecord] = Index()  # the fetches that use a link
 
     def get(self, source: Source) -> Resolved | None:
         """Return the route to a source, if it is known."""
         return self._routes.get(source)
 
     def seek(self, f: FetchRecord) -> list[Action]:
-        """Look the route up for a fetch, which ``resolved`` will return."""
+        """Look up the route for a fetch, which ``resolved`` will return."""
         self._seeking.add(f.spec.source, f)
         return [Resolve(f.spec.source, f.spec.own)]
 
@@ -51,7 +51,7 @@ class Routes:
         return [Resolve(source, own)]
 
     def resolved(self, source: Source, route: Resolved | Failure) -> list[FetchRecord]:
-        """Take a route, or the reason why there is none, and return the fetches that have waited for it."""
+        """Record a route, or handle the reason why there is none; return the fetches that have waited for it."""
         if isinstance(route, Resolved):
             self._routes[source] = route
             for rank in route.ranks:
@@ -59,7 +59,7 @@ class Routes:
         return self._seeking.pop(source)
 
     def prepared(self, source: Source) -> list[Action]:
-        """Make the links that were to be made once there was a route, if there is one."""
+        """Make the links that ``prepare`` asked for, if there is a route now."""
         if source not in self._prepared:
             return []
         self._prepared.remove(source)
@@ -67,44 +67,44 @@ class Routes:
         return [] if route is None else self.dial(rank.link for rank in route.ranks)
 
     def dial(self, links: Iterable[LinkId]) -> list[Action]:
-        """Make those of these links that there are not."""
+        """Make those of these links that do not exist."""
         new = [link for link in links if link not in self.links]
         self.links |= dict.fromkeys(new)
         return [Dial(link) for link in new]
 
     def redial(self, link: LinkId) -> list[Action]:
-        """Make a link anew that broke."""
+        """Make a broken link again."""
         self.links[link] = None
         return [Dial(link)]
 
     def close(self, link: LinkId, why: Failure) -> list[Action]:
-        """Give a link up. The route to what is behind it has to be looked up anew."""
+        """Give a link up. Routes that lead over it have to be looked up again."""
         self.links.pop(link, None), self.paces.pop(link, None)
         for source in self._behind.pop(link):
             self._routes.pop(source, None)
         return [Close(link, why)]
 
     def moved(self, link: LinkId, nbytes: int, seconds: float, now: float) -> None:
-        """Take in that a part has come over a link."""
+        """Record that a part has come over a link."""
         if link not in self.paces and link in self.links:
             self.paces[link] = LinkPace()
         if link in self.paces:
             self.paces[link].took(nbytes, seconds, now)
 
     def up(self, link: LinkId, info: LinkInfo) -> list[tuple[FetchRecord, RankFetch]]:
-        """Take what is known of a link that is up, unless it has been given up, and return what uses it."""
+        """Record that a link is up, unless it has been given up; return what uses it."""
         if link not in self.links:
             return []
         self.links[link] = info
         return self.users(link)
 
     def use(self, f: FetchRecord) -> None:
-        """Note that a fetch has taken its route."""
+        """Record that a fetch uses the links of its route."""
         for rank in f.rank_fetches:
             self._over.add(rank.spec.link, f)
 
     def users(self, link: LinkId) -> list[tuple[FetchRecord, RankFetch]]:
-        """Return the fetches that use a link, each with what it has of it."""
+        """Return the fetches that use a link, each with its rank fetch over it."""
         return [(f, f.ranks[link]) for f in self._over.of(link) if f.ranks is not None]
 
     def leave(self, f: FetchRecord) -> None:

@@ -1,4 +1,4 @@
-"""What is served to whom: the attempts of consumers that are alive, within budgets of memory and of time."""
+"""The rank serves: the live attempts of consumers, within budgets of memory and of time."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ __all__ = ["MANY", "MOST_WORDS", "Serves"]
 
 S, E, K = ServeState, ServeEvent, FailureKind
 
-# A flood fills no memory, and keeps nobody else's requests out (see ``budgets.py``):
+# A flood of requests cannot fill memory, or keep other peers' requests out (see ``budgets.py``):
 MOST_BYTES, REQUEST_BYTES = 80 << 20, 2 << 10
-"""What the fetch requests that are alive may take, and what one takes beside its block table as that was on the wire."""
+"""The most bytes of all live fetch requests, and the bytes that each counts for in addition to its block table."""
 MANY = Failure(K.OVERLOADED, "too many fetch requests at once")
 MOST_WORDS = 100_000
-"""Answers that are remembered."""
+"""The most answers that are remembered."""
 
 GRACE_S = 1.0
-"""How long a rank waits for an offer that its engine has made by the consumer's word: ranks of a step may lag."""
+"""How long a rank waits for an offer that the consumer says was made, since ranks may lag behind each other in a step."""
 
 LastWord = m.CommitAck | m.AttemptClosed
 
 
 class Serves:
-    """The rank serves that are alive, and what was last said of those that were.
+    """The live rank serves, and the last message about each that is over.
 
     Args:
-        lease: seconds for which last words are remembered, and after which what still moves is aborted once more.
-        longest: seconds for which a fetch request is kept at most, whatever it says.
-        revocations: counts what is given up that was announced.
-        over: what follows for an offer once something that was served of it is over and nothing of that moves.
+        lease: Seconds for which last messages are remembered, and after which what still moves is aborted again.
+        longest: The most seconds for which a fetch request is kept, whatever it says.
+        revocations: Counts what was announced and is given up.
+        over: Called for the offer once a serve of it is over and nothing of that moves any more.
 
     Attributes:
-        links: the consumer ranks that have said hello.
-        last_words: what was last said of attempts that are over, by the reader's epoch and attempt, for questions that are repeated
-            after all has been said, on whatever link.
+        links: The consumer ranks that have said hello.
+        last_words: The last message about each attempt that is over, by the reader's epoch and attempt, to be repeated if the
+            consumer asks again, over any link.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Serves:
         self.links: dict[LinkId, ConsumerLink] = {}
         self._lease, self._longest = lease, longest
         self._revocations, self._over = revocations, over
-        self._serves: dict[Key, RankServe] = {}  # those of ended offer records included
+        self._serves: dict[Key, RankServe] = {}  # including those of ended offer records
         self._times: Timers[Key] = Timers()
         self._room: PeerBudgets[LinkId, Key] = PeerBudgets(MOST_BYTES)
         self.last_words: Keep[int, int, LastWord] = Keep(lease, MOST_WORDS)
@@ -83,10 +83,10 @@ class Serves:
     def add(
         self, h: OfferRecord, link: LinkId, request: m.FetchRequest, now: float
     ) -> tuple[RankServe | None, list[RankServe]]:
-        """Begin to serve what is wanted.
+        """Begin to serve a request.
 
         Returns:
-            The serve, or ``None`` if there is no room for it, and those that have to be stopped to make room.
+            The serve, or ``None`` if there is no room for it; and the serves that must be stopped to make room.
         """
         consumer = self.links[link]
         seconds = min(request.seconds, self._longest)
@@ -101,7 +101,7 @@ class Serves:
         return serve, [self._serves[other] for other in lost]
 
     def advance(self, serve: RankServe, now: float) -> list[Action]:
-        """Announce to one consumer what has become ready for it."""
+        """Announce to a consumer what has become ready for it."""
         offer, link, request = serve.record.offer, self.links.get(serve.link), serve.request
         if offer is None or link is None or not serve.live or serve.final:
             return []
@@ -114,7 +114,7 @@ class Serves:
             return self.stop(serve, why, False, now)
         serve.record.admit(serve.reader, request.readers)
         if offer.generation < request.least:
-            return []  # another rank of ours has given it up already; we hear of that next
+            return []  # another rank of this engine has given it up already, as this one will hear
         out: list[Action] = []
         for span in (spans := untold(serve, info)):
             if serve.live:
@@ -124,9 +124,9 @@ class Serves:
     def _announce(
         self, serve: RankServe, link: ConsumerLink, offer: Offer, span: Span, final: bool, now: float
     ) -> list[Action]:
-        """Announce what is ready, in one part or in several; what may not go yet is announced when a part has ended.
+        """Announce what is ready, in one part or in several; parts that may not go yet are announced when one has ended.
 
-        A span is planned once to be cut, and each part once more: what still waits is not planned again with each part that goes.
+        A span is planned once to be cut, and each part once more; parts that wait are not planned again each time.
         """
         info, plan, parts = link.info, None, [span]
         left = serve.parts_left(info)
@@ -158,7 +158,7 @@ class Serves:
         return out
 
     def settle(self, serve: RankServe, now: float) -> list[Action]:
-        """Note that a consumer has it all."""
+        """Record that a consumer has everything."""
         serve.on(E.SETTLE)
         h, link = serve.record, self.links.get(serve.link)
         if link is not None and h.offer is not None:
@@ -170,7 +170,7 @@ class Serves:
     def stop(self, serve: RankServe, why: Failure, again: bool, now: float) -> list[Action]:
         """End one rank serve, unless it has ended.
 
-        What moves is aborted, and ``AttemptClosed`` is sent once nothing of ours moves any more.
+        What moves is aborted, and ``AttemptClosed`` is sent once nothing moves on this side any more.
         """
         if not serve.on(E.STOP):
             return []
@@ -181,12 +181,12 @@ class Serves:
         return serve.aborts + self.finish(serve, now)
 
     def forsake(self, serve: RankServe) -> None:
-        """Count that what was announced to this consumer can be trusted no more."""
+        """Count a revocation, since what was announced to this consumer can no longer be trusted."""
         if serve.revocations is not None:
             self._revocations.count()
 
     def finish(self, serve: RankServe, now: float) -> list[Action]:
-        """Say that an ending serve is over, and forget one that is, once nothing of it moves."""
+        """Once nothing of a serve moves, tell the consumer if it is ending, and forget it if it is over."""
         if not serve.quiet:
             return []
         out: list[Action] = []
@@ -205,13 +205,13 @@ class Serves:
     # --- what is said last -----------------------------------------------------------------------------------------
 
     def last_word(self, link: LinkId, word: LastWord, now: float) -> Send:
-        """Send what there is to say of an attempt that is over, and keep it for whenever it is asked about again."""
+        """Send the last message about an attempt, and remember it in case the consumer asks again."""
         if link in self.links:
             self.last_words.put(self.links[link].info.peer, word.attempt, word, now)
         return Send(link, word)
 
     def refuse(self, link: LinkId, request: m.FetchRequest, why: Failure, now: float, again: bool = False) -> Send:
-        """Answer that this is not to be had, or not any more; ``again`` if it may be later."""
+        """Answer that a request cannot be served (any more); ``again`` if it may be later."""
         closed = m.AttemptClosed(request.transfer, request.attempt, why.kind, why.detail, again)
         return self.last_word(link, closed, now)
 
@@ -235,14 +235,14 @@ class Serves:
         elif done.collateral:
             out += self.stop(serve, done.failure.about("the link broke: "), True, now)
         else:
-            # Of a failed write the consumer knows nothing, and a link that is of no more use has to be made anew.
+            # The consumer does not know of a failed write, and a link that no longer works has to be made again.
             broken = serve.live and done.ref.link in self.links and self.links[done.ref.link].info.mode == "write"
             out += self.stop(serve, done.failure.about("sending failed: "), False, now)
             out += [Close(done.ref.link, done.failure)] if broken else []
         return out + self.finish(serve, now)
 
     def hashed(self, done: Hashed) -> RankServe | None:
-        """Take the checksum of what we announced with a part, and return the serve that it was announced in."""
+        """Add the checksum of an announced part; return its serve."""
         serve = self._serves.get((done.ref.link, done.ref.attempt))
         if serve is None or done.ref not in serve.hashing:
             return None
@@ -266,6 +266,6 @@ class Serves:
         return out
 
     def next(self) -> float | None:
-        """Return when ``tick`` has something to do next, or ``None``."""
+        """Return when ``tick`` next has something to do, or ``None``."""
         due, forget = self._times.next(), self.last_words.next()
         return due if forget is None or (due is not None and due < forget) else forget

@@ -1,4 +1,4 @@
-"""Deadlines by key, and things remembered for a while: a state machine finds what is due without looking at all."""
+"""Deadlines by key, and values remembered for a while; what is due is found without a search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 __all__ = ["Recent", "Timers"]
 
 MOST_DUE = 64
-"""Keys that are due, or things that are forgotten, at a time."""
+"""The most keys that are due, or values that are forgotten, in one call."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -27,14 +27,14 @@ class Timers(Generic[K]):
         self._order = count()
 
     def set(self, key: K, at: float) -> None:
-        """Fire ``key`` at ``at`` and not at the time set before."""
+        """Have ``key`` fall due at ``at``, instead of at the time set before."""
         before = self._times.get(key)
         self._times[key] = at
         if before is None or at < before:
             heapq.heappush(self._heap, (at, next(self._order), key))
 
     def cancel(self, key: K) -> None:
-        """Do not fire ``key``; nothing happens if it is not set."""
+        """Forget the time of ``key``, if there is one."""
         self._times.pop(key, None)
         if len(self._heap) > 2 * len(self._times) + 64:
             self._heap = [(at, next(self._order), k) for k, at in self._times.items()]
@@ -43,7 +43,7 @@ class Timers(Generic[K]):
     def due(self, now: float) -> Iterator[K]:
         """Take out, one by one, keys whose time has come, ``MOST_DUE`` at the most.
 
-        The bound lets a thread that looks after many things see to the others in between. Keys may be set and cancelled meanwhile.
+        The bound lets the thread do other things in between. Keys may be set and cancelled during the iteration.
         """
         for _ in range(MOST_DUE):
             at = self.next()
@@ -70,18 +70,18 @@ class Timers(Generic[K]):
 
 
 class Recent(Generic[K, V]):
-    """Values kept for a while, of which the oldest go first where there are too many.
+    """Values kept for a while; if there are too many, the oldest go first.
 
     Args:
-        seconds: for which each value is kept.
-        most: how many values there may be.
+        seconds: How long each value is kept.
+        most: The most values that are kept.
     """
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
         self._kept: OrderedDict[K, tuple[float, V]] = (
             OrderedDict()
-        )  # a dict's first is slow to find once many have gone
+        )  # the first key of a plain dict is slow to find once many have been removed
 
     def put(self, key: K, value: V, now: float) -> None:
         self._kept.pop(key, None)
@@ -100,7 +100,7 @@ class Recent(Generic[K, V]):
         return list(self._kept)
 
     def forget(self, now: float) -> None:
-        """Drop what is too old, ``MOST_DUE`` at the most."""
+        """Drop values that are too old, ``MOST_DUE`` at the most."""
         for _ in range(MOST_DUE):
             at = self.next()
             if at is None or at > now:

@@ -1,7 +1,7 @@
 """The life of a transfer as tables.
 
-Every pair of a state and a stimulus is decided here, either by where it leads or by why it is ignored. ``docs/session.md``
-draws them; ``tests/protocol/test_transitions.py`` holds that no pair is missing.
+For every pair of a state and a stimulus they say where it leads, why it is ignored, or why it never happens.
+``docs/session.md`` draws them; ``tests/protocol/test_transitions.py`` checks that no pair is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ E = TypeVar("E", bound=enum.StrEnum)
 
 
 class IllegalTransition(RuntimeError):
-    """An event that the machine's table says never comes about: a mistake of ours. The agent logs it and goes on."""
+    """An event that by the machine's table never happens: a bug in kvxfer. The agent logs it and goes on."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Transitions(Generic[S, E]):
     """A table of what each stimulus does in each state.
 
     Attributes:
-        moves: Where a stimulus leads.
-        ignored: Stimuli that leave a state alone, by the reason.
-        never: Pairs that the machine that uses the table does not bring about, by the reason; they raise.
+        moves: The next state for a state and a stimulus.
+        ignored: Pairs in which the stimulus is ignored, by the reason.
+        never: Pairs that never happen, by the reason; they raise.
     """
 
     moves: Mapping[tuple[S, E], S]
@@ -45,10 +45,10 @@ class Transitions(Generic[S, E]):
     never: Mapping[str, frozenset[tuple[S, E]]]
 
     def after(self, state: S, stimulus: E) -> S | None:
-        """Return the next state, or ``None`` when the stimulus is ignored.
+        """Return the next state, or ``None`` if the stimulus is ignored.
 
         Raises:
-            IllegalTransition: The pair is one that never comes about. Nothing has been changed.
+            IllegalTransition: The pair is one that never happens. Nothing has been changed.
         """
         after = self.moves.get((state, stimulus))
         if after is None:
@@ -66,11 +66,11 @@ class RankFetchState(enum.StrEnum):
     """The states of a rank fetch, the consumer's side of a transfer from one producer rank."""
 
     LINKING = "linking"  # the link is being made
-    REQUESTED = "requested"  # the producer knows what we want; nothing has come
+    REQUESTED = "requested"  # the producer has been asked; nothing has come
     MOVING = "moving"  # parts are moving
-    ARRIVED = "arrived"  # all bytes of this rank are here; those of others may not be
-    COMMITTING = "committing"  # all bytes of all ranks are here; the producer is asked whether they can be trusted
-    HELD = "held"  # they can, for this producer rank; others are being asked
+    ARRIVED = "arrived"  # all bytes from this rank are here; those from others may not be
+    COMMITTING = "committing"  # all bytes from all ranks are here; the producer is asked whether they can be trusted
+    HELD = "held"  # those of this producer rank can be trusted; others are being asked
     PAUSED = "paused"  # the attempt is void; the next begins when nothing of it moves any more
     DELIVERED = "delivered"
     FAILED = "failed"
@@ -159,8 +159,8 @@ class ServeState(enum.StrEnum):
 
     WAITING = "waiting"  # wanted, nothing announced yet
     SERVING = "serving"  # at least one part announced
-    SETTLED = "settled"  # the consumer has it all, and trusts it
-    ENDING = "ending"  # over; waiting for our own part batches to end before saying so
+    SETTLED = "settled"  # the consumer has everything, and trusts it
+    ENDING = "ending"  # over; the consumer is told once nothing of it moves on this side
     ENDED = "ended"
 
 

@@ -1,4 +1,4 @@
-"""What goes into and comes out of the protocol's state machines: values only, no sockets, no threads, no clock."""
+"""The inputs and outputs of the protocol's state machines: values only, no sockets, no threads, no clock."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ __all__ = [
 ]
 
 LinkId = bytes | tuple[str, int]
-"""A link as its owner names it: the consumer by the producer rank's (address, epoch), the same again after it was dialled anew;
-the producer by the name of the consumer's connection, which is another one each time."""
+"""A link as either side names it: the consumer by the producer rank's (address, epoch), which stays the same when it is dialled
+again; the producer by the name of the consumer's connection, which is new each time."""
 
 
 Role = Literal["producer", "consumer"]
@@ -61,17 +61,17 @@ Mode = Literal["read", "write", "sendrecv"]
 
 
 class Stages(msgspec.Struct, frozen=True, gc=False):
-    """When a fetch reached its stages on one rank: by ``time.monotonic``, which all processes of a host share; 0: it did not.
+    """When a fetch reached its stages on one rank, by ``time.monotonic``, which all processes of a host share; 0: never.
 
     Attributes:
-        began: the engine asked for it.
-        asked: the last of the producer ranks was asked, over a link that was up.
-        announced: the first of them had said where the first bytes are.
-        heard: they had said so of the last bytes.
-        arrived: the last bytes were here.
-        ended: it had its outcome.
-        moving: no time of day, but the seconds in which parts that had been announced were on their way or being checked. What a
-            producer sends as it computes, or in parts one after the other, has waits in between that do not count.
+        began: The engine asked for it.
+        asked: The last of the producer ranks was asked, over a link that was up.
+        announced: The first of them had announced the first part.
+        heard: The last part had been announced.
+        arrived: The last bytes were here.
+        ended: It had its outcome.
+        moving: Not a time, but the seconds in which announced parts were on their way or being checked. Waits between the parts
+            of a producer that sends as it computes do not count.
     """
 
     began: float = 0.0
@@ -84,32 +84,35 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def unasked(self) -> bool:
-        """Whether it began, and no producer rank was ever asked: none can count us as its reader."""
+        """Whether it began, but no producer rank was ever asked, so that none counts this agent as a reader."""
         return bool(self.began) and not self.asked
 
     def slowest(self, other: Stages) -> Stages:
-        """Return the later time of each stage, of two ranks, and the longer time on the way."""
+        """Return the later time of each stage of two ranks, and the longer ``moving``."""
         return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
-    """The one outcome of a transfer on this side. Its memory may still be in use: see ``Released``.
+    """The outcome of a transfer on this side, which comes once. Its memory may still be in use: see ``Released``.
 
-    What the ranks of one engine were delivered belongs together only if it is of one generation.
+    What was delivered to the ranks of one engine belongs together only if all of it has the same generation.
 
     Attributes:
-        handle: what the engine calls it: ``Fetch.handle``, or ``Offer.handle``, or the transfer's name where there is none.
-        nbytes: the bytes that have come; on a producer, those that its consumers have confirmed.
-        seconds: from the call that began the transfer.
-        generation: on a producer, the last one that was offered or revoked. On a consumer, the newest that it has heard of,
-            which is that of all that was delivered; ``None`` if it has heard of none, or nothing had to come.
-        waited: on a consumer, how many of the ``seconds`` passed while nothing that it had heard of was on its way, so that the rest
-            was spent on moving and checking; 0 if it heard of no part.
-        payload: on a consumer to which it was delivered, what came with the offer; of the first producer rank that has given
-            something along, where this rank reads from several, and empty where it had nothing to read.
-        stages: on a consumer, when it came how far.
-        short: on a consumer to which it was delivered, the token up to which it is here, where the producer has given up before
-            all were computed and so many are enough (``Fetch.enough``); ``None`` where all are.
+        role: Whether this side is the producer or the consumer.
+        transfer: The transfer.
+        handle: The engine's name for it: ``Fetch.handle`` or ``Offer.handle``; if empty, the transfer's name.
+        outcome: How it ended.
+        nbytes: The bytes that arrived; on a producer, those that its consumers have confirmed.
+        seconds: Seconds since the call that began the transfer.
+        generation: On a producer, the last one that was offered or revoked. On a consumer, the newest that was announced,
+            which is that of everything that was delivered; ``None`` if none was announced, or nothing had to be moved.
+        waited: On a consumer, how many of the ``seconds`` passed while no announced part was on its way; the rest was spent on
+            moving and checking. 0 if no part was announced.
+        payload: On a consumer, if it was delivered, the payload of the offer. If this rank reads from several producer ranks, that
+            of the first that sent one; empty if it had nothing to read.
+        stages: On a consumer, when it reached each stage.
+        short: On a consumer, the token up to which it was delivered if the producer gave up before all were computed and so
+            many are enough (``Fetch.enough``); ``None`` if all were.
     """
 
     role: Role
@@ -126,22 +129,22 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
 
 
 class Released(msgspec.Struct, frozen=True, gc=False):
-    """The end of all use of a transfer's blocks: nothing reads or writes them any more. It comes once, after ``Ended``."""
+    """Nothing reads or writes a transfer's blocks any more. It comes once, after ``Ended``."""
 
     role: Role
     transfer: TransferId
     handle: str
-    generation: Generation | None = None  # producer: as in ``Ended``
+    generation: Generation | None = None  # on a producer, as in ``Ended``
 
 
 class GenerationReleased(msgspec.Struct, frozen=True):
-    """The end of all use of blocks that a producer has revoked while their transfer goes on.
+    """Nothing reads blocks any more that a producer has revoked while their transfer goes on.
 
-    Each such call of ``Agent.revoke`` is followed by one, for its generation or a later one; or by the transfer's ``Released``,
-    which says the same.
+    Each such call of ``Agent.revoke`` is followed by one of these, for its generation or a later one, or by the transfer's
+    ``Released``, which says the same.
 
     Attributes:
-        generation: nothing reads blocks of this one or of older ones any more.
+        generation: Nothing reads blocks of this generation or of older ones any more.
     """
 
     role: Role
@@ -151,12 +154,12 @@ class GenerationReleased(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Some more tokens of a fetch have come; see ``Fetch.progress``.
+    """More tokens of a fetch have arrived; see ``Fetch.progress``.
 
-    What has come may still turn out to be of no use: only an ``Ended`` that says delivered makes it so.
+    They may still turn out to be invalid: do not use them before an ``Ended`` whose outcome is delivered.
 
     Attributes:
-        tokens: tokens ``[start, tokens)`` are here, from all producer ranks, in all groups of kind ``full``. Others come
+        tokens: Tokens ``[start, tokens)`` are here, from all producer ranks, in all ``full`` groups. Other groups arrive
             whole at the end.
     """
 
@@ -170,17 +173,17 @@ Event = Ended | Released | GenerationReleased | Progress
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """What an agent has in hand, and what it has counted as consumer or producer.
+    """Counts of an agent, as consumer and producer together.
 
-    A part that one side moves alone is counted on that side.
+    A part that only one side moves is counted on that side.
 
     Attributes:
-        fetches: those that it has in hand.
-        offers: those that are leased, or of which something still moves.
-        quarantined_bytes: bytes of ended transfers whose memory the back end may still touch.
-        corrupt: how often other bytes had arrived than were sent.
-        direct: parts that it has begun to move with their runs as they are.
-        staged: parts that it has begun to move packed.
+        fetches: Fetches that are not released.
+        offers: Offers that are leased, or of which something still moves.
+        quarantined_bytes: Bytes of ended transfers whose memory the back end may still touch.
+        corrupt: How often other bytes arrived than were sent.
+        direct: Parts that it has begun to move without packing.
+        staged: Parts that it has begun to move packed.
     """
 
     fetches: int
@@ -192,7 +195,7 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class PartRef(NamedTuple):
-    """The name of one part of one attempt, on the side that moves it."""
+    """Names one part of one attempt, on the side that moves it."""
 
     role: Role
     link: LinkId
@@ -202,7 +205,7 @@ class PartRef(NamedTuple):
 
 
 def in_order(refs: Iterable[PartRef]) -> list[PartRef]:
-    """Return parts by their numbers, so that what a machine asks for does not depend on how a set is laid out."""
+    """Return parts by their numbers, so that a machine's actions do not depend on the order of a set."""
     return sorted(refs, key=lambda ref: ref.part)
 
 
@@ -210,12 +213,14 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
     """What a machine knows of a link that is up.
 
     Attributes:
-        peer: the other agent's epoch.
-        piece_bytes: size of a staged piece that both sides agreed on.
-        stage_below: a part whose pattern rows are shorter than so many bytes on average goes staged; 0 means never.
-        integrity: how much of what moves is hashed on both sides.
-        revocations: on a consumer, returns the producer's revocation counter; ``None`` where it cannot be seen from here.
-        name: what operators know the peer by.
+        mode: How parts move over it.
+        planner: Plans copies between the two caches.
+        peer: The other agent's epoch.
+        piece_bytes: The size of a staged piece that both sides agreed on.
+        stage_below: A part whose pattern rows are shorter than so many bytes on average goes staged; 0 means never.
+        integrity: How much of what moves is hashed on both sides.
+        revocations: On a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here.
+        name: The peer's name for operators.
     """
 
     mode: Mode
@@ -229,7 +234,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def unattended(self) -> bool:
-        """Whether a consumer needs only block tables of the producer: it reads direct, whatever that is, and nothing is hashed."""
+        """Whether the producer only has to send block tables, because all reads are direct and nothing is hashed."""
         direct = self.stage_below <= self.planner.least_row
         return self.mode == "read" and direct and self.integrity == "off"
 
@@ -241,7 +246,7 @@ class Resolve(msgspec.Struct, frozen=True):
     """Find the route to this source; answer with ``ConsumerMachine.resolved``.
 
     Attributes:
-        own: see ``Fetch``.
+        own: See ``Fetch``.
     """
 
     source: Source
@@ -250,11 +255,12 @@ class Resolve(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RankRoute:
-    """How one producer rank is reached that a fetch must contact.
+    """How to reach one producer rank that a fetch must contact.
 
     Attributes:
-        link: the link to that rank.
-        readers: how many consumer ranks read from it.
+        link: The link to that rank.
+        readers: How many consumer ranks read from it.
+        rank: The rank.
     """
 
     link: LinkId
@@ -270,9 +276,9 @@ class Resolved:
 
 
 class Dial(msgspec.Struct, frozen=True):
-    """Make this link; if there is one, close that first.
+    """Make this link; if it exists, close it first.
 
-    Answer with ``link_up`` or ``link_down``, and for one that was closed with ``link_closed`` before that.
+    Answer with ``link_up`` or ``link_down``; if one was closed, answer ``link_closed`` before that.
     """
 
     link: LinkId
@@ -281,8 +287,8 @@ class Dial(msgspec.Struct, frozen=True):
 class Close(msgspec.Struct, frozen=True):
     """Forget this link and its back-end connection.
 
-    Answer the consumer with ``link_closed`` once nothing comes over it any more. A producer's ``Close`` has the consumer dial
-    anew, and is answered with ``link_down``.
+    Answer the consumer with ``link_closed`` once nothing comes over it any more. A producer's ``Close`` makes the consumer dial
+    again, and is answered with ``link_down``.
     """
 
     link: LinkId
@@ -300,8 +306,8 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     """Give a part to the data thread; answer with ``moved``.
 
     Attributes:
-        stream: the number of a two-sided part among those of its link.
-        check: what is to be hashed of the part on this side once it has arrived; ``None`` for nothing.
+        stream: The number of a two-sided part among those of its link.
+        check: What to hash of the part on this side once it has arrived; ``None`` for nothing.
     """
 
     ref: PartRef
@@ -313,19 +319,19 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """End the move or the hashing of a part."""
+    """End the moving or hashing of a part."""
 
     ref: PartRef
 
 
 class RemoteWritesEnded(msgspec.Struct, frozen=True):
-    """Note that the producer has ended its half of this part: it writes nothing more into the memory that was lent to it."""
+    """Record that the producer has ended its half of this part, and no longer writes into the memory lent to it."""
 
     ref: PartRef
 
 
 class Hash(msgspec.Struct, frozen=True):
-    """Checksum what this plan moves, on our side of it; answer with ``hashed``. An ``Abort`` may end it early."""
+    """Make the checksum of what this plan moves, on its ``side``; answer with ``hashed``. An ``Abort`` may end it early."""
 
     ref: PartRef
     plan: CopyPlan
@@ -342,14 +348,14 @@ Action = Resolve | Dial | Close | Send | Move | Abort | RemoteWritesEnded | Hash
 
 
 class Moved(msgspec.Struct, frozen=True, gc=False):
-    """The end of a part on this side; comes again, quiet, when it was not quiet the first time.
+    """The end of a part on this side; if it was not quiet, this comes again once it is.
 
     Attributes:
-        failure: why the part was not moved; ``None`` if it was.
-        quiet: the back end no longer touches the part's memory here.
-        collateral: the part ended only because its link broke under something else.
-        seconds: from when the data thread took the part up.
-        checksum: that of what ``Move.check`` names, if memory was read on the way; ``None`` means that it has to be hashed still.
+        failure: Why the part was not moved; ``None`` if it was.
+        quiet: Whether the back end no longer touches the part's memory here.
+        collateral: Whether the part ended only because its link broke under something else.
+        seconds: Seconds since the data thread began with the part.
+        checksum: The checksum of ``Move.check``, if it was made on the way; ``None`` if it is still to be made.
     """
 
     ref: PartRef
@@ -370,5 +376,5 @@ class Hashed(msgspec.Struct, frozen=True):
 
 
 def link_name(link: LinkId) -> str:
-    """Return a link as an operator would look for it."""
+    """Return the name of a link for operators."""
     return str(link[0]) if isinstance(link, tuple) else str(link)

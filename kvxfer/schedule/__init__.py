@@ -1,4 +1,4 @@
-"""What to move: follows an engine's scheduler and tells its workers. Pure: no I/O, no clock, no engine."""
+"""Decide what to move: follow an engine's scheduler, and make commands for its workers. Pure: no I/O, no clock, no engine."""
 
 from collections.abc import Sequence
 
@@ -25,15 +25,15 @@ __all__ = [
 class Schedule:
     """Both scheduler halves of one engine, whichever of them its requests use.
 
-    One request may be in both (a turn that loads its past and offers what it adds to it).
+    One request may be in both: a turn of a conversation that loads its past and offers what it adds.
 
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
         own: The engine's own directory, if it has several ranks.
 
     Attributes:
-        producer: Follows the requests that are prefilled here for others.
-        consumer: Follows those that load from others.
+        producer: Follows the requests that are prefilled here for other engines.
+        consumer: Follows those that load from other engines.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None:
@@ -41,12 +41,12 @@ class Schedule:
         self.consumer = FetchSchedule(groups, own)
 
     def preempt(self, request: str) -> None:
-        """Take in that the engine takes the request's blocks away, before the ``producer.step`` calls of the same step."""
+        """Record that the engine takes the request's blocks away. Call it before the ``producer.step`` calls of the same step."""
         self.producer.preempt(request)
         self.consumer.preempt(request)
 
     def finish(self, request: str, table: BlockTable, complete: bool) -> bool:
-        """Take in that the request is over; see ``OfferSchedule.finish`` for the arguments and the result."""
+        """Record that the request is over; see ``OfferSchedule.finish`` for the arguments and the result."""
         self.consumer.finish(request)
         return self.producer.finish(request, table, complete)
 
@@ -56,5 +56,5 @@ class Schedule:
         return StepCommands(produced.offers, produced.revokes, consumed.fetches, consumed.cancels)
 
     def __len__(self) -> int:
-        """Return how many transfers either half remembers."""
+        """Return how many transfers both halves remember."""
         return len(self.producer) + len(self.consumer)

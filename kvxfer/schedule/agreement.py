@@ -1,4 +1,4 @@
-"""When a load that several ranks took part in is whole."""
+"""Decide whether the shares of a load that several ranks were delivered belong together."""
 
 from collections.abc import Iterable
 
@@ -8,21 +8,21 @@ __all__ = ["RankAgreement"]
 
 
 class RankAgreement:
-    """What the ranks of one engine were delivered of each load.
+    """The generations that the ranks of one engine were delivered of each load.
 
-    Every rank knows that all it has is of one generation. The ranks do not know of each other, and a producer that
-    preempts a request between two of them gives them different ones: then none of it may be used together.
+    Every rank knows that everything it has is of one generation. But the ranks do not know of each other, and a producer that
+    preempts a request between two of them gives them different ones, which may not be used together.
     """
 
     def __init__(self) -> None:
         self._generations: dict[str, set[Generation]] = {}
 
     def delivered(self, request: str, generations: Iterable[Generation]) -> None:
-        """Note the generations that some ranks were delivered."""
+        """Record the generations that some ranks were delivered."""
         self._generations.setdefault(request, set()).update(generations)
 
     def agreed(self, request: str) -> bool:
-        """Whether all that was noted of a load is of one generation."""
+        """Return whether everything recorded of a load is of one generation."""
         return len(self._generations.get(request, ())) <= 1
 
     def over(self, request: str) -> tuple[Generation, ...]:

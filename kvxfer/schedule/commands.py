@@ -1,4 +1,4 @@
-"""What a scheduler side ships to its workers besides offers and fetches: values, good for pickle and msgpack."""
+"""What a scheduler side sends to its workers besides offers and fetches: values, fit for pickle and msgpack."""
 
 from collections.abc import Sequence
 
@@ -12,31 +12,34 @@ __all__ = ["Cancel", "DeclinedTransfer", "Revoke", "ScheduleError", "StepCommand
 
 
 class ScheduleError(KvxferError):
-    """A call that makes no sense at this point: a bug in the engine or connector that made it."""
+    """A call makes no sense at this point: a bug in the engine or connector that made it."""
 
 
 def check_table(groups: Sequence[Group], table: BlockTable) -> None:
-    """Refuse a block table that is not one of these groups.
+    """Refuse a block table that does not have one row for each of these groups.
 
     Raises:
-        ScheduleError: It is not.
+        ScheduleError: It does not.
     """
     if len(table) != len(groups):
         raise ScheduleError(f"a block table of {len(table)} groups in an engine that has {len(groups)}")
 
 
 class Revoke(msgspec.Struct, frozen=True):
-    """A generation is over: its blocks may be reused from the step on that this travels with.
+    """A generation is over: its blocks may be reused from the step on with which this is sent.
 
-    Workers take it in before that step's forward pass and confirm no read of this generation afterwards. It ends all
-    older generations of the transfer, too, and may come for one that nothing was offered of.
+    Workers apply it before that step's forward pass, and confirm no read of this generation afterwards. It ends all
+    older generations of the transfer too, and may come for one of which nothing was offered.
 
     Attributes:
-        gone: The transfer is over; nothing follows, and a worker forgets it once it is quiet. Every transfer that an
-            ``OfferSchedule`` took up ends with exactly one such revocation, those that all have read included; readers
-            that have not read all fail at once. If not gone (preemption), a reader may wait for the next generation.
-        kept: The blocks stay as they are until all workers have released them: those who are reading by then may finish with
-            what has been offered.
+        transfer: The transfer.
+        generation: The generation.
+        reason: Why, for readers and the log.
+        gone: Whether the transfer is over: nothing follows, and a worker forgets it once it is quiet. Every transfer that an
+            ``OfferSchedule`` accepted ends with exactly one such revocation, even if everybody has read it; readers
+            that have not read everything fail at once. If not gone (preemption), a reader may wait for the next generation.
+        kept: Whether the blocks stay as they are until all workers have released them, so that consumers that are reading may
+            finish with what has been offered.
     """
 
     transfer: TransferId
@@ -47,14 +50,14 @@ class Revoke(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """The engine no longer needs what it fetches. The workers report the end as they report any other."""
+    """The engine no longer needs a fetch. The workers report its end as they report any other."""
 
     handle: str
     reason: str
 
 
 class StepCommands(msgspec.Struct, frozen=True):
-    """Everything that the workers must know with one step; false if there is nothing.
+    """Everything that the workers must know with one step; false if that is nothing.
 
     Workers apply ``revokes`` before the step's forward pass, then ``fetches`` and ``cancels``, and ``offers`` after it.
     """
@@ -69,9 +72,9 @@ class StepCommands(msgspec.Struct, frozen=True):
 
 
 class DeclinedTransfer(msgspec.Struct, frozen=True):
-    """A consumer will never ask for this transfer: the producer may drop it.
+    """A consumer will never ask for this transfer, so the producer may drop it.
 
-    Not for workers, who never heard of the transfer: the scheduler side tells the producer's directory.
+    It is not for workers, which do not know the transfer: the scheduler side tells the producer's directory.
     """
 
     transfer: TransferId

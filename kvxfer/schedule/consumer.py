@@ -1,4 +1,4 @@
-"""The consumer's scheduler side: which requests load from outside, into which blocks, and how often."""
+"""The consumer's scheduler side: which requests load from other engines, and into which blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from kvxfer.values import NULL, BlockTable, Fetch, Group
 
 
 class _State(Enum):
-    OPEN = auto()  # nobody has asked for it
-    LOADING = auto()  # its ``loader`` has
-    CLOSED = auto()  # taken, failed or given up: never asked for again
+    OPEN = auto()  # no fetch has been queued
+    LOADING = auto()  # the fetch of its ``loader`` has
+    CLOSED = auto()  # loaded, failed or given up: never fetched again
 
 
 @dataclass(slots=True)
@@ -28,18 +28,18 @@ class _Load:
     enough: int
     requests: set[str] = field(default_factory=set)
     state: _State = _State.OPEN
-    loader: str | None = None  # whose load the workers have not reported yet, cancelled or not
+    loader: str | None = None  # the request whose load the workers have not reported yet, cancelled or not
 
 
 class FetchSchedule:
     """Decides what to load, and queues the fetches. A transfer is fetched at most once, by one request.
 
-    One per engine, called by one thread. Each request goes ``arrive``, ``matched`` as often as the engine likes,
-    ``allocated``, ``loaded``, ``finish``; calls about a request that did not arrive do nothing.
+    There is one for each engine, called by one thread. The calls for a request are ``arrive``, ``matched`` as often as the
+    engine likes, ``allocated``, ``loaded``, ``finish``; calls about a request that did not arrive do nothing.
 
     Args:
-        groups: the engine's KV-cache groups, in the order of its block tables.
-        own: the engine's own address, for producers that dial back.
+        groups: The engine's KV-cache groups, in the order of its block tables.
+        own: The engine's own directory, if it has several ranks (``Fetch.own``).
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None:
@@ -63,15 +63,16 @@ class FetchSchedule:
         offered: bool = False,
         enough: int = 0,
     ) -> bool:
-        """Take in a request of whose prompt the first ``tokens`` tokens can be had from ``source``.
+        """Record a request, the first ``tokens`` tokens of whose prompt can be loaded from ``source``.
 
-        Requests with the same transfer (children of n > 1) share it: one loads, the others wait and then find
-        the blocks in the engine's prefix cache. Asking again for a known request changes nothing.
+        Requests with the same transfer (samples of one prompt) share it: one loads, the others wait and then find
+        the blocks in the engine's prefix cache. Calling it again for a known request changes nothing. See ``Fetch`` for the
+        other arguments.
 
         Returns:
-            False if the transfer is in use for other content or another source, or a load of it, or of an earlier
-            request of this name, was given up and is not quiet yet: this request is computed here, and the rest of its
-            calls do nothing.
+            False if the transfer is in use for other content or from another source, or if a load of it, or of an earlier
+            request of this name, was given up and is not quiet yet. The request must then be computed here, and further
+            calls about it do nothing.
 
         Raises:
             ScheduleError: The request loads another transfer.
@@ -93,10 +94,10 @@ class FetchSchedule:
         return True
 
     def matched(self, request: str, computed: int) -> int | None:
-        """Return how many tokens beyond the ``computed`` local ones can come from outside. Changes nothing.
+        """Return how many tokens after the ``computed`` local ones can be loaded. Changes nothing.
 
-        0: none, for good (unknown, already taken, failed, or the local cache has all). None: the transfer is
-        being loaded; ask again in the next step. A load ends within its deadline, and so does the None.
+        0: none, now or later (unknown, already loaded, failed, or the local cache has all). None: the transfer is
+        being loaded; ask again in the next step. A load ends within its deadline, so this is not None for ever.
         """
         load = self._requests.get(request)
         if load is None or load.state is _State.CLOSED:
@@ -106,19 +107,19 @@ class FetchSchedule:
         return max(0, load.tokens - computed)
 
     def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
-        """Take in that the engine admitted the request, and counts on ``external`` tokens from outside.
+        """Record that the engine admitted the request, and counts on ``external`` tokens from outside.
 
-        Without any (it has all, or takes them elsewhere) an untouched transfer is given up. A second call after a load,
-        with external=0, changes nothing.
+        If ``external`` is 0 (the engine has all, or gets them elsewhere), a transfer that has not begun is given up. A second
+        call after a load, with 0, changes nothing.
 
         Args:
-            request: the engine's id of it.
-            table: the whole block table, per group; -1 where there is no block.
-            computed: local tokens in front of the external ones, as ``matched`` was asked last.
-            external: how many of those that ``matched`` promised; fewer only if no group is a "state".
+            request: The engine's id of the request.
+            table: The whole block table; -1 where there is no block.
+            computed: The local tokens before the external ones, as in the last call of ``matched``.
+            external: How many of the tokens that ``matched`` returned; fewer only if no group is a ``state``.
 
         Raises:
-            ScheduleError: tokens that ``matched`` would not promise now, or no blocks for them. The request
+            ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it. The request
                 must not run.
         """
         load = self._requests.get(request)
@@ -138,31 +139,30 @@ class FetchSchedule:
             self._decline(load, "the consumer does not need it")
 
     def loaded(self, request: str) -> None:
-        """Take in that all workers have reported the load that the request asked for: it is over, and its memory quiet.
+        """Record that all workers have reported the request's load: it is over, and its memory quiet.
 
-        Due once for each fetch, however it ended, also after a cancel and for a request that is finished. A
-        load that failed is not tried again: the engine computes the tokens or fails the request, by its
-        policy.
+        Call it once for each fetch, however it ended, even after a cancel and for a request that is finished. A
+        load that failed is not tried again: the engine computes the tokens or fails the request, as its policy says.
         """
         load = self._loading.pop(request, None)
         if load is not None:
-            self._cancels.pop(request, None)  # too late, and must not meet a next load of that name
+            self._cancels.pop(request, None)  # too late, and must not hit the next load of that name
             load.state, load.loader = _State.CLOSED, None
             self._prune(load)
 
     def unasked(self, request: str) -> None:
-        """Take in that the load has failed before any worker asked its producer, which would keep the blocks for its lease.
+        """Record that the load has failed before any worker asked its producer; have the producer told, so that it frees its blocks.
 
-        Due before ``loaded``, and only if that is so of all workers: a producer that has been asked counts this engine by
-        itself, and would count it twice.
+        Call it before ``loaded``, and only if no worker has asked: a producer that was asked counts this engine already, and
+        would count it twice.
         """
         if (load := self._loading.get(request)) is not None:
             self._decline(load, "the consumer gave up before it could ask")
 
     def preempt(self, request: str) -> None:
-        """Take in that the engine takes the request's blocks away.
+        """Record that the engine takes the request's blocks away.
 
-        What was loaded into them is computed here when it resumes; a transfer that it did not ask for yet can still
+        What was loaded into them is computed here when the request resumes; a transfer whose load has not begun can still
         be loaded.
         """
         load = self._requests.get(request)
@@ -170,7 +170,7 @@ class FetchSchedule:
             self._cancel(request, load, "the consumer preempted the request")
 
     def finish(self, request: str, reason: str = "the consumer's request is over") -> None:
-        """Take in that the request is over, at whatever point: rejected, aborted or done."""
+        """Record that the request is over, at whatever point: rejected, aborted or done."""
         load = self._requests.pop(request, None)
         if load is None:
             return
@@ -183,12 +183,12 @@ class FetchSchedule:
 
     @property
     def waiting(self) -> dict[TransferId, tuple[bytes, Source]]:
-        """Transfers that workers do not know yet, their digests and producers: the scheduler side renews their leases itself."""
+        """The transfers that workers do not know yet, with digest and producer; the scheduler side itself renews their leases."""
         open_ = (load for load in self._loads.values() if load.state is _State.OPEN)
         return {load.transfer: (load.digest, load.source) for load in open_}
 
     def __len__(self) -> int:
-        """Return how many transfers are remembered, cancelled ones that are not quiet yet included."""
+        """Return how many transfers are remembered, including cancelled ones that are not quiet yet."""
         return len(self._loads)
 
     @property
@@ -197,7 +197,7 @@ class FetchSchedule:
         return tuple(self._fetches)
 
     def commands(self) -> StepCommands:
-        """Return the fetches and cancels since the last call; once a step."""
+        """Return the fetches and cancels since the last call. Call it once a step."""
         if not self._fetches and not self._cancels:
             return StepCommands()
         drained = StepCommands(fetches=tuple(self._fetches), cancels=tuple(self._cancels.values()))
@@ -206,13 +206,13 @@ class FetchSchedule:
         return drained
 
     def declines(self) -> tuple[DeclinedTransfer, ...]:
-        """Return the transfers given up unread since the last call; for their producers, not for workers."""
+        """Return the transfers given up unread since the last call, for their producers to be told."""
         drained = tuple(self._declines)
         self._declines.clear()
         return drained
 
     def _wanted(self, table: BlockTable, start: int, end: int) -> BlockTable:
-        """Return the blocks that hold a token of ``[start, end)``; those in front may be shared with other requests."""
+        """Return the blocks that hold a token of ``[start, end)``; earlier ones may be shared with other requests."""
         check_table(self._groups, table)
         spans = [self._span(group, start, end) for group in self._groups]
         wanted = table.only(spans)

@@ -1,7 +1,7 @@
 """The producer's scheduler side: what of each prefill may be read, and until when.
 
-Generations come from one counter of the tracker, so none is ever used twice in an epoch: a retry under the id
-of an aborted request is told from it although nothing of the aborted one is remembered.
+All generations come from one counter, so that none is used twice in an epoch: a retry under the id of an aborted request
+differs from it although nothing of the aborted one is remembered.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ class _Prefill:
     request: str
     transfer: TransferId
     digest: bytes
-    total: int  # tokens to be had when all is done
-    consumers: int  # that have not declined it
-    stops: bool  # nothing is computed behind ``total``
+    total: int  # tokens that will be offered in the end
+    consumers: int  # how many engines have not declined it
+    stops: bool  # nothing is computed after ``total``
     born: Generation
     generation: Generation
     blocks: BlockTable
     tokens: int = 0
     final: bool = False
-    progress: int = 0  # tokens that the last step leaves computed; may exceed ``total``
+    progress: int = 0  # tokens computed after the last step; may exceed ``total``
     finished: bool = False
     gone: bool = False
 
@@ -35,9 +35,8 @@ class _Prefill:
 class OfferSchedule:
     """Turns a scheduler's steps into offers and revocations.
 
-    One per engine, called by one thread. Each request goes ``arrive``, any number of ``step`` and ``preempt``,
-    ``finish``; calls about a request that is not tracked do nothing, so a connector may pass on all that it
-    hears.
+    There is one for each engine, called by one thread. The calls for a request are ``arrive``, any number of ``step`` and
+    ``preempt``, then ``finish``; calls about a request that is not tracked do nothing, so a connector may make them for all.
 
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
@@ -58,21 +57,21 @@ class OfferSchedule:
     def arrive(
         self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int = 1, stops: bool = False
     ) -> bool:
-        """Track a request of whose prompt the first ``tokens`` tokens will be asked for, by so many engines.
+        """Track a request, the first ``tokens`` tokens of whose prompt will be fetched by ``consumers`` engines.
 
-        Asking again for a tracked request changes nothing.
+        Calling it again for a tracked request changes nothing.
 
         Args:
-            request: The engine's id of it.
+            request: The engine's id of the request.
             transfer: The name under which consumers fetch it.
             digest: What its KV depends on.
             tokens: How many tokens.
             consumers: How many engines.
-            stops: Nothing is computed for it behind these, so that a recurrent state stays as they leave it.
+            stops: Nothing is computed for the request after these tokens, so that a recurrent state stays as they leave it.
 
         Returns:
             Whether it is tracked. It is not if there is nothing to offer, or if another request, running or held,
-            offers this transfer already (a sibling of n > 1, say).
+            offers this transfer already (another sample of the same prompt, say).
 
         Raises:
             ScheduleError: The request offers another transfer.
@@ -90,11 +89,11 @@ class OfferSchedule:
         return True
 
     def __contains__(self, request: str) -> bool:
-        """Whether steps of this request matter, so that the table of any other need not be fetched."""
+        """Return whether this request is tracked; the block tables of others need not be looked up."""
         return request in self._running
 
     def offered(self, request: str) -> BlockTable:
-        """Return the blocks that others may be reading of a running request, per group."""
+        """Return the blocks of a running request that other engines may be reading."""
         prefill = self._running.get(request)
         return self._nothing if prefill is None else prefill.blocks
 
@@ -111,15 +110,16 @@ class OfferSchedule:
     def step(
         self, request: str, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
     ) -> None:
-        """Take in that the request runs in this step.
+        """Record that the request runs in this step.
 
         Args:
-            request: The engine's id of it.
+            request: The engine's id of the request.
             computed: Tokens computed before this step, prefix-cache hits and loads included.
             scheduled: Tokens that this step computes.
-            table: The WHOLE block table as this step uses it; never an increment. A row may be longer than the
+            table: The whole block table as this step uses it; never an increment. A row may be longer than the
                 tokens need.
-            end: What windows hold of the end of the prompt, if that stays until ``finish`` whatever the request computes.
+            end: The blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request
+                computes.
         """
         prefill = self._running.get(request)
         if prefill is None:
@@ -133,24 +133,24 @@ class OfferSchedule:
         self._offer(prefill, tokens if last is None else prefill.total, blocks, last)
 
     def preempt(self, request: str) -> None:
-        """Take in that the engine takes the request's blocks away and will start it again, as new or as cached."""
+        """Record that the engine takes the request's blocks away and will start it again, from the beginning or from cached blocks."""
         prefill = self._running.get(request)
         if prefill is not None:
             self._restart(prefill, "the producer preempted the request")
             prefill.progress = 0
 
     def finish(self, request: str, table: BlockTable, complete: bool, kept: bool = False) -> bool:
-        """Take in that the request is over.
+        """Record that the request is over.
 
         Args:
-            request: The engine's id of it.
+            request: The engine's id of the request.
             table: The whole block table at its end.
-            complete: It ended normally and its KV is good; False for an abort or an error, at whatever point.
-            kept: Though not complete, the blocks that it has offered stay as they are until they are released.
+            complete: Whether it ended normally and its KV is good; False after an abort or an error.
+            kept: Whether the blocks that it has offered, though not complete, stay as they are until they are released.
 
         Returns:
-            True: The engine must keep the blocks until ``released`` names the request. False: it frees them
-            now, since nothing can be read (all is revoked) or nobody will (all has been read).
+            True if the engine must keep the blocks until ``released`` returns the request. False if it can free them
+            now, because everything is revoked or has been read.
         """
         prefill = self._running.pop(request, None)
         if prefill is None:
@@ -165,20 +165,20 @@ class OfferSchedule:
         return True
 
     def offers(self, transfer: TransferId, digest: bytes) -> bool:
-        """Whether this transfer is offered, or will be, and of this content. Any thread."""
+        """Return whether this transfer, with this digest, is offered or will be. Any thread."""
         prefill = self._transfers.get(transfer)
         return prefill is not None and prefill.digest == digest
 
     def begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Whether some of this transfer, of this content, is computed or is being computed. Any thread."""
+        """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
         prefill = self._transfers.get(transfer)
         return prefill is not None and prefill.digest == digest and (prefill.progress > 0 or prefill.finished)
 
     def withdraw(self, transfer: TransferId, reason: str) -> None:
-        """Nobody will read this transfer any more: its lease ran out, or the consumer gave it up unread.
+        """Withdraw a transfer that nobody will read any more: its lease ran out, or the consumer gave it up unread.
 
         Blocks held for it stay held until the workers, told by the revocation, report it quiet and ``released``
-        is called. A request that still runs is no longer tracked.
+        is called. If the request still runs, it is no longer tracked.
         """
         prefill = self._transfers.get(transfer)
         if prefill is None:
@@ -188,7 +188,7 @@ class OfferSchedule:
             self._forget(prefill)
 
     def decline(self, transfer: TransferId, reason: str) -> None:
-        """One of the engines that were to read this transfer never will; the last one of them withdraws it."""
+        """Record that one of the engines that were to read this transfer never will; the last of them withdraws it."""
         prefill = self._transfers.get(transfer)
         if prefill is None:
             return
@@ -199,13 +199,13 @@ class OfferSchedule:
             self._state(prefill)
 
     def released(self, transfer: TransferId, generation: Generation) -> str | None:
-        """All ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
+        """Record that all ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
 
-        ``generation`` is the one that was read or revoked; it tells a report on an earlier request of the same
-        transfer, which is ignored. An offer that crossed the report is revoked.
+        ``generation`` is the one that was read or revoked; reports about an earlier request of the same
+        transfer are recognised by it and ignored. An offer that crossed the report is revoked.
 
         Returns:
-            The request whose held blocks are now to be freed; each at most once. None if it still runs (its
+            The request whose held blocks are now to be freed, at most once. None if it still runs (the
             blocks are its own, and ``finish`` will return False) or is unknown.
         """
         prefill = self._transfers.get(transfer)
@@ -217,16 +217,16 @@ class OfferSchedule:
 
     @property
     def held(self) -> frozenset[TransferId]:
-        """Transfers whose request has finished and whose blocks wait for ``released``."""
+        """The transfers whose request has finished and whose blocks are held until ``released``."""
         return frozenset(transfer for transfer, prefill in self._transfers.items() if prefill.finished)
 
     @property
     def transfers(self) -> tuple[TransferId, ...]:
-        """Transfers of requests that are tracked or held."""
+        """The transfers of requests that are tracked or held."""
         return tuple(self._transfers)
 
     def __len__(self) -> int:
-        """Transfers remembered, held ones included."""
+        """Return how many transfers are remembered, including held ones."""
         return len(self._transfers)
 
     @property
@@ -235,7 +235,7 @@ class OfferSchedule:
         return bool(self._revokes)
 
     def commands(self) -> StepCommands:
-        """Return what has come up since the last call. Call it once a step, after ``preempt`` and ``step``."""
+        """Return the offers and revocations since the last call. Call it once a step, after ``preempt`` and ``step``."""
         if not self._offers and not self._revokes:
             return StepCommands()
         drained = StepCommands(offers=tuple(self._offers.values()), revokes=tuple(self._revokes))
@@ -250,7 +250,7 @@ class OfferSchedule:
     def _complete(self, prefill: _Prefill, table: BlockTable) -> tuple[int, BlockTable]:
         """Return the tokens complete in all ``full`` groups once the step is over, and the blocks that hold them.
 
-        In whole blocks, which move best; in parts of one only where a step completes none, as with a block for each request.
+        These are whole blocks, which move best, or parts of one if a step completes none, as with one block for each request.
         """
         check_table(self._groups, table)
         ready = min(prefill.progress, prefill.total)
@@ -261,7 +261,7 @@ class OfferSchedule:
         return tokens, self._full(table, tokens)
 
     def _last(self, prefill: _Prefill, table: BlockTable, end: BlockTable | None) -> BlockTable | None:
-        """Return the table of a prompt that this step completes, if all of it stays as it is; None: that is seen at its end."""
+        """Return the table of a prompt that this step completes, if all of it will stay as it is; else None, until ``finish``."""
         if self._windows and end is None:
             return None
         if self._states and not (
@@ -288,7 +288,7 @@ class OfferSchedule:
         return None
 
     def _has_state(self, prefill: _Prefill, table: BlockTable) -> bool:
-        """Whether each recurrent state after the prompt has its block."""
+        """Return whether each recurrent state after the prompt has its block."""
         last = table.only(group.moved(prefill.total) for group in self._groups)
         rows = [last[g] for g, group in enumerate(self._groups) if group.kind == "state"]
         return all(len(row) and row[-1] != NULL for row in rows)
@@ -298,18 +298,18 @@ class OfferSchedule:
         return table.only(group.moved(tokens) if group.kind == "full" else (0, 0) for group in self._groups)
 
     def _join(self, table: BlockTable, late: BlockTable) -> BlockTable:
-        """Return a table with the windows of another."""
+        """Return a table with its window groups taken from another."""
         rows = zip(self._groups, table.rows, late.rows, strict=True)
         return BlockTable(tuple(b if group.kind == "window" else a for group, a, b in rows))
 
     def _offer(self, prefill: _Prefill, tokens: int, full: BlockTable, last: BlockTable | None) -> None:
-        """Queue what is new; if it contradicts what was offered, a preemption went unseen: start anew.
+        """Queue an offer of what is new; if it contradicts what was offered (an unseen preemption), begin a new generation.
 
         Args:
-            prefill: The request's.
-            tokens: Complete in all ``full`` groups.
+            prefill: The request's record.
+            tokens: How many tokens are complete in all ``full`` groups.
             full: The blocks that hold them.
-            last: The table of the whole prompt, once all of it can be had.
+            last: The table of the whole prompt, once all of it can be offered.
         """
         if not full.continues(self._full(prefill.blocks, prefill.tokens)):
             self._restart(prefill, "the producer's blocks changed")
@@ -320,7 +320,7 @@ class OfferSchedule:
             self._state(prefill)
 
     def _state(self, prefill: _Prefill) -> None:
-        """Queue what is offered of it."""
+        """Queue the offer of what is ready."""
         p = prefill
         self._offers[p.transfer] = Offer(
             p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers, handle=p.request
@@ -345,7 +345,7 @@ class OfferSchedule:
 
 
 def _whole(group: Group, present: int, ready: int, last: bool) -> int:
-    """Tokens, of ``ready``, in those of the ``present`` blocks that need no more; ``last``: none will come."""
+    """Return how many of ``ready`` tokens are in full blocks of the ``present`` ones; if ``last``, in any of them."""
     if last and present >= group.blocks(ready):
         return ready
     return min(ready // group.block_tokens, present) * group.block_tokens

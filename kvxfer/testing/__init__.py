@@ -1,4 +1,4 @@
-"""For tests: the suite that proves a back end, an in-process fake, and fault injection.
+"""For tests: the suite that a back end must pass, an in-process fake, and fault injection (``kvxfer.testing.faults``).
 
 ``ConformanceSuite`` needs pytest; the rest does not.
 """

@@ -1,4 +1,4 @@
-"""Time as a thread has it: what a busy host keeps from it does not count against what is tested."""
+"""A clock that leaves out the time for which a busy host keeps a thread waiting for a processor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["thread_clock"]
 
 
 def thread_clock() -> float:
-    """Return a time in seconds that stands still while the calling thread could run and gets no processor.
+    """Return a time in seconds that stands still while the calling thread is ready to run but gets no processor.
 
-    It goes on while the thread runs or sleeps. Where the kernel keeps no account of that, it is the monotonic clock. Any thread;
-    compare times of one thread only.
+    It goes on while the thread runs or sleeps. If the kernel does not account for such waiting, this is the monotonic clock.
+    Any thread, but only times of the same thread can be compared.
     """
     now = time.monotonic()
     try:

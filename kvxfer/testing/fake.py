@@ -1,14 +1,13 @@
-"""A back end within one process: really moves bytes, offers any subset of verbs, and breaks on request.
+"""A back end within one process: it really moves bytes, offers any subset of verbs, and breaks on request.
 
-All fakes that share a ``Network`` can reach each other, from any threads. The network is the test's handle::
+All fakes that share a ``Network`` can reach each other, from any threads. Tests control them through the network::
 
     net = Network()
     a = FakeTransport("a", {"network": net, "verbs": ["read"]})
     net.disturb("lose")      # the next batch never moves
     net.kill("a")            # agent a is gone, as a killed process is
 
-Without the option ``network``, all fakes of the process share one. The fake is stricter than most back ends: it refuses
-the wrong thread, and a stream number that does not rise.
+Without the option ``network``, all fakes of the process share one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Pl
 __all__ = ["FakeTransport", "Network"]
 
 FENCE_INTERVAL_S = 0.0005
-"""How often a fence is asked whether it has passed."""
+"""Seconds between two checks of whether a fence has passed."""
 
 _shared_network = Network()
 
@@ -58,7 +57,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """A fake's end of a future link: the ``id`` of its ``Network``, and the end's name."""
+    """A fake's end of a future link: the ``id`` of its ``Network``, and a name for the end."""
 
     backend = "fake"
     format = 1
@@ -72,9 +71,9 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
 
     All options may be left out. ``verbs`` are names (default: all) and ``memory`` kinds of memory. ``elastic``,
     ``gathers``, ``factored``, ``run_bytes``, ``abort`` and ``quiet`` are as in ``Capabilities``. ``network`` is a ``Network``.
-    ``quiet_s`` is how long a failed batch takes to get quiet where that is ``later``. ``delay_s`` is added to every batch. ``lose``,
-    ``corrupt`` and ``fail`` are the probabilities that a batch of this agent meets that fault, drawn from ``seed``.
-    ``wakeup: false`` takes ``fileno`` away.
+    ``quiet_s`` is how many seconds a failed batch takes to get quiet if ``quiet`` is ``later``. ``delay_s`` delays every batch.
+    ``lose``, ``corrupt`` and ``fail`` are the probabilities that a batch of this agent meets that fault, drawn with ``seed``.
+    With ``wakeup: false``, ``fileno`` returns ``None``.
     """
 
     name = "fake"
@@ -162,7 +161,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         if batch.verb not in ONE_SIDED:
             remote = None
         elif remote is None or len(remote) != len(lengths):
-            raise TransportError(f"a {batch.verb.upper()} needs one remote offset a run")
+            raise TransportError(f"a {batch.verb.upper()} needs a remote offset for each run")
         addresses = self.memories.addresses(batch.local, local, lengths)
         with self._net.lock:
             due = time.monotonic() + self._options["delay_s"] + self._net.delay_s
@@ -189,7 +188,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
     def shut_down(self) -> None:
         self._net.leave(self)
 
-    # What peers in other threads look at, or change, is changed under the network's lock.
+    # Peers in other threads read and change these tables, so they are changed only under the network's lock.
 
     def deregister(self, memory: int) -> None:
         with self._net.lock:
@@ -244,9 +243,9 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
             self._net.cut(side.other, f"{self.agent!r} aborted the link")
 
     def _next_look(self, looked: float) -> float | None:
-        """Return when to look again, on the monotonic clock: at the end of a delay, or when a fence is to be asked.
+        """Return when to look again, on the monotonic clock: at the end of a delay, or when a fence is to be checked.
 
-        What the look at ``looked`` found to be not ready may have become so since: nobody has moved it.
+        A batch that was not ready at ``looked`` may have become so since, without having been moved.
         """
         posts = [p for side in self.links.values() for p in side.posts if not p.withdrawn]
         times = [p.due for p in posts if p.due > looked] + self._net.settling(self)

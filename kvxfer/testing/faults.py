@@ -1,10 +1,10 @@
-"""Faults around any back end, chosen in a configuration: loss, delay, a slow link, failure, death, wrong bytes.
+"""Faults around any back end, chosen in the configuration: loss, delay, a slow link, failure, death, wrong bytes.
 
 ``{"backend": "kvxfer.testing.faults:Faulty", "backend_options": {"inner": "tcp", "lose": 0.01}}``
 
-Bytes are corrupted where they arrive (READ and RECV), after the inner back end has said that all went well: a check
-that does not notice proves nothing. ``Zeroing`` is the negative control of anything that claims to compare KV. Whatever
-concerns time is done with fences, so that the inner back end does the waiting, and ends it, in its own way.
+Bytes are corrupted where they arrive (READ and RECV), after the inner back end has reported success. ``Zeroing`` is the
+negative control for any check that claims to compare KV: it must fail. Delays are made with fences, so that the inner back
+end does the waiting, and ends it, in its own way.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         inner_options: Its options.
         lose: Probability that a batch never begins, and so never ends by itself.
         fail: Probability that a batch ends in an error before it begins.
-        corrupt: Probability that one byte of what a batch brought is flipped.
-        zero_block: Whether the longest run of all that a batch brought is zeroed.
-        delay_s: Seconds by which batches begin later.
-        bytes_per_s: What our link moves: one batch after the other, each arriving when its last byte would.
-        die_after: Batches that end well; then the inner back end is closed, and its user hears nothing more.
-        seed: Of the probabilities.
+        corrupt: Probability that one byte of those that a batch brought is flipped.
+        zero_block: Whether the longest run that a batch brought is zeroed.
+        delay_s: Seconds by which every batch begins later.
+        bytes_per_s: Speed of this side's link, which moves one batch after the other; each arrives when its last byte would.
+        die_after: After so many successful batches the inner back end is closed, and ``poll`` returns nothing more.
+        seed: Seed of the random choices.
     """
 
     backend = "faulty"
@@ -64,7 +64,7 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class _Gate:
-    """A fence that passes after another one, and not before a time, which is asked for once that one has."""
+    """A fence that passes once another one has and a time has come; the time is asked for when the other has passed."""
 
     event = None
 
@@ -78,7 +78,7 @@ class _Gate:
 
 
 class Faulty(Transport):
-    """A back end that misbehaves as ``Options`` says, and is its inner back end in all else."""
+    """A back end that misbehaves as ``Options`` says, and otherwise does what its inner back end does."""
 
     name = "faulty"
     contract = 2
@@ -93,12 +93,12 @@ class Faulty(Transport):
         self._failing: set[int] = set()
         self._succeeded = 0
         self._dead = False
-        self._free = 0.0  # when the link will have moved all that it was given
+        self._free = 0.0  # when the link will have moved all batches so far
         self._inner = registry.load(self._options.inner)(agent, self._options.inner_options)
         if not self.capabilities.verbs:
             self._inner.close()
             raise ConfigError(
-                f"back end {self._options.inner!r} only writes, and bytes are spoilt where a batch brings them in"
+                f"back end {self._options.inner!r} only writes, and bytes can be corrupted only where READ or RECV brings them in"
             )
 
     @classmethod
@@ -109,7 +109,7 @@ class Faulty(Transport):
     def capabilities(self) -> Capabilities:
         inner = self._inner.capabilities
         spoils = self._options.corrupt or self._options.zero_block
-        # What arrives is found by its runs, so the inner back end gets runs as well.
+        # The bytes to corrupt are found by their runs, so the inner back end must get runs, not plans.
         return replace(inner, factored=False, verbs=inner.verbs - {Verb.WRITE} if spoils else inner.verbs)
 
     def register(self, regions: Sequence[Region]) -> int:
@@ -135,7 +135,7 @@ class Faulty(Transport):
 
     def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         if isinstance(batch, PlanBatch):
-            raise TransportError("this back end, which finds what arrives by its runs, takes no plans")
+            raise TransportError("back end 'faulty' takes no plans: it needs runs to find the bytes that arrive")
         lost, failed = (self._random.random() < chance for chance in (self._options.lose, self._options.fail))
         if lost or failed:
             after = _Gate(after, lambda: math.inf)
@@ -150,7 +150,7 @@ class Faulty(Transport):
         return number
 
     def _sent(self, batch: Batch) -> float:
-        """Return when the link will have moved this batch as well; of two halves the one that sends has the link."""
+        """Return when the link will have moved this batch as well; of SEND and RECV, only the SEND uses the link."""
         if self._options.bytes_per_s is None or batch.verb is Verb.RECV:
             return 0.0
         self._free = max(self._free, time.monotonic()) + batch.nbytes / self._options.bytes_per_s
@@ -190,7 +190,7 @@ class Faulty(Transport):
         return self._inner.poll_interval_s
 
     def _reword(self, done: Completion) -> Completion:
-        """Say so in the error if it was we who aborted the batch."""
+        """Say so in the error if this object aborted the batch."""
         if done.batch not in self._failing:
             return done
         self._failing.remove(done.batch)
@@ -211,7 +211,7 @@ class Faulty(Transport):
 
 
 class Zeroing(Faulty):
-    """``Faulty`` with ``zero_block``: what arrives lacks the longest run, a block of one layer or more."""
+    """``Faulty`` with ``zero_block``: of what arrives, the longest run (a block of at least one layer) is zero."""
 
     name = "zeroing"
 

@@ -1,4 +1,4 @@
-"""What connects the fakes of a process: links, the pairing of halves, faults. See ``kvxfer.testing.fake``."""
+"""The network between the fakes of a process: links, the pairing of SEND and RECV, faults. See ``kvxfer.testing.fake``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PendingBatch:
     """A submitted batch that has not ended.
 
     Attributes:
-        number: The owner's number of it.
+        number: The owner's number for it.
         side: The owner's end of the link.
         addresses: Local address of each run.
         remote: Offset of each run at the peer, for one-sided verbs.
@@ -67,7 +67,7 @@ class PendingBatch:
     withdrawn: bool = False
 
     def fenced(self) -> bool:
-        """Ask whether its fence has yet to pass, and forget one that has."""
+        """Return whether its fence has yet to pass; forget one that has."""
         if self.after is not None and self.after.passed():
             self.after = None
         return self.after is not None
@@ -83,7 +83,7 @@ class LinkEnd:
 
     Attributes:
         owner: The fake whose end it is.
-        tokens: Of both ends.
+        tokens: The tokens of both ends.
         peer_agent: Name of the peer.
         other: The other end, once it is there.
         broken: Why nothing can pass any more.
@@ -113,10 +113,9 @@ class LateBytes:
 
 
 class Network:
-    """The handle by which a test disturbs its fakes.
+    """The network between fakes, by which a test disturbs them.
 
-    The methods up to ``resume`` are for tests, from any thread; the others are for the fakes, which hold the
-    lock.
+    The methods up to ``resume`` are for tests, from any thread; the others are for the fakes, which must hold ``lock``.
 
     Attributes:
         delay_s: Seconds added to every batch.
@@ -133,14 +132,14 @@ class Network:
     def disturb(self, fault: Fault, count: int = 1) -> None:
         """Make the next ``count`` batches meet a fault.
 
-        They are lost (no half ever completes by itself), corrupted (one byte is flipped where it arrives), or fail. A
-        RECV cannot be chosen: it is the SEND that moves.
+        They are lost (neither half ever completes by itself), corrupted (one byte is flipped where it arrives), or fail. RECVs
+        are not counted, since the bytes are moved by the SEND.
         """
         with self.lock:
             self._faults += [fault] * count
 
     def kill(self, agent: str) -> None:
-        """End all fakes of that name as a killed process would: silent themselves, noticed by their peers."""
+        """End all fakes of that name as a killed process would end: they report nothing, but their peers notice."""
         with self.lock:
             for member in [m for m in self._members if m.agent == agent]:
                 member.dead = True
@@ -170,11 +169,11 @@ class Network:
         self._orphan(tokens, f"{member.agent!r} is gone (its process ended, or it closed)")
 
     def own(self, token: str, member: NetworkMember) -> None:
-        """Note whose end of a link a token stands for."""
+        """Record the owner of the end of a link that a token stands for."""
         self._owners[token] = member
 
     def disown(self, token: str) -> None:
-        """Forget an end of a link of which nothing will come; a peer that has made its side notices."""
+        """Forget an end of a link that will not be made; a peer that has made its side notices."""
         self._orphan({token}, f"{self._owners[token].agent!r} has given this link up")
 
     def _orphan(self, tokens: set[str], why: str) -> None:
@@ -188,7 +187,7 @@ class Network:
             del self._owners[token]
 
     def link(self, side: LinkEnd) -> None:
-        """Join a new side with its other one, if that is there already."""
+        """Join a new end with its other end, if that is there already."""
         for member in self._members:
             for other in member.links.values():
                 if other is not side and other.tokens == side.tokens:
@@ -198,14 +197,14 @@ class Network:
             self.cut(side, f"{side.peer_agent!r} is gone (its process ended, or it closed)")
 
     def unlink(self, side: LinkEnd) -> None:
-        """Close a side for its owner: all its posts end, and the peer hears of it."""
+        """Close an end for its owner: all its posts end, and the peer notices."""
         for post in list(side.posts):
             self.fail(post, "the link was closed here", closing=True)
         if side.other is not None:
             self.cut(side.other, f"{side.owner.agent!r} closed the link")
 
     def settled(self, member: NetworkMember) -> list[int]:
-        """Return the failed batches of a member that have become quiet by now; their bytes move no more."""
+        """Return the failed batches of a member that have become quiet by now."""
         now = time.monotonic()
         over = [late for late in self._late if late.side.owner is member and late.quiet_at <= now]
         self._late = [late for late in self._late if late not in over]
@@ -277,7 +276,7 @@ class Network:
                 self.fail(recv, "the peer aborted this stream")
             elif send.lengths.tolist() != recv.lengths.tolist():
                 sizes = f"{send.batch.nbytes} bytes sent, {recv.batch.nbytes} bytes expected"
-                why = f"the halves differ: {sizes}, or cut otherwise"
+                why = f"the halves differ: {sizes}, or other lengths of runs"
                 self.fail(send, why)
                 self.fail(recv, why)
             elif send.fate == "lose" or not (send.ready(now) and recv.ready(now)):
@@ -308,7 +307,7 @@ class Network:
             if other is not None:
                 ends = *_ends(post, other), post.lengths
         except TransportError:
-            pass  # it never could have moved
+            pass  # it could never have moved
         return LateBytes(post.side, post.number, quiet_at, lambda: _copy(*ends))
 
     def _set_stopped(self, agent: str, stopped: bool) -> None:

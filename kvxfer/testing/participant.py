@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 PERIOD = 64 << 20
 TAIL = 1 << 20
-"""What ``allocate_repeating`` repeats, and what at the end it does not, in bytes."""
+"""How many bytes ``allocate_repeating`` repeats, and how many at the end it does not."""
 
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.restype = ctypes.c_void_p
@@ -41,7 +41,7 @@ class Result:
 
     Attributes:
         error: The message; ``None`` for success.
-        quiet: Whether memory is neither read nor written for it any more.
+        quiet: Whether the batch no longer reads or writes memory.
     """
 
     error: str | None
@@ -55,7 +55,7 @@ class Buffer:
         self._map: mmap.mmap | None = None
         self._tensor: Any = None
         if device == "cpu":
-            # Mapped, and not from the heap: after ``free`` an access would be noticed.
+            # Mapped, not from the heap, so that an access after ``free`` crashes.
             self._map = mmap.mmap(-1, nbytes)
             address = np.frombuffer(self._map, np.uint8).ctypes.data
         else:
@@ -91,7 +91,7 @@ class Buffer:
         torch.cuda.synchronize(self.region.device)
 
     def repeat(self) -> None:
-        """Let the same ``PERIOD`` bytes be seen again and again, all over this buffer of the host but for its ``TAIL``.
+        """Map the same ``PERIOD`` bytes again and again all over this host buffer, except for its ``TAIL``.
 
         Raises:
             OSError: The kernel does not map them.
@@ -108,16 +108,16 @@ class Buffer:
             os.close(pages)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._map is not None:
             self._map.close()
         self._map = self._tensor = None
 
 
 class Participant(Protocol):
-    """What a clause may do with one side, wherever it runs.
+    """What a clause may do with one side, in whichever process it runs.
 
-    Methods raise what the transport's own raise. A memory is seen as one array over its flat offset space, in which
+    Errors are those of the transport. A memory is seen as one array over its flat offset space, in which
     gaps between regions are zero.
     """
 
@@ -146,7 +146,7 @@ class Participant(Protocol):
 
 
 class LocalParticipant:
-    """A participant in this process. Whoever waits has to call ``turn``, or nothing happens."""
+    """A participant in this process. It makes progress only while somebody calls ``turn``."""
 
     def __init__(self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str) -> None:
         self.name = name
@@ -166,11 +166,11 @@ class LocalParticipant:
         return memory
 
     def allocate_untouched(self, sizes: Sequence[int]) -> int:
-        """Do the same without content: host memory of zeros, which takes room only where it is written to."""
+        """Register new memory without content; host memory is zero, and takes room only where it is written to."""
         return self._register([Buffer(n, self._device) for n in sizes])
 
     def allocate_repeating(self, nbytes: int) -> int:
-        """Do the same on the host with gigabytes that take hardly any room: ``PERIOD`` bytes, repeated, and a ``TAIL``."""
+        """Register gigabytes of host memory that take hardly any room: ``PERIOD`` bytes, repeated, and a ``TAIL``."""
         buffer = Buffer(nbytes, self._device)
         buffer.repeat()
         return self._register([buffer])
@@ -216,7 +216,7 @@ class LocalParticipant:
             b.free()
 
     def give_back(self, memory: int) -> None:
-        """Deregister a memory whose bytes stay, so that a clause can look at them."""
+        """Deregister a memory but keep its bytes, so that a clause can look at them."""
         self._touched = True
         self.transport.deregister(memory)
 
@@ -279,10 +279,9 @@ class LocalParticipant:
         return None, max(0.0, self._polled + (active if self._pending else idle) - time.monotonic())
 
     def turn(self, readable: bool) -> None:
-        """Poll if it is time to.
+        """Poll if the descriptor is readable, the interval is over, or another method was called since.
 
-        It is if the descriptor is readable, the interval is over, or another method was called since. Nothing else
-        makes this participant poll, so a back end that forgets to wake its thread is found out.
+        Nothing else makes this participant poll, so that a back end that forgets to wake its thread is found out.
         """
         due = self.transport.fileno() is None and self.wait()[1] <= 0
         if not (readable or due or self._touched):

@@ -1,7 +1,7 @@
-"""A plugin of pytest that writes down, line by line, what became of each clause: it is there to be read if the process dies.
+"""A pytest plugin that writes the result of each clause to a file, line by line, so that it survives the death of the process.
 
 ``python -m pytest -p kvxfer.testing.recorder --record FILE``. Each line is a JSON object: ``{"begun": clause, "case": case}``,
-then a ``CaseResult`` (a second one if the end of the test fails as well), and ``{"over": clause}``.
+then a ``CaseResult`` (a second one if the teardown fails as well), and ``{"over": clause}``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pytest
 
 SUBJECT = "KVXFER_CONFORMANCE"
-"""The variable of the environment that says what is tested: a JSON object of ``backend`` and attributes of ``Suite``."""
+"""The environment variable that says what is tested: a JSON object with ``backend``, ``options`` and attributes of the suite."""
 
 _record: TextIO | None = None
 _rules: dict[str, str] = {}
@@ -21,7 +21,7 @@ _rules: dict[str, str] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that turns the record on."""
-    parser.addoption("--record", help="Where to write what became of each clause.")
+    parser.addoption("--record", help="File to write the result of each clause to.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,19 +34,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Remember a clause in words."""
+    """Remember the rule of a clause: the first paragraph of its docstring."""
     doc = getattr(getattr(item, "function", None), "__doc__", None) or ""
     _rules[item.nodeid] = " ".join(doc.strip().partition("\n\n")[0].split())
 
 
 def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
-    """Note that a case begins."""
+    """Record that a case begins."""
     clause, case = _parts(nodeid)
     _write({"begun": clause, "case": case, "rule": _rules.get(nodeid, "")})
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note the call, and of what comes before and after it only what went wrong."""
+    """Record the result of the call, and of setup and teardown only if they did not pass."""
     if report.when != "call" and report.outcome == "passed":
         return
     clause, case = _parts(report.nodeid)
@@ -69,7 +69,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_runtest_logfinish(nodeid: str, location: Any) -> None:
-    """Note that a case is over."""
+    """Record that a case is over."""
     _write({"over": _parts(nodeid)[0]})
 
 

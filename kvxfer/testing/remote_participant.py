@@ -1,7 +1,7 @@
-"""A participant in a process of its own, to be killed and stopped for real.
+"""A participant in a process of its own, which can really be killed and stopped.
 
-``python -m kvxfer.testing.remote_participant FD`` is a ``LocalParticipant`` that is told what to do over a pipe; the first thing that
-comes says which back end to make, whose class must be importable there. ``RemoteParticipant`` is the other end.
+``python -m kvxfer.testing.remote_participant FD`` is a ``LocalParticipant`` that is controlled over a pipe; the first message
+says which back end to make, whose class must be importable there. ``RemoteParticipant`` is the other end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvxfer.transport.contract import Batch, Fence, Transport
 __all__ = ["RemoteParticipant"]
 
 REPLY_S = 60.0
-"""A child that does not answer for so long is taken for hung. Loading a GPU library takes seconds."""
+"""A child that does not answer for so many seconds has hung. Loading a GPU library takes seconds."""
 
 
 class RemoteParticipant:
@@ -100,7 +100,7 @@ class RemoteParticipant:
         self._ask("abort", batch)
 
     def close(self) -> None:
-        """Close its transport; the process goes on."""
+        """Close the transport; the process goes on."""
         self._ask("close")
 
     def kill(self) -> None:
@@ -141,7 +141,7 @@ class RemoteParticipant:
 
 def main() -> None:
     """Do what is asked over a pipe until the parent has gone."""
-    os.dup2(2, 1)  # what a library prints is no result of the suite's
+    os.dup2(2, 1)  # keeps what a library prints out of the suite's output
     pipe = Connection(int(sys.argv[1]))
 
     participant: LocalParticipant | None = None

@@ -1,4 +1,4 @@
-"""Run the suite against a back end in a process of its own, and report what became of each clause: as JSON and as a page."""
+"""Run the suite against a back end in a process of its own, and report the result of each clause, as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from kvxfer.transport.contract import CONTRACT_VERSION
 __all__ = ["ConformanceReport", "CaseResult", "run_suite"]
 
 _WELL = tuple(f"exit status {status}" for status in (0, 1, 5))
-"""How pytest ends if it was able to run: all passed, some failed, none was chosen."""
+"""How pytest ends if it was able to run: all passed, some failed, none was selected."""
 STUCK_S = 300.0
-"""A clause that takes longer hangs: its own patience is shorter."""
+"""A clause that takes longer has hung, since its own timeouts are shorter."""
 _FILE = Path(__file__).with_name("under_test.py")
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What became of one case of a clause.
+    """The result of one case of a clause.
 
     Attributes:
-        clause: Its name in the suite.
-        case: Which of the choices that the back end offers, empty if there is but one.
+        clause: The clause's name in the suite.
+        case: The verb or other parameter of the case; empty if there is only one.
         rule: The clause in words.
         outcome: ``kept``, ``broken`` or ``left out``.
         seconds: How long it took.
@@ -56,15 +56,15 @@ class ConformanceReport:
     """What the suite has found.
 
     Attributes:
-        about: What was tested, on what, by what, and when.
-        results: In the order in which they came.
+        about: What was tested, where, with what, and when.
+        results: One for each case, in the order in which they ran.
     """
 
     about: Mapping[str, Any]
     results: tuple[CaseResult, ...]
 
     def count(self, outcome: str) -> int:
-        """Return how many cases ended so."""
+        """Return how many cases had this outcome."""
         return sum(v.outcome == outcome for v in self.results)
 
     @property
@@ -73,7 +73,7 @@ class ConformanceReport:
         return self.count("kept") > 0 and not self.count("broken")
 
     def json(self) -> str:
-        """Return the report for programs."""
+        """Return the report as JSON."""
         counts = {name.replace(" ", "_"): self.count(name) for name in ("kept", "broken", "left out")}
         results = [asdict(v) for v in self.results]
         return json.dumps(
@@ -81,7 +81,7 @@ class ConformanceReport:
         )
 
     def markdown(self) -> str:
-        """Return the report as a page."""
+        """Return the report as Markdown."""
         about = self.about
         result = "keeps the contract" if self.conforms else "does not keep the contract"
         partly = f", of which only `{about['only']}` was tried" if about["only"] else ""
@@ -111,13 +111,19 @@ class ConformanceReport:
 def run_suite(
     backend: str, options: Mapping[str, Any], settings: Mapping[str, Any], only: str = ""
 ) -> ConformanceReport:
-    """Run the suite, with these attributes, against a back end; pytest shows on standard output how it goes.
+    """Run the suite against a back end; pytest prints its progress on standard output.
 
-    A clause in which the process dies or hangs is broken, and those after it are not tried. ``only`` chooses clauses, as pytest's ``-k``.
+    A clause in which the process dies or hangs is broken, and those after it are not tried.
+
+    Args:
+        backend: The back end's name, or ``module:Class``.
+        options: Its options.
+        settings: Attributes of the suite to set.
+        only: Selects clauses, as pytest's ``-k`` does.
 
     Raises:
         ConfigError: There is no such back end, or it refuses the options.
-        TransportError: It cannot start.
+        TransportError: The back end cannot start.
     """
     about = _about(registry.load(backend), options, settings, only)
     begun = time.monotonic()
@@ -130,11 +136,11 @@ def run_suite(
 
 
 def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) -> str:
-    """Run pytest in a process of its own; returns in words how that ended."""
+    """Run pytest in a process of its own; return in words how that ended."""
     command = [sys.executable, "-m", "pytest", str(_FILE), "-q", "-rN", "--tb=short"]
     command += ["-c", os.devnull, "--rootdir", folder]
     command += ["-p", "no:cacheprovider", "-p", "kvxfer.testing.recorder", "--record", str(record)]
-    # Plugins and options of the environment are for other tests.
+    # Plugins and options from the environment are meant for other tests.
     environment = {**os.environ, SUBJECT: json.dumps(subject), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     child = subprocess.Popen([*command, *(["-k", only] if only else [])], env=environment)
@@ -148,7 +154,7 @@ def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) ->
                     size, until = grown, time.monotonic() + STUCK_S
                 if time.monotonic() < until:
                     continue
-                return f"it hangs: nothing came of it in {STUCK_S:g} s"
+                return f"it hangs: no result in {STUCK_S:g} s"
             return f"the process died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     finally:
         child.kill()
@@ -156,7 +162,7 @@ def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) ->
 
 
 def _results(lines: Iterable[str], ended: str) -> Iterable[CaseResult]:
-    """Read the record. What has begun and is not over is what the process ended in."""
+    """Read the record. A case that has begun and is not over is the one in which the process ended."""
     begun: dict[str, Any] | None = None
     found: dict[tuple[str, str], CaseResult] = {}
     for line in map(json.loads, lines):
@@ -204,7 +210,7 @@ def _about(cls: type[Transport], options: Mapping[str, Any], settings: Mapping[s
 
 
 def _release(cls: type[Transport]) -> str:
-    """Return the distribution that a back end came with."""
+    """Return the distribution that a back end comes from, with its version."""
     names = importlib.metadata.packages_distributions().get(cls.__module__.partition(".")[0], [])
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in dict.fromkeys(names)) or "none"
 
@@ -217,7 +223,7 @@ def _host() -> str:
 
 
 def _cell(value: object) -> str:
-    """Return a value as it can stand in a table."""
+    """Return a value as the text of a table cell."""
     if isinstance(value, Mapping):
         value = ", ".join(f"{k}: {_cell(v)}" for k, v in value.items())
     elif isinstance(value, list):

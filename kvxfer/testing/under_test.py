@@ -1,4 +1,4 @@
-"""The suite for whatever back end ``kvxfer conformance`` names, as a file that pytest can run."""
+"""The suite for the back end that ``kvxfer conformance`` names, as a file that pytest can run."""
 
 import json
 import os

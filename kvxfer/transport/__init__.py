@@ -1,4 +1,4 @@
-"""The contract between kvxfer and whatever moves the bytes, and the registry of back ends."""
+"""The contract between kvxfer and the back ends that move the bytes, and the registry that finds back ends."""
 
 from kvxfer.transport.contract import (
     CONTRACT_VERSION,

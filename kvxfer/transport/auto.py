@@ -1,9 +1,9 @@
-"""``backend: auto``: the back ends of an engine whose operator named none.
+"""``backend: auto``: choose back ends for an engine whose operator named none.
 
 Every installed back end that declares ``Transport.costs`` is a candidate, and so is one that the operator names as
-``module:Class`` in ``backend_options``. They come in the order of these costs. The first that works here is started at once;
+``module:Class`` in ``backend_options``. They are ordered by these costs. The first that works here is started at once;
 each link is then made with the first that both engines have and that can make it, so that peers on this host are reached
-straight and others over a network. Of the later ones no library is loaded before a link asks for it.
+directly and others over a network. The libraries of later ones are loaded only when a link needs them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _log = logging.getLogger("kvxfer.transport")
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``auto`` comes to on this machine.
+    """What ``auto`` chooses on this machine.
 
     Attributes:
-        backends: The one to start with and those for links that it cannot make, in order, by their declared names.
+        backends: The back end to start with, then those for links that it cannot make, in order, by their declared names.
         reason: What the probe of the first says.
         passed: Those that do not work here, or must not be used, and why.
     """
@@ -50,10 +50,10 @@ class Choice:
 
 
 def candidates(config: Config, devices: Iterable[str]) -> Mapping[str, Backend]:
-    """Return the back ends that an engine with KV on these devices may use, in order, by the names that they declare.
+    """Return the back ends that an engine with KV on these devices may use, in order, by their declared names.
 
     Raises:
-        ConfigError: The one that is named cannot be loaded, or ``auto`` finds none that works.
+        ConfigError: The configured back end cannot be loaded, or ``auto`` finds none that works.
     """
     if config.backend != AUTO:
         named = load(config.backend)
@@ -66,13 +66,13 @@ def candidates(config: Config, devices: Iterable[str]) -> Mapping[str, Backend]:
 
 
 def options_for(backend: Backend, config: Config) -> Mapping[str, Any]:
-    """Return what a back end gets: its options, and of the engine's settings those that it inherits.
+    """Return the options for a back end: its own, and those of the engine's settings that it inherits.
 
     Raises:
-        ConfigError: With ``auto``, ``backend_options`` has something else than the options of back ends.
+        ConfigError: With ``auto``, ``backend_options`` holds something other than options by back end.
     """
     options = _own(backend, config)
-    if backend.inherits & options.keys():  # an address set for the back end goes with none of the engine's
+    if backend.inherits & options.keys():  # an address set for the back end is not mixed with the engine's
         return options
     ours = {"listen": config.listen, "advertise": config.advertise or config.listen}
     return {**options, **{key: ours[key] for key in backend.inherits}}
@@ -81,17 +81,17 @@ def options_for(backend: Backend, config: Config) -> Mapping[str, Any]:
 def choose(
     memory: str, config: Config | None = None, probe_of: Callable[[Backend], Probe | None] | None = None
 ) -> Choice:
-    """Return the first candidate that works here, and those that may stand in for it.
+    """Return the first candidate that works here, and those for links that it cannot make.
 
-    Any thread; may take a second, since those up to the first that works are tried in this process.
+    Any thread; may take a second, since candidates are probed in this process until one works.
 
     Args:
-        memory: The kind of memory to move.
-        config: Of the engine, which may have a key, and options for some of them.
-        probe_of: What came of trying one, if that is known already.
+        memory: The kind of memory to move (``cpu``, ``cuda``).
+        config: The engine's settings, with options for some back ends and perhaps a key.
+        probe_of: Returns the probe of a back end if it is known already.
 
     Raises:
-        ConfigError: None works; the message has the reason of each.
+        ConfigError: None works; the message has the reason for each.
     """
     config = config or Config(backend=AUTO)
     objection = guard(config)
@@ -109,7 +109,7 @@ def choose(
 
 
 def _declared(memory: str, config: Config) -> tuple[list[Backend], dict[str, str]]:
-    """Candidates for a kind of memory, in the order of their costs, and those that cannot be loaded with the reason."""
+    """Return the candidates for a kind of memory, in the order of their costs, and why others cannot be loaded."""
     found: dict[str, Backend] = {}
     passed: dict[str, str] = {}
     for name in (*available(), *(key for key in config.backend_options if ":" in key)):
@@ -119,7 +119,7 @@ def _declared(memory: str, config: Config) -> tuple[list[Backend], dict[str, str
             passed[name] = str(e)
             continue
         if found.setdefault(backend.name, backend) is not backend:
-            passed[name] = f"another back end is called {backend.name!r}, too"
+            passed[name] = f"another back end is called {backend.name!r} too"
 
     def cost(backend: Backend) -> tuple[bool, int, str]:
         return memory not in backend.costs, backend.costs.get(memory, 0), backend.name
@@ -130,7 +130,7 @@ def _declared(memory: str, config: Config) -> tuple[list[Backend], dict[str, str
 def _beside(
     first: Backend, rest: Iterable[Backend], objection: Callable[[Backend], str | None], passed: dict[str, str]
 ) -> list[Backend]:
-    """Those of ``rest`` that may be used, and go together with what comes before them."""
+    """Return those of ``rest`` that may be used, and share no exclusive library with those before them."""
     taken, kept = set(first.exclusive), []
     for backend in rest:
         if taken & backend.exclusive:
@@ -144,7 +144,7 @@ def _beside(
 
 
 def _own(backend: Backend, config: Config) -> Mapping[str, Any]:
-    """Return what of the configured options a back end gets: all of them, or with ``auto`` those under its name."""
+    """Return a back end's options from the configuration: all of them, or with ``auto`` those under its name."""
     if config.backend != AUTO:
         return config.backend_options
     mine: Mapping[str, Any] = {}

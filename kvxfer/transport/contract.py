@@ -1,31 +1,30 @@
-"""The contract a back end fulfils: move bytes between registered memory of two processes.
+"""The contract of a back end: it moves bytes between registered memory of two processes.
 
-No word of KV, requests or engines appears here. A back end is a class derived from ``Transport``, found through
-the entry point group ``kvxfer.backends``, and proved by subclassing ``kvxfer.testing.ConformanceSuite``.
+It says nothing of KV, requests or engines. A back end is a class derived from ``Transport``, found through
+the entry point group ``kvxfer.backends``, and tested by subclassing ``kvxfer.testing.ConformanceSuite``.
 
-**Threads.** One thread (the agent's data thread) makes the object and calls every method; it may call from
-another thread only ``close`` after that thread has ended. No method may block for longer than ``Capabilities.
-may_block_s`` says.
+**Threads.** One thread (the agent's data thread) makes the object and calls every method. Another thread may call only
+``close``, and only after that thread has ended. No method may block for longer than ``Capabilities.may_block_s``.
 
-**Memory.** ``register`` takes a list of regions and gives them one flat offset space (``flat_starts``); batches speak
-of ``(memory, flat offset, length)``. Memories are numbered 0, 1, 2 ... in the order of registration; the peer names
-them by these numbers. Memory may be registered and given back at any time; a link knows what was registered when its endpoint
-was made, and later memory is reached by links made later. Batches of peers do not count for ``deregister``: what they begin
-afterwards fails, at the latest once the links that lent the memory are closed.
+**Memory.** ``register`` takes a list of regions and gives them one flat offset space (``flat_starts``); batches refer to
+bytes by ``(memory, flat offset, length)``. Memories are numbered 0, 1, 2 ... in the order of registration; the peer names
+them by these numbers. Memory may be registered and deregistered at any time. A link reaches the memory that was registered
+when its endpoint was made; memory registered later is reached by later links. Batches of peers do not keep ``deregister``
+from succeeding: those that they begin afterwards fail, at the latest once the links that lent the memory are closed.
 
-**Peers.** Either side calls ``endpoint`` once for every new link and sends the bytes to the other side by a channel of
-its own; then both call ``connect(mine, theirs)``, or ``withdraw`` if nothing comes of it. ``connect`` returns at once;
+**Peers.** For every new link, each side calls ``endpoint`` once and sends the bytes to the other side over kvxfer's control
+connection; then both call ``connect(mine, theirs)``, or ``withdraw`` if the link is not made. ``connect`` returns at once;
 batches for a link that is still being made wait inside the back end. Two links between the same two agents are independent.
 
-**Verbs.** ``READ`` and ``WRITE`` are one-sided: only one side submits. ``SEND`` and ``RECV`` are two-sided: both submit
-batches with the same ``lengths`` in the same order on a link and direction, and both carry the same ``stream`` number, so a back
-end without tags needs none and one with tags can check. The numbers rise, for each link and direction by itself, from
-anywhere and with gaps of any size. Neither half is submitted before both sides agreed to go.
+**Verbs.** ``READ`` and ``WRITE`` are one-sided: only one side submits. ``SEND`` and ``RECV`` are two-sided: for each link and
+direction, both sides submit batches with the same ``lengths`` in the same order, and with the same ``stream`` number, so that
+a back end without tags can match them by order and one with tags can check. Stream numbers rise, separately for each link
+and direction, from any start and with gaps of any size. Neither half is submitted before both sides have agreed to it.
 
 **Completion.** Every accepted batch ends in exactly one ``Completion`` from ``poll``. Success means that all bytes are
-*visible* at the target to anyone told over any other channel. ``quiet`` says that this batch can no longer
-read or write memory on this side; a failed batch that is not quiet gets quiet by ``Capabilities.quiet``, and may be followed by
-a second word, ``Quieted``, when it is.
+*visible* at the target to anyone who is told so over any other channel. ``quiet`` means that this batch can no longer
+read or write memory on this side. A failed batch that is not quiet becomes so as ``Capabilities.quiet`` says, and ``poll``
+may then return a ``Quieted`` for it.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ __all__ = [
 ]
 
 CONTRACT_VERSION = 2
-"""The newest contract. Raised when a back end that uses all of it could misbehave on an older kvxfer."""
+"""The newest contract. It goes up when a back end written for it could misbehave with an older kvxfer."""
 
 CONTRACTS = frozenset({1, 2})
-"""Contracts that are taken, compared with ``Transport.contract`` at load. 1 is 2 without ``Quieted``, and refuses memory that is registered
-after the first ``endpoint``."""
+"""The contracts that a back end may declare (``Transport.contract``), checked when it is loaded. Contract 1 has no ``Quieted``, and
+does not allow memory to be registered after the first ``endpoint``."""
 
 
 class Verb(enum.StrEnum):
@@ -86,7 +85,7 @@ class Batch:
         local_offsets: Flat offset of each run in ``local``, int64 ``[n]``.
         remote: Number of the memory at the peer, for ``READ`` and ``WRITE``.
         remote_offsets: Flat offset of each run in ``remote``, int64 ``[n]``; ``None`` for ``SEND`` and ``RECV``, where the
-            other place is the peer's business.
+            peer's batch has them.
         stream: Number of the stream, for ``SEND`` and ``RECV``.
     """
 
@@ -129,7 +128,7 @@ class PlanBatch:
 
 @dataclass(frozen=True)
 class Completion:
-    """The one end of a batch. ``error`` is ``None`` on success, else names the peer and the cause."""
+    """The end of a batch, of which there is exactly one. ``error`` is ``None`` on success, else names the peer and the cause."""
 
     batch: int
     error: Exception | None = None
@@ -138,7 +137,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Quieted:
-    """The second word on a batch that ended without being quiet: it reads and writes no memory of this side any more."""
+    """Follows the completion of a batch that was not quiet: it no longer reads or writes memory of this side."""
 
     batch: int
 
@@ -147,19 +146,21 @@ class Quieted:
 class Capabilities:
     """What a back end can do, fixed when it is made.
 
-    ``verbs``: what ``submit`` takes (``SEND`` and ``RECV`` together or not at all).
-    ``memory``: kinds of region it moves (``cpu``, ``cuda``).
-    ``elastic``: takes regions whose pages are mapped anew while they are registered: each batch finds the pages of its moment. A
-    registration that keeps pages (pinned for a card, exported to another process) must not say so; then what is elastic goes staged.
-    ``run_bytes``: below this average run length packing into one long run is cheaper than submitting the runs.
-    ``gathers``: takes many runs a batch at small cost (false: the session gives it single long runs, staged).
-    ``factored``: takes a ``PlanBatch`` as well as a ``Batch``.
-    ``may_block_s``: longest time, in seconds, for which one call holds the data thread up, by computing or by waiting, on a host that has a
-    processor for it. Making and closing a back end may take longer.
-    ``abort``: what ``abort`` ends: one ``batch``, or everything with that ``peer``.
-    ``quiet``: what makes this side's memory quiet after a failure: the failed ``batch``'s completion, closing the peer
-    (``peer_close``), time (``later``: a ``Quieted`` follows when the library is done; if that takes too long, closing the whole back
-    end), closing the whole back end (``backend_reset``), or ``never``.
+    Attributes:
+        verbs: What ``submit`` takes (``SEND`` and ``RECV`` together or not at all).
+        memory: The kinds of region that it moves (``cpu``, ``cuda``).
+        elastic: Whether it takes regions whose pages may be remapped while they are registered, so that each batch must use
+            the pages mapped at the time. A back end whose registration pins pages (for a card, or exported to another process)
+            must leave this false; elastic memory is then moved staged.
+        run_bytes: Below this average run length, packing into one long run is cheaper than submitting the runs.
+        gathers: Whether a batch of many runs costs little more than one of a single run. If not, all is staged as long runs.
+        factored: Whether it takes a ``PlanBatch`` as well as a ``Batch``.
+        may_block_s: The longest time, in seconds, for which a call holds up the data thread, computing or waiting, on a host
+            that has a processor to spare for it. Making and closing a back end may take longer.
+        abort: What ``abort`` ends: that ``batch``, or everything on the link to that ``peer``.
+        quiet: What makes this side's memory quiet after a failure: the failed ``batch``'s completion, closing the link
+            (``peer_close``), time (``later``: a ``Quieted`` follows when the library is done; if that takes too long, the back
+            end is closed), closing the back end (``backend_reset``), or nothing (``never``).
     """
 
     verbs: frozenset[Verb]
@@ -173,15 +174,15 @@ class Capabilities:
     quiet: Literal["batch", "peer_close", "later", "backend_reset", "never"] = "batch"
 
     def moves(self, region: Region) -> bool:
-        """Tell whether the back end takes this region, by its kind of memory and by how its pages are mapped."""
+        """Return whether the back end takes this region, by its kind of memory and by whether it is elastic."""
         return region.device.partition(":")[0] in self.memory and (self.elastic or not region.elastic)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Whether a back end can be used in this process, and why or why not, in words for a user.
+    """Whether a back end can be used in this process, and the ``reason`` why or why not, in words for a user.
 
-    ``memory``: kinds it could move here; ``facts``: versions and settings for ``kvxfer doctor``.
+    ``memory``: the kinds that it could move here; ``facts``: versions and settings for ``kvxfer doctor``.
     """
 
     usable: bool
@@ -205,34 +206,32 @@ class Transport(ABC):
     name: ClassVar[str]
     contract: ClassVar[int]
     inherits: ClassVar[frozenset[str]] = frozenset()
-    """Options that an agent fills in from its own settings where the user set none of them: of ``listen`` (address to
-    bind to) and ``advertise`` (host name or address for peers), those that this back end has."""
+    """Those of the options ``listen`` (address to bind to) and ``advertise`` (host name or address for peers) that this back
+    end has. The agent fills them in from its own settings if the user set none of them."""
     guarded: ClassVar[Literal["always", "loopback", "never"]] = "never"
-    """Whether whoever reaches what it opens gets nothing from it, unless he shows a secret that this side's endpoint has told the
-    peer of a link: ``always``; only while its ``listen`` is a ``loopback`` address; or ``never``, which is also for one that opens
-    ports elsewhere. An agent that has a key, or listens beyond loopback, takes one that is not guarded there only if the operator has
-    named it."""
+    """When its ports and sockets are of no use to anyone but peers who know a secret from this side's endpoint: ``always``; only
+    while its ``listen`` is a ``loopback`` address; or ``never``, also for a back end that opens ports elsewhere. An agent that
+    has a key, or listens beyond loopback, uses a back end that is not guarded there only if the operator has named it."""
     opens_later: ClassVar[str] = ""
-    """Ports that it opens once links are made and used, and not before, in words for ``kvxfer doctor``: where, and by whom."""
+    """Ports that it opens only once links are made and used: where and by whom, in words for ``kvxfer doctor``."""
     encrypted_by: ClassVar[str] = ""
-    """The option, true or false, by which it encrypts what it moves, for ``kvxfer doctor``; empty where it has none."""
+    """The name of the boolean option by which it encrypts what it moves, for ``kvxfer doctor``; empty if it has none."""
 
     costs: ClassVar[Mapping[str, int]] = {}
-    """What it costs to move each kind of memory (``cpu``, ``cuda``), in figures by which ``auto`` compares back ends.
+    """The cost of moving each kind of memory (``cpu``, ``cuda``), as numbers by which ``auto`` compares back ends.
 
-    The least comes first; a kind without a figure is not taken. For orientation: 10, straight from one memory into the other;
-    20, reads or writes that a network card carries out; 30, messages; 40, messages that take part of a GPU; 90, copies through
-    the network of the host."""
+    The lowest is tried first; without a number, ``auto`` does not use it for that kind. As a guide: 10 for copies directly from
+    one memory into the other, 20 for reads or writes by a network card, 30 for messages, 40 for messages that occupy part of a
+    GPU, 90 for copies through the host's network stack."""
     libraries: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """What it needs, for ``kvxfer doctor``: a library's name, and names of distributions one of which has it."""
+    """The libraries that it needs, for ``kvxfer doctor``: by name, the distributions of which one brings it."""
     last_resort: ClassVar[bool] = False
-    """Whether ``auto`` takes it also for a kind of memory that it cannot move, after all that can: through host memory."""
+    """Whether ``auto`` also uses it for a kind of memory that it cannot move, after all that can, staged through host memory."""
     exclusive: ClassVar[frozenset[str]] = frozenset()
-    """Libraries of which a process can have only one at work, such as ``ucx``: two back ends that both bring one do not go
-    together."""
+    """Libraries that a process can use only once, such as ``ucx``: ``auto`` does not combine two back ends that name the same."""
     tells: ClassVar[Mapping[str, str]] = {}
-    """What in the environment makes its library log how it moves bytes, for ``kvxfer doctor --peer``, which shows what ``carried_by``
-    finds in that log."""
+    """Environment variables that make its library log how it moves bytes, for ``kvxfer doctor --peer``, which shows what
+    ``carried_by`` finds in that log."""
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self.agent = agent
@@ -240,11 +239,11 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> Probe:
-        """Say whether this back end works here. Loads its library if it must, leaves no trace, never raises."""
+        """Return whether this back end works here. May load its library, leaves no trace, never raises."""
 
     @classmethod
     def carried_by(cls, log: str) -> str | None:
-        """Return what moves the bytes of its links, in its library's words, by the log of a process; ``None`` if that does not say."""
+        """Return what moves the bytes, in the words of its library's log; ``None`` if the log does not say."""
         return None
 
     @property
@@ -253,7 +252,7 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> int:
-        """Make memory known, and return its number.
+        """Register memory, and return its number.
 
         Raises:
             TransportError: It cannot move such memory.
@@ -261,21 +260,20 @@ class Transport(ABC):
 
     @abstractmethod
     def deregister(self, memory: int) -> None:
-        """Forget memory.
+        """Deregister memory.
 
         Raises:
-            TransportError: It is unknown, or a batch in flight still uses it.
+            TransportError: The memory is unknown, or a batch of this side still uses it.
         """
 
     @abstractmethod
     def endpoint(self) -> bytes:
-        """Return what a peer needs to connect, fresh for every link; at most 1 MiB, safe to send anywhere."""
+        """Return what a peer needs to connect, fresh for every link, as at most 1 MiB."""
 
     def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
-        """Return an ``endpoint`` for a link whose peer needs only these memories.
+        """Return an ``endpoint`` for a link whose peer only reads these memories, or writes to them if ``writable``.
 
-        It reads them, or writes to them if ``writable``. A back end that can keep the rest
-        from the peer does so; this one shows it all that is registered.
+        A back end that can keep all other memory from the peer does so; this default does not.
         """
         return self.endpoint()
 
@@ -284,48 +282,48 @@ class Transport(ABC):
         """Open a link from both sides' endpoints and return its number.
 
         Raises:
-            TransportError: A malformed or incompatible endpoint; an unreachable peer may show only in the
+            TransportError: An endpoint is malformed or incompatible. That a peer is unreachable may show only in the
                 completions of its batches.
         """
 
     def withdraw(self, endpoint: bytes) -> None:  # noqa: B027
-        """Give back what is kept for an endpoint whose link will not be made.
+        """Release what is kept for an endpoint whose link will not be made.
 
-        One that was connected or withdrawn before is ignored.
+        An endpoint that was connected or withdrawn before is ignored.
         """
 
     @abstractmethod
     def disconnect(self, peer: int) -> None:
-        """Close a link at once. Batches in flight complete with an error (from ``poll``), never silently."""
+        """Close a link at once. Batches in flight on it end with an error from ``poll``, never silently."""
 
     @abstractmethod
     def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         """Start a batch and return its number, unique in this object.
 
-        With ``after``, nothing is touched before the fence has passed.
+        With ``after``, no memory is touched before the fence has passed.
 
         Raises:
-            TransportError: An unknown peer, offsets outside registered memory, or a verb or memory kind that
-                ``capabilities`` lacks; then nothing was started.
+            TransportError: The peer is unknown, an offset is outside registered memory, or ``capabilities`` lacks the verb
+                or the kind of memory. Nothing was started.
         """
 
     @abstractmethod
     def poll(self) -> Sequence[Completion | Quieted]:
-        """Return what has ended, and what has become quiet, since the last call; drives progress.
+        """Make progress; return what has ended, and what has become quiet, since the last call.
 
         Never blocks longer than ``may_block_s``.
         """
 
     @abstractmethod
     def abort(self, batch: int) -> None:
-        """End a batch (or all of its peer's, see ``Capabilities.abort``) soon; its completion still comes from ``poll``.
+        """Have a batch (or all of its link, see ``Capabilities.abort``) end soon; the completion still comes from ``poll``.
 
         Unknown or finished numbers are ignored.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End everything and give all resources back.
+        """End everything and release all resources.
 
         After it returns, memory is quiet unless ``quiet`` is ``never``. Idempotent.
 
@@ -334,18 +332,15 @@ class Transport(ABC):
         """
 
     def lost(self, peer: int) -> Failure | None:
-        """Return why a link is of no more use (its batches will all fail), or ``None`` while that is not known.
+        """Return why all further batches of a link will fail, or ``None`` while that is not known.
 
-        The session asks when a batch has failed and before each part that it moves, and makes a lost link anew. Must
+        The agent asks when a batch has failed and before each part that it moves, and makes a lost link anew. Must
         not block.
         """
         return None
 
     def fileno(self) -> int | None:
-        """Return a descriptor that polls readable when ``poll`` should be called.
-
-        ``None``: ``poll_interval_s`` counts.
-        """
+        """Return a descriptor that polls readable when ``poll`` should be called; ``None`` to go by ``poll_interval_s``."""
         return None
 
     @property

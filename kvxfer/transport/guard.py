@@ -1,6 +1,6 @@
-"""Which back ends an engine takes that has a key, or that others than this host reach.
+"""Which back ends an engine may use if it has a key, or if other hosts can reach it.
 
-Those whose connections ask for a secret, too, or that the operator has named.
+These are the back ends whose connections also demand a secret, and those that the operator has named.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _ANYBODY = "whoever reaches the ports that it opens {where} needs no key, and ca
 
 
 def guard(config: Config) -> Callable[[type[Transport]], str | None]:
-    """Return a function that tells why an engine with these settings must not take a back end, or ``None`` if it may.
+    """Return a function that says why an engine with these settings must not use a back end, or ``None`` if it may.
 
-    One that the operator has named, as ``backend`` or in ``backend_options``, is taken with a warning.
+    A back end that the operator has named, as ``backend`` or in ``backend_options``, is allowed with a warning.
     """
 
     def objection(backend: type[Transport]) -> str | None:
         if guarded(backend, config.listen) or (config.key_file is None and loopback(config.listen)):
             return None
-        why = "a key is set" if config.key_file is not None else f"others reach {config.listen}"
+        why = "a key is set" if config.key_file is not None else f"other hosts can reach {config.listen}"
         where = "" if backend.guarded == "never" else f"at {config.listen}"
         what = _ANYBODY.format(where=where).replace("  ", " ")
         if any(called(backend, name) for name in (config.backend, *config.backend_options)):
             _log.warning("back end %s is used although %s, since it was asked for by name: %s", backend.name, why, what)
             return None
-        return f"{why}, and {what} (name it in 'backend' or 'backend_options' to take it all the same)"
+        return f"{why}, and {what} (name it in 'backend' or 'backend_options' to use it all the same)"
 
     return objection
 
 
 def guarded(backend: type[Transport], listen: str) -> bool:
-    """Return whether what a back end opens obeys nobody but the peers of its links, when it listens there."""
+    """Return whether a back end that listens there serves nobody but the peers of its links."""
     return backend.guarded == "always" or (backend.guarded == "loopback" and loopback(listen))
 
 
 def who(backend: type[Transport], listen: str) -> str:
-    """Return who may speak to a back end's ports, in words."""
+    """Describe who can use a back end's ports."""
     if guarded(backend, listen):
         return "the peers of its links, which know a secret of each"
-    return "anybody who reaches them: put a firewall before them"
+    return "anybody who reaches them: put a firewall in front of them"

@@ -14,17 +14,17 @@ GROUP = "kvxfer.backends"
 
 
 def available() -> dict[str, str]:
-    """Names of installed back ends and the ``module:Class`` each stands for. Imports none of them."""
-    from importlib.metadata import entry_points  # here, since it costs a sixth of what importing kvxfer does
+    """Return the names of installed back ends, with the ``module:Class`` of each. Imports none of them."""
+    from importlib.metadata import entry_points  # here, since it takes a sixth as long as importing kvxfer
 
     return {ep.name: ep.value for ep in sorted(entry_points(group=GROUP), key=lambda ep: ep.name)}
 
 
 def load(name: str) -> type[Transport]:
-    """Return the class of back end ``name``.
+    """Return the class of the back end with this name, or of this ``module:Class``.
 
     Raises:
-        ConfigError: It is unknown, broken or of another contract.
+        ConfigError: The back end is unknown, cannot be loaded, or is written for another contract.
     """
     target = name if ":" in name else available().get(name)
     if target is None:
@@ -42,12 +42,12 @@ def load(name: str) -> type[Transport]:
         raise ConfigError(f"back end {name!r} ({target}) is not a kvxfer.transport.Transport class")
     if not getattr(cls, "name", ""):
         raise ConfigError(
-            f"back end {name!r} ({target}) has no name: its class needs `name = ...`, by which peers know it"
+            f"back end {name!r} ({target}) has no name: its class needs `name = ...`, the name by which peers know it"
         )
     contract = getattr(cls, "contract", None)
     if contract is None:
         raise ConfigError(
-            f"back end {name!r} ({target}) does not say for which transport contract it was written: its class needs "
+            f"back end {name!r} ({target}) does not say which transport contract it was written for: its class needs "
             f"`contract = N`, and this kvxfer speaks {_contracts()}"
         )
     if contract not in CONTRACTS:
@@ -71,7 +71,7 @@ def called(backend: type[Transport], name: str) -> bool:
 
 
 def known(name: str) -> bool:
-    """Return whether a back end may have this name, here or on another host where more is installed."""
+    """Return whether this can be the name of a back end, here or on another host with more installed."""
     if ":" in name or name in available() or _extra(name) in _extras():
         return True
     return any(_declares(other, name) for other in available())
@@ -89,12 +89,12 @@ def _contracts() -> str:
 
 
 def _extras() -> list[str]:
-    """Extras of the core: what is published beside it, back ends among them."""
+    """Return the extras of the core: everything that is published beside it, back ends included."""
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
         return metadata("kvxfer").get_all("Provides-Extra") or []
-    except PackageNotFoundError:  # it runs from a folder
+    except PackageNotFoundError:  # kvxfer is not installed, but runs from a folder
         return []
 
 

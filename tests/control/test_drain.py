@@ -75,7 +75,7 @@ def test_what_is_not_fetched_in_time_fails_at_once_and_says_so(node: Make) -> No
     p.process.terminate()
     end = d.settled(name("half"))
     assert DRAIN_S - 0.1 < time.monotonic() - at < DRAIN_S + 2
-    assert end.outcome.kind is K.PEER_LOST and "the engine stops" in str(end.outcome), end
+    assert end.outcome.kind is K.PEER_LOST and "the engine is stopping" in str(end.outcome), end
     d.fetch(name("forgotten"), p.source, [7], 4)
     late = d.settled(name("forgotten"))
     assert late.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE} and late.seconds < 1

@@ -38,7 +38,10 @@ def test_one_that_encrypts_and_one_that_does_not(engine: Callable[..., Engine], 
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     failure = d.wait(Ended)[0].outcome.failure
     assert failure is not None
-    assert "encrypts and" in failure.detail and f"set option 'encrypt' of back end '{backend}' alike" in failure.detail
+    assert (
+        "encrypts and" in failure.detail
+        and f"set option 'encrypt' of back end '{backend}' to the same value" in failure.detail
+    )
     assert np.array_equal(d.block(5), before)
 
 

@@ -69,7 +69,7 @@ def test_auto_takes_what_moves_it_straight(
     assert not engines.staged
     assert {link.backend for side in engines.sides for link in side.agent.links()} == {"cma"}
     said = [r.getMessage() for r in caplog.records if "is elastic" in r.getMessage()]
-    assert len(said) == sum(elastic) and all(text.endswith("back end cma moves it straight") for text in said)
+    assert len(said) == sum(elastic) and all(text.endswith("back end cma moves it directly") for text in said)
 
 
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
@@ -92,7 +92,7 @@ def test_a_kept_registration_is_caught(room: Callable[..., Room], layouts: Any) 
 def test_back_ends_that_keep_pages_refuse_elastic_memory() -> None:
     pages = ElasticPages(1, 0)
     back_end = FakeTransport("a", {"elastic": False, "verbs": [Verb.READ]})
-    with pytest.raises(TransportError, match="elastic memory goes staged"):
+    with pytest.raises(TransportError, match="cannot move elastic memory"):
         back_end.register([Region(pages.address, PAGE, elastic=True)])
     back_end.close()
     pages.close()

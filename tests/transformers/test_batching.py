@@ -181,7 +181,7 @@ def test_running_requests_come_before_offers(caplog) -> None:
         m = managers(stack, "full", blocks=8)
         prompts = [prompt(60, seed) for seed in range(4)]
         tickets = [ticket_of(m, ids) for ids in prompts]
-        assert "taken back unread" in caplog.text
+        assert "offers unread" in caplog.text
         fetched = [m.consumer.add_fetch(ticket, ids) for ticket, ids in zip(tickets, prompts, strict=True)]
         got = [result.generated_tokens for result in results(m.decode, *fetched)]
         assert got == [expected(m, ids) for ids in prompts]

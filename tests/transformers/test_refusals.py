@@ -51,8 +51,8 @@ def test_quantised_caches_are_refused(full: Pair) -> None:
     ("cache", "word"),
     [
         (lambda config: EncoderDecoderCache(DynamicCache(), DynamicCache()), "EncoderDecoderCache"),
-        (lambda config: None, "NoneType is no transformers Cache"),
-        (lambda config: ((torch.zeros(1, 2, 3, 4),) * 2,), "tuple is no transformers Cache"),
+        (lambda config: None, "NoneType is not a transformers Cache"),
+        (lambda config: ((torch.zeros(1, 2, 3, 4),) * 2,), "tuple is not a transformers Cache"),
         (lambda config: DynamicCache(config=config), "0 layers"),
     ],
 )

@@ -78,7 +78,7 @@ def test_what_auto_takes(key: bool, listen: str, options: dict[str, Any], left: 
     for name in {"loose", "open", "near"} - set(left):
         assert name in caplog.text and "needs no key" in caplog.text
     for name in options:
-        why = "a key is set" if key else f"others reach {listen}"
+        why = "a key is set" if key else f"other hosts can reach {listen}"
         assert f"back end {load(name).name} is used although {why}" in caplog.text
 
 

@@ -12,13 +12,14 @@ __all__ = ["Options"]
 
 
 class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What can be set.
+    """``backend_options`` of back end ``cma``.
 
     Attributes:
-        mode: ``vm`` copies straight between the processes, ``shm`` through shared memory (one more copy), ``auto`` takes ``vm`` where
-            the kernel permits it and ``shm`` elsewhere, for each link.
-        allow_ptrace: Let every process of this user access this one's memory, where Yama would only let parents.
-        threads: How many copy a large batch at the same time, straight between the processes.
+        mode: ``vm`` copies directly between the processes, ``shm`` through shared memory (one more copy); ``auto`` uses ``vm`` for
+            each link for which the kernel permits it, and ``shm`` for others.
+        allow_ptrace: Whether to let every process of this user access this one's memory if Yama (``ptrace_scope``) would only
+            let its parents.
+        threads: How many threads copy a large batch directly between the processes at the same time.
     """
 
     backend = "cma"

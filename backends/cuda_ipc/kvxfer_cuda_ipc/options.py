@@ -12,12 +12,12 @@ __all__ = ["Options"]
 
 
 class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What can be set.
+    """``backend_options`` of back end ``cuda_ipc``.
 
     Attributes:
-        engine: ``kernel`` copies with a kernel, ``copy`` leaves it to the GPU's copy engines, which cost no multiprocessor and much time
-            for each run.
-        ctas: Blocks of 1024 threads of the kernel, each of which keeps a multiprocessor busy while it lasts.
+        engine: ``kernel`` copies with a kernel; ``copy`` uses the GPU's copy engines, which occupy no multiprocessor but take
+            much time for each run.
+        ctas: The number of the kernel's thread blocks, of 1024 threads each; each keeps a multiprocessor busy while it runs.
     """
 
     backend = "cuda_ipc"

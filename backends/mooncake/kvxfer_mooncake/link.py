@@ -56,7 +56,7 @@ class Link:
                 self.peer.posted += 1
 
     def take_in(self, engine: LibraryEngine, now: float) -> None:
-        """Take in what a look has found, if it has ended."""
+        """Process what a look has found, if it has ended."""
         if self._request is None or (succeeded := engine.ended(self._request)) is None:
             return
         self._request = None

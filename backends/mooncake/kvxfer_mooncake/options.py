@@ -15,11 +15,11 @@ __all__ = ["Options"]
 
 
 class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``backend_options`` of back end ``mooncake``. There is no ``listen``: Mooncake binds to all addresses, whatever it is told.
+    """``backend_options`` of back end ``mooncake``. There is no ``listen``, since Mooncake always binds to all addresses.
 
     Attributes:
         advertise: This host's address or name, by which peers reach Mooncake's ports here.
-        protocol: How Mooncake moves the bytes. ``tcp``, also where there are RDMA cards; or ``rdma``, over those that it finds.
+        protocol: How Mooncake moves the bytes: ``tcp``, even if there are RDMA cards; or ``rdma``, over the cards that it finds.
     """
 
     backend = "mooncake"
@@ -32,7 +32,7 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         parsed = super().parse(options)
         if everywhere(parsed.advertise):
             raise ConfigError(
-                f"{cls.naming().format('advertise')} is {parsed.advertise!r}, which is no address that a peer could dial; "
+                f"{cls.naming().format('advertise')} is {parsed.advertise!r}, which peers cannot dial; "
                 "set it to this host's name or address"
             )
         return parsed

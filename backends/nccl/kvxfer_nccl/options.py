@@ -12,16 +12,16 @@ __all__ = ["Options"]
 
 
 class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What can be set; ``listen`` and ``port`` are for the small connections that accompany links.
+    """``backend_options`` of back end ``nccl``; ``listen`` and ``port`` are for the small connections that accompany links.
 
     Attributes:
-        channels: Thread blocks (NCCL: CTAs) that one message may use, on both GPUs. More move faster, take more device memory and more
-            from the model's kernels. Of two sides that differ, the fewer.
-        priority: Of the stream that transfers run on; ``normal`` is the lowest that CUDA has.
-        idle_close_s: Seconds without a transfer after which a communicator is closed, which gives its memory back.
-        init_timeout_s: Seconds that the making of a communicator may take.
-        abort_timeout_s: Seconds that NCCL gets to abort one, before its memory counts as still in use.
-        connect_timeout_s: Seconds until a link that is not yet made counts as failed.
+        channels: How many thread blocks (NCCL: CTAs) one message may use, on both GPUs. More are faster, but take more device
+            memory and slow down the model's kernels more. If the sides differ, the smaller number is used.
+        priority: The priority of the stream that transfers run on; ``normal`` is the lowest that CUDA has.
+        idle_close_s: Seconds without a transfer after which a communicator is closed to free its memory.
+        init_timeout_s: The most seconds that making a communicator may take.
+        abort_timeout_s: The most seconds for NCCL to abort a communicator, before its memory counts as still in use.
+        connect_timeout_s: Seconds after which a link that is not made yet counts as failed.
     """
 
     backend = "nccl"

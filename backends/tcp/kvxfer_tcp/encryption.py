@@ -162,7 +162,7 @@ class _SealedPipe(Pipe):
         return nbytes
 
     def _fill(self) -> bool:
-        """Take in what has come, up to the end of a record; returns whether there is text."""
+        """Process what has come, up to the end of a record; returns whether there is text."""
         while not self._text:
             try:
                 count = self.socket.recv_into(self._part[self._got :])

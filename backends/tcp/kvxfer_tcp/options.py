@@ -14,14 +14,15 @@ MOST_CONNECTIONS = 64
 
 
 class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The options, checked.
+    """``backend_options`` of back end ``tcp``.
 
     Attributes:
-        connections: TCP connections of a link in each direction in which it reads; the lesser of both sides' counts.
-        connect_timeout_s: Seconds after which a peer that does not answer is unreachable.
-        heartbeat_s: Seconds of silence after which the kernel asks whether a peer's host is there; after five times as
-            many without an answer the link is dead.
-        encrypt: Whether all that travels is encrypted; alike on both sides.
+        connections: The number of TCP connections of a link, in each direction in which it reads; the smaller count of both
+            sides is used.
+        connect_timeout_s: Seconds after which a peer that does not answer counts as unreachable.
+        heartbeat_s: Seconds of silence after which the kernel probes whether a peer's host is there; after five times as
+            many without an answer, the link is dead.
+        encrypt: Whether everything on the wire is encrypted; must be the same on both sides.
     """
 
     backend = "tcp"

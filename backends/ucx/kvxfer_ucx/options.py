@@ -37,10 +37,11 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
     """``backend_options`` of back end ``ucx``.
 
     Attributes:
-        listen: Where UCX opens ports. A loopback address, the default: nowhere, since it uses nothing but shared memory and
-            GPUs; another one: at the network device that has it; ``0.0.0.0``: at all. See ``kvxfer.backend.ucx``.
-        ports: Range of TCP ports to take them from, as in ``"20000-20999"``; ``None``: any. Each link takes one for each device.
-        connect_timeout_s: Seconds until a link that is not yet made counts as failed.
+        listen: Where UCX opens ports. With a loopback address, the default, nowhere: it then uses only shared memory and
+            GPUs. With another address, on the network device that has it; with ``0.0.0.0``, on all devices. See
+            ``kvxfer.backend.ucx``.
+        ports: The range of TCP ports to use, as in ``"20000-20999"``; ``None`` for any. Each link takes one for each device.
+        connect_timeout_s: Seconds after which a link that is not made yet counts as failed.
         ucx: Settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.
     """
 

@@ -12,14 +12,14 @@ __all__ = ["Options"]
 
 
 class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What can be set.
+    """``backend_options`` of back end ``zmq``.
 
     Attributes:
-        protocol: ``tcp``, or ``ipc`` (a Unix socket) between processes of one host.
-        io_threads: Threads of ZeroMQ; one moves about 4 GB/s.
-        encrypt: Whether all that travels is encrypted (CurveZMQ); alike on both sides.
-        connect_timeout_s: Period after which a peer that does not answer is unreachable.
-        heartbeat_s: Period between signs of life; after five without one a link is dead.
+        protocol: ``tcp``, or ``ipc`` (Unix sockets) between processes of one host.
+        io_threads: The number of ZeroMQ's threads; one moves about 4 GB/s.
+        encrypt: Whether everything on the wire is encrypted (CurveZMQ); must be the same on both sides.
+        connect_timeout_s: Seconds after which a peer that does not answer counts as unreachable.
+        heartbeat_s: Seconds between signs of life; after five times as many without one, a link is dead.
     """
 
     backend = "zmq"

@@ -102,7 +102,7 @@ class DecodeRank:
                 self._manager.fail(note.room, str(error))
 
     def failed(self, note: AttemptFailed) -> None:
-        """Take in that a prefill rank has given a request up, and tell the others: a later stage tells no earlier one."""
+        """Record that a prefill rank has given a request up, and tell the others: a later stage tells no earlier one."""
         with self._lock:
             receiving = self._current(note.room, note.attempt)
             if receiving is None:
@@ -128,7 +128,7 @@ class DecodeRank:
             return all(receiving.room != room for receiving in self._fetches.values())
 
     def heard(self, event: Event) -> None:
-        """Take in what became of a fetch."""
+        """Process what became of a fetch."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         with self._lock:

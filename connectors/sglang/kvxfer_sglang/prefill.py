@@ -65,7 +65,7 @@ class PrefillRank:
         self._rank = rank
 
     def wanted(self, note: PagesWanted) -> None:
-        """Take in where a decode rank hears of a request; the last of them lets the scheduler go on with it."""
+        """Record where a decode rank hears of a request; the last of them lets the scheduler go on with it."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager = self._manager
@@ -161,7 +161,7 @@ class PrefillRank:
             self._manager.tell(note.endpoint, note.dst_port, AttemptFailed(room, note.attempt, reason))
 
     def aborted(self, room: int, reason: str = "the decode server aborted it") -> None:
-        """Take in that a request is aborted, by a decode rank unless the reason says otherwise."""
+        """Record that a request is aborted, by a decode rank unless the reason says otherwise."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         if self._manager.request_status.get(room) not in (None, KVPoll.Success):
@@ -169,7 +169,7 @@ class PrefillRank:
             self.withdraw(room, reason)
 
     def given_up(self, note: AttemptFailed) -> None:
-        """Take in that another prefill rank has given a request up, of which decode tells us."""
+        """Record that another prefill rank has given a request up, of which decode tells us."""
         with self._lock:
             sending = self._sendings.get(note.room)
             known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(note.room, {}).values())
@@ -177,12 +177,12 @@ class PrefillRank:
             self.aborted(note.room, note.reason)
 
     def forget(self, room: int) -> None:
-        """Take in that SGLang is done with a request that went well."""
+        """Record that SGLang is done with a request that went well."""
         with self._lock:
             self._sendings.pop(room, None)
 
     def heard(self, event: Event) -> None:
-        """Take in what became of a transfer: SGLang hears of it once nothing reads its pages any more."""
+        """Process what became of a transfer: SGLang hears of it once nothing reads its pages any more."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         with self._lock:

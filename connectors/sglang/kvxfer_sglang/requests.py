@@ -22,7 +22,7 @@ class TransferSender(CommonKVSender):
     """What a prefill scheduler has of one request."""
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Take in how many pages there will be, and which row of metadata is the request's."""
+        """Record how many pages there will be, and which row of metadata is the request's."""
         super().init(num_kv_indices, aux_index)
         self.kv_mgr.prefill.begin(self.bootstrap_room, num_kv_indices)
 

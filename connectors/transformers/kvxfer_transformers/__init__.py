@@ -1,8 +1,8 @@
 """Prefill in one process and decode in another, with transformers.
 
 ``CacheExchange`` moves what ``model.generate`` keeps in its ``past_key_values``; ``BatchingExchange`` does the same for
-transformers' continuous batching. Both name what they offer by a ticket: a text, which whoever routes requests hands to
-the process that decodes.
+transformers' continuous batching. Both name what they offer by a ticket: a text that your router hands to the process that
+decodes.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ _HOMES = {"BatchingExchange": "batching", "CacheExchange": "exchange", "Unsuppor
 
 
 def __getattr__(name: str) -> Any:
-    """Import transformers only when something of it is asked for, so that `kvxfer demo` need not."""
+    """Import transformers only when a name is used that needs it, so that `kvxfer demo` need not."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

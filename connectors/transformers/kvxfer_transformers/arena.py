@@ -1,7 +1,7 @@
-"""Memory that stays where it is, in blocks of tokens: what ``generate()`` caches are copied into and out of.
+"""Memory that stays in place, in blocks of tokens, into and out of which ``generate()`` caches are copied.
 
-A ``DynamicCache`` is new memory at each token, and a row of a batch is no piece of memory of its own. Engines of other
-kinds read blocks. So each row that is offered or fetched has blocks here, for as long as a transfer may touch them.
+A ``DynamicCache`` is new memory at each token, a row of a batch is not contiguous, and peers read blocks. So each row that is
+offered or fetched has blocks here, for as long as a transfer may touch them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvxfer_transformers.layers import LayerForm
 __all__ = ["BLOCK", "Arena"]
 
 BLOCK = 16
-"""Tokens of a block."""
+"""Tokens in a block."""
 
 
 @dataclass(frozen=True)
 class _Plane:
-    """Keys or values of all layers of one form, as [layer, block, token, head, dim]."""
+    """The keys or values of all layers of one form, as [layer, block, token, head, dim]."""
 
     name: str
     group: int
@@ -32,9 +32,9 @@ class _Plane:
 
 
 class Arena:
-    """Blocks of tokens of all layers, with room for so many tokens; one thread at a time.
+    """Blocks for all layers, with room for ``tokens`` tokens. One thread at a time.
 
-    ``groups`` has one for each kind of layer, in the order of the model; ``cache`` is what others must know of it.
+    ``groups`` has a group for each kind of layer, in the order of the model; ``cache`` describes the memory to peers.
     """
 
     def __init__(self, forms: tuple[LayerForm, ...], tokens: int, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Arena:
         return len(self._free)
 
     def take(self, tokens: int) -> list[int] | None:
-        """Take blocks for so many tokens; ``None`` if there are too few."""
+        """Take blocks for so many tokens; return ``None`` if too few are free."""
         count = -(-tokens // BLOCK)
         if count > len(self._free):
             return None
@@ -99,7 +99,7 @@ class Arena:
         self._free.extend(reversed(blocks))
 
     def table(self, blocks: list[int], tokens: int) -> BlockTable:
-        """Return the block table of a row of so many tokens: of windows, the blocks that the next token attends to."""
+        """Return the block table of a row of so many tokens; for windows, only the blocks that the next token attends to."""
         rows = []
         for group in self.groups:
             first = max(0, tokens - group.window + 1) // BLOCK if group.window else 0
@@ -107,12 +107,12 @@ class Arena:
         return BlockTable.of(rows)
 
     def store(self, index: int, side: int, blocks: list[int], past: int, content: torch.Tensor) -> None:
-        """Copy keys (side 0) or values (1) of a layer, [head, token, dim], in as the tokens up to ``past``."""
+        """Copy the keys (``side`` 0) or values (1) of a layer, [head, token, dim], into its blocks as the tokens up to ``past``."""
         memory, at = self._place(index, side, blocks, past - content.shape[1], past)
         memory[at] = content.transpose(0, 1).to(memory.device)
 
     def load(self, index: int, side: int, blocks: list[int], first: int, past: int) -> torch.Tensor:
-        """Return keys or values of a layer of the tokens ``[first, past)`` as [head, token, dim]."""
+        """Return the keys or values of a layer for the tokens ``[first, past)`` as [head, token, dim]."""
         memory, at = self._place(index, side, blocks, first, past)
         return memory[at].transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""KV of ``model.generate`` from one process to another."""
+"""Move the KV of ``model.generate`` from one process to another."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvxfer_transformers.ticket import BatchTicket
 __all__ = ["CacheExchange"]
 
 LOOK_S = 0.05
-"""Another thread of this process may have taken in what one waits for; so each looks again after that long."""
+"""Seconds after which a waiting thread looks again, since another thread may have handled the event that it waits for."""
 GRACE_S = 30.0
-"""How much longer than a transfer's own deadline a fetch waits for its end, before it gives the exchange up as broken."""
+"""How much longer than a transfer's own deadline a fetch waits for its end, before it gives up its memory."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,19 @@ class _Row:
 class CacheExchange:
     """Offers what ``generate()`` keeps in its cache to other processes, and fetches what they offer.
 
-    One for each model and process; the same object may do both. All methods may be called from any thread. The exchange
-    keeps memory of its own, into which an offered cache is copied: it may be used on or dropped as soon as ``offer`` has
-    returned. Each ticket serves one ``fetch``.
+    Make one for each model in a process; it may do both. Any thread may call any method. The exchange
+    has memory of its own, into which an offered cache is copied, so you may go on using or drop the cache as soon as ``offer``
+    has returned. Each ticket serves one ``fetch``.
 
     Args:
         model: A causal language model, with the weights and adapters that it will compute with.
-        config: Settings of kvxfer, by name (``backend="tcp"``, ``listen="0.0.0.0"``); see ``kvxfer.Config``.
-        tokens: How many tokens there is room for, of all rows that are offered and not fetched yet, or being fetched.
-        name: What logs of other engines call this one.
+        config: Settings of kvxfer, by name (``{"backend": "tcp", "listen": "0.0.0.0"}``); see ``kvxfer.Config``.
+        tokens: The room in tokens for all rows that are offered and not fetched yet, or are being fetched.
+        name: This engine's name in the logs of other engines.
 
     Raises:
-        UnsupportedCacheError: What the model keeps in its cache is not moved.
+        ArgumentError: ``tokens`` is not a positive integer.
+        UnsupportedCacheError: The model keeps something in its cache that cannot be moved.
         ConfigError: A setting is wrong.
         TransportError: The back end does not work here.
     """
@@ -94,17 +95,17 @@ class CacheExchange:
 
         Args:
             cache: What the model has computed: ``generate(..., return_dict_in_generate=True).past_key_values``.
-            sequences: The ids that it was computed from, [batch, tokens], and those generated after them, if any. At least
-                the last one has no KV yet, or its KV is computed again by whoever fetches.
-            attention_mask: Of the prompt, [batch, tokens]; needed if rows are padded, on the left.
+            sequences: The ids that it was computed from, int [batch, tokens], and those generated after them, if any. The last
+                id has no KV yet, or the side that fetches computes its KV again.
+            attention_mask: The mask of the prompt, [batch, tokens]; needed if rows are padded (on the left).
             salt: Whatever else the KV depends on, such as a hash of images; the other side must give the same.
 
         Returns:
-            A text to be carried unchanged. It is good for one ``fetch``, until ``lease`` seconds have passed.
+            A text to be carried unchanged. It is good for one ``fetch``, within ``lease`` seconds.
 
         Raises:
             ArgumentError: The arguments do not fit each other.
-            UnsupportedCacheError: The cache is of a kind that is not moved, or has lost tokens that are needed.
+            UnsupportedCacheError: The cache is of a kind that is not supported, or has lost tokens that are needed.
             KvxferError: There is no room (kind ``OVERLOADED``), or the exchange is closed.
         """
         ids = token_ids("sequences", sequences)
@@ -156,25 +157,25 @@ class CacheExchange:
         cache: Any = None,
         salt: str | None = None,
     ) -> dict[str, Any]:
-        """Fetch what a ticket names, and return what ``generate()`` needs to go on: ``model.generate(**fetched)``.
+        """Fetch what a ticket names, and return what ``generate()`` needs to continue: ``model.generate(**fetched)``.
 
-        Waits, at most for ``start_timeout`` and ``transfer_timeout`` seconds and until the memory is quiet.
+        Blocks for at most ``start_timeout`` plus ``transfer_timeout`` seconds, and until the memory is quiet.
 
         Args:
             ticket: What ``offer`` returned in the other process.
-            input_ids: The prompt, as the other side had it, [batch, tokens].
-            attention_mask: As the other side had it.
-            cache: An empty cache of this model to be filled, such as a ``StaticCache``; by default a ``DynamicCache``.
-            salt: As the other side had it.
+            input_ids: The same prompt as on the other side, int [batch, tokens].
+            attention_mask: The same as on the other side.
+            cache: An empty cache of this model to fill, such as a ``StaticCache``; by default a new ``DynamicCache``.
+            salt: The same as on the other side.
 
         Returns:
-            ``input_ids``, with the ids that the other side has generated already behind the prompt, ``attention_mask``
+            ``input_ids``, in which the ids that the other side has generated follow the prompt; ``attention_mask``;
             and ``past_key_values``.
 
         Raises:
-            ArgumentError: The ticket or the prompt is no such thing, or they do not fit each other.
-            UnsupportedCacheError: The cache to be filled is of a kind that is not.
-            KvxferError: The KV has not come, and why (``kind``). Nothing is held any more; compute the prompt here.
+            ArgumentError: The ticket or the prompt is invalid, or they do not fit each other.
+            UnsupportedCacheError: ``cache`` is of a kind that cannot be filled.
+            KvxferError: The KV has not come; ``kind`` says why. Nothing is held any more; compute the prompt here.
         """
         told = BatchTicket.read(ticket)
         ids = token_ids("input_ids", input_ids)
@@ -199,7 +200,7 @@ class CacheExchange:
                 if scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens, offered=True):
                     scheduler.allocated(request, self._arena.table(blocks, tokens), scheduler.loadable(request, 0) or 0)
                 else:
-                    detail = "this exchange fetches it already, or did so just now; each ticket serves one fetch"
+                    detail = "this exchange is fetching it already, or has just done so; each ticket serves one fetch"
                     self._ended[request] = Failure(FailureKind.MISUSE, detail)
                 rows.append(found)
             self._turn()
@@ -224,25 +225,25 @@ class CacheExchange:
         return {"input_ids": full.to(device), "attention_mask": mask.to(device), "past_key_values": target}
 
     def close(self) -> None:
-        """Give up what is offered and fetched, and close the back end. Any number of times."""
+        """Give up all offers and fetches, and close the back end. May be called more than once."""
         with self._lock:
             self._closed = True
             self._side.close()
 
     @property
     def room(self) -> int:
-        """How many blocks of ``kvxfer_transformers.arena.BLOCK`` tokens are free; a row takes whole blocks."""
+        """The number of free blocks of ``kvxfer_transformers.arena.BLOCK`` tokens; a row takes whole blocks."""
         with self._lock:
             self._turn()
             return self._arena.room()
 
     @property
     def received(self) -> int:
-        """How many bytes have been fetched so far."""
+        """The number of bytes fetched so far."""
         return self._side.received
 
     def _check(self, told: BatchTicket, ids: torch.Tensor, pads: Iterable[int]) -> None:
-        """Refuse a prompt that is not the ticket's, as far as can be seen without asking."""
+        """Refuse a prompt that is not the ticket's, as far as the ticket shows."""
         if len(ids) != len(told.rows):
             raise ArgumentError(f"input_ids must have the {len(told.rows)} rows of the ticket's batch, not {len(ids)}")
         if ids.shape[1] < told.tokens:
@@ -252,7 +253,7 @@ class CacheExchange:
             )
         for row, pad in enumerate(pads):
             if (told.tokens - pad <= 0) != (told.rows[row] is None):
-                raise ArgumentError(f"attention_mask must be as the other side had it: row {row} is padded otherwise")
+                raise ArgumentError(f"attention_mask must be as the other side had it: row {row} is padded differently")
             behind = ids[row, told.tokens :].tolist()
             if behind != list(told.tail[row][: len(behind)]):
                 raise ArgumentError(f"input_ids must be the ticket's prompt: row {row} ends in other ids")
@@ -279,7 +280,7 @@ class CacheExchange:
         return taken
 
     def _turn(self) -> None:
-        """Have done what was asked for, and take in what has ended; under the lock."""
+        """Carry out what was asked for, and handle what has ended; the lock must be held."""
         if self._closed:
             raise KvxferError("the exchange is closed")
         update = self._side.turn()
@@ -290,7 +291,7 @@ class CacheExchange:
 
     def _wait(self, rows: list[_Row]) -> Failure | None:
         """Wait until all rows have come or have failed; return the first failure, if there is one."""
-        cause: Failure | None = None  # of the row that failed first: the others are cancelled for its sake
+        cause: Failure | None = None  # the failure of the first row that failed; the others are cancelled because of it
         until = time.monotonic() + self._config.longest + self._config.peer_timeout + GRACE_S
         while time.monotonic() < until:
             with self._lock:
@@ -299,7 +300,7 @@ class CacheExchange:
                 cause = cause or next((failure for failure in ended.values() if failure is not None), None)
                 if len(ended) == len(rows):
                     return cause
-                if cause:  # the others are of no use any more
+                if cause:  # the other rows are useless now
                     for row in rows:
                         if row.request not in ended:
                             self._side.scheduler.preempted(row.request)
@@ -308,7 +309,7 @@ class CacheExchange:
         return Failure(FailureKind.BACKEND_FAILED, "neither the KV nor a failure has come; its memory is given up")
 
     def _fill(self, target: Any, rows: list[_Row | None], pads: Iterable[int], tokens: int) -> None:
-        """Write what has come into a cache, by the cache's own way."""
+        """Write what has come into a cache, through the cache's own methods."""
         device = self._model.device
         for form in self._arena.forms if tokens else ():
             sides = []
@@ -322,19 +323,19 @@ class CacheExchange:
                 sides.append(whole)
             target.update(*sides, form.index)
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the blocks are another's from now on
+            torch.cuda.current_stream(device).synchronize()  # the blocks may be reused from now on
 
 
 def _last(content: torch.Tensor, form: Any, tokens: int, dropped: int) -> torch.Tensor:
-    """Return what the next token needs of a layer's [head, token, dim] of a row of so many tokens.
+    """Return what the next token needs of a layer's [head, token, dim] for a row of so many tokens.
 
-    Its last ``dropped`` tokens are computed again by whoever fetches.
+    The side that fetches computes the last ``dropped`` tokens again.
     """
     wanted = min(tokens, form.window - 1) if form.window else tokens
     there = content.shape[1] - dropped
     if there < wanted:
         raise UnsupportedCacheError(
-            f"layer {form.index} has given up tokens that the last one needs, which would be computed again: have generate() "
+            f"layer {form.index} has dropped tokens that are needed to compute the last one again: have generate() "
             "make one token with return_dict_in_generate=True, and offer its past_key_values with its sequences"
         )
     return content[:, there - wanted : there] if wanted > 0 else content[:, :0]

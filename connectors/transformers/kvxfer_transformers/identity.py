@@ -1,6 +1,6 @@
-"""What all KV of a model depends on, as facts that other engines compare with theirs; and what one prompt's depends on.
+"""The facts that all KV of a model depends on, and the digest of what the KV of one prompt depends on.
 
-The weights are known by what is in memory: which files they came from, and under which name, does not count.
+The weights are identified by what is in memory: their files and names do not matter.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvxfer.identity import digest, key
 __all__ = ["model_facts", "prompt_digest"]
 
 SAMPLES = 256
-"""Elements of each tensor that the fingerprint covers, spread over it. Weights that differ at none of them look alike."""
+"""The number of elements of each tensor that the fingerprint covers, spread over it. Weights that differ elsewhere look alike."""
 
 _UNESSENTIAL = frozenset(
     "_name_or_path architectures transformers_version torch_dtype dtype use_cache return_dict output_attentions "
     "output_hidden_states attn_implementation bos_token_id eos_token_id pad_token_id".split()
 )
-"""Settings of a model that its KV does not depend on, and those that are stated by themselves."""
+"""Settings of a model that its KV does not depend on, and those that are facts of their own."""
 
 
 def model_facts(model: Any, config: Config) -> dict[str, str]:
-    """Return the facts of a model: its weights, configuration (positions and their scaling included) and dtype.
+    """Return the facts of a model: its weights, configuration (including positions and their scaling) and dtype.
 
-    Reads some elements of each weight, once: milliseconds for small models, a second or so for those of many layers.
+    Reads some elements of each weight, which takes milliseconds for small models and about a second for those of many layers.
     """
     weights = {"weights": _fingerprint(model)} if config.model is None else {"model": config.model}
     return {
@@ -41,7 +41,7 @@ def model_facts(model: Any, config: Config) -> dict[str, str]:
 
 
 def prompt_digest(model: Any, facts: dict[str, str], tokens: Sequence[int], salt: str | None) -> bytes:
-    """Return what the KV of these tokens depends on; adapters that are active now are part of it."""
+    """Return the digest of what the KV of these tokens depends on, including the adapters that are active now."""
     return digest(tokens=tokens, model=sealed(facts), lora=_adapters(model), salt=salt)
 
 
@@ -49,7 +49,7 @@ def _fingerprint(model: Any) -> str:
     told = hashlib.blake2b(digest_size=8)
     for name, weight in sorted(model.state_dict().items()):
         if "lora_" in name:
-            continue  # adapters are named by each prompt
+            continue  # adapters are part of each prompt's digest
         flat = weight.detach().reshape(-1)
         flat = flat[:: max(1, flat.numel() // SAMPLES)].contiguous().cpu()
         told.update(key(name, str(weight.dtype), tuple(weight.shape), flat.view(torch.uint8).numpy().tobytes()))

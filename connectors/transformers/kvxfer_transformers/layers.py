@@ -1,7 +1,7 @@
 """What the layers of a ``transformers`` cache keep, found out by having the model write one token.
 
-Each model declares its own attention: heads by layer, a latent instead of keys and values, windows. So nothing is read
-from configurations; what the model puts into an empty cache is what its layers keep.
+Each model declares its attention in its own way: heads by layer, a latent instead of keys and values, windows. So this does not
+read configurations, but looks at what the model puts into an empty cache.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _KNOWN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWin
 
 
 class UnsupportedCacheError(KvxferError):
-    """A cache, a model or an input of a kind that is not moved. The message says what can be done."""
+    """A cache, model or input is of a kind that is not supported. The message says what can be done."""
 
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What one layer keeps of a token, and of how many tokens.
+    """What one layer keeps of each token, and of how many tokens.
 
-    ``index`` is its place in the cache. ``window``: how many tokens a token attends to at most, itself included; 0 without such a limit.
-    ``heads`` and ``dims`` (elements of a head) are of keys and of values.
+    ``index`` is its place in the cache. ``window`` is the most tokens that a token attends to, itself included; 0 without such a
+    limit. ``heads`` and ``dims`` (elements of a head) are pairs, for keys and for values.
     """
 
     index: int
@@ -50,10 +50,10 @@ class LayerForm:
 
 
 def forms_of(model: Any) -> tuple[LayerForm, ...]:
-    """Return the form of each layer of the model that keeps KV; layers that borrow another's are left out.
+    """Return the form of each layer of the model that keeps KV; layers that use another layer's KV are left out.
 
     Raises:
-        UnsupportedCacheError: The model, or what one of its layers keeps, is of a kind that is not moved.
+        UnsupportedCacheError: The model, or what one of its layers keeps, is of a kind that is not supported.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedCacheError(
@@ -66,7 +66,7 @@ def forms_of(model: Any) -> tuple[LayerForm, ...]:
             model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     except Exception as error:
         raise UnsupportedCacheError(
-            f"{type(model).__name__} cannot compute a single token from its id ({error!r}): give the text model alone"
+            f"{type(model).__name__} cannot compute a single token from its id ({error!r}): pass only the text model"
         ) from error
     forms = tuple(
         LayerForm(
@@ -80,16 +80,16 @@ def forms_of(model: Any) -> tuple[LayerForm, ...]:
     )
     if not forms:
         raise UnsupportedCacheError(
-            f"{type(model).__name__} keeps no keys and values in its cache: nothing can be moved"
+            f"{type(model).__name__} keeps no keys or values in its cache: there is nothing to move"
         )
     return forms
 
 
 def held(cache: Any, forms: tuple[LayerForm, ...]) -> int:
-    """Return how many tokens a cache holds, which is of the model with these forms.
+    """Return how many tokens a cache of the model with these forms holds.
 
     Raises:
-        UnsupportedCacheError: It is of a kind that is not moved, or not of this model, or holds nothing.
+        UnsupportedCacheError: The cache is of a kind that is not supported, is not of this model, or holds nothing.
     """
     check_layers(cache)
     filled = dict(_filled(cache))
@@ -110,7 +110,7 @@ def held(cache: Any, forms: tuple[LayerForm, ...]) -> int:
 
 
 def kept(cache: Any, form: LayerForm, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and the values that a layer keeps of a row of the batch: [heads, tokens, dim], its last tokens."""
+    """Return the keys and the values that a layer keeps of a row of the batch, [heads, tokens, dim] each, of its last tokens."""
     layer = cache.layers[form.index]
     keys, values = layer.keys[row], layer.values[row]
     if isinstance(layer, StaticLayer):
@@ -120,16 +120,16 @@ def kept(cache: Any, form: LayerForm, row: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def check_layers(cache: Any) -> None:
-    """Refuse what is no cache, or has layers whose memory is not keys and values alone.
+    """Refuse what is not a cache, or has layers that keep something other than keys and values.
 
     Raises:
-        UnsupportedCacheError: It is of a kind that is not moved.
+        UnsupportedCacheError: It is of a kind that is not supported.
     """
     if isinstance(cache, EncoderDecoderCache):
         raise UnsupportedCacheError("an EncoderDecoderCache is not moved: run encoder-decoder models in one process")
     if not isinstance(cache, Cache):
         raise UnsupportedCacheError(
-            f"a {type(cache).__name__} is no transformers Cache: pass the past_key_values that generate() returned"
+            f"a {type(cache).__name__} is not a transformers Cache: pass the past_key_values that generate() returned"
         )
     for layer in cache.layers:
         _check(layer)

@@ -1,4 +1,4 @@
-"""What a manager of continuous batching is asked for behind its public face: whatever another release may do in another way."""
+"""Access to what the manager of continuous batching does not make public: everything that another release may change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvxfer_transformers.layers import UnsupportedCacheError
 __all__ = ["Hooks", "batch_processor", "go_on", "rename", "reserve"]
 
 START_S = 60.0
-"""How long a manager may take to start."""
+"""The most seconds that a manager may take to start."""
 
 
 class Hooks:
@@ -25,13 +25,13 @@ class Hooks:
         self._replaced: list[tuple[Any, str]] = []
 
     def add(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` called in place of a method, with the method as its first argument."""
+        """Have ``hook`` called instead of a method, with the method as its first argument."""
         original = getattr(owner, name)
         setattr(owner, name, lambda *arguments, **named: hook(original, *arguments, **named))
         self._replaced.append((owner, name))
 
     def remove(self) -> None:
-        """Put all methods back."""
+        """Restore all methods."""
         for owner, name in self._replaced:
             delattr(owner, name)
         self._replaced.clear()
@@ -39,7 +39,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class _Span:
-    """What the paged cache asks of a request to give it blocks."""
+    """What the paged cache needs of a request to give it blocks."""
 
     request_id: str
     start: int
@@ -54,7 +54,7 @@ def batch_processor(manager: Any) -> Any:
 
     Raises:
         UnsupportedCacheError: It works in a way that is not supported.
-        KvxferError: There is none.
+        KvxferError: The manager does not run.
     """
     until = time.monotonic() + START_S
     while manager.is_running() and manager.batch_processor is None and time.monotonic() < until:
@@ -74,10 +74,7 @@ def batch_processor(manager: Any) -> Any:
 
 
 def reserve(paged: Any, name: str, start: int, tokens: int) -> bool:
-    """Give a request blocks for tokens ``[start, tokens)``, at the cost of blocks that are only kept in case they match.
-
-    Return whether there was room.
-    """
+    """Give a request blocks for tokens ``[start, tokens)``, evicting cached prefixes if needed; return whether there was room."""
     span = _Span(name, start)
     if paged.can_store_request_tokens(span, tokens - start):
         return True
@@ -87,13 +84,13 @@ def reserve(paged: Any, name: str, start: int, tokens: int) -> bool:
 
 
 def rename(paged: Any, before: str, after: str) -> None:
-    """Have blocks be those of another request."""
+    """Make the blocks of one request those of another."""
     for allocator in paged.cache_allocators.values():
         allocator.block_table[after] = allocator.block_table.pop(before)
 
 
 def go_on(processor: Any, state: RequestState, ids: list[int], tokens: int) -> None:
-    """Let a request run, the KV of whose first ``tokens`` ids is in its blocks; ``ids`` are its prompt and what was generated elsewhere."""
+    """Let a request run that has the KV of its first ``tokens`` ids; ``ids`` are its prompt and what was generated elsewhere."""
     paged, scheduler = processor.cache, processor.scheduler
     state.generated_tokens = ids[len(state.initial_tokens) :]
     state.remaining_prefill_tokens = ids[tokens:]

@@ -1,8 +1,8 @@
-"""The paged cache of continuous batching, as kvxfer sees it: one flat tensor, and a group for each kind of attention.
+"""Describe the paged cache of continuous batching: one flat tensor, and a group for each kind of attention.
 
-A block of a group holds a page of keys and one of values of each of its layers, one behind the other. A sliding window is
-a ring of pages: the token at position p lies in slot ``p % window``. What a page of a ring holds depends on how many tokens
-there are, so such pages are moved whole, between caches of one page size alone.
+A block of a group holds a page of keys and one of values of each of its layers, one after the other. A sliding window is
+a ring of pages: the token at position p is in slot ``p % window``. What a page of a ring holds depends on how many tokens
+there are, so such pages are moved whole, and only between caches of the same page size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["block_table", "described"]
 
 
 def described(paged: Any) -> tuple[Cache, tuple[Group, ...]]:
-    """Return what others must know of a ``PagedAttentionCache``, and its groups.
+    """Return the description of a ``PagedAttentionCache`` for peers, and its groups.
 
     Raises:
         UnsupportedCacheError: A kind of attention in it is not known.
@@ -58,7 +58,7 @@ def described(paged: Any) -> tuple[Cache, tuple[Group, ...]]:
 
 
 def block_table(paged: Any, name: str, tokens: int) -> BlockTable:
-    """Return the blocks that a request of this name has for so many tokens; a ring's pages stand in the last positions."""
+    """Return the blocks that a request has for so many tokens; a ring's pages are in the last positions."""
     rows = []
     for allocator in paged.cache_allocators.values():
         count = -(-tokens // allocator.tokens_per_page)

@@ -17,7 +17,7 @@ def token_ids(name: str, ids: Any) -> torch.Tensor:
     """Return ids as int64 [batch, tokens] on the CPU.
 
     Raises:
-        ArgumentError: They are no such tensor.
+        ArgumentError: ``ids`` is not such a tensor.
     """
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel() or ids.dtype.is_floating_point:
         shown = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
@@ -30,7 +30,7 @@ def padding(mask: Any, ids: torch.Tensor) -> Sequence[int]:
 
     Args:
         mask: The attention mask of the prompt, [batch, tokens] of 0 and 1; it may be shorter than ``ids``, whose further
-            columns were generated. ``None`` where nothing is padded.
+            columns were generated. ``None`` if nothing is padded.
         ids: The ids, [batch, tokens].
 
     Raises:
@@ -45,6 +45,6 @@ def padding(mask: Any, ids: torch.Tensor) -> Sequence[int]:
     real = mask.detach().cpu() != 0
     if not bool((real[:, 1:] >= real[:, :-1]).all()) or not bool(real[:, -1].all()):
         raise UnsupportedCacheError(
-            "a row is padded elsewhere than on its left, as generate() wants it: use a tokenizer with padding_side='left'"
+            "a row has padding that is not on its left, where generate() wants it: use a tokenizer with padding_side='left'"
         )
     return [int(n) for n in (~real).sum(1)]

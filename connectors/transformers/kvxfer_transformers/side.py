@@ -1,4 +1,4 @@
-"""A whole engine of one process: the scheduler's side, the one worker's, and the way between them."""
+"""A whole engine in one process: its scheduler side, its one worker side, and what passes between them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["SingleProcess"]
 
 
 class SingleProcess:
-    """Both sides of an engine whose scheduler and worker are one thread; one thread at a time.
+    """Both sides of an engine whose scheduler and worker are one thread. One thread at a time.
 
-    ``memory`` is what owns the cache's memory, which stays where it is until ``close``, and is kept until nothing touches it any more.
-    ``received`` are the bytes that have been fetched so far.
+    ``memory`` owns the cache's memory, which must stay in place until ``close``; it is kept alive until nothing touches it any
+    more. ``received`` counts the bytes fetched so far.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class SingleProcess:
             raise
         self._minted = self.received = 0
         _in_use[self.worker] = memory
-        self.turn()  # others can find it from now on
+        self.turn()  # from now on other engines can find it
 
     def mint(self) -> TransferId:
         """Return a name that no transfer has had."""
@@ -39,7 +39,7 @@ class SingleProcess:
         return TransferId.mint(self.scheduler.source.epoch, f"transformers-{self._minted}")
 
     def turn(self) -> Update:
-        """Do what has been asked for, and return what has ended."""
+        """Carry out what has been asked for, and return what has ended."""
         step = self.scheduler.step()
         self.worker.begin(step)
         self.worker.load(step)
@@ -51,7 +51,7 @@ class SingleProcess:
             self.received += ended.nbytes
 
     def close(self) -> bool:
-        """Stop; whether all memory is quiet, as ``kvxfer.Agent.close`` has it."""
+        """Stop; return whether all memory is quiet (``kvxfer.Agent.close``)."""
         quiet = self.worker.close()
         self.scheduler.close()
         if quiet:
@@ -60,4 +60,4 @@ class SingleProcess:
 
 
 _in_use: dict[WorkerSide, object] = {}
-"""Memory that agents may touch, though whoever made them has forgotten it."""
+"""Keeps memory alive that agents may still touch after their owner has dropped it."""

@@ -1,4 +1,4 @@
-"""What the process that decodes must be told of a batch, as one text."""
+"""The ticket of a batch: what the process that decodes must be told, as one text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class BatchTicket(msgspec.Struct, frozen=True):
     """One batch of prompts whose KV is offered.
 
     Attributes:
-        rows: For each row of the batch what is offered of it; ``None`` for one of a single token, which has no KV to move.
-        tokens: Columns of the batch that the KV covers, padding included.
-        tail: For each row the ids behind those columns: what the prefill side has computed no KV of.
+        rows: For each row of the batch, the ticket of its offer; ``None`` for a row of a single token, which has no KV to move.
+        tokens: The columns of the batch that the KV covers, padding included.
+        tail: For each row, the ids after those columns, of which the prefill side has no KV.
     """
 
     rows: tuple[Ticket | None, ...]
@@ -28,7 +28,7 @@ class BatchTicket(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Letters, digits and ``-_.=``, so that JSON, headers and URLs carry it unchanged."""
+        """The ticket as letters, digits and ``-_.=``, which JSON, headers and URLs carry unchanged."""
         return _BEGINS + base64.urlsafe_b64encode(msgspec.msgpack.encode(self)).decode()
 
     @classmethod
@@ -36,7 +36,7 @@ class BatchTicket(msgspec.Struct, frozen=True):
         """Return the ticket with this text.
 
         Raises:
-            ArgumentError: It is none, or of another version.
+            ArgumentError: The text is not a ticket, or one of another version.
         """
         if not isinstance(text, str) or not text.startswith(_BEGINS):
             raise ArgumentError(f"ticket must be a text that offer() returned, beginning with {_BEGINS!r}")

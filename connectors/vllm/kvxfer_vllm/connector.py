@@ -113,7 +113,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._sched.waiting
 
     def reset_cache(self) -> bool:
-        """Take in that vLLM drops its caches with ``reset_connector``, as it does around a change of weights."""
+        """Record that vLLM drops its caches with ``reset_connector``, as it does around a change of weights."""
         return self._sched.reset()
 
     def set_xfer_handshake_metadata_pp_aware(

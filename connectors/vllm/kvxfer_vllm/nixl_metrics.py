@@ -63,7 +63,7 @@ class NixlNamedMetrics:
             metric.labels(*values)
 
     def observe(self, values: list[Any], data: dict[str, Any]) -> None:
-        """Take in what ranks have counted (see ``KVXferStats``)."""
+        """Process what ranks have counted (see ``KVXferStats``)."""
         for outcome, nbytes, seconds, waited in data["loads"]:
             if outcome == "delivered":
                 self._seconds.labels(*values).observe(seconds - waited)

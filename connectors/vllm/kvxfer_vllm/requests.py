@@ -23,12 +23,12 @@ class LoadingRequests:
         self._stats = KVXferStats()
 
     def arrived(self, request: Request, transfer: str) -> None:
-        """Take in that a request has come whose KV is to be loaded."""
+        """Record that a request has come whose KV is to be loaded."""
         self._since[request.request_id] = time.monotonic()
         self._spans.begin(LOAD, request, transfer)
 
     def ended(self, request: str, outcome: str) -> None:
-        """Take in what has become of its load; the first word of a request counts, and what follows changes nothing."""
+        """Process what has become of its load; the first word of a request counts, and what follows changes nothing."""
         since = self._since.pop(request, None)
         if since is not None:
             self._stats.request(outcome, time.monotonic() - since)

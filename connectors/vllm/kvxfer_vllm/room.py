@@ -35,7 +35,7 @@ class Room:
         self._manager = manager
 
     def arrived(self, request: str) -> None:
-        """Take in that there is a request."""
+        """Record that there is a request."""
         self._came[request] = next(self._numbers)
 
     def lacks(self, request: str, start: int, end: int) -> bool:
@@ -53,7 +53,7 @@ class Room:
         return bool(need > free + sum(len(row) for other in passers for row in self._manager.get_block_ids(other)))
 
     def admitted(self, request: str) -> None:
-        """Take in that a request has blocks: it has passed those that came before it and wait."""
+        """Record that a request has blocks: it has passed those that came before it and wait."""
         self._passed.pop(request, None)
         number = self._came.get(request, 0)
         for waiting, passers in self._passed.items():
@@ -61,7 +61,7 @@ class Room:
                 passers.add(request)
 
     def finished(self, request: str) -> None:
-        """Take in that a request is over."""
+        """Record that a request is over."""
         self._came.pop(request, None)
         self._passed.pop(request, None)
         for passers in self._passed.values():

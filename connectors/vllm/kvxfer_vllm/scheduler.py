@@ -187,7 +187,7 @@ class SchedulerHooks:
             self._loading.ended(request.request_id, str(FailureKind.MISUSE))
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Take in that the request is over. True: its blocks stay until all ranks have reported them quiet."""
+        """Record that the request is over. True: its blocks stay until all ranks have reported them quiet."""
         from vllm.v1.request import RequestStatus
 
         name = request.request_id
@@ -267,7 +267,7 @@ class SchedulerHooks:
                 row.extend(more)
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Take in what the workers have reported: loads that are over, offers that all ranks are done with."""
+        """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
         found = output.kv_connector_worker_meta
         over = set(output.finished_recving or ())
         update = self.side.report(found.report if isinstance(found, ReportMetadata) else Report())
@@ -310,7 +310,7 @@ class SchedulerHooks:
     # --- life ------------------------------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Take in that vLLM drops all KV that it has cached, as is done when weights are changed in place.
+        """Record that vLLM drops all KV that it has cached, as is done when weights are changed in place.
 
         What was computed before and what is computed from now on is not to be mixed, here or between engines. False: it
         could not, since blocks are in use, and is to be asked again, so that this was no change; none will be in use on our
@@ -340,7 +340,7 @@ class SchedulerHooks:
                 self.side.preempted(name)
 
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
-        """Take in that the workers' agents are up. A sibling connector's metadata is not ours."""
+        """Record that the workers' agents are up. A sibling connector's metadata is not ours."""
         ours = [h for h in handshakes.values() if isinstance(h, Handshake)]
         self.side.listen_to({h.descriptor.cache.rank: h.channel for h in ours if h.channel is not None})
         self.side.announce(h.descriptor for h in ours)

@@ -46,7 +46,7 @@ class KVXferStats(KVConnectorStats):
             self.reset()
 
     def record(self, event: Ended) -> None:
-        """Take in that a load or an offer has ended."""
+        """Record that a load or an offer has ended."""
         outcome = str(event.outcome.kind or DELIVERED)
         if event.role == "producer":
             self._count("offers", outcome, 1)
@@ -54,11 +54,11 @@ class KVXferStats(KVConnectorStats):
             self.data["loads"].append([outcome, event.nbytes, event.seconds, event.waited])
 
     def request(self, outcome: str, seconds: float) -> None:
-        """Take in that a request's load has ended, so many seconds after the request arrived."""
+        """Record that a request's load has ended, so many seconds after the request arrived."""
         self.data["requests"].append([outcome, seconds])
 
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
-        """Take in what a rank's agent says now, and what it said before."""
+        """Process what a rank's agent says now, and what it said before."""
         for name in COUNTS:
             self._count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
         if before.values != now.values if before else any(now.values.values()):

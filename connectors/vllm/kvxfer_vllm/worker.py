@@ -142,7 +142,7 @@ class WorkerHooks:
         self._on.load(metadata.step)
 
     def layer_done(self, metadata: StepMetadata, layer: str) -> None:
-        """Take in that this step's KV of a layer is written, as far as the device has been told."""
+        """Record that this step's KV of a layer is written, as far as the device has been told."""
         if not self._halved:
             self._on.layer_done(metadata.step, layer)
 
@@ -151,7 +151,7 @@ class WorkerHooks:
         self._on.after_forward(metadata.step)
 
     def collect(self, metadata: StepMetadata) -> None:
-        """Take in what has ended since the last step.
+        """Process what has ended since the last step.
 
         While nothing is computed vLLM makes an empty step every millisecond, each half a millisecond of Python in which the threads
         that move KV cannot run. So an empty step waits for something to end, but not so long that a new request would mind.

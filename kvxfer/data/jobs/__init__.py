@@ -1,8 +1,8 @@
-"""Jobs: how one part becomes batches. Run on the data thread; never block.
+"""Jobs: how one part becomes batches. They run on the data thread and never block.
 
-A direct job submits the plan's runs as they are, those of a long part in bounded batches, those of short parts together. Staged
+A direct job submits the plan's runs as they are: those of a long part in bounded batches, those of short parts together. Staged
 jobs cut the plan into pieces and pass them through slots of staging memory: pack, move as one long run, unpack.
-By verb, and whose slots the two sides speak of:
+What each side of a staged part does, by verb:
 
 =========  ===========================  =======================================================
 verb       producer                     consumer

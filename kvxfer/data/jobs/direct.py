@@ -1,4 +1,4 @@
-"""A part whose runs go as they are."""
+"""Parts whose runs are moved as they are, without packing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvxfer.transport import Batch, Capabilities, Completion, PlanBatch, Verb
 __all__ = ["SHARED", "Direct", "in_rounds", "shares", "submit_together"]
 
 ROUNDS = 2
-"""Batches of a part that are under way at once: while one ends, the next moves."""
+"""The number of batches of a part in flight at once: while one ends, the next moves."""
 
 SHARED, SHARED_BYTES = 32, 64 << 10
-"""Parts that share a batch at the most, and the bytes of the longest that does. They end together, so that all of them move in less
-time than a message takes."""
+"""The most parts that share a batch, and the most bytes of each. They end together, so all of them must move in less time than a
+message takes."""
 
 
 def in_rounds(action: Move, most: int) -> bool:
-    """Return whether a part goes in several batches, of ``most`` bytes each at the most."""
+    """Return whether a part is moved in several batches of at most ``most`` bytes each."""
     return action.plan.nbytes > most and action.verb in (Verb.READ, Verb.WRITE)
 
 
 def shares(action: Move, can: Capabilities) -> bool:
-    """Return whether a part may be moved in one batch with others of its link: if one that fails leaves nothing behind."""
+    """Return whether a part may share a batch with others of its link: only if a failed batch leaves nothing behind."""
     alone = action.piece_bytes or can.factored or can.abort != "batch" or can.quiet != "batch"
     return not alone and action.verb is Verb.READ and 0 < action.plan.nbytes <= SHARED_BYTES
 
@@ -33,11 +33,11 @@ def shares(action: Move, can: Capabilities) -> bool:
 class Direct(Job):
     """The plan's own runs, in one batch.
 
-    Of a long part that is read or written, several batches, a few at a time: a library may move one after the other whatever it is
-    given, and then a short part that comes later would wait for all of it. Batches that need another half are not cut.
+    A long part that is read or written goes in several batches, a few at a time: a library may move batches one after the other,
+    and a short part that comes later would have to wait for all of a long one. Two-sided batches are not cut.
 
-    Short parts that are read may share a batch (``submit_together``). Where that fails, each that was not to end is moved anew in a
-    batch of its own, so that what is wrong with one, or its abort, is nothing to the others. What is written is not begun twice:
+    Short parts that are read may share a batch (``submit_together``). If that fails, each part that was not aborted is moved again
+    in a batch of its own, so that an error or abort of one does not affect the others. Writes are not begun twice, since
     the bytes of the first time may still be on their way to the peer.
     """
 
@@ -49,7 +49,7 @@ class Direct(Job):
         self._alone = True
 
     def shared(self, batch: int) -> None:
-        """Note that the whole part moves in a batch with others."""
+        """Record that the whole part moves in a batch with others."""
         self.batches.add(batch)
         self._next, self._alone = None, False
 
@@ -88,7 +88,7 @@ def submit_together(jobs: Sequence[Direct]) -> None:
     """Submit parts of one link, none of which has begun, as one batch.
 
     Raises:
-        BaseException: The back end does not take it; none has begun.
+        BaseException: The back end refuses it; none has begun.
     """
     wire, runs = jobs[0].wire, CopyPlan.together([job.action.plan for job in jobs]).runs()
     number = wire.transport.submit(Batch(Verb.READ, wire.peer, CACHE, runs.length, runs.dst, CACHE, runs.src))

@@ -1,4 +1,4 @@
-"""What all jobs share."""
+"""The base class of all jobs, and what they know of their link."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ PIECES = 1 << 20
 
 @dataclass(eq=False)
 class Wire:
-    """A link that is connected, and what its jobs need of the data thread.
+    """A link that is connected, and what its jobs need from the data thread.
 
     Attributes:
         transport: The back end.
-        can: What that can do.
+        can: The back end's capabilities.
         peer: The back end's number for the link.
-        number: Tells this making of the link from earlier ones.
-        most: Bytes of a batch at the most, where a part may be cut.
+        number: The number of this attempt to make the link.
+        most: The most bytes of a batch, if a part may be cut.
         staging: Staging memory.
-        batches: The jobs of each batch in flight: short parts share one.
-        tell: Tells the peer of pieces.
+        batches: The jobs of each batch in flight; short parts share one.
+        tell: Tells the peer about pieces.
         broken: Whether nothing can move on it any more.
     """
 
@@ -53,7 +53,7 @@ class Job:
     or stopped.
 
     Attributes:
-        lends_memory: Whether the peer writes into memory of ours for it.
+        lends_memory: Whether the peer writes into memory here for it.
     """
 
     lends_memory = False
@@ -67,9 +67,9 @@ class Job:
         self.quiet = True
         self.collateral = False
         self.nbytes = action.plan.nbytes
-        self.begun = 0.0  # when the data thread took it up
-        # What is sent and received on a link goes in the order of its parts, whole parts one after the other: the order in which
-        # the peer expects it. A job submits when it is the first in line.
+        self.begun = 0.0  # when the data thread began with it
+        # Sends and receives of a link are submitted in the order of its parts, one whole part after the other, as the peer
+        # expects. A job submits when it is the first in line.
         self.line: deque[Job] | None = None
 
     @property
@@ -91,7 +91,7 @@ class Job:
 
     @property
     def waiting_on_device(self) -> bool:
-        """Whether it should be advanced without an event of its own, for the device may be done."""
+        """Whether it should be advanced without an event, since the device may be done."""
         return False
 
     @property
@@ -108,18 +108,18 @@ class Job:
         """Do what can be done now."""
 
     def calm(self) -> None:
-        """Note that what was not quiet has become so."""
+        """Record that what was not quiet has become so."""
         self.quiet = True
 
     def remote_writes_ended(self) -> None:
-        """Note that the peer has ended its half for good; only jobs that lend it memory care."""
+        """Record that the peer has ended its half for good; matters only to jobs that lend it memory."""
 
     def calmed_by_close(self, caps: Capabilities) -> bool:
-        """Whether closing its link makes its memory quiet."""
+        """Return whether closing its link makes its memory quiet."""
         return caps.quiet == "peer_close" or (self.lends_memory and caps.quiet == "batch")
 
     def heard(self, news: PieceNews) -> None:
-        """Take in what the peer says of a piece; only staged jobs care."""
+        """Handle what the peer says about a piece; matters only to staged jobs."""
 
     def stop(self, why: Failure) -> None:
         """Submit nothing more; the first reason counts."""
@@ -127,7 +127,7 @@ class Job:
             self.error = why
 
     def completed(self, done: Completion) -> None:
-        """Take in the end of a batch."""
+        """Handle the end of a batch."""
         self.batches.discard(done.batch)
         self.quiet &= done.quiet
         if done.error is not None:

@@ -1,4 +1,4 @@
-"""What all jobs share whose part passes packed through slots of staging memory, piece by piece, several pieces in flight."""
+"""The base of jobs whose part passes packed through slots of staging memory, piece by piece, several pieces in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["StagedPiece", "SlotAtPeer", "Staged", "misfit"]
 
 @dataclass
 class StagedPiece:
-    """A piece of a part, and the slot that it passes through; the fence tells when the device is done with it."""
+    """A piece of a part, with its slot; the fence passes when the device is done with it."""
 
     number: int
     plan: CopyPlan
@@ -33,21 +33,21 @@ class StagedPiece:
 def _pieces(action: Move) -> Iterator[CopyPlan]:
     """Yield the plans of a part's pieces, the same on both sides.
 
-    Of many pieces the first is half as long, so that those behind it follow each other at a distance. A library that
-    shares its link among two of equal length ends both at once, and then stands still.
+    If there are many pieces, the first is half as long, so that they do not all end at once: a library that shares its link
+    between two pieces of equal length ends both at the same time, and then the link stands still.
     """
     nbytes = action.piece_bytes
     return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
 
 
 def misfit(news: PieceReady, plan: CopyPlan) -> Failure:
-    """Return the failure of a piece that is of another length at the peer."""
+    """Return the failure of a piece that has another length at the peer."""
     what = f"piece {news.piece} has {news.nbytes} bytes at the peer and {plan.nbytes} here"
     return Failure(FailureKind.MISUSE, what)
 
 
 class Staged(Job):
-    """What all staged jobs share: the pieces still to begin, and the slots they hold."""
+    """The base of staged jobs: keeps the pieces still to begin, and the slots that are held."""
 
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
@@ -56,14 +56,14 @@ class Staged(Job):
         self._ahead: tuple[int, CopyPlan] | None = None
         self.held: dict[int, StagedPiece] = {}  # batch or piece number -> the piece that holds a slot
         self.unpacking: list[StagedPiece] = []
-        self.stranded: list[StagedPiece] = []  # their slots may still be touched
+        self.stranded: list[StagedPiece] = []  # pieces that have ended while their slots may still be touched
         self._starving = False  # wants a slot, and there was none
         self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
 
     def peek(self) -> tuple[int, CopyPlan] | None:
         """Return the number and plan of the piece to begin next, or ``None`` after the last.
 
-        It is cut when first asked for: while the one before is being packed.
+        It is cut when first asked for, while the one before is being packed.
         """
         if self._ahead is None:
             self._ahead = next(self._rest, None)
@@ -99,7 +99,7 @@ class Staged(Job):
         self._unpackers.clear()
 
     def begin(self) -> StagedPiece | None:
-        """Return the next piece with a slot for it, or ``None`` when there is nothing to begin now."""
+        """Return the next piece with a slot for it, or ``None`` if there is nothing to begin now."""
         ahead = self.peek()
         if ahead is None or self.error is not None or not self.my_turn:
             return None
@@ -140,9 +140,9 @@ class Staged(Job):
             raise
 
     def get_ready(self, expected: Iterable[tuple[int, CopyPlan]] = ()) -> None:
-        """Get ready to unpack the pieces that are on their way, and others.
+        """Prepare to unpack the pieces that are on their way, and others.
 
-        To be called when the peer has all that it needs to go on: then it costs no time.
+        Call it while the peer has everything that it needs to go on, so that it costs no time.
 
         Args:
             expected: Numbers and plans of the other pieces.
@@ -170,7 +170,7 @@ class Staged(Job):
             self.staging.give(piece.slot)
 
     def give_back(self, piece: StagedPiece, quiet: bool) -> None:
-        """Free the slot of a piece that ends here; one that is not quiet stays out until it is."""
+        """Free the slot of a piece that ends here; if it is not quiet, the slot stays in use until it is."""
         if quiet:
             self.staging.give(piece.slot)
         else:
@@ -184,7 +184,7 @@ class Staged(Job):
 
 
 class SlotAtPeer(Staged):
-    """Pieces that begin when the peer names a slot of its own for them, in whatever order."""
+    """A job whose pieces begin when the peer names a slot of its own for them, in any order."""
 
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
@@ -208,7 +208,7 @@ class SlotAtPeer(Staged):
         self._named.append((news.piece, news.offset))
 
     def next_named(self) -> tuple[StagedPiece, int] | None:
-        """Return the next piece with a slot here, and its offset at the peer; ``None`` when there is none now."""
+        """Return the next piece that has a slot on both sides, and its offset at the peer; ``None`` if there is none now."""
         while self.error is None and self._named:
             slot = self.take()
             if slot is None:

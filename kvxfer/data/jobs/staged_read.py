@@ -1,4 +1,4 @@
-"""Staged parts that the consumer reads: out of slots in which the producer has packed them."""
+"""Staged parts that the consumer reads from slots in which the producer has packed them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvxfer.transport import Completion, Verb
 __all__ = ["StagedRead", "StagedServe"]
 
 READY = 2
-"""Pieces that a reader gets ready to unpack before it is told that they can be read."""
+"""The number of pieces that a reader prepares to unpack before it is told that they can be read."""
 
 
 class StagedServe(Staged):
-    """One-sided read, producer: pack pieces, tell the consumer where they lie, free each when it says it took it."""
+    """One-sided read, producer: pack pieces, tell the consumer where they are, free each slot when it has read the piece."""
 
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
@@ -45,7 +45,7 @@ class StagedServe(Staged):
             self._announce()  # a device packs a piece in less time than it takes to start the next
 
     def _announce(self) -> None:
-        """Let the consumer have what is packed."""
+        """Tell the consumer which pieces are packed."""
         for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
             self._packing.remove(piece)
             self.held[piece.number] = piece
@@ -59,7 +59,7 @@ class StagedServe(Staged):
     def stop(self, why: Failure) -> None:
         """Stop, and free all slots.
 
-        The consumer may still read them, which does no harm here; what it reads is not confirmed any more.
+        The consumer may still read them, which does no harm here, since what it reads will not be confirmed.
         """
         super().stop(why)
         for piece in [*self.held.values(), *self._packing]:
@@ -69,7 +69,7 @@ class StagedServe(Staged):
 
 
 class StagedRead(SlotAtPeer):
-    """One-sided read, consumer: read each announced piece into a slot of our own, say so, unpack it."""
+    """One-sided read, consumer: read each announced piece into a slot here, tell the producer, unpack it."""
 
     def advance(self) -> None:
         self.settle()

@@ -1,4 +1,4 @@
-"""Staged parts that both sides move: the producer sends pieces out of its slots, the consumer receives them into its own."""
+"""Staged parts that both sides move: the producer sends pieces from its slots, the consumer receives them into its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["StagedRecv", "StagedSend"]
 
 
 class StagedSend(Staged):
-    """Two-sided, producer: pack pieces and send them, say which have a slot, free their slots."""
+    """Two-sided, producer: pack pieces and send them, tell the consumer which have a slot, free their slots."""
 
     def advance(self) -> None:
         last = None
@@ -22,7 +22,7 @@ class StagedSend(Staged):
                 self.one_run(Verb.SEND, piece, after=self.pack(piece))
                 last = piece
         finally:
-            # Told last, since to tell takes time, and a consumer short of slots can wait for so long.
+            # Told last, since telling takes time, for which a consumer that is short of slots can wait.
             if last is not None:
                 self.wire.tell(PieceReady(self.ref, last.number, None, last.plan.nbytes))
 
@@ -34,7 +34,7 @@ class StagedSend(Staged):
 class StagedRecv(Staged):
     """Two-sided, consumer: receive a piece into a slot, unpack it.
 
-    It begins before it is told that the piece is being sent only while slots are plenty (see ``staging.py``).
+    While slots are plenty, it begins before it is told that the piece is being sent (see ``staging.py``).
     """
 
     def __init__(self, action: Move, wire: Wire) -> None:

@@ -1,4 +1,4 @@
-"""Staged parts that the producer writes: into slots that the consumer has lent it."""
+"""Staged parts that the producer writes into slots that the consumer has lent it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StagedLend", "StagedWrite"]
 
 
 class StagedWrite(SlotAtPeer):
-    """One-sided write, producer: pack each piece for which a slot was lent, write it there, say so."""
+    """One-sided write, producer: pack each piece for which a slot was lent, write it there, tell the consumer."""
 
     def advance(self) -> None:
         while (named := self.next_named()) is not None:
@@ -33,7 +33,7 @@ class StagedWrite(SlotAtPeer):
 class StagedLend(Staged):
     """One-sided write, consumer: lend a slot for each piece, unpack what was written there.
 
-    When it is stopped, lent slots stay out until the producer has ended its half or the link is closed.
+    After it is stopped, lent slots stay in use until the producer has ended its half or the link is closed.
     """
 
     lends_memory = True

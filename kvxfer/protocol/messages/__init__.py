@@ -1,6 +1,6 @@
-"""What agents and directories say to each other: msgspec types, versioned, size-limited, never pickle.
+"""The messages between agents and directories: msgspec types, versioned, of bounded size, never pickle.
 
-One message is one frame of msgpack. Between two agents every message belongs to a *link*, which a consumer
+One message is one frame of msgpack. Between two agents, every message belongs to a *link*, which a consumer
 dials to one producer rank.
 """
 
@@ -97,18 +97,18 @@ Message = (
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt
-"""What a consumer rank's machine says to a producer rank's."""
+"""Messages from a consumer rank's machine to a producer rank's."""
 ToConsumer = PartReady | Checksums | CommitAck | AttemptClosed
-"""And the other way."""
+"""Messages from a producer rank's machine to a consumer rank's."""
 
 
 def failure(message: Refused | CloseAttempt | AttemptClosed, peer: str, before: str = "") -> Failure:
-    """Return what a peer has said of a failure as one of ours.
+    """Return the failure that a peer's message tells of.
 
     Args:
-        message: The peer's.
+        message: The peer's message.
         peer: The peer's name for operators.
-        before: Our words, to be put before the peer's.
+        before: Words to put in front of the peer's reason.
     """
     return Failure(message.kind, before + message.reason, peer)
 
@@ -146,5 +146,5 @@ def decode(frame: bytes | memoryview) -> Message:
 
 
 def pack_checksum(value: int) -> bytes:
-    """Return a checksum as the wire has it: modulo 2**64, little-endian."""
+    """Return a checksum as messages have it: modulo 2**64, little-endian."""
     return (value % (1 << 64)).to_bytes(8, "little")

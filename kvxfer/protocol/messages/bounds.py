@@ -1,6 +1,6 @@
-"""What every message has in common: its form, and the bounds of what it may hold.
+"""What all messages have in common: their form, and the bounds of what they may hold.
 
-What a peer says is checked against these as it is decoded; nothing behind the decoder meets other numbers.
+The decoder checks every message of a peer against these, so that no other code meets numbers beyond them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
 MAX_NAMES = 1000
-"""Transfers in one notice."""
+"""The most transfers in one notice."""
 NO_CHECKSUM = bytes(8)
 
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
@@ -30,7 +30,7 @@ Digest = Annotated[bytes, Meta(max_length=MOST_DIGEST)]
 
 
 class WireMessage(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """The form of every message: an array of its tag and its fields, of which none may be unknown."""
+    """The form of every message: an array of its tag and its fields; unknown fields are refused."""
 
 
 class _Reasoned(Protocol):
@@ -39,7 +39,7 @@ class _Reasoned(Protocol):
 
 
 def shorten(message: _Reasoned) -> None:
-    """Cut words for people where they get too long to be read."""
+    """Cut the reason in a message if it is too long to be read."""
     if len(message.reason) > MAX_WORDS:
         assert isinstance(message, msgspec.Struct)
         msgspec.structs.force_setattr(message, "reason", message.reason[:MAX_WORDS] + " [...]")

@@ -1,4 +1,4 @@
-"""What an engine's directory is asked, and what it tells."""
+"""The messages to and from an engine's directory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Lookup(WireMessage, frozen=True, tag="lookup"):
 
 
 class RankDescriptor(WireMessage, frozen=True):
-    """What a directory tells of one rank of its engine.
+    """What a directory tells about one rank of its engine.
 
     Attributes:
         address: Where the rank's agent listens.
-        epoch: The agent's.
+        epoch: The agent's epoch.
         cache: The layout of the rank's cache.
-        backends: Those with which links to the rank may be made.
+        backends: The back ends with which links to the rank may be made.
     """
 
     address: str
@@ -49,7 +49,7 @@ class EngineDescriptor(WireMessage, frozen=True, tag="engine"):
 
 
 class Named(WireMessage, frozen=True):
-    """A transfer as only those know it who know its prompt: a name can be guessed, a digest cannot."""
+    """A transfer with its digest, which only engines that know the prompt can name; the transfer's name could be guessed."""
 
     transfer: TransferId
     digest: Digest

@@ -19,12 +19,14 @@ class Hello(WireMessage, frozen=True, tag="hello"):
     """Consumer to producer rank: who I am, and how I will read your cache.
 
     Attributes:
-        endpoint: That of the consumer's back end.
-        assignments: Which of the producer rank's cache the consumer will read.
+        expect_epoch: The epoch of the agent that the consumer wants to reach.
+        epoch: The consumer's epoch.
+        endpoint: The endpoint of the consumer's back end.
+        assignments: What the consumer will read of the producer rank's cache.
         mode: How the consumer uses the back end.
-        piece_bytes: Size of its staged pieces.
+        piece_bytes: The size of its staged pieces.
         facts: What all KV of the consumer depends on (``kvxfer.facts``).
-        stage_below: Parts whose rows are shorter on average, in bytes, must come staged.
+        stage_below: Parts whose rows have fewer bytes on average must come staged.
     """
 
     protocol: int
@@ -46,8 +48,8 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
     """Producer: the answer to ``Hello``, by which the link is made.
 
     Attributes:
-        piece_bytes: Size of a staged piece, as agreed: the smaller one of both sides.
-        integrity: What is checked, as agreed: the stricter setting of both sides.
+        piece_bytes: The agreed size of a staged piece: the smaller one of both sides.
+        integrity: The agreed setting: the stricter one of both sides.
         revocations: Where consumers on the producer's host find its revocation counter.
     """
 
@@ -59,11 +61,11 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
 
 
 class Refused(WireMessage, frozen=True, tag="refused"):
-    """Producer: there is no link, or none any more. The reason is logged on both sides.
+    """Producer: there is no link, or no longer one. The reason is logged on both sides.
 
     Attributes:
-        again: Dialling anew may help; otherwise, what was on the link has failed.
-        backend: The link could not be made with this back end; another may do.
+        again: Whether dialling again may help; if not, what was on the link has failed.
+        backend: Whether the link could not be made with this back end, but may be with another.
     """
 
     kind: FailureKind

@@ -1,7 +1,7 @@
-"""A transfer's messages, all over one link, from the fetch request to the last word of either side.
+"""The messages of a transfer, all over one link, from the fetch request to the last message of either side.
 
-``attempt`` tells a consumer's successive tries at one transfer apart, so that a late answer to an earlier try is never taken for
-an answer to the present one.
+``attempt`` numbers a consumer's successive attempts at one transfer, so that a late answer to an earlier attempt is never taken
+for an answer to the present one.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
 
     Attributes:
         readers: How many consumer ranks read from the producer rank.
-        seconds: How long the consumer will wait for the first part; after that nothing has to be served any more.
-        least: Older generations are of no use, because another rank of the producer has this one already.
+        seconds: How long the consumer will wait for the first part; after that, nothing has to be served.
+        least: Older generations are of no use, because another rank of the producer already has this one.
         moving: How long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
         offered: See ``Fetch``.
         enough: See ``Fetch``.
-        banded: Parts of some bands of layers are of use, since the link is slow; else each part holds all layers.
+        banded: Whether parts of single bands of layers are wanted, since the link is slow; else each part holds all layers.
     """
 
     transfer: TransferId
@@ -71,19 +71,20 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
 class PartReady(WireMessage, frozen=True, tag="part"):
     """Producer: part ``part`` holds the tokens ``[lo, hi)``, of all layers or of some bands of them.
 
-    What it means for the bytes depends on the link's verb. Read: the consumer may read them. Send: they come from ``stream``
-    onwards. Write: they are in the consumer's memory or, if staged, will be written into the slots that it lends.
+    What it means for the bytes depends on the mode of the link. Read: the consumer may read them. Send: they come in batches
+    numbered from ``stream``. Write: they are in the consumer's memory or, if staged, will be written into the slots that it
+    lends.
 
     Attributes:
-        final: The part is the last one, and holds the window and state groups, too. It ends before the last token that is wanted
+        final: Whether this is the last part, which also holds the window and state groups. It ends before the last wanted token
             only if the producer has given up, and so many tokens are enough.
-        blocks: Of each row those blocks that hold ``[lo, hi)``, so that all parts together have each of them once. Whole rows where
+        blocks: The blocks of each row that hold ``[lo, hi)``, so that all parts together have each block once. Whole rows if
             window or state groups come with the part.
-        piece_bytes: Size of the pieces in which the part comes packed; 0 for direct runs.
-        revocations: The revocation counter when the attempt's first part was announced; ``None`` means that the consumer has to ask.
-        payload: What came with the offer, with the final part.
-        bands: The first of the bands of layers that the part holds, and the one after the last (``kvxfer.geometry.bands``);
-            ``None`` for all. Window and state groups are in no band.
+        piece_bytes: The size of the pieces in which the part comes packed; 0 for direct runs.
+        revocations: The revocation count when the attempt's first part was announced; ``None`` if the consumer has to ask.
+        payload: The payload of the offer, with the final part.
+        bands: The first band of layers that the part holds, and the one after the last (``kvxfer.geometry.bands``);
+            ``None`` for all layers. Window and state groups belong to no band.
     """
 
     transfer: TransferId
@@ -104,12 +105,12 @@ class PartReady(WireMessage, frozen=True, tag="part"):
 class SlotReady(WireMessage, frozen=True, tag="slot_ready"):
     """Either side: there is a slot for piece ``piece`` of a staged part.
 
-    From the producer: the piece lies packed at ``offset`` of the producer's staging memory, to be read; or, where it is sent,
-    is on its way; or, where it is written, is in the slot that was lent for it. From the consumer, where it is written: a
-    slot for it is at ``offset`` of the consumer's staging memory.
+    From the producer: the piece lies packed at ``offset`` of its staging memory, to be read; or is on its way, if it is sent;
+    or is in the slot that was lent for it, if it is written. From the consumer, for a piece to be written: it may go to
+    ``offset`` of the consumer's staging memory.
 
     Attributes:
-        offset: In bytes; ``None`` where the receiver need not know it.
+        offset: In bytes; ``None`` if the receiver need not know it.
     """
 
     transfer: TransferId
@@ -130,9 +131,9 @@ class SlotFree(WireMessage, frozen=True, tag="slot_free"):
 
 
 class Checksums(WireMessage, frozen=True, tag="checksums"):
-    """Producer: the checksum of all parts of this attempt as they lie here.
+    """Producer: the checksum of all parts of this attempt on this side.
 
-    It is for a consumer that sees the revocation counter, and then need not ask.
+    A consumer that can read the revocation counter then need not ask.
     """
 
     transfer: TransferId
@@ -144,9 +145,9 @@ class CommitRequest(WireMessage, frozen=True, tag="commit"):
     """Consumer: all bytes have arrived, from you and from all others. Are they yours, and did this generation hold until now?
 
     Attributes:
-        checksum: That of the bytes from this producer rank, the sum over all parts; 0 where the link checks nothing.
-        round: Tells the answer to this question from that to an earlier one.
-        alone: Nobody else is asked, so that a yes settles it; otherwise ``Committed`` does.
+        checksum: The checksum of the bytes from this producer rank, summed over all parts; 0 if the link checks nothing.
+        round: Distinguishes the answer from that to an earlier request.
+        alone: Whether nobody else is asked, so that a yes settles the transfer; otherwise ``Committed`` does.
     """
 
     transfer: TransferId
@@ -163,7 +164,7 @@ class CommitAck(WireMessage, frozen=True, tag="ack"):
     The answer no is ``AttemptClosed``.
 
     Attributes:
-        round: That of the request that is answered; ``None`` answers a ``FetchRequest`` that has come after its ``Committed``.
+        round: The round of the request; ``None`` answers a ``FetchRequest`` that came after its ``Committed``.
     """
 
     transfer: TransferId
@@ -172,7 +173,7 @@ class CommitAck(WireMessage, frozen=True, tag="ack"):
 
 
 class Committed(WireMessage, frozen=True, tag="committed"):
-    """Consumer: all is here and trusted, from you and from all others: I need nothing more of this transfer.
+    """Consumer: everything has arrived from all ranks and is trusted; I need nothing more of this transfer.
 
     Attributes:
         readers: As in ``FetchRequest``.
@@ -188,7 +189,7 @@ class CloseAttempt(WireMessage, frozen=True, tag="close"):
     """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``.
 
     Attributes:
-        again: The consumer still wants the transfer, and its next attempt follows.
+        again: Whether the consumer still wants the transfer, and its next attempt follows.
         readers: As in ``FetchRequest``.
     """
 
@@ -208,7 +209,7 @@ class AttemptClosed(WireMessage, frozen=True, tag="closed"):
     """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
 
     Attributes:
-        again: A later generation may come; wait with a new attempt rather than fail.
+        again: Whether a later generation may come, so that the consumer should make a new attempt instead of failing.
     """
 
     transfer: TransferId

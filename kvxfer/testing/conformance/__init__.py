@@ -1,4 +1,4 @@
-"""The suite that proves a back end.
+"""The suite that a back end must pass.
 
 A back end's whole test file is one subclass::
 
@@ -7,8 +7,8 @@ A back end's whole test file is one subclass::
     class TestMine(ConformanceSuite):
         backend = MyTransport
 
-Each test is a rule of ``kvxfer.transport.contract``; its docstring says which, and what an author should look at
-when it fails. Tests that move bytes run once for every way of moving that the back end's capabilities offer.
+Each test, called a clause, checks a rule of ``kvxfer.transport.contract``; its docstring has the rule, and what an author
+should look at when it fails. Clauses that move bytes run once for every way of moving that the back end's capabilities offer.
 """
 
 import pytest
@@ -45,9 +45,9 @@ __all__ = [
 
 
 class ConformanceSuite(Declaration, Memory, Transfers, Volume, Links, Endings, Deaths, Blocking, Resources):
-    """Subclass it and set ``backend``; see ``Suite`` for the other settings."""
+    """All clauses. Subclass it and set ``backend``; see ``Suite`` for the other settings."""
 
 
-# So that pytest, which sees it imported into an author's file, runs subclasses only.
+# So that pytest runs only subclasses, although the class itself is imported into an author's file.
 ConformanceSuite.__test__ = False
 Suite.__test__ = False

@@ -1,4 +1,4 @@
-"""Calls that take too long: one thread serves all links, and all of them wait behind a call that blocks."""
+"""Calls that take too long: one thread serves all links, so a call that blocks holds up all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport.contract import Transport
 
 ATTEMPTS = 10
-"""How often a step is repeated. The least of its longest calls counts, since threads of a back end may have to wait for a busy host."""
+"""How often a step is repeated. The shortest of its longest calls counts, since a busy host may hold up a back end's threads."""
 
 PIECE, PIECES = 16 << 10, 4096
 LARGE_BYTES = PIECE * PIECES
@@ -29,7 +29,7 @@ SMALL = Runs.of([3], [5], [1000])
 
 NO_BATCH = 987_654
 POLLS, POLLS_A_BATCH = 1000, 50
-"""So many polls are looked at in one step: what happens in one of hundreds happens in each attempt."""
+"""So many polls are timed in one step, so that what happens in one of some hundreds happens in every attempt."""
 
 _METHODS = (
     "register",
@@ -47,7 +47,7 @@ _METHODS = (
 
 
 class Took(NamedTuple):
-    """How long a call took, and how much of that its thread was computing, in seconds."""
+    """How long a call took, and for how much of that its thread was computing, in seconds."""
 
     seconds: float
     computing: float
@@ -57,11 +57,11 @@ class Took(NamedTuple):
 
 
 class CallTimes:
-    """What the calls of some transports have taken.
+    """How long the calls of some transports have taken.
 
     Attributes:
-        longest: By method.
-        count: By method.
+        longest: The longest call of each method.
+        count: The number of calls of each method.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CallTimes:
 
     @contextmanager
     def of(self, transports: Iterable[Transport]) -> Iterator[CallTimes]:
-        """Look at all calls of these transports meanwhile."""
+        """Time all calls of these transports within the ``with`` block."""
         watched = list(transports)
         for transport in watched:
             for method in _METHODS:
@@ -102,8 +102,8 @@ class Blocking(Suite):
         """No method takes longer than ``capabilities.may_block_s``, however much there is to move.
 
         A batch of 64 MiB takes many calls of ``poll``, each of which moves some of it. Neither ``register`` nor
-        ``connect`` waits for anybody, and nothing that happens in one of a hundred calls may take longer, either. Time for
-        which the host has no processor for the thread does not count; what the thread computes and what it waits for does.
+        ``connect`` waits for anybody, and not even one call in a hundred may take longer. Time for which the host has no
+        processor for the thread does not count; time that it computes or waits does.
         """
         a, b = world.local(), world.other()
         for participant in (a, b):
@@ -157,10 +157,10 @@ class Blocking(Suite):
             self._prompt(what, step, here)
 
     def test_no_call_blocks_when_the_peer_has_stopped(self, world: World) -> None:
-        """No method waits for a peer that does not answer, though its memory, its sockets and its card are still there.
+        """No method waits for a peer that does not answer although its memory, its sockets and its card are still there.
 
-        ``may_block_s`` holds with it as with all others: for ``submit``, for ``poll``, and for ``abort`` and
-        ``disconnect``, which often are the first to wait for an answer.
+        ``may_block_s`` holds for such a peer too: for ``submit``, for ``poll``, and for ``abort`` and ``disconnect``, which are
+        often the first to wait for an answer.
         """
         a, b = world.local(), world.mortal()
         for participant in (a, b):
@@ -187,7 +187,7 @@ class Blocking(Suite):
             self._prompt(f"a stopped peer has its part in a {part.way.value} as its {part.role}", step, [a])
 
     def _prompt(self, what: str, step: Callable[[CallTimes], object], here: Iterable[LocalParticipant]) -> None:
-        """Check that no call in a step takes too long, in the best of some attempts."""
+        """Check that no call in a step takes too long in the best of several attempts."""
         most = max(self.capabilities().may_block_s, 0.01)
         least: dict[str, Took] = {}
         for _ in range(ATTEMPTS):

@@ -1,4 +1,4 @@
-"""What memory must hold after runs have been moved, and how a clause says what is wrong with it."""
+"""What memory must hold after runs have been moved, and a comparison that says what is wrong."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def overlay(target: Bytes, source: Bytes, runs: Runs) -> Bytes:
 
 
 def assert_equal(found: Bytes, expected: Bytes, what: str) -> None:
-    """Fail with the number of wrong bytes and the place of the first."""
+    """Compare bytes; fail with the number of wrong ones and the place of the first."""
     wrong = np.flatnonzero(found != expected)
     assert not len(wrong), f"{what}: {len(wrong)} bytes are wrong, the first at flat offset {int(wrong[0])}"

@@ -1,4 +1,4 @@
-"""Peers that die or stop. The peer is a process of its own, and it is killed for real."""
+"""Peers that die or stop. The peer is a process of its own, which is really killed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Deaths(Suite):
     def test_the_peer_is_killed(self, world: World, part: Part, moment: str) -> None:
         """The death of a peer's process ends every batch of that link.
 
-        It ends them within ``notice_s`` seconds with an error that names the peer and the cause, whether the peer died
+        They end within ``notice_s`` seconds with an error that names the peer and the cause, whether the peer died
         before it connected, with batches in flight, or between batches. That holds for batches in flight and for those
-        submitted later (for these ``submit`` may raise at once). What had completed stays complete. ``lost`` either
-        says why the link is of no more use, or never calls a link lost.
+        submitted later (for these ``submit`` may raise at once). What had completed stays complete. ``lost`` then says why
+        the link can no longer be used, unless the back end never calls a link lost.
         """
         a, b = world.local(), world.mortal()
         world.allocate(a, b)
@@ -50,9 +50,9 @@ class Deaths(Suite):
             assert b.name in error and len(cause.split()) > 3, f"the peer is {b.name!r}; the error: {error}"
 
     def test_a_restarted_peer_is_a_new_one(self, world: World, part: Part) -> None:
-        """A process that died and came back under the same name is reached with a new endpoint.
+        """A process that died and was restarted under the same name is reached with a new endpoint.
 
-        Its predecessor's link does not get in the way.
+        The old process's link does not get in the way.
         """
         a, b = world.local(), world.mortal()
         world.allocate(a, b)
@@ -67,7 +67,7 @@ class Deaths(Suite):
     def test_the_peer_is_stopped(self, world: World, part: Part) -> None:
         """A stopped peer (SIGSTOP, or a hung host) blocks nobody, although most libraries never notice it.
 
-        Other peers are served, and ``abort`` ends the batch. When the peer comes back, what it still does for that
+        Other peers are served, and ``abort`` ends the batch. When the peer goes on, what it still does for that
         batch does not touch memory that was quiet, and a new link works.
         """
         a, b, c = world.local(), world.mortal(), world.other()

@@ -14,10 +14,10 @@ class Declaration(Suite):
     """Clauses about what a back end declares."""
 
     def test_the_class_can_be_found(self) -> None:
-        """``module:Class`` loads the class, it has a name, and it was written for a contract that is taken.
+        """``module:Class`` loads the class, which has a name and was written for a contract that kvxfer accepts.
 
-        ``name`` is what users write into their configuration and what entry points are called. ``contract`` is a
-        constant of yours: do not copy ``CONTRACT_VERSION`` at run time.
+        Users write ``name`` into their configuration, and the entry point has it too. Write ``contract`` as a number: do not
+        copy ``CONTRACT_VERSION`` at run time.
         """
         cls = self.backend
         assert cls.name and cls.name == cls.name.lower()
@@ -50,9 +50,9 @@ class Declaration(Suite):
             transport.close()
 
     def test_probe_tells_without_a_trace(self) -> None:
-        """``probe`` gives a verdict in words, and leaves the process's environment as it was.
+        """``probe`` gives its reason in words, and leaves the process's environment as it was.
 
-        A library that changes ``UCX_*`` or ``LD_*`` when it is imported would change what another back end sees.
+        A library that changes ``UCX_*`` or ``LD_*`` when it is imported would affect other back ends.
         """
         before = dict(os.environ)
         probe = self.backend.probe()
@@ -62,6 +62,6 @@ class Declaration(Suite):
         assert dict(os.environ) == before
 
     def test_an_unknown_option_is_named(self) -> None:
-        """A user's typing error raises ``ConfigError`` that quotes it, before anything has started."""
+        """A misspelt option raises a ``ConfigError`` that quotes it, before anything has started."""
         with pytest.raises(ConfigError, match="no_such_option"):
             self.backend("agent", {**self.options, "no_such_option": 1})

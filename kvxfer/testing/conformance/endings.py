@@ -1,4 +1,4 @@
-"""Ending early: abort, close, and what they prove about memory."""
+"""Ending early: abort, close, and what they guarantee about memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Endings(Suite):
     """Clauses about batches and transports that end early."""
 
     def test_aborted_batches_end_and_stay_ended(self, world: World, way: TransferMode) -> None:
-        """An aborted batch ends once, soon, with an error (or it was quicker, and succeeded).
+        """An aborted batch ends once, soon, with an error (unless it was quicker, and succeeded).
 
-        After it ended quiet, or after what ``capabilities.quiet`` names was done, memory is neither read nor written
-        for it any more: bytes that come late must not land. If your library cannot promise that, say so in ``quiet``.
+        After it has ended quiet, or after what ``capabilities.quiet`` names has been done, it no longer reads or writes
+        memory: bytes that come late must not land. If your library cannot promise that, say so in ``quiet``.
         """
         a, b, link = world.pair()
         source, target = (b, a) if way is TransferMode.READ else (a, b)
@@ -45,9 +45,9 @@ class Endings(Suite):
             assert_equal(target.content(0), after, "the target's memory after the end")
 
     def test_what_ends_before_it_is_quiet_gets_quiet(self, world: World, way: TransferMode) -> None:
-        """Where ``capabilities.quiet`` is ``later``, a ``Quieted`` follows each batch that ended without being quiet.
+        """If ``capabilities.quiet`` is ``later``, a ``Quieted`` follows each batch that ended without being quiet.
 
-        Once it came, and not before, the memory can be given back, while the back end and its other links go on.
+        Once it has come, and not before, the memory can be deregistered, while the back end and its other links go on.
         """
         if self.capabilities().quiet != "later":
             pytest.skip("capabilities.quiet is not 'later'")
@@ -73,13 +73,12 @@ class Endings(Suite):
         a.deregister(0)
 
     def test_an_aborted_write_does_not_land_later(self, world: World) -> None:
-        """The target of an aborted write hears of the abort before this side calls the batch quiet.
+        """The target of an aborted write learns of the abort before this side calls the batch quiet.
 
-        Its thread may be busy meanwhile. A target that carries out writes itself must not carry out this one when it gets
-        to it.
+        Its thread may be busy meanwhile. A target that itself carries out writes must not carry out this one later.
         """
         if TransferMode.WRITE not in self.ways() or not self.in_process:
-            pytest.skip("a write into the memory of this process, while its thread is busy, is what this looks at")
+            pytest.skip("this clause is about a write into memory of this process while its thread is busy")
         for turns in (0, 3):
             a, b, link = world.pair()
             world.move(link, TransferMode.WRITE, a, b, Runs.of([0], [0], [1000]))
@@ -98,10 +97,10 @@ class Endings(Suite):
             assert_equal(b.content(0), after, "the target's memory after the abort")
 
     def test_a_half_without_its_other_half_can_be_aborted(self, world: World, part: Part) -> None:
-        """When the peer never takes part, ``abort`` ends the batch all the same.
+        """If the peer never takes part, ``abort`` ends the batch all the same.
 
-        ``capabilities.abort`` says what it ends: one batch, or everything with the peer. That does not stop what comes
-        after: it works on the same link, which ``lost`` must not call lost then, or on a new one.
+        ``capabilities.abort`` says what it ends: one batch, or everything with the peer. Later batches work, on the same link
+        (which ``lost`` must then not call lost) or on a new one.
         """
         a, b = world.local(), world.other()
         world.allocate(a, b)
@@ -110,8 +109,8 @@ class Endings(Suite):
         moved = overlay(target.content(0), source.content(0), LARGE)
         halves = link.halves(part.way, source, target, LARGE)
         for participant, batch in sorted(halves, key=lambda half: half[0] is not a):
-            # The second half, if there is one, comes when the first is over. It cannot succeed either, unless it is a RECV of
-            # which the library had carried all bytes over before the SEND was aborted, and has not heard of the link's end.
+            # The second half, if there is one, comes when the first is over. It cannot succeed either, unless it is a RECV whose
+            # bytes the library had all carried over before the SEND was aborted, and it has not noticed the link's end.
             started = Started([(participant, participant.submit(batch))])
             world.run(0.05)
             participant.abort(started.halves[0][1])
@@ -132,9 +131,9 @@ class Endings(Suite):
     def test_an_abort_ends_its_batch_and_no_other(self, world: World, part: Part) -> None:
         """An abort ends one batch, and batches before and after it go on and succeed.
 
-        So it is where ``capabilities.abort`` is ``batch``, on the same link too. (Where it is ``peer``, those of other links
-        do.) In a direction of SENDs the aborted one keeps its place: the peer's half of it fails, and the halves around it
-        meet as if nothing had been.
+        If ``capabilities.abort`` is ``batch``, that includes those of the same link; if it is ``peer``, those of other links.
+        Among the SENDs of a direction the aborted one keeps its place: the peer's half of it fails, and the halves around it
+        meet as if nothing had happened.
         """
         a, b = world.local(), world.other()
         world.allocate(a, b)
@@ -173,7 +172,7 @@ class Endings(Suite):
     def test_each_result_is_of_its_batch(self, world: World, part: Part) -> None:
         """When several batches end in one ``poll``, each gets its own result.
 
-        One that was aborted gets its error, one of another link its success. Look at how you take results and numbers apart.
+        An aborted one gets its error, one of another link its success. Look at how you match results and batch numbers.
         """
         a, b, link = world.pair()
         c = world.other()
@@ -181,7 +180,7 @@ class Endings(Suite):
         other = world.link(a, c)
         source, target = part.sides(a, c)
         for i in range(20):
-            # Nobody takes part in the one; where nobody has to, its link is not made yet.
+            # The peer does not take part in the one batch; if it need not, the link is not made yet.
             idle = world.half_link(a, b) if part.way is not TransferMode.SEND else link
             first = Started([(a, a.submit(idle.half(part, a, b, LARGE)))])
             good = other.start(part.way, source, target, Runs.of([i * 1000], [i * 2000], [1000]))
@@ -261,7 +260,7 @@ class Endings(Suite):
                 call()
 
     def test_the_wrong_thread_is_refused_or_safe(self, world: World, way: TransferMode) -> None:
-        """Another thread gets ``TransportError`` or is served as well; nothing breaks for the owner either way."""
+        """Another thread gets ``TransportError`` or is served correctly; either way nothing breaks for the owner."""
         a, b, link = world.pair()
         seen: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Fences for clauses: one that is opened by hand, and one that passes between two questions."""
+"""Fences for clauses: one that is opened by hand, and one that passes between two checks."""
 
 
 class HostFence:

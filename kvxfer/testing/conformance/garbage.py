@@ -1,4 +1,4 @@
-"""What the garbage collector looks at while a clause about leaks counts."""
+"""Keep the garbage collector from scanning old objects while a clause counts leaks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["old_objects_aside"]
 
 @contextlib.contextmanager
 def old_objects_aside() -> Iterator[None]:
-    """Have the collector look only at what is made from now on; for a ``with``, or as a decorator of a clause.
+    """Have the collector scan only objects made from now on; use it in a ``with``, or as the decorator of a clause.
 
     What leaks is made while the clause runs. A process that has imported engines holds millions of older objects, and each
-    collection among them takes longer than all that the clause does between two.
+    collection that scans them takes longer than everything that the clause does between two collections.
     """
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""Links: how they begin, what is no endpoint, and how they end in good order."""
+"""Links: how they begin, which endpoints are refused, and how links are closed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Links(Suite):
     def test_endpoints_are_fresh_and_small(self, world: World) -> None:
         """Each call of ``endpoint`` describes one future link.
 
-        It is sent inside a hello, so it has at most 1 MiB.
+        It has at most 1 MiB, since it is sent inside a hello.
         """
         participant = world.local()
         world.allocate(participant)
@@ -36,9 +36,9 @@ class Links(Suite):
 
     @old_objects_aside()
     def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: TransferMode) -> None:
-        """Nothing is kept of a withdrawn endpoint: whoever dials peers that never answer makes endpoints for ever.
+        """Nothing is kept of a withdrawn endpoint: an agent that dials peers that never answer makes endpoints for ever.
 
-        What it takes to forget may be done by the ``poll`` that follows. ``withdraw`` ignores an endpoint that was
+        It may be forgotten as late as in the ``poll`` that follows. ``withdraw`` ignores an endpoint that was
         connected, or withdrawn before.
         """
         a, b = world.local(), world.other()
@@ -52,7 +52,7 @@ class Links(Suite):
                 for endpoint in (unused, unused, mine):
                     a.withdraw(endpoint)
                 world.turn(0)
-            gc.collect()  # garbage that waits for its turn is not kept
+            gc.collect()  # garbage that is not collected yet does not count as kept
             return sys.getallocatedblocks()
 
         blocks_after(100)
@@ -61,9 +61,9 @@ class Links(Suite):
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     def test_malformed_endpoints_are_refused(self, world: World, way: TransferMode) -> None:
-        """What is no endpoint raises ``TransportError``; an altered endpoint is refused, or its batches fail.
+        """Bytes that are not an endpoint raise ``TransportError``; an altered endpoint is refused, or its batches fail.
 
-        Neither harms the transport. An endpoint comes from the network: never unpickle it.
+        Neither harms the transport. Endpoints come from the network: never unpickle them.
         """
         a, b, link = world.pair()
         good = b.endpoint()
@@ -85,10 +85,10 @@ class Links(Suite):
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     def test_an_endpoint_opens_its_own_link_only(self, world: World, part: Part) -> None:
-        """Who has another endpoint of this side gets nothing by it, and does not take the place of the expected peer.
+        """A peer with another endpoint of this side gains nothing by it, and cannot take the place of the expected peer.
 
-        Look at how you tell whose connection it is that comes in: by the secret of the one endpoint that was given to
-        ``connect``, not by its being the first, nor by the peer's name or address.
+        Look at how you identify incoming connections: go by the secret of the one endpoint that was given to ``connect``, not
+        by which comes first, nor by the peer's name or address.
         """
         a, b, stranger = world.local(), world.other(), world.other()
         world.allocate(a, b, stranger)
@@ -154,7 +154,7 @@ class Links(Suite):
             world.move(link, way, b, a, Runs.of([0], [0], [5000]))
 
     def test_a_closed_link_takes_no_batches(self, world: World, part: Part) -> None:
-        """``submit`` on a number that never was a link, or is none any more, raises ``TransportError``."""
+        """``submit`` on a number that never was a link, or no longer is one, raises ``TransportError``."""
         a, b, link = world.pair()
         a.disconnect(link.peers[a.name])
         for peer in (link.peers[a.name], 12_345, -1):
@@ -165,7 +165,7 @@ class Links(Suite):
     def test_disconnecting_in_flight(self, world: World, part: Part, closer: str) -> None:
         """Closing a link ends what is in flight on it, on both sides, never silently.
 
-        It ends at once on the side that closes, and on the other as soon as that hears of it. A one-sided batch may
+        It ends at once on the side that closes, and on the other as soon as that notices. A one-sided batch may
         have been quicker; then its bytes are right.
         """
         a, b, link = world.pair()

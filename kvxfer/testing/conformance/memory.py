@@ -37,7 +37,7 @@ class Memory(Suite):
     def test_kinds_that_are_not_declared_are_refused(self, world: World) -> None:
         """Memory of a kind that ``capabilities.memory`` does not name is refused when it is registered.
 
-        Nothing says so later but a fault, or bytes of somebody else.
+        Later only a fault would show it, or bytes from somewhere else.
         """
         transport, buffer = world.local().transport, Buffer(4096, self.device(0))
         for kind in {"cpu", "cuda:0", "xpu:0"} - {k if k == "cpu" else f"{k}:0" for k in self.capabilities().memory}:
@@ -46,9 +46,9 @@ class Memory(Suite):
         buffer.free()
 
     def test_kinds_that_are_declared_are_moved(self, world: World, way: TransferMode) -> None:
-        """Memory of each kind in ``capabilities.memory`` that this host has is moved, not only of the kind under test.
+        """Memory of every kind in ``capabilities.memory`` that this host has is moved, not only of the kind under test.
 
-        ``probe`` tells which of them it could move here, and names none that the host lacks.
+        ``probe`` says which kinds it could move here, and names none that the host lacks.
         """
         for kind in sorted(self.capabilities().memory):
             device = present(kind)
@@ -60,7 +60,7 @@ class Memory(Suite):
                 world.move(world.link(a, b), way, a, b, Runs.of([9, 70_000], [0, 90_001], [60_000, 100]))
 
     def test_a_memory_may_be_empty(self, world: World) -> None:
-        """A memory without regions is a memory: it has a number, and nothing can be moved from it."""
+        """A memory without regions is accepted and has a number, although nothing can be moved from it."""
         participant = world.local()
         assert participant.transport.register([]) == 0
         assert participant.allocate([4096], 1) == 1
@@ -68,7 +68,7 @@ class Memory(Suite):
     def test_overlapping_memories_work(self, world: World) -> None:
         """Two memories may share bytes (a cache, and a part of it).
 
-        Within one memory the regions may not overlap: that is refused or works, but never ends in wrong bytes.
+        Within one memory regions must not overlap: such a memory is refused or works, but never gives wrong bytes.
         """
         participant, buffer = world.local(), Buffer(8192, self.device(0))
         base = buffer.region.address
@@ -82,7 +82,7 @@ class Memory(Suite):
         buffer.free()
 
     def test_unknown_memory_is_refused(self, world: World, way: TransferMode) -> None:
-        """A batch that names a local memory which was never registered raises ``TransportError`` from ``submit``."""
+        """A batch that names a local memory that was never registered raises ``TransportError`` from ``submit``."""
         a, b, link = world.pair()
         runs = Runs.of([0], [0], [10])
         for participant, batch in link.halves(way, a, b, runs, memory=7, target_memory=7):
@@ -135,9 +135,9 @@ class Memory(Suite):
         assert_equal(b.content(0), before[1], "the target's memory")
 
     def test_deregistered_memory_is_forgotten(self, world: World, way: TransferMode) -> None:
-        """After ``deregister`` the number is refused, the memory may be freed, and the others still work.
+        """After ``deregister`` the number is refused, the memory may be freed, and other memories still work.
 
-        NIXL, for one, would take a stale registration and fault: check the number yourself.
+        Some libraries (NIXL for one) would use a stale registration and fault: check the number yourself.
         """
         a, b = world.local(), world.other()
         for participant in (a, b):
@@ -171,10 +171,10 @@ class Memory(Suite):
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     def test_memory_given_back_is_out_of_reach(self, world: World, one_sided: TransferMode) -> None:
-        """Batches that a peer begins after ``deregister`` fail, and touch nothing: the memory is somebody else's by now.
+        """Batches that a peer begins after ``deregister`` fail and touch nothing, since the memory may have been reused.
 
-        They do not keep ``deregister`` from working: this side need not know of them. Where a card or the kernel moves the
-        bytes and asks nobody, the links have to be closed first (``revokes = False``).
+        They do not keep ``deregister`` from succeeding: this side need not know of them. If a card or the kernel moves the
+        bytes without asking anybody, the links have to be closed first (``revokes = False``).
         """
         owner, peer = world.local(), world.other()
         for participant in (owner, peer):
@@ -196,7 +196,7 @@ class Memory(Suite):
             world.move(link, one_sided, source, target, Runs.of([5], [7], [100_000]), 1, 1)
 
     def test_memory_in_use_cannot_be_deregistered(self, world: World, part: Part) -> None:
-        """``deregister`` refuses while a batch that uses the memory has not ended, and works after it has."""
+        """``deregister`` fails while a batch of this side uses the memory, and works once that has ended."""
         a, b = world.local(), world.other()
         world.allocate(a, b)
         link = world.half_link(a, b)  # so that nothing can end by itself

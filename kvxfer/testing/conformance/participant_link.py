@@ -1,4 +1,4 @@
-"""Links between participants, and the batches by which bytes move over them in each mode."""
+"""Links between participants, and the batches that move bytes over them in each mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TransferMode(enum.Enum):
 
 
 class Part(NamedTuple):
-    """What the participant under test does: it submits a transfer, or half of one, whose ``role`` it is."""
+    """What the participant under test does: it submits a transfer, or half of one, as its source or target (``role``)."""
 
     way: TransferMode
     role: Literal["source", "target"]

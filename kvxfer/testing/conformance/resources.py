@@ -1,4 +1,4 @@
-"""What a back end costs when nothing moves, and what it leaves behind."""
+"""What a back end costs while nothing moves, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvxfer.testing.participant import LocalParticipant, Runs
 IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
 IDLE_TURNS = 200
-"""How often in a second an idle transport may want to be polled. It shows a descriptor that is always readable where a
-loaded host leaves us too little of a processor to use ``IDLE_CPU`` of it."""
+"""How often in a second an idle transport may want to be polled. This finds a descriptor that is always readable on a host that
+is too busy for it to use up ``IDLE_CPU``."""
 
 RSS_SLACK, RSS_STRETCHES = 16 << 20, 3
-"""Bytes by which memory may grow over all rounds, seen in that many stretches of them."""
+"""Bytes by which memory may grow over all rounds, and the number of stretches into which these are divided."""
 
 FENCE_CPU, FENCE_TURNS = 0.3, 6000
-"""Share of a core that waiting for a fence may take, and polls a second: a look every 0.2 ms is 5,000 on a host that keeps time."""
+"""Share of a core, and polls a second, that waiting for a fence may take: one check every 0.2 ms makes 5,000 on an idle host."""
 
 MAPPED = 2048
-"""Bytes by which the memory in use may grow with each batch. A mapping that is kept has at least a page, and allocators take memory in
-jumps that are a share of this."""
+"""Bytes by which the memory in use may grow with each batch. A mapping that is kept is at least a page, twice as much; the jumps in
+which allocators grow come to less for each batch."""
 HEAP = 100
 """The same for what is allocated."""
 
@@ -50,8 +50,7 @@ def _threads() -> int:
 def _resident() -> int:
     """Return the bytes of memory in use.
 
-    Garbage, and what was freed and is kept by the allocator, is given back first: a leak would be served from there,
-    and would not show.
+    Garbage, and freed memory that the allocator keeps, is given back first: a leak would be served from there, unnoticed.
     """
     gc.collect()
     if _trim is not None:
@@ -71,7 +70,7 @@ def _idle(world: World, transports: int) -> tuple[float, float]:
 
 
 def _least(world: World, transports: int, cpu: float, polls: float, stretches: int) -> tuple[float, float]:
-    """Measure it until both are below what is allowed, in ``stretches`` at the most, and return the least of each."""
+    """Measure that until both are below what is allowed, at most ``stretches`` times; return the least of each."""
     used, turns = float("inf"), float("inf")
     for _ in range(stretches):
         stretch = _idle(world, transports)
@@ -84,7 +83,7 @@ def _least(world: World, transports: int, cpu: float, polls: float, stretches: i
 def _lost(rounds: Callable[[int], object], count: int) -> int:
     """Return the bytes by which ``count`` rounds made the process grow.
 
-    The stretch of rounds that added least stands for all. A leak is in each of them, while allocators and libraries
+    The stretch of rounds that added least is taken for all: a leak shows in each of them, while allocators and libraries
     grow in jumps (NCCL by 32 MiB, in the eighth round or the twentieth).
     """
     grown = []
@@ -96,14 +95,14 @@ def _lost(rounds: Callable[[int], object], count: int) -> int:
 
 
 def _grown(work: Callable[[int], object], count: int) -> tuple[float, float]:
-    """Bytes by which each of ``count`` pieces of work made the heaps grow, Python's and the C library's, and all memory in use."""
+    """Return the bytes by which one of ``count`` pieces of work made the heaps (Python's and C's) and all memory in use grow."""
     heap, resident = _heap(), _resident()
     work(count)
     return (_heap() - heap) / count, (_resident() - resident) / count
 
 
 def _abort(world: World, started: Started) -> None:
-    """Abort a transfer of which some may have moved, and wait for its end."""
+    """Abort a transfer that may have moved in part, and wait for its end."""
     participant, number = started.halves[0]
     participant.abort(number)
     world.finish(started)
@@ -139,7 +138,7 @@ def _shared_files() -> set[str]:
 
 
 def _unused(files: set[str]) -> set[str]:
-    """Those files in shared memory that no living process has mapped: others' tests run beside this one."""
+    """Return the files in shared memory that no other living process has mapped, such as tests that run at the same time."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if not files:
             break
@@ -156,8 +155,8 @@ class Resources(Suite):
     def test_nothing_leaks(self, world: World) -> None:
         """After many rounds of connecting, moving and closing, descriptors, threads and memory are what they were.
 
-        They are compared with the state after the first few of ``rounds``, since libraries keep a little for good on
-        first use. That is fine.
+        They are compared with the state after the first few of ``rounds``, since libraries may keep a little for good on
+        first use.
         """
         way = self.ways()[0]
 
@@ -204,7 +203,7 @@ class Resources(Suite):
     def test_batches_do_not_leak(self, world: World) -> None:
         """Thousands of batches on one link leave nothing behind, whether they end well or are aborted.
 
-        No number stays in a table, no buffer, no mapped memory, no Python object: an engine moves millions.
+        No entry of a table, buffer, mapping or Python object may stay: an engine moves millions of batches.
         """
         a, b, link = world.pair()
         way, can = self.ways()[0], self.capabilities()
@@ -239,7 +238,7 @@ class Resources(Suite):
         world.promptly(lambda: not _unused(_shared_files() - files), "who closes leaves no file in shared memory")
 
     def test_waiting_for_a_fence_does_not_spin(self, world: World) -> None:
-        """A batch whose fence has not passed is asked about now and then, and not all the time.
+        """A fence is checked now and then, not all the time.
 
         An engine's forward pass takes milliseconds, and needs the processor.
         """
@@ -257,7 +256,7 @@ class Resources(Suite):
         """Check that descriptors, threads and memory stay what they are after the first few rounds."""
         few = max(3, self.rounds // 20)
         rounds(few)
-        gc.collect()  # or descriptors of garbage would count as what was there before
+        gc.collect()  # else descriptors of garbage would count as open before
         world.run(0.2)
         descriptors, threads = _descriptors(), _threads()
         lost = _lost(rounds, self.rounds - few)
@@ -268,7 +267,7 @@ class Resources(Suite):
         assert lost < RSS_SLACK, f"{lost / self.rounds:.0f} bytes of memory were lost {what}"
 
     def test_a_peer_that_came_too_early_leaves_nothing(self, world: World) -> None:
-        """What it cost that a peer connected to an endpoint which is then withdrawn is given back."""
+        """If a peer connects to an endpoint that is then withdrawn, everything that this took is given back."""
         a, b, _ = world.pair()
         world.run(0.3)
         descriptors = _descriptors()
@@ -285,8 +284,8 @@ class Resources(Suite):
     def test_idle_costs_nothing(self, world: World) -> None:
         """A connected transport with nothing to do uses less than 3 % of a core and 200 polls a second.
 
-        No thread spins, and ``fileno`` is readable only when there is something to do. The least of some stretches
-        counts: a host that is busy with other work inflates what little there is.
+        No thread spins, and ``fileno`` is readable only when there is something to do. The least of several measurements
+        counts, since other work on the host inflates them.
         """
         a, b, link = world.pair()
         way = self.ways()[0]

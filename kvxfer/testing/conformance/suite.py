@@ -1,4 +1,4 @@
-"""The settings of a suite, and how a clause is run once for each choice that its back end offers."""
+"""The settings of a suite, and how a clause is run once for each mode that its back end offers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Suite:
 
     Attributes:
         backend: The class under test.
-        options: For every instance.
-        memory: ``cpu`` or ``cuda``.
+        options: The options of every instance.
+        memory: The kind of memory to test with: ``cpu`` or ``cuda``.
         in_process: False for a back end that cannot have two instances in one process (or not in one thread).
         patience_s: Seconds that anything may take, as ``thread_clock`` counts them.
-        notice_s: Seconds that the death of a peer may go unnoticed.
+        notice_s: Seconds for which the death of a peer may go unnoticed.
         rounds: Rounds of connecting, moving and closing, after which nothing may have leaked.
-        revokes: Whether memory that was given back is out of the reach of peers though their links live on. False where a card or
-            the kernel moves the bytes and asks nobody: then these links have to be closed first.
-        closing_s: Seconds for which the library goes on closing a link after ``disconnect`` has returned. What is being
-            closed is no leak.
-        gigabytes: Whether batches of gigabytes are tried, which take seconds. Once for a back end is enough.
+        revokes: Whether deregistered memory is out of the reach of peers although their links live on. False if a card or
+            the kernel moves the bytes without asking anybody: then these links have to be closed first.
+        closing_s: Seconds for which the library may go on closing a link after ``disconnect`` has returned. Until then,
+            what it holds is not counted as a leak.
+        gigabytes: Whether batches of gigabytes are tried, which take seconds. Once for each back end is enough.
     """
 
     __test__ = False
@@ -55,7 +55,7 @@ class Suite:
     @classmethod
     @functools.cache  # each clause asks, three times as it is collected
     def capabilities(cls) -> Capabilities:
-        """Return what an instance made for the purpose says, once for a suite."""
+        """Return the capabilities of an instance made for this purpose, once for a suite."""
         transport = cls.backend("capabilities", cls.options)
         try:
             return transport.capabilities
@@ -68,9 +68,9 @@ class Suite:
         return [way for way in TransferMode if Verb(way.value) in cls.capabilities().verbs]
 
     def device(self, participant: int) -> str:
-        """Return where the memory of a test's first, second ... participant is.
+        """Return the device of the memory of a test's first, second ... participant.
 
-        In GPU memory it is one GPU for the first, and another (if there is one) for all others, so that every transfer
+        For ``cuda``, the first participant has one GPU and all others another (if there is one), so that every transfer
         goes from GPU to GPU.
         """
         if self.memory != "cuda":
@@ -84,10 +84,10 @@ class Suite:
         return world.process(name)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run a clause once for each choice that the back end offers, by the names of the clause's arguments.
+        """Run a clause once for each value of those of its arguments that stand for modes of the back end.
 
-        ``way`` is each way of moving, ``one_sided`` each of those that only one side submits, and ``part`` each part
-        that one participant can have in them.
+        ``way`` is each way of moving bytes, ``one_sided`` each of those that only one side submits, and ``part`` each part
+        that a participant can have in them.
         """
         choices: dict[str, tuple[Any, ...]] = {
             "way": tuple(TransferMode),
@@ -114,7 +114,7 @@ class Suite:
 
 
 def present(kind: str) -> str | None:
-    """Return a device of this host that has memory of a kind, ``None`` if there is none that this suite can allocate on."""
+    """Return a device of this host with this kind of memory; ``None`` if there is none that this suite can allocate on."""
     if kind == "cpu":
         return kind
     if kind != "cuda":

@@ -1,4 +1,4 @@
-"""Moving bytes: exactly those, all of those, and when they may be relied on."""
+"""Moving bytes: exactly the right ones, all of them, and when they can be relied on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECOND = -(-SIZES[0] // GAP) * GAP + GAP
 
 
 def _scattered(count: int, low: int, high: int, align: int = 1) -> Runs:
-    """``count`` runs of ``low`` to ``high`` bytes that overlap nowhere, in an order of their own on each side."""
+    """Return ``count`` runs of ``low`` to ``high`` bytes that do not overlap, in a different order on each side."""
     random = np.random.default_rng(count)
     lengths = random.integers(low, high + 1, count)
     slot = -(-high // align) * align
@@ -54,7 +54,7 @@ class Transfers(Suite):
     def test_exactly_these_bytes(self, world: World, way: TransferMode, layout: str) -> None:
         """Every byte of every run arrives at its place, and no other byte of either side's memory changes.
 
-        That holds for none, one and thousands of runs, of any length (zero included) and alignment, in any order, over
+        That holds for no run, one run and thousands of runs, of any length (zero included) and alignment, in any order, over
         several regions. Offsets are flat: map them with ``Memories.addresses``.
         """
         a, b, link = world.pair()
@@ -64,7 +64,7 @@ class Transfers(Suite):
     def test_every_batch_ends_once(self, world: World, way: TransferMode, layout: str) -> None:
         """Each batch that was accepted ends in one completion, on either side, whatever it moves.
 
-        Nobody has to do anything more for it: look at what wakes your thread.
+        No further call is needed for that: look at what wakes your thread.
         """
         a, b, link = world.pair()
         for source, target in ((a, b), (b, a)):
@@ -85,7 +85,7 @@ class Transfers(Suite):
         before = a.content(0), b.content(0)
         piece, started, there, back = 40_000, [], [], []
         for i in range(32):
-            # Halves of the memory: nobody writes what somebody reads.
+            # Halves of the memory, so that nobody writes what somebody reads.
             there.append(Runs.of([i * piece], [1_500_000 + (31 - i) * piece + 1], [piece - 1 - i]))
             back.append(Runs.of([i * piece + 2], [1_500_000 + i * piece], [piece - 2 - 100 * i]))
             started.append(link.start(way, a, b, there[-1]))
@@ -169,8 +169,8 @@ class Transfers(Suite):
     def test_complete_means_visible(self, world: World, way: TransferMode) -> None:
         """When any half completes, the bytes are in the target's memory.
 
-        Whoever is told so, over any channel, may use them. A SEND that completes when the bytes have left is not
-        enough, nor is a WRITE that is still in a cache.
+        Whoever is told so, over any channel, may use them. It is not enough if a SEND completes when the bytes have left, or
+        a WRITE while they are still in a cache.
         """
         a, b, link = world.pair()
         for i in range(20):
@@ -201,7 +201,7 @@ class Transfers(Suite):
     def test_nothing_is_touched_before_the_fence(self, world: World, way: TransferMode) -> None:
         """A half submitted with ``after`` neither reads nor writes its memory before the fence has passed.
 
-        It goes on by itself soon after: the back end wakes its thread to ask (see ``Wakeup.at``).
+        It goes on by itself soon after: the back end must wake its thread to check (see ``Wakeup.at``).
         """
         a, b, link = world.pair()
         source, target = (b, a) if way is TransferMode.READ else (a, b)
@@ -220,9 +220,9 @@ class Transfers(Suite):
             assert_equal(target.content(0), expected, "the target's memory after the fence")
 
     def test_a_fence_passes_between_two_questions(self, world: World, part: Part) -> None:
-        """A fence may pass at any moment: between two questions of one ``poll`` as well.
+        """A fence may pass at any moment, even between two checks in one ``poll``.
 
-        Who asks once to begin the batch, and once more to know whether to come back, must not lose it between the two.
+        A back end that checks once to begin the batch, and again to decide whether to come back, must not lose it in between.
         """
         a, b, link = world.pair()
         source, target = part.sides(a, b)
@@ -235,9 +235,9 @@ class Transfers(Suite):
             assert_equal(target.content(0), expected, "the target's memory")
 
     def test_a_fence_does_no_harm_to_what_follows(self, world: World, part: Part) -> None:
-        """Batches submitted behind one that waits for its fence may wait with it or overtake it.
+        """Batches submitted after one that waits for its fence may wait with it or overtake it.
 
-        They may have to wait because channels are ordered. All of them end well, and the first is not forgotten.
+        They may have to wait because channels are ordered. All of them succeed, and the first is not forgotten.
         """
         a, b, link = world.pair()
         source, target = part.sides(a, b)

@@ -1,4 +1,4 @@
-"""How much: sizes, numbers of runs, of batches and of links that engines come to and tests seldom do."""
+"""Sizes, and numbers of runs, batches and links, that engines reach and tests seldom do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROUND = (64 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Sizes that buffers, slots and limits tend to have. Each is moved as it is, one byte shorter and one byte longer."""
 MANY_RUNS, MANY_BATCHES, MANY_LINKS = 100_000, 200, 40
 HIGH = 4 << 30
-"""Flat offset from which 32 bits no longer do."""
+"""The first flat offset that does not fit 32 bits."""
 LONG = (4 << 30) + 4096
-"""Length of a run that no 32-bit number holds."""
+"""A length of a run that does not fit 32 bits."""
 LONG_S = 120.0
 """How long that may take."""
 
@@ -29,8 +29,8 @@ class Volume(Suite):
     def test_round_sizes(self, world: World, way: TransferMode) -> None:
         """Sizes that are powers of two, and their neighbours, arrive whole.
 
-        A limit, a slot or a length field that is
-        one too small or too large shows here: look at what your back end does with a batch that fills it exactly.
+        A limit, slot or length field that is off by one shows here: look at what your back end does with a batch that
+        fills it exactly.
         """
         a, b = world.local(), world.other()
         a.allocate([ROUND[-1] + MIB], 8)
@@ -47,8 +47,7 @@ class Volume(Suite):
     def test_a_hundred_thousand_runs(self, world: World, way: TransferMode) -> None:
         """One batch of so many runs arrives whole.
 
-        A prompt of 100,000 tokens has as many in a cache of single tokens.
-        Cut it where your library has a limit.
+        A prompt of 100,000 tokens has as many in a cache with blocks of one token. Cut the batch if your library has a limit.
         """
         a, b = world.local(), world.other()
         size, gap = 24, 32
@@ -60,10 +59,7 @@ class Volume(Suite):
         world.move(link, way, a, b, Runs.of(src, dst, np.full(MANY_RUNS, size)))
 
     def test_hundreds_of_equal_batches_at_once(self, world: World, way: TransferMode) -> None:
-        """Batches of one length that are all in flight at once are not mixed up.
-
-        Nothing but their order tells them apart.
-        """
+        """Batches of equal length that are in flight at once are not mixed up, although only their order tells them apart."""
         a, b, link = world.pair()
         expected, source = b.content(0), a.content(0)
         piece = 7000
@@ -76,7 +72,7 @@ class Volume(Suite):
         assert_equal(b.content(0), expected, "the target's memory")
 
     def test_dozens_of_links_at_once(self, world: World, way: TransferMode) -> None:
-        """One transport has a link to each rank of each engine that it serves: none of them is the last one."""
+        """One transport can have a link to each rank of each engine that it serves."""
         a, b = world.local(), world.other()
         world.allocate(a, b)
         links: list[ParticipantLink] = [world.link(a, b) for _ in range(MANY_LINKS)]
@@ -89,7 +85,7 @@ class Volume(Suite):
 
     @pytest.mark.slow
     def test_offsets_beyond_four_gigabytes(self, world: World) -> None:
-        """Caches are larger than 32 bits can count: what lies there is moved, and not what lies 4 GiB before it."""
+        """Bytes at offsets beyond 32 bits are moved, and not those 4 GiB before them."""
         a, b = self._hosts(world)
         for participant in (a, b):
             participant.allocate_untouched([HIGH + 4 * MIB])
@@ -104,10 +100,10 @@ class Volume(Suite):
 
     @pytest.mark.slow
     def test_a_run_longer_than_four_gigabytes(self, world: World) -> None:
-        """One run may be longer than a 32-bit number says, and arrives to its last byte."""
+        """A run may be longer than a 32-bit number can say, and arrives to its last byte."""
         a, b = self._hosts(world)
         for participant in (a, b):
-            participant.allocate_repeating(LONG + 8192)  # so that the run ends in what is there but once
+            participant.allocate_repeating(LONG + 8192)  # so that the run ends in bytes that are not repeated
         link = world.link(a, b)
         data = np.random.default_rng(4).integers(1, 255, 4096, np.uint8)
         for at in (0, PERIOD // 2, LONG - 4096):
@@ -119,7 +115,7 @@ class Volume(Suite):
         assert not b.read(0, LONG + 64, 4096).any(), "more arrived than was sent"
 
     def _hosts(self, world: World) -> tuple[Participant, Participant]:
-        """Make two participants, where gigabytes are to be tried."""
+        """Make two participants, or skip the clause unless gigabytes are to be tried."""
         if self.memory != "cpu" or not self.gigabytes:
             pytest.skip("gigabytes are tried on the host, and once for a back end")
         return world.local(), world.other()

@@ -24,15 +24,15 @@ SIZES = (3 << 20 | 1, 70_003)
 """Regions of a participant's memory unless a clause says otherwise: odd, and more than one."""
 
 QUIET_S = 2.0
-"""How long a clause waits for memory to get quiet by itself where it does so ``later``, before it closes the back end."""
+"""How long a clause waits for memory to get quiet ``later`` by itself, before it closes the back end."""
 
 
 class RuleBroken(AssertionError):
-    """What a rule says has to happen did not."""
+    """Something that a rule demands did not happen."""
 
 
 class OutOfPatience(AssertionError):
-    """Something took too long that is no rule of the clause which waited for it: that says little about where the defect is."""
+    """Something took too long that the clause only waited for: its failure says little about where the defect is."""
 
 
 class World:
@@ -98,7 +98,7 @@ class World:
             participant.turn(fd in readable)
 
     def run(self, seconds: float, busy: Participant | None = None) -> None:
-        """Let everything go on for some seconds, but for what the thread of ``busy`` would do."""
+        """Let everything go on for some seconds, except what the thread of ``busy`` would do."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.turn(busy=busy)
@@ -115,13 +115,13 @@ class World:
             raise OutOfPatience(f"{what} took longer than {self._patience(seconds):g} s")
 
     def promptly(self, condition: Callable[[], bool], rule: str, seconds: float | None = None) -> None:
-        """Let everything go on until the condition holds, which is what the clause is about.
+        """Let everything go on until the condition holds, as the rule under test demands.
 
         Raises:
-            RuleBroken: It does not come to hold; the message is the rule.
+            RuleBroken: It does not come true in time; the message is the rule.
         """
         if not self._comes(condition, seconds, None):
-            raise RuleBroken(f"{rule}; it was not so for {self._patience(seconds):g} s")
+            raise RuleBroken(f"{rule}; that did not happen within {self._patience(seconds):g} s")
 
     def _comes(self, condition: Callable[[], bool], seconds: float | None, busy: Participant | None) -> bool:
         """Let everything go on until the condition holds; return false if that takes too long."""
@@ -136,7 +136,7 @@ class World:
         return self._suite.patience_s if seconds is None else seconds
 
     def submit(self, participant: Participant, batch: Batch) -> Started:
-        """Submit to a peer that is gone. That may be refused at once: then nothing has started."""
+        """Submit a batch to a peer that is gone. It may be refused at once, and then nothing has started."""
         try:
             return Started([(participant, participant.submit(batch))])
         except TransportError:
@@ -187,7 +187,7 @@ class World:
         return scope != "never"
 
     def close(self) -> None:
-        """End all participants, whatever became of them."""
+        """End all participants, in whatever state they are."""
         for participant in self._remote:
             participant.end()
         for local in self._local:

@@ -45,7 +45,7 @@ class Answers:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, wish: Wish, tokens: Sequence[int] | str, expected: Sequence[int]) -> None:
-        """Take in that a request has ended with these tokens, or for this reason without any."""
+        """Record that a request has ended with these tokens, or for this reason without any."""
         name = f"{len(wish.prompt)} + {wish.tokens} tokens{', streamed' if wish.streams else ''}"
         with self.lock:
             self.done += 1
