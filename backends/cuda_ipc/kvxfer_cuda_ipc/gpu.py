@@ -185,9 +185,10 @@ class Gpu:
             if self._arena_used + nbytes > ARENA_BYTES:
                 self._resident.clear()
                 self._arena_used = 0
-            at = self._resident[rows] = self._arena + self._arena_used
-            self._arena_used += nbytes
+            at = self._arena + self._arena_used
             self._upload(at, rows.table.ctypes.data, nbytes)
+            self._resident[rows] = at  # only now: an upload may fail
+            self._arena_used += nbytes
         return at
 
     def _upload(self, device: int, host: int, nbytes: int) -> None:
