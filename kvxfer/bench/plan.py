@@ -153,9 +153,10 @@ def plan(
         typer.echo(json.dumps(found))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "copies", "plan KiB")
+    headers = ("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "copies", "plan KiB")
+    table = Table(*(Column(header, overflow="fold") for header in headers))
     for p in found["pairs"]:
         ns = p["runs_ns_per_run"]
         table.add_row(

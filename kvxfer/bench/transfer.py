@@ -266,4 +266,4 @@ def transfer(
         typer.echo(json.dumps(out))
         return
     for key, value in out.items():
-        typer.echo(f"{key:24} {value}")
+        typer.echo(f"{key:32} {value}")
