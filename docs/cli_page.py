@@ -1,6 +1,6 @@
-"""Write ``docs/reference/cli.md`` from the commands: ``python docs/cli_page.py``. A test fails when the page is not what the code says.
+"""Write ``docs/reference/cli.md`` from the commands: ``python docs/cli_page.py``. A test fails if the page is out of date.
 
-Commands are found as the distributions of this checkout declare them, so that the page does not depend on what is installed.
+Commands are those that the distributions of this checkout declare, so the page does not depend on what is installed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PAGE = Path(__file__).parent / "reference" / "cli.md"
 
 HEAD = """# Command line
 
-The program `kvxfer` comes with the extra `kvxfer[cli]`. Back ends and connectors add commands of their own by the entry-point groups
-`kvxfer.commands`, `kvxfer.demos` and `kvxfer.benchmarks`; the ones on this page are those of the distributions in this
-repository. This page is made from the code by `python docs/cli_page.py`.
+The program `kvxfer` comes with the extra `kvxfer[cli]`. Back ends and connectors add commands of their own through the entry-point
+groups `kvxfer.commands`, `kvxfer.demos` and `kvxfer.benchmarks`; this page lists those of the distributions in this repository. It is
+generated from the code by `python docs/cli_page.py`.
 """
 
 
@@ -36,7 +36,7 @@ def declared(group: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def section(level: int, command: str, distribution: str, function: Any) -> str:
-    """Return one command's heading, first sentence, arguments and options."""
+    """Return one command's heading, docstring, arguments and options."""
     app = typer.Typer(add_completion=False)
     app.command()(function)
     lines = [f"{'#' * level} `{command}`", "", inspect.cleandoc(function.__doc__ or "").replace("\b\n", ""), ""]
@@ -50,7 +50,9 @@ def section(level: int, command: str, distribution: str, function: Any) -> str:
 
 def _row(option: Any) -> str:
     name = (
-        ", ".join(f"`{o}`" for o in option.opts) if option.param_type_name == "option" else f"`{option.name.upper()}`"
+        ", ".join(f"`{o}`" for o in (*option.opts, *option.secondary_opts))
+        if option.param_type_name == "option"
+        else f"`{option.name.upper()}`"
     )
     empty = option.required or option.default is None or callable(option.default)
     default = "" if empty or option.default is False else f"`{option.default}`"

@@ -141,7 +141,7 @@ def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
     with StringIO() as shown:
         show_visit(Console(file=shown, width=500), found)
         told = shown.getvalue()
-    assert "from there: " in told and "GB/s for 64 MiB" in told and "to there: it could not fetch" in told
+    assert "from the peer: " in told and "GB/s for 64 MiB" in told and "to the peer: the peer could not fetch" in told
 
 
 def test_a_stand_in_is_begun_by_the_command_and_ended_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("zmq", {"backend": "zmq", "backend_options": {"encrypt": True}}, True, "set 'key_file' as well"),
         ("tcp", {"backend": "auto"}, False, 'set "backend_options": {"tcp": {"encrypt": true}} on all engines'),
         ("tcp", {"backend": "auto", "backend_options": {"tcp": {"encrypt": True}}}, True, "set 'key_file' as well"),
-        ("cma", {"backend": "cma"}, False, "or use tcp or zmq"),
+        ("cma", {"backend": "cma"}, False, "or choose tcp or zmq"),
     ],
 )
 def test_whether_the_bulk_is_encrypted(name: str, config: dict[str, Any], encrypted: bool, advice: str) -> None:
@@ -274,7 +274,7 @@ def test_people_and_programs_are_told_whether_the_bulk_is_encrypted(
     make_key(tmp_path / "key")
     config = {"backend": "tcp", "backend_options": {"encrypt": True}, "key_file": str(tmp_path / "key")}
     told = CliRunner().invoke(build(), ["doctor", "--config", json.dumps(config)]).stdout
-    assert "what tcp moves is encrypted\n" in told
+    assert "KV that tcp moves is encrypted\n" in told
     told = CliRunner().invoke(build(), ["doctor", "--json", "--config", '{"backend": "auto"}']).stdout
     assert json.loads(told)["encryption"]["tcp"]["encrypted"] is False
 
@@ -288,8 +288,8 @@ def test_it_says_what_becomes_of_elastic_caches(node: Any) -> None:
     assert {"tcp": "straight", "zmq": "straight"}.items() <= ways.items()
     assert all(ways[name] == "staged" for name in {"nixl", "ucx"} & ways.keys())
     which, *rest = found["elastic"].split("; ")
-    assert which == "all memory, as 'elastic' says"
-    assert rest[0].startswith("straight by ") and "tcp" in rest[0] and "tcp" not in "".join(rest[1:])
+    assert which == "all memory, because 'elastic' is true"
+    assert rest[0].startswith("moved straight by ") and "tcp" in rest[0] and "tcp" not in "".join(rest[1:])
     assert found["peer"]["peer_elastic"] is True
     assert "failure" not in found["peer"]
     assert call(node("tcp", seed=1).source)["peer_elastic"] is False

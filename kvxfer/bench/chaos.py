@@ -1,9 +1,9 @@
 """``kvxfer bench chaos``: engines of one and two ranks under kills, stops, preemptions and clients that leave.
 
-Two producers and two consumers, of one rank and of two, exchange transfers in all pairs. Ranks lag behind each other;
-producers take blocks back and compute them anew while they are read; engines are killed and started again, or stopped for
-seconds. What must hold: every load ends once, in time; what is delivered is one generation, byte by byte, over all
-ranks; all blocks come back, and nobody writes to them afterwards.
+Two producers and two consumers, each pair with one engine of one rank and one of two, exchange transfers in all combinations. Ranks
+lag behind each other; producers take blocks back and compute them anew while they are read; engines are killed and restarted, or
+stopped for seconds. What must hold: every load ends exactly once and in time; what is delivered belongs to one generation, byte for
+byte, on all ranks; all blocks come back, and nobody writes to them afterwards.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["chaos", "measure"]
 
 PRODUCERS = {"producer-1": 1, "producer-2": 2}
 CONSUMERS = {"consumer-1": 1, "consumer-2": 2}
-"""Names, and how many ranks each has."""
+"""Names of the engines, and the number of ranks of each."""
 BLOCKS = 256
-"""Of an engine: so few that what is given back is soon lent again."""
+"""Blocks of an engine: few enough that a block that is given back is soon lent again."""
 LOAD = 3
-"""In each turn, so many transfers begin between each producer and each consumer."""
+"""Transfers that begin in each turn between each producer and each consumer."""
 SAY_S = 10.0
 
 
 def _begin(world: RankedWorld, rng: random.Random) -> None:
-    """Have transfers begin in all pairs."""
+    """Begin transfers between all pairs."""
     for producer in PRODUCERS:
         for consumer in CONSUMERS:
             for _ in range(LOAD):
@@ -61,14 +61,14 @@ def _harm(world: RankedWorld, rng: random.Random, faults: Counter[str]) -> None:
 def measure(
     seconds: float, every: float, seed: int, config: dict[str, Any], device: str = "cpu", say: Say = silent
 ) -> dict[str, Any]:
-    """Run the engines under faults: kills and stops, ``every`` so many seconds on average, from a seed.
+    """Run the engines under faults, which are kills and stops, one ``every`` so many seconds on average.
 
-    Ranks of producers and of consumers begin at different GPUs, if ``device`` is ``cuda``. ``say`` is told how far it is, every
-    ``SAY_S``.
+    If ``device`` is ``cuda``, the ranks of producers and those of consumers start on different GPUs. ``say`` is told the progress
+    every ``SAY_S``.
 
     Returns:
-        Outcomes by kind, faults by kind, the latest outcome in seconds past its deadline, and complaints: none if all
-        promises held.
+        Outcomes by kind, faults by kind, by how many seconds the latest outcome missed its deadline, and complaints, which are
+        empty if all promises held.
     """
     rng, of_faults = random.Random(seed), random.Random(seed + 1)
     outcomes: Counter[str] = Counter()
@@ -86,14 +86,14 @@ def measure(
         while (now := time.monotonic()) < until:
             if now >= told:
                 told += SAY_S
-                said = f"{outcomes['delivered']} delivered, {faults.total()} faults, {len(world.complaints)} complaints"
+                said = f"{outcomes['delivered']} delivered, {faults.total()} faults, {len(world.complaints)} errors"
                 say(f"{now - begun:.0f} of {seconds:.0f} s: {said}")
             _begin(world, rng)
             world.turn()
             if now >= harm:
                 _harm(world, rng, faults)
                 harm = time.monotonic() + of_faults.expovariate(1 / every)
-        say("letting everything end")
+        say("waiting until everything has ended")
         world.rest()
         return {
             "seconds": seconds,
@@ -106,25 +106,31 @@ def measure(
 
 
 def chaos(
-    minutes: Annotated[float, typer.Option(help="How long to run.", min=0.1)] = 5.0,
+    minutes: Annotated[float, typer.Option(help="How long to run, in minutes.", min=0.1)] = 5.0,
     every: Annotated[float, typer.Option(help="Mean seconds between two kills or stops.", min=0.1)] = 2.0,
-    seed: Annotated[int, typer.Option(help="Of everything that is chosen.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 0,
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
     device: Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")] = "cpu",
-    integrity: Annotated[str, typer.Option(help="off, sample or full.")] = "full",
+    integrity: Annotated[str, typer.Option(help="How transfers are checked: off, sample or full.")] = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Kill, stop and preempt engines of one and two ranks; fails if a byte is wrong, a load late, a block lost."""
+    """Kill, stop and preempt engines of one and two ranks, and fail if a byte is wrong, a load is late or a block is lost."""
     if integrity not in ("off", "sample", "full"):
-        raise ConfigError(f"--integrity is off, sample or full, not {integrity!r}")
+        raise ConfigError(f"--integrity must be off, sample or full, not {integrity!r}")
     settings = {"backend": backend, "integrity": integrity, "staging_bytes": 4 << 20}
     found = measure(60 * minutes, every, seed, settings, device, progress())
     if as_json:
         typer.echo(json.dumps(found))
     else:
-        typer.echo(f"outcomes: {found['outcomes']}")
-        typer.echo(f"faults: {found['faults']}; the latest outcome came {found['worst_late_s']} s after its deadline")
+        typer.echo(f"outcomes: {_counts(found['outcomes'])}")
+        typer.echo(
+            f"faults: {_counts(found['faults'])}; no outcome came more than {found['worst_late_s']} s after its deadline"
+        )
         for complaint in found["complaints"]:
             typer.echo(f"wrong: {complaint}")
     if found["complaints"]:
         raise typer.Exit(1)
+
+
+def _counts(found: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in found.items()) or "none"

@@ -1,10 +1,10 @@
-"""``kvxfer bench control``: what the control plane can do, where its time goes, and what authentication costs it.
+"""``kvxfer bench control``: what the control plane can do, where its time goes, and what authentication costs.
 
-Messages: one process asks, another answers over a control socket, with enough questions under way that neither waits.
-Transfers: one agent fetches single blocks from another, many at a time, over the default back end; nearly all of the
+Messages: one process asks and another answers over a control socket, with enough questions in flight that neither waits.
+Transfers: one agent fetches single blocks from another, many at a time, over the default back end, so that nearly all of the
 time goes to control and to the back end's fixed costs. Both are measured with and without a key, in turns, and the medians of
-the rounds are compared. Of the transfers without a key it is also told what CPU each thread of both sides takes. Steps: what
-each costs by itself (``steps.py``).
+the rounds are compared. For transfers without a key, the CPU time of each thread on both sides is reported too. Steps: what
+each step of a transfer costs by itself (``steps.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvxfer.values import BlockTable, Fetch, Offer
 
 UNDER_WAY = 200
 TOGETHER = 25
-"""Transfers that are asked for in one go; several make up what is under way."""
+"""Transfers that are asked for at once; several such batches are under way."""
 TABLE = BlockTable.of([range(256)])  # the blocks of a prompt of 4,096 tokens
 BLOCK = 4096
 
@@ -60,7 +60,7 @@ def answer_requests(pipe: Connection, config: Config) -> None:
 
 
 def messages(config: Config, seconds: float) -> float:
-    """Return how many questions are answered in a second."""
+    """Return how many questions are answered per second."""
     pipe, theirs = spawn.Pipe()
     process = spawn.Process(target=answer_requests, args=(theirs, config), daemon=True)
     process.start()
@@ -101,7 +101,7 @@ def engine(config: Config) -> tuple[Agent, Directory]:
 
 
 def thread_seconds() -> Counter[str]:
-    """Return the CPU seconds that this process's threads have taken so far, by what they are for."""
+    """Return the CPU seconds that the threads of this process have used so far, by purpose."""
     spent: Counter[str] = Counter()
     for thread in threading.enumerate():
         name = thread.name.removeprefix("kvxfer-")
@@ -111,7 +111,7 @@ def thread_seconds() -> Counter[str]:
 
 
 def produce(pipe: Connection, config: Config) -> None:
-    """Offer some more transfers whenever told to, or tell what it has cost so far if told so, until told to stop."""
+    """Until told to stop, offer more transfers or report the CPU time used so far, as the other side asks."""
     agent, directory = engine(config)
     pipe.send(directory.source)
     offered = released = 0
@@ -124,7 +124,7 @@ def produce(pipe: Connection, config: Config) -> None:
             agent.offer(Offer(TransferId("own/1/x", i), b"d", 1, 16, table, True))
         offered += TOGETHER
         released += _released(agent, 0.0)
-    while released < offered:  # so that nothing is cut off, and logged for it
+    while released < offered:  # or the agent would cut transfers off and log that
         released += _released(agent, 1.0)
     agent.close()
     directory.close()
@@ -135,9 +135,9 @@ def _released(agent: Agent, timeout: float) -> int:
 
 
 def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
-    """Have transfers of a single block delivered, with ``UNDER_WAY`` under way at any time.
+    """Fetch transfers of a single block, with ``UNDER_WAY`` of them under way at any time.
 
-    Return how many there are in a second, and the microseconds of CPU that each takes on each thread of both sides.
+    Return the transfers per second, and the microseconds of CPU that each takes on each thread of both sides.
 
     Raises:
         SystemExit: One was not delivered.
@@ -190,7 +190,7 @@ def _both(pipe: Connection) -> Counter[str]:
 
 
 def measure(seconds: float, rounds: int) -> dict[str, Any]:
-    """Measure with a key and without one, in turns, and return medians and extremes of the rounds, by what was counted."""
+    """Measure with a key and without one, in turns; return the medians and extremes of the rounds for each kind of count."""
     out: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
     calls, microseconds = steps.calls(), steps.microseconds(60)
     out["steps"] = {step: {"calls": n, "us": microseconds[step]} for step, n in calls.items()}
@@ -220,11 +220,11 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
 
 
 def control(
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 3.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Of which the median counts.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of each measurement, in seconds.")] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Count control messages, and transfers of a single block, that two processes of this host manage in a second."""
+    """Measure how many control messages, and transfers of a single block, two processes on this host manage per second."""
     found = measure(seconds, rounds)
     if as_json:
         typer.echo(json.dumps(found))
@@ -232,11 +232,11 @@ def control(
     for name in ("messages", "transfers"):
         f = found[name]
         typer.echo(
-            f"{name}: {f['plain_per_s']}/s without a key, {f['keyed_per_s']}/s with ({f['keyed_to_plain']:.3f}); from "
-            f"{f['plain_least_most'][0]} to {f['plain_least_most'][1]}, and {f['keyed_least_most'][0]} to {f['keyed_least_most'][1]}"
+            f"{name}: {f['plain_per_s']}/s without a key ({f['plain_least_most'][0]} to {f['plain_least_most'][1]}), "
+            f"{f['keyed_per_s']}/s with a key ({f['keyed_least_most'][0]} to {f['keyed_least_most'][1]}), ratio {f['keyed_to_plain']:.3f}"
         )
-    typer.echo("CPU a transfer, us: " + ", ".join(f"{thread} {us:.0f}" for thread, us in found["cpu_us"].items()))
+    typer.echo("CPU per transfer: " + ", ".join(f"{thread} {us:.0f} us" for thread, us in found["cpu_us"].items()))
     typer.echo(
-        "steps of a transfer, calls and us: "
-        + ", ".join(f"{s} {f['calls']:.0f} {f['us']:.1f}" for s, f in found["steps"].items())
+        "steps of a transfer: "
+        + ", ".join(f"{s} {f['calls']:.0f} calls in {f['us']:.1f} us" for s, f in found["steps"].items())
     )

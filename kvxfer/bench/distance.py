@@ -1,4 +1,4 @@
-"""``kvxfer bench distance``: a back end over a link that is long and loses packets, in turns with its library."""
+"""``kvxfer bench distance``: a back end over a simulated link with long latency and packet loss, in turns with its library."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["distance", "measure"]
 def measure(
     backend: str, options: list[dict[str, Any]], link: SlowLink, model: str, tokens: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Do what ``turns.measure`` does over such a link, with each set of options beside the library with the same options.
+    """Do what ``turns.measure`` does over such a link, with each set of options and the library with the same options.
 
-    Without sessions: their control connections would not go over it.
+    Sessions are left out, because their control connections would not go over the link.
 
-    To be called in a network namespace of its own, by a back end with options ``listen`` and ``advertise``.
+    Call this in a network namespace of its own, for a back end with options ``listen`` and ``advertise``.
     """
     with link.up():
         for chosen in options:
@@ -34,23 +34,23 @@ def measure(
 
 
 def distance(
-    options: Annotated[list[str], typer.Argument(help="backend_options, a JSON object for each variant.")],
-    backend: Annotated[str, typer.Option(help="Name of a back end.")] = "tcp",
-    round_trip_ms: Annotated[float, typer.Option(min=0.0, help="From one end to the other and back.")] = 10.0,
-    loss: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of packets that are lost.")] = 0.001,
-    mbit_per_s: Annotated[float, typer.Option(min=1.0, help="Rate of the link.")] = 400.0,
-    congestion: Annotated[str | None, typer.Option(help="TCP's congestion control; the host's own by default.")] = None,
+    options: Annotated[list[str], typer.Argument(help="backend_options of each variant to measure, as JSON objects.")],
+    backend: Annotated[str, typer.Option(help="Back end to measure.")] = "tcp",
+    round_trip_ms: Annotated[float, typer.Option(min=0.0, help="Round-trip time of the link, in milliseconds.")] = 10.0,
+    loss: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of packets that are lost, from 0 to 1.")] = 0.001,
+    mbit_per_s: Annotated[float, typer.Option(min=1.0, help="Rate of the link, in Mbit/s.")] = 400.0,
+    congestion: Annotated[str | None, typer.Option(help="TCP congestion control. [default: the host's own]")] = None,
     model: Annotated[str, typer.Option(help=f"Shape of the cache: {', '.join(MODELS)}.")] = "llama-3-8b",
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the request.")] = 256,
-    rounds: Annotated[int, typer.Option(min=1, help="Of which the median counts.")] = 15,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the request, in tokens.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 15,
 ) -> None:
-    """Move a request over a link that is long and loses packets, in turns with the library; a JSON object a line.
+    """Move a request over a simulated link with long latency and packet loss, in turns with the back end's library.
 
-    The link is made of a tun device in a network namespace of its own: Linux, /dev/net/tun, and a host that permits
-    user namespaces.
+    Prints one JSON object per line. The link is a tun device in a network namespace of its own, which needs Linux,
+    /dev/net/tun, and a host that permits user namespaces.
     """
     if model not in MODELS:
-        raise ConfigError(f"there is no model {model!r}; there are {', '.join(MODELS)}")
+        raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(MODELS)}")
     link = round_trip_ms / 1e3, loss, mbit_per_s * 1e6 / 8, congestion
     told = json.dumps(
         (backend, [json_object(each, "each of OPTIONS") for each in options], link, model, tokens, rounds)

@@ -1,9 +1,9 @@
 """One side of a transfer benchmark, in a process of its own, driven by ``transfer.py``.
 
-Two figures are taken. *Transport*: both data threads are given the same part, from when the later one takes it up to the
-later end. *Session*: the producer has offered, the consumer fetches, from when it has heard of the offer to the outcome.
-Rounds follow each other at once, as under load, or each after a pause: on a machine that is shared the caches of a core
-that has been idle for milliseconds are somebody else's, and what is done next takes several times as long.
+There are two figures. *Transport*: both data threads are given the same part; the time runs from when the later one starts on it to
+the later end. *Session*: the producer has offered and the consumer fetches; the time runs from when the consumer hears of the offer
+to the outcome. Rounds follow each other immediately, as under load, or each after a pause: on a shared machine, the caches of a core
+that has been idle for milliseconds hold somebody else's data, and what runs next takes several times as long.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Setup:
         blocks: Blocks of the cache.
         device: Where the cache is.
         staging_bytes: Staging memory.
-        memory: What the cache lies in.
-        step_ms: Milliseconds of Python that the engine's own thread runs in each of its steps, all the time; it sleeps one after each.
+        memory: Kind of memory of the cache.
+        step_ms: Milliseconds of Python that a thread of the engine runs in each of its steps, all the time, with 1 ms of sleep between.
     """
 
     role: Role
@@ -103,7 +103,7 @@ class BenchEngine:
     # --- transport -------------------------------------------------------------------------------------------------
 
     def open_data_thread(self) -> bytes:
-        """Start a data thread, and return the endpoint for the other side."""
+        """Start a data thread; return the endpoint for the other side."""
         backend = load(self._config.backend)
         self._results: deque[tuple[float, Any]] = deque()
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -122,17 +122,17 @@ class BenchEngine:
         return self._mine
 
     def connect(self, theirs: bytes) -> str:
-        """Link this data thread with the other side's; return the mode in which parts are moved."""
+        """Link this data thread to the other side's; return the mode in which parts are moved."""
         assert self._data is not None
         self._data.post(Connect(LINK, 1, self._mine, theirs))
         self._take(Connected)
         return self._policy.mode
 
     def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int, pause: float) -> list[dict[str, float]]:
-        """Move all the blocks so many times, ``pause`` seconds before each; ``pipe`` leads to the other side.
+        """Move all the blocks ``rounds`` times, pausing for ``pause`` seconds before each; ``pipe`` leads to the other side.
 
         Returns:
-            For each round its begin and end, on a clock that all processes of a host share, and its bytes.
+            For each round its start and end, on a clock that all processes of a host share, and its bytes.
         """
         peer = Meeting(pipe)
         return [self._move(src, dst, peer, pause) for _ in range(rounds)]
@@ -166,7 +166,7 @@ class BenchEngine:
         os.eventfd_write(self._news, 1)
 
     def _until_moved(self, ref: PartRef, peer: Meeting) -> tuple[float, float]:
-        """Return the begin and end of a part, having passed word of staged pieces between the two data threads."""
+        """Pass messages about staged pieces between the two data threads until a part has moved; return its start and end."""
         assert self._data is not None
         while ready := wait([self._news, peer.pipe], WAIT_S):
             if peer.pipe in ready and (words := peer.hear()) is not None:
@@ -184,7 +184,7 @@ class BenchEngine:
         raise TimeoutError("the part did not end")
 
     def _heard(self) -> Iterator[tuple[float, Any]]:
-        """Yield what the data thread has said, and when."""
+        """Yield the data thread's results, with their times."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._news)
         while self._results:
@@ -201,7 +201,7 @@ class BenchEngine:
     # --- the library by itself -------------------------------------------------------------------------------------
 
     def open_raw(self) -> bytes | None:
-        """Start the library; return the endpoint for the other side, ``None`` if the back end names no library."""
+        """Start the library; return the endpoint for the other side, or ``None`` if the back end declares no library."""
         made = find(self._setup.backend)
         if made is None:
             return None
@@ -209,7 +209,7 @@ class BenchEngine:
         return self._raw.endpoint()
 
     def connect_raw(self, theirs: bytes) -> bool:
-        """Link the libraries; return whether ``move_raw`` takes both sides."""
+        """Connect the libraries; return whether ``move_raw`` needs both sides."""
         assert self._raw is not None
         self._raw.connect(theirs)
         return self._raw.two_sided
@@ -217,12 +217,12 @@ class BenchEngine:
     def move_raw(
         self, src: Ints, dst: Ints, pipe: Connection | None, rounds: int, ways: Sequence[bool]
     ) -> list[list[dict[str, float]]]:
-        """Move the blocks by the library; ``pipe`` leads to the other side, if that takes part.
+        """Move the blocks with the library; ``pipe`` leads to the other side, if that takes part.
 
-        In each round all ``ways`` take turns: with a message or descriptor for each run (``True``), or as many bytes in one.
+        In each round all ``ways`` take turns: with a message or descriptor for each run (``True``), or all bytes in one.
 
         Returns:
-            For each round and way its begin and end, the number of runs, and the seconds of the library's steps by name.
+            For each round and way its start and end, the number of runs, and the seconds of the library's steps by name.
         """
         assert self._raw is not None
         peer = None if pipe is None else Meeting(pipe)
@@ -247,7 +247,7 @@ class BenchEngine:
     # --- session ---------------------------------------------------------------------------------------------------
 
     def open_agent(self, integrity: Integrity) -> Source:
-        """Start an agent whose transfers are checked in this way; there may be one for each way."""
+        """Start an agent whose transfers are checked in this way; there can be one agent for each way."""
         if self._data is not None:
             self._data.close(10.0)
             self._data = None
@@ -259,7 +259,7 @@ class BenchEngine:
         return directory.source
 
     def offer(self, numbers: Sequence[int], src: Ints) -> None:
-        """Offer transfers to the agents of all ways of checking."""
+        """Offer transfers on the agents of all ways of checking."""
         tokens = len(src) * self._pool.cache.groups[0].block_tokens
         for number in numbers:
             for agent, _ in self._agents.values():
@@ -268,11 +268,11 @@ class BenchEngine:
     def fetch(
         self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
     ) -> list[dict[Integrity, dict[str, float]]]:
-        """Load transfers one after the other, ``pause`` seconds before each, and each in all ways of checking in turn.
+        """Fetch transfers one after the other, with a pause of ``pause`` seconds before each, and each in all ways of checking.
 
         Returns:
-            For each transfer and way: ``call_s``, which the engine's thread pays; ``fetch_s``, the time to its outcome;
-            and ``session_s``, the same without the wait for the producer's word.
+            For each transfer and way: ``call_s``, the cost to the engine's thread; ``fetch_s``, the time to the outcome;
+            and ``session_s``, the same without the wait for the producer's announcement.
         """
         return [{way: self._fetch(way, n, dst, source, pause) for way, source in sources.items()} for n in numbers]
 
@@ -310,9 +310,9 @@ class BenchEngine:
         return self._pool.cache
 
     def know(self, other: Cache) -> None:
-        """Take the other side's cache, before anything is moved.
+        """Learn the other side's cache, before anything is moved.
 
-        What depends on the two caches alone is computed once, as on a link between agents.
+        What depends only on the two caches is computed once, as on a link between agents.
         """
         cache = self._pool.cache
         source, sink = (cache, other) if self._setup.role == "producer" else (other, cache)

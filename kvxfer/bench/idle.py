@@ -1,4 +1,4 @@
-"""``kvxfer bench idle``: what an engine pays for kvxfer while nothing moves: its import, an idle agent's memory and time."""
+"""``kvxfer bench idle``: what kvxfer costs an engine while nothing moves: its import, and an idle agent's memory and CPU time."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ print(numpys - begun, package - numpys, time.process_time() - numpys)
 print(*sorted(name for name in set(sys.modules) - before if "." not in name or name.startswith("numpy.")))
 """
 IMPORTS = 5
-"""Processes that import it, of which the quickest counts: the first compiles, the others waited for the disk or for each other."""
+"""Processes that import kvxfer. The fastest counts: the first compiles, others may wait for the disk or for each other."""
 SETTLE_S = 0.5
 
 
 def measure_idle(backend: str, seconds: float) -> dict[str, Any]:
-    """Import kvxfer in processes of their own, then run an agent and a directory in this one with nothing to do.
+    """Import kvxfer in processes of their own, then run an agent and a directory in this process with nothing to do.
 
     Returns:
-        The CPU time in ms of importing numpy, then kvxfer, and both sides with all public names; what these load; private
-        memory that agent and directory took, in MiB; the share of a core that they took, in percent; and by thread how
-        often it woke up a second.
+        The CPU time, in ms, of importing numpy, then kvxfer, and then all public names; the modules that these load; the private
+        memory of agent and directory, in MiB; the share of a core that they use, in percent; and the wake-ups per second of
+        each thread.
     """
-    with tempfile.TemporaryDirectory() as compiled:  # once, as an installed package is, whatever this process may write
+    with tempfile.TemporaryDirectory() as compiled:  # compiled once, as an installed package is
         imports = [_import(compiled) for _ in range(IMPORTS)]
     numpys, package, names = (
         round(1e3 * min(times), 1) for times in zip(*(times for times, _ in imports), strict=True)
@@ -92,7 +92,7 @@ def _import(compiled: str) -> tuple[list[float], list[str]]:
 
 
 def _private() -> int:
-    """Return the bytes of memory that this process has for itself."""
+    """Return the bytes of this process's private memory."""
     kib = sum(
         int(line.split()[1])
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -102,7 +102,7 @@ def _private() -> int:
 
 
 def _threads() -> dict[int, tuple[str, int]]:
-    """Return name and wake-ups of each thread of this process but the one that asks."""
+    """Return the name and the wake-ups of each thread of this process except the calling one."""
     me, found = threading.get_native_id(), {}
     for tid in map(int, os.listdir("/proc/self/task")):
         if tid != me:
@@ -113,8 +113,11 @@ def _threads() -> dict[int, tuple[str, int]]:
 
 
 def idle(
-    backend: Annotated[str, typer.Argument(help="Name of a back end.")] = "tcp",
-    seconds: Annotated[float, typer.Option(min=0.1, help="For how long nothing is done.")] = 60.0,
+    backend: Annotated[str, typer.Argument(help="Back end to measure.")] = "tcp",
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to stay idle, in seconds.")] = 60.0,
 ) -> None:
-    """Measure what kvxfer costs an engine while nothing moves: import, memory, CPU time; one JSON object."""
+    """Measure what kvxfer costs an engine while nothing moves: import time, memory and CPU time.
+
+    Prints one JSON object.
+    """
     typer.echo(json.dumps(measure_idle(backend, seconds)))

@@ -1,6 +1,7 @@
-"""Caches by the names of their layouts, K and V apart, in bf16.
+"""Caches by the names of their layouts, with K and V as separate planes, in bf16.
 
-A name goes from the outside in: L layer, B block, N token, H head, C K and V side by side, D one of them.
+A name lists the axes from the outermost in: L layer, B block, N token, H head; C stands for K and V side by side, D for one of them,
+and 2 for the axis that separates them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def layout_cache(
     (lo, hi), d = heads, HEAD_BYTES
     h = hi - lo
     page = tokens * h * 2 * d
-    # Bytes from block to block, layer to layer, K to V, head to head, token to token.
+    # Bytes from one block to the next, one layer to the next, K to V, one head to the next, one token to the next.
     block, layer, v, head, token = {
         "LBNHC": (page, blocks * page, d, 2 * d, h * 2 * d),
         "LBHNC": (page, blocks * page, d, tokens * 2 * d, 2 * d),

@@ -1,4 +1,4 @@
-"""Where the two sides of a benchmark meet before each round, and what they tell each other while it lasts."""
+"""Lets the two sides of a benchmark start each round together, and exchange messages during it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Meeting:
         self._there = False
 
     def meet(self) -> None:
-        """Return when the other side is here as well.
+        """Wait until the other side is here as well.
 
-        At first this does not sleep, so that both begin at the same time; later it does, so that the other side has the
+        At first this spins, so that both begin at the same time; later it sleeps, so that the other side gets the
         processor.
 
         Raises:
-            TimeoutError: The other side does not come within ``WAIT_S`` seconds.
+            TimeoutError: The other side did not come within ``WAIT_S`` seconds.
         """
         self.pipe.send(None)
         until = time.monotonic() + SPIN_S
@@ -41,7 +41,7 @@ class Meeting:
         self.pipe.send(words)
 
     def hear(self) -> Any:
-        """Return the next words of the other side, or ``None`` if it has none and is here for the next round."""
+        """Return the next words of the other side, or ``None`` if it has come for the next round."""
         words = self.pipe.recv()
         self._there |= words is None
         return words

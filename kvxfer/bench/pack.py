@@ -1,8 +1,9 @@
-"""``kvxfer bench pack``: packing into one long message and unpacking from it, beside a plain copy."""
+"""``kvxfer bench pack``: packing into one long message and unpacking from it, compared with a plain copy."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 import typer
@@ -11,16 +12,21 @@ __all__ = ["pack"]
 
 
 def pack(
-    device: Annotated[str, typer.Option(help="Where the cache lies: cpu or cuda:N.")] = "cpu",
-    mib: Annotated[list[int] | None, typer.Option(help="MiB of KV; may be given again. [default: 64, 256]")] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 9,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+    device: Annotated[str, typer.Option(help="Device of the cache: cpu or cuda:N.")] = "cpu",
+    mib: Annotated[
+        list[int] | None, typer.Option(help="MiB of KV to move; may be repeated. [default: 64, 256]")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Time packing, unpacking and checksums of scattered blocks between layouts, as ratios to a plain torch copy.
+    """Time packing, unpacking and checksums of scattered blocks between layouts, and compare them with a plain torch copy.
 
-    A layout is named from the outside in (L layer, B block, N token, H head, C K and V side by side, D one of them).
-    Figures are in GB/s (1e9 bytes of KV); what was unpacked is compared with what was packed.
+    A layout's name lists its axes from the outermost in: L layer, B block, N token, H head; C stands for K and V side by side,
+    D for one of them, and 2 for the axis that separates them. Figures are in GB/s (1e9 bytes of KV). What was unpacked is
+    compared with what was packed.
     """
+    if not re.fullmatch(r"cpu|cuda:\d+", device):
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint="--device")
     from kvxfer.bench.packing import rows
 
     for found in rows(device, mib or [64, 256], repeat):

@@ -1,11 +1,10 @@
-"""How fast scattered blocks are packed into one long message and unpacked from it, beside a plain torch copy.
+"""Measures how fast scattered blocks are packed into one long message and unpacked from it, compared with a plain torch copy.
 
-Shape: Llama-3-8B in bf16, 32 layers, blocks of 16 tokens, 8 KV heads of 128; block ids scattered on both sides. A layout
-is named from the outside in (L layer, B block, N token, H head, C K and V side by side, D one of them). Each figure is
-the median of ``repeat`` rounds in GB/s (1e9 bytes of KV), and as a ratio to a torch copy of the same bytes measured
-between the same rounds. What was unpacked is compared with what was packed. On a CPU the second of two calls in a row is
-timed; on a GPU times are the device's own, taken while the host is ahead of it, and ``submit_us`` is what a call costs the
-host.
+Shape: Llama-3-8B in bf16, 32 layers, blocks of 16 tokens, 8 KV heads of 128; block ids are scattered on both sides. ``layouts``
+explains the names of layouts. Each figure is the median of ``repeat`` rounds in GB/s (1e9 bytes of KV), and its ratio to a torch
+copy of the same bytes that takes turns with it. What was unpacked is compared with what was packed. On a CPU the second of two
+consecutive calls is timed; on a GPU times are the device's own, taken while the host is ahead of it, and ``submit_us`` is what a
+call costs the host.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PAIRS = [
 
 
 class RoundTimer:
-    """Times calls that take turns, and returns medians in seconds: of work, and of the calling thread."""
+    """Times calls in turns, and returns medians in seconds: of the work, and of the calling thread."""
 
     def __init__(self, device: str, repeat: int) -> None:
         self._device, self._repeat = device, repeat
@@ -52,14 +51,14 @@ class RoundTimer:
 
     def _once(self, call: Callable[[memory.Fence], Any]) -> tuple[float, float]:
         if self._device == "cpu":
-            call(memory.Done())  # on a virtual machine a core that has slept takes milliseconds to come back
+            call(memory.Done())  # on a virtual machine a core that has slept takes milliseconds to wake up
             start = time.perf_counter()
             call(memory.Done())
             return (time.perf_counter() - start,) * 2
         stream = torch.cuda.current_stream(self._device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host gets ahead
+        torch.cuda._sleep(2_000_000)  # about a millisecond, for the host to get ahead
         begin.record(stream)
         after = memory.fence(self._device)
         start = time.perf_counter()
@@ -73,7 +72,7 @@ class RoundTimer:
 
 
 def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int) -> dict[str, Any]:
-    """Measure one pair of layouts, of which ``heads`` heads are moved; return figures with their unit in the key."""
+    """Measure one pair of layouts, moving ``heads`` heads; return figures with their unit in the key."""
     count = (mib << 20) // (LAYERS * PAGE * heads // HEADS)
     blocks = count * 5 // 4 + 1
     rng = np.random.default_rng(0)
@@ -122,7 +121,7 @@ def _nothing(_: object) -> None:
 
 
 def rows(device: str, mib: list[int], repeat: int) -> Iterator[dict[str, Any]]:
-    """Yield a row of figures for each size and each pair of layouts, as they are measured."""
+    """Yield a row of figures for each size and pair of layouts as soon as it is measured."""
     for size in mib:
         for one, other, heads in PAIRS:
             yield measure(device, size, one, other, heads, repeat)

@@ -1,4 +1,4 @@
-"""Two processes between which a request's blocks are moved: what a round costs, by back end and by library."""
+"""Two processes that move a request's blocks between them: what a round costs with a back end, and with its library alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["ByLibrary", "Pair", "Sessions", "cache_devices", "pair"]
 
 @dataclass(frozen=True)
 class ByLibrary:
-    """What the back end's library took for a request, by itself: seconds of each round, and the most messages or descriptors of one.
+    """What a request took with the back end's library alone: seconds of each round, and the most messages or descriptors in one.
 
-    ``steps``: seconds of each round by the library's own steps, as the side that was last to know of them tells it.
+    ``steps`` holds the seconds of each round for each of the library's own steps, as reported by the side that was last to see them.
     """
 
     seconds: list[float]
@@ -51,10 +51,10 @@ class Pair:
         return str(p.get())
 
     def move(self, src: Ints, dst: Ints, rounds: int = 1, pause: float = 0.0) -> tuple[list[float], dict[str, Any]]:
-        """Move the blocks by the back end, ``pause`` seconds before each round.
+        """Move the blocks with the back end, pausing for ``pause`` seconds before each round.
 
         Returns:
-            The time of each round, and what the producer reports of the last.
+            The time of each round, and what the producer reports about the last.
         """
         with self._pipe() as (one, two):
             self.producer.send("move", src, dst, one, rounds, pause)
@@ -63,7 +63,7 @@ class Pair:
         return [_span(*sides) for sides in zip(ours, theirs, strict=True)], ours[-1]
 
     def connect_raw(self) -> bool | None:
-        """Link the back end's library on both sides; return whether both take part in a round, ``None`` if there is no library."""
+        """Connect the back end's library on both sides; return whether both take part in a round, or ``None`` without a library."""
         p, d = self.producer, self.consumer
         theirs, ours = d("open_raw"), p("open_raw")
         if ours is None or theirs is None:
@@ -73,9 +73,9 @@ class Pair:
         return bool(p.get())
 
     def move_raw(self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1) -> list[ByLibrary]:
-        """Move the blocks by the library; return what each of ``ways`` took, which take turns in each round.
+        """Move the blocks with the library, in each of ``ways`` in turn; return what each took.
 
-        A way is a message or descriptor for each run (``True``), or one for all bytes.
+        A way uses a message or descriptor for each run (``True``), or one for all bytes (``False``).
         """
         with self._pipe() as (one, two):
             if two_sided:
@@ -95,13 +95,13 @@ class Pair:
         """Check that the consumer's blocks are the producer's.
 
         Raises:
-            KvxferError: Some byte differs.
+            KvxferError: A byte differs.
         """
         if not self.consumer("matches", dst, src):
             raise KvxferError(f"the {what} run delivered wrong bytes")
 
     def _both(self) -> tuple[Any, Any]:
-        """Return both answers; when both fail, raise both reasons."""
+        """Return both answers; if both fail, raise both reasons."""
         try:
             ours = self.producer.get()
         except KvxferError as first:
@@ -122,7 +122,7 @@ class Sessions:
         both.consumer("open_agent", "off")
 
     def fetch(self, number: int) -> float:
-        """Offer and fetch; return the seconds from the producer's word to the outcome."""
+        """Offer and fetch; return the seconds from the producer's announcement to the outcome."""
         self._both.producer("offer", [number], self._request.src)
         [row] = self._both.consumer("fetch", [number], self._request.dst, {"off": self._source}, 0.0)
         return float(row["off"]["session_s"])
@@ -139,9 +139,9 @@ def pair(
     memory: Memory = "plain",
     step_ms: float = 0.0,
 ) -> Iterator[Pair]:
-    """Start two processes with a cache of ``blocks`` each, on the devices ``where``, in memory of one kind.
+    """Start two processes, each with a cache of ``blocks`` blocks, on the devices ``where``, in memory of one kind.
 
-    ``step_ms``: of Python that each runs a step meanwhile.
+    ``step_ms``: milliseconds of Python that each runs per step meanwhile.
     """
     with ExitStack() as stack:
         made = []
@@ -154,13 +154,13 @@ def pair(
 
 
 def cache_devices(device: str) -> tuple[str, str]:
-    """Return where the two caches go, for ``cpu`` or ``cuda``: on GPUs of their own, if there are two.
+    """Return the devices of the two caches for ``cpu`` or ``cuda``: two GPUs, or one for both if there is only one.
 
     Raises:
-        ConfigError: It is neither, or there is no GPU.
+        ConfigError: ``device`` is neither, or there is no GPU.
     """
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"unknown device {device!r}: cpu or cuda")
+        raise ConfigError(f"--device must be cpu or cuda, not {device!r}")
     if device == "cpu":
         return "cpu", "cpu"
     import torch

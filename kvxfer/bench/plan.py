@@ -1,4 +1,4 @@
-"""``kvxfer bench plan``: what planning costs, for pairs of layouts, block sizes and tensor-parallel sizes."""
+"""``kvxfer bench plan``: what planning costs for pairs of layouts, block sizes and tensor-parallel sizes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["measure", "plan"]
 LAYERS = 80
 
 _MOST_RUNS = 4 << 20
-"""Runs made when timing ``runs()``: 100 MB of arrays, enough for page faults to count."""
+"""Most runs made when timing ``runs()``: 100 MB of arrays, enough for page faults to show."""
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The cache of one rank: name of its layout, tokens in a block, heads held."""
+    """The cache of one rank: the name of its layout, its tokens per block, and the heads that it holds."""
 
     layout: str
     block_tokens: int = 16
     heads: tuple[int, int] = (0, HEADS)
 
     def cache(self, tokens: int) -> Cache:
-        """Describe it with a fifth more blocks than the request needs."""
+        """Describe the cache, with a fifth more blocks than the request needs."""
         lo, hi = self.heads
         blocks = -(-tokens // self.block_tokens) * 6 // 5 + 1
         region = Region(0, LAYERS * blocks * self.block_tokens * (hi - lo) * 2 * HEAD_BYTES)
@@ -68,7 +68,7 @@ PAIRS = (
 def measure(tokens: int, repeat: int) -> dict[str, Any]:
     """Time every pair of layouts; return figures with their unit in the key.
 
-    Times are processor time of the one thread that works, so that other load on the machine changes them little.
+    Times are CPU time of the one thread that works, so that other load on the machine changes them little.
     """
     pairs = [_pair(a, b, tokens, repeat) for a, b in PAIRS]
     timed = [p["runs_ns_per_run"] for p in pairs if p["runs_ns_per_run"] is not None]
@@ -119,7 +119,7 @@ def _pair(one: RankLayout, other: RankLayout, tokens: int, repeat: int) -> dict[
 
 
 def _consecutive(layout: str, tokens: int) -> int:
-    """Return the runs of a request whose blocks follow each other, between equal layouts."""
+    """Return the number of runs of a request whose blocks are consecutive, between equal layouts."""
     cache = RankLayout(layout).cache(tokens)
     table = BlockTable.of([range(1, 1 + -(-tokens // 16))])
     assignments = [ShardAssignment(i, i, v.layers, 0, HEADS) for i, v in enumerate(cache.views)]
@@ -133,28 +133,30 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _size(made: CopyPlan) -> int:
-    """Return the bytes of the factored plan: its segments, and its patterns with their rows."""
+    """Return the bytes of the plan in its factored form: its segments, and its patterns with their rows."""
     return sum(3 * s.counts.nbytes + 2 * s.src_rows.nbytes for s in made.copies)
 
 
 def plan(
-    tokens: Annotated[int, typer.Option(min=16, help="Length of the request.")] = 131072,
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 9,
+    tokens: Annotated[int, typer.Option(min=16, help="Length of the request, in tokens.")] = 131072,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 9,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time the copy plan of a long request, cold and warm, and the runs that are made of it.
+    """Time the copy plan of a long request, cold and warm, and the expansion of the plan into runs.
 
-    Cold: a pair of caches never seen before. Warm: the same pair, new block ids. A layout is named from the outside in
-    (L layer, B block, N token, H head, C K and V side by side, D one of them), with the tokens in a block.
+    Cold means a pair of caches not seen before, warm the same pair with new block ids. A layout's name lists its axes from the
+    outermost in: L layer, B block, N token, H head; C stands for K and V side by side, D for one of them, and 2 for the axis that
+    separates them. The number after the slash is the tokens per block.
     """
     found = measure(tokens, repeat)
     if as_json:
         typer.echo(json.dumps(found))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "copies", "plan KiB")
+    headers = ("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "copies", "plan KiB")
+    table = Table(*(Column(header, overflow="fold") for header in headers))
     for p in found["pairs"]:
         ns = p["runs_ns_per_run"]
         table.add_row(
@@ -170,7 +172,7 @@ def plan(
     console = Console()
     console.print(table)
     console.print(
-        f"worst: cold {found['worst_cold_ms']:.2f} ms, warm {found['worst_warm_ms']:.2f} ms, "
-        f"{found['worst_runs_ns_per_run']:.1f} ns a run; consecutive blocks, equal layouts: "
-        + ", ".join(f"{layout} {n} runs" for layout, n in found["consecutive_runs"].items())
+        f"worst pair: {found['worst_cold_ms']:.2f} ms cold, {found['worst_warm_ms']:.2f} ms warm, "
+        f"{found['worst_runs_ns_per_run']:.1f} ns per run\nruns if blocks are consecutive and layouts equal: "
+        + ", ".join(f"{layout} {n}" for layout, n in found["consecutive_runs"].items())
     )

@@ -1,4 +1,4 @@
-"""How a long run tells what it is at: on the standard error, so that what a script reads is nothing but the result."""
+"""Prints the progress of a long run to standard error, so that standard output has only the result."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Say = Callable[[str], None]
 
 
 def progress() -> Say:
-    """Return what prints a line, behind the seconds since now."""
+    """Return a function that prints a line after the seconds since now."""
     start = time.monotonic()
     return lambda what: print(f"{time.monotonic() - start:7.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 def silent(what: str) -> None:
-    """Say nothing of it."""
+    """Print nothing."""

@@ -1,7 +1,7 @@
-"""An engine of several ranks, driven by ``world.py``: it fills, offers, takes back and checks blocks by itself.
+"""An engine of several ranks, driven by ``world.py``, that fills, offers, takes back and checks blocks by itself.
 
-Every word of a cache says what it holds: the transfer, the generation, the token, the head, the layer. So a delivered block
-proves where each of its bytes comes from, and a block that nobody uses proves that nobody has written to it.
+Every word of a cache says what it holds: the transfer, the generation, the token, the head and the layer. So a delivered block
+proves where each of its bytes comes from, and an unused block proves that nobody has written to it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ LAYERS, HEADS, BLOCK_TOKENS, HEAD_WORDS = 2, 4, 16, 8
 EACH = 6
 """Blocks of a transfer."""
 FREE = -1
-"""What every word of a block holds that nobody uses."""
+"""The value of every word of an unused block."""
 LAG_S = 0.1
-"""The ranks of an engine do one thing within this time of each other."""
+"""The ranks of an engine do the same thing within this time of each other."""
 LOOK_S = 0.002
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What became of one load at the consumer.
+    """How one load ended on the consumer.
 
-    ``kind`` is ``delivered``, a kind of failure, or ``disagree`` where ranks were delivered different generations. ``late_s`` are seconds
-    past the deadline, less those in which this process did not run; at most 0 when in time. ``wrong`` says what is wrong with the bytes.
+    ``kind`` is ``delivered``, a kind of failure, or ``disagree`` if ranks were delivered different generations. ``late_s`` is the time
+    past the deadline, less any in which this process did not run; 0 or less means in time. ``wrong`` says what is wrong with the bytes.
     """
 
     number: int
@@ -57,7 +57,7 @@ class LoadResult:
 
 @dataclass
 class _Use:
-    """Blocks that a transfer has in one engine, and the ranks of which something is still to come."""
+    """The blocks of a transfer in one engine, and the ranks that have not released them yet."""
 
     blocks: list[int]
     deadline: float
@@ -69,7 +69,7 @@ class _Use:
 
 
 class Stalls:
-    """Records when this process did not run, as seen by a thread that only sleeps."""
+    """Records the times in which this process did not run, as seen by a thread that only sleeps."""
 
     def __init__(self) -> None:
         self._gaps: deque[tuple[float, float]] = deque(maxlen=2000)
@@ -85,15 +85,15 @@ class Stalls:
             self._before = now
 
     def since(self, begin: float) -> float:
-        """Return the seconds lost since a time, the present moment included."""
+        """Return the seconds lost since a given time."""
         gaps = [*self._gaps, (self._before, time.monotonic())]
         return sum(b - max(a, begin) for a, b in gaps if b > begin)
 
 
 class RankedEngine:
-    """One engine with ``tp`` ranks in this process; ``step`` makes it work.
+    """One engine with ``tp`` ranks in this process, which works only in ``step``.
 
-    Ranks take turns at ``devices``.
+    Ranks are assigned to ``devices`` in turn.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class RankedEngine:
     def step(
         self, serve: list[tuple[int, int, bool]], load: list[tuple[int, Source, bool]], seconds: float
     ) -> tuple[list[LoadResult], list[str], int]:
-        """Begin these transfers, then work for some seconds.
+        """Begin these transfers, then work for this many seconds.
 
-        ``serve`` are offered, each with the number of generations that it goes through, and whether to take the last back. ``load`` are
-        fetched, from where, and whether to cancel each at some time.
+        The transfers in ``serve`` are offered, each with the number of generations that it goes through and whether to take the last one
+        back. Those in ``load`` are fetched, each with its source and whether to cancel it at some time.
 
         Returns:
-            What has ended, what is wrong, and how many transfers hold blocks.
+            The loads that ended, what went wrong, and how many transfers hold blocks.
         """
         for number, generations, gone in serve:
             self._serve(number, generations, gone)
@@ -150,7 +150,7 @@ class RankedEngine:
         return results, complaints, len(self._uses)
 
     def vitals(self) -> dict[str, float]:
-        """Return what the process and its agents hold."""
+        """Return the resources that the process and its agents hold."""
         with open("/proc/self/statm") as f:
             pages = int(f.read().split()[1])
         stats = [agent.stats() for agent in self._agents]
@@ -231,10 +231,10 @@ class RankedEngine:
         number = event.transfer.prompt
         use = self._uses.get(number)
         if use is None:
-            # An agent remembers for a while what has ended, and a process that is stopped for longer may hear it twice.
+            # An agent remembers ended transfers only for a while, so a process that was stopped for longer may hear of one twice.
             if self._stalls.since(time.monotonic() - 60) > self._config.lease:
                 return
-            self._complaints.append(f"{self._role}: an event of transfer {number}, which is over: {event}")
+            self._complaints.append(f"{self._role}: an event came for transfer {number}, which is over: {event}")
         elif isinstance(event, Ended):
             if event.role == "consumer":
                 self._ended(rank, number, use, event)
@@ -266,7 +266,7 @@ class RankedEngine:
     # --- blocks ----------------------------------------------------------------------------------------------------
 
     def _lend(self, number: int) -> list[int] | None:
-        """Give a transfer blocks, in random order; none while too few are free. They must be as they were given back."""
+        """Give a transfer blocks, in random order, or none while too few are free. They must be unchanged since they were given back."""
         if len(self._free) < EACH:
             return None
         self._rng.shuffle(self._free)
@@ -318,7 +318,7 @@ def _cache(memory: Words, blocks: int, rank: int, tp: int) -> Cache:
 
 
 def _words(number: int, generation: int, tokens: int, rank: int, tp: int) -> np.ndarray[Any, Any]:
-    """Return what a rank's blocks hold of a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
+    """Return what a rank's blocks hold for a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
     heads = HEADS // tp
     layer, block, token, head, word = np.ogrid[
         :LAYERS, : tokens // BLOCK_TOKENS, :BLOCK_TOKENS, rank * heads : (rank + 1) * heads, :HEAD_WORDS

@@ -1,7 +1,7 @@
 """A back end's library used by itself: the ceiling that the back end is compared with.
 
-A distribution names its class by entry point (group ``kvxfer.raw``, under the back end's name). One that has no library
-below it, or adds nothing to it, names none.
+A distribution declares its class with an entry point (group ``kvxfer.raw``, under the back end's name). A back end without a library,
+or that adds nothing to it, declares none.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ GROUP = "kvxfer.raw"
 class Raw(Protocol):
     """One side of a library's benchmark, in a process of its own, with one region of memory.
 
-    Methods block, as plainly written programs do, and raise whatever the library raises. In ``__init__``, ``sends``
+    Methods block, as in a plainly written program, and raise whatever the library raises. In ``__init__``, ``sends``
     says whether bytes go from this side to the other.
 
     Attributes:
-        two_sided: Whether ``move`` is called on both sides, or on the receiving one only.
+        two_sided: Whether ``move`` is called on both sides or only on the receiving one.
     """
 
     two_sided: ClassVar[bool]
@@ -41,20 +41,20 @@ class Raw(Protocol):
     def move(self, here: Ints, there: Ints, lengths: Ints) -> Mapping[str, float] | None:
         """Move runs, at these offsets here and there, with one message or descriptor each.
 
-        It returns when all bytes have arrived or, at the sender, may be overwritten.
+        It returns when all bytes have arrived or, on the sender, may be overwritten.
 
         Returns:
-            Seconds that each of the library's own steps took, by name, or ``None`` if there is but one.
+            Seconds that each of the library's own steps took, by name, or ``None`` if there is only one.
         """
 
     def close(self) -> None: ...
 
 
 def find(backend: str) -> type[Raw] | None:
-    """Return the class that a back end is to be compared with, or ``None``.
+    """Return the class that a back end is compared with, or ``None``.
 
     Raises:
-        Exception: What importing it raised.
+        Exception: Whatever its import raises.
     """
     for entry in entry_points(group=GROUP, name=backend):
         return entry.load()  # type: ignore[no-any-return]

@@ -18,9 +18,9 @@ ANSWER_S = 180.0
 
 
 def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
-    """Serve requests until ``None``: each is (method, arguments), answered by (ok, value).
+    """Serve requests until ``None``. Each is (method, arguments), and is answered with (ok, value).
 
-    What libraries print, as UCX does of peers that are gone, goes to the standard error: the standard output is the benchmark's.
+    What libraries print, as UCX does about peers that are gone, goes to standard error, since standard output is the benchmark's.
     """
     os.dup2(2, 1)
     try:
@@ -31,15 +31,17 @@ def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) ->
         served.close()
     except EOFError:
         pass  # our parent is gone
+    except KvxferError as e:  # says what happened and what to do, without a traceback
+        pipe.send((False, str(e)))
     except BaseException as e:
         pipe.send((False, f"{type(e).__name__}: {e}"))
         raise
 
 
 class Remote:
-    """The object that ``make(*args)`` returns, in a new process, where it is made meanwhile. It needs a method ``close``.
+    """The object that ``make(*args)`` returns, made in a new process while this one goes on. It needs a method ``close``.
 
-    ``name`` is what errors call it.
+    ``name`` is what error messages call it.
     """
 
     def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
@@ -52,24 +54,24 @@ class Remote:
         self._made = False
 
     def wait(self) -> None:
-        """Return when it is made.
+        """Wait until the object is made.
 
         Raises:
-            KvxferError: It could not be made, or that takes too long.
+            KvxferError: It could not be made, or not in time.
         """
         if not self._made:
             self._made = True
             self._answer()
 
     def send(self, *call: Any) -> None:
-        """Call a method, ``(name, *arguments)``, and do not wait."""
+        """Call a method, ``(name, *arguments)``, without waiting for the answer."""
         self._pipe.send(call)
 
     def get(self) -> Any:
         """Return the answer to the oldest ``send``.
 
         Raises:
-            KvxferError: The call failed or takes too long, or the process has died.
+            KvxferError: The call failed or took too long, or the process died.
         """
         self.wait()
         return self._answer()
@@ -80,7 +82,7 @@ class Remote:
         try:
             ok, value = self._pipe.recv()
         except EOFError:
-            raise KvxferError(f"the process of the {self.name} has died") from None
+            raise KvxferError(f"the process of the {self.name} died") from None
         if not ok:
             raise KvxferError(f"the {self.name} failed: {value}")
         return value
@@ -98,7 +100,7 @@ class Remote:
         os.kill(self._process.pid or 0, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the process go on after ``stop``."""
+        """Let the process continue after ``stop``."""
         os.kill(self._process.pid or 0, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -108,7 +110,7 @@ class Remote:
         self._pipe.close()
 
     def close(self) -> None:
-        """Let the object close, and wait for the end of its process."""
+        """Have the object close, and wait until its process ends."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._process.join(20)

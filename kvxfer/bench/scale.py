@@ -1,9 +1,8 @@
-"""``kvxfer bench scale``: many loads in flight, many links, many loads a second at one agent, on loopback.
+"""``kvxfer bench scale``: many loads in flight, many links, and many loads per second on one agent, over loopback.
 
-Each is measured where it was asked for. Then loads and rate are doubled until something gives way, to see what it is and how it says
-so, or the rate is halved until it is kept up with. A load
-is a single small block, so that nearly all of the time goes to control. CPU is that of the whole process: agent, directory, and the
-engine that is played.
+Each is first measured at the number asked for. Then loads and rate are doubled until something gives way, to see what that is and how
+it is reported; or the rate is halved until the agent keeps up. A load is a single small block, so that nearly all of the time goes to
+control. CPU time is that of the whole process: the agent, the directory, and the simulated engine.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ __all__ = ["ScaleEngine", "measure_scale", "scale"]
 
 BLOCKS, BLOCK = 1 << 16, 256
 QUIET_S = 3.0
-"""For so long it is watched what loads or links cost while nothing happens."""
+"""How long to watch what loads or links cost while nothing happens."""
 TICK_S = 0.01
 PATIENCE_S = 100.0
 KEPT_UP = 0.95
-"""The share of a rate that has to be reached for it to count as kept up with."""
+"""The share of a rate that must be reached for the agent to count as keeping up."""
 MOST_DOUBLINGS = 4
 TOGETHER = 50
-"""Consumers of one process."""
+"""Consumers in one process."""
 
 
 class ScaleEngine:
-    """Engines of one rank each, which share one cache, in a process of their own."""
+    """Engines of one rank each in one process, which share one cache."""
 
     def __init__(self, backend: str, engines: int = 1) -> None:
         memory = np.zeros((1, BLOCKS, 1, BLOCK), np.uint8)
@@ -57,29 +56,29 @@ class ScaleEngine:
         self._directory = Directory(config, "scale", epoch=self._agents[0].epoch)
         self._directory.publish((self._agents[0].descriptor,))
         self._outcomes: Counter[str] = Counter()
-        self._words: dict[str, str] = {}  # of each kind of failure, the first
+        self._words: dict[str, str] = {}  # the first message for each kind of failure
         self._seconds: list[float] = []
         self._released = 0
 
     def source(self) -> Source:
-        """Return where the first engine is found."""
+        """Return where the first engine's directory is."""
         return self._directory.source
 
     def offer(self, first: int, count: int) -> None:
-        """Offer so many transfers, numbered from the first on."""
+        """Offer ``count`` transfers, numbered from ``first`` on."""
         for i in range(first, first + count):
             table = BlockTable.of([[i % BLOCKS]])
             self._agents[0].offer(Offer(TransferId("own/1/scale", i), b"d", 1, 1, table, True))
 
     def fetch(self, source: Source, first: int, count: int) -> None:
-        """Have each engine fetch so many transfers, one after the other."""
+        """Have each engine fetch ``count`` transfers, one after the other."""
         for e, agent in enumerate(self._agents):
             for i in range(first + e * count, first + (e + 1) * count):
                 table = BlockTable.of([[i % BLOCKS]])
                 agent.fetch(Fetch(str(i), TransferId("own/1/scale", i), b"d", source, table, 0, 1))
 
     def pace(self, source: Source | None, first: int, rate: float, seconds: float) -> int:
-        """Offer (without a source) or fetch so many transfers a second, as far as that can be kept up; return how many."""
+        """Offer (without a source) or fetch ``rate`` transfers per second, as far as that is possible; return how many."""
         begin, done = time.monotonic(), 0
         while (now := time.monotonic()) < begin + seconds:
             due = int((now - begin) * rate) - done
@@ -97,7 +96,7 @@ class ScaleEngine:
         return sum(link.up for agent in self._agents for link in agent.links())
 
     def until(self, released: int, seconds: float) -> dict[str, Any]:
-        """Wait until so many transfers are released, and return how they have ended; then forget them."""
+        """Wait until this many transfers are released, return how they ended, and forget them."""
         end = time.monotonic() + seconds
         while self._released < released and time.monotonic() < end:
             self._listen()
@@ -124,7 +123,7 @@ class ScaleEngine:
                     self._released += 1
 
     def vitals(self) -> dict[str, float]:
-        """Return the process's CPU seconds, resident MiB, threads and descriptors."""
+        """Return the process's CPU seconds, resident MiB, threads and file descriptors."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
             "cpu_s": time.process_time(),
@@ -141,13 +140,13 @@ class ScaleEngine:
 
 
 def _engines(backend: str, engines: int = 1) -> ScaleEngine:
-    """Make them, in a process of their own: a warning for each load that is refused says nothing more."""
+    """Make the engines, in a process of their own, without their warnings about each load that is refused."""
     logging.getLogger("kvxfer").setLevel(logging.ERROR)
     return ScaleEngine(backend, engines)
 
 
 class _Watch:
-    """What some processes take, between two looks."""
+    """What some processes use between two measurements."""
 
     def __init__(self, **processes: Remote) -> None:
         self._processes = processes
@@ -157,7 +156,7 @@ class _Watch:
         return {name: process("vitals") for name, process in self._processes.items()}
 
     def grown(self, base: dict[str, dict[str, float]] | None = None) -> dict[str, dict[str, float]]:
-        """Return the share of a core that each has taken since, and by how much it has grown since then or ``base``."""
+        """Return the share of a core that each has used since, and how much it has grown since then or since ``base``."""
         took, now = time.monotonic() - self._at, self._look()
         return {
             name: {
@@ -173,7 +172,7 @@ class _Watch:
 
 
 def _in_flight(backend: str, loads: int) -> dict[str, Any]:
-    """Have so many loads wait for one producer, then let it offer them all."""
+    """Have ``loads`` loads wait for one producer, then have it offer them all."""
     p, c = Remote("producer", _engines, backend), Remote("consumer", _engines, backend)
     try:
         source = p("source")
@@ -196,7 +195,7 @@ def _in_flight(backend: str, loads: int) -> dict[str, Any]:
 
 
 def _linked(backend: str, links: int) -> dict[str, Any]:
-    """Have so many consumers dial one producer, each for one load."""
+    """Have ``links`` consumers connect to one producer, each for one load."""
     p = Remote("producer", _engines, backend)
     sizes = [min(TOGETHER, links - n) for n in range(0, links, TOGETHER)]
     consumers = [Remote("consumers", _engines, backend, n) for n in sizes]
@@ -230,7 +229,7 @@ def _linked(backend: str, links: int) -> dict[str, Any]:
 
 
 def _at_rate(backend: str, rate: float, seconds: float) -> dict[str, Any]:
-    """Have one consumer load so many a second from one producer."""
+    """Have one consumer make ``rate`` loads per second from one producer."""
     p, c = Remote("producer", _engines, backend), Remote("consumer", _engines, backend)
     try:
         source = p("source")
@@ -263,7 +262,7 @@ def _at_rate(backend: str, rate: float, seconds: float) -> dict[str, Any]:
 
 
 def _meet(p: Remote, c: Remote, source: Source) -> None:
-    """Have them make their link, which is not what is measured."""
+    """Have them make their link now, so that it is not measured."""
     p("offer", 0, 1)
     c("fetch", source, 0, 1)
     c("until", 1, PATIENCE_S)
@@ -276,9 +275,9 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
 def measure_scale(
     backend: str, loads: int, links: int, rate: float, seconds: float, beyond: bool, say: Say = silent
 ) -> dict[str, Any]:
-    """Measure each of the three, the rate for so many seconds. ``say`` is told what is measured.
+    """Measure each of the three, the rate for ``seconds`` seconds. ``say`` is told what is being measured.
 
-    With ``beyond``, double loads and rate until something gives way, or halve the rate until it is kept up with.
+    With ``beyond``, double loads and rate until something gives way, or halve the rate until the agent keeps up.
     """
 
     def in_flight(loads: int) -> dict[str, Any]:
@@ -286,7 +285,7 @@ def measure_scale(
         return _in_flight(backend, loads)
 
     def at_rate(rate: float) -> dict[str, Any]:
-        say(f"{rate:g} loads a second, for {seconds:g} s")
+        say(f"{rate:g} loads per second, for {seconds:g} s")
         return _at_rate(backend, rate, seconds)
 
     out: dict[str, Any] = {"backend": backend, "in_flight": [in_flight(loads)]}
@@ -310,17 +309,18 @@ def _kept_up(found: dict[str, Any]) -> bool:
 
 
 def scale(
-    backend: Annotated[str, typer.Option(help="Which back end moves the blocks.")] = "tcp",
-    loads: Annotated[int, typer.Option(min=1, help="In flight at once.")] = 10_000,
-    links: Annotated[int, typer.Option(min=1, help="Consumers of one producer.")] = 200,
-    rate: Annotated[float, typer.Option(min=1, help="Loads a second.")] = 1000,
-    seconds: Annotated[float, typer.Option(min=0.5, help="For which that rate is kept.")] = 10.0,
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    loads: Annotated[int, typer.Option(min=1, help="Loads in flight at once.")] = 10_000,
+    links: Annotated[int, typer.Option(min=1, help="Consumers linked to one producer.")] = 200,
+    rate: Annotated[float, typer.Option(min=1, help="Loads per second.")] = 1000,
+    seconds: Annotated[float, typer.Option(min=0.5, help="How long to keep up that rate, in seconds.")] = 10.0,
     beyond: Annotated[
-        bool, typer.Option(help="Double loads and rate until something gives way, or halve the rate.")
+        bool,
+        typer.Option(help="Then double loads and rate until something gives way, or halve the rate until it holds."),
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure many loads in flight, many links, and many loads a second at one agent, and what gives way beyond them."""
+    """Put many loads in flight, many links, and many loads per second on one agent, and find out what gives way beyond that."""
     found = measure_scale(backend, loads, links, rate, seconds, beyond, progress())
     if as_json:
         typer.echo(json.dumps(found))

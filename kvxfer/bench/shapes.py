@@ -1,4 +1,4 @@
-"""Caches of known models, filled with words that tell where they came from."""
+"""Caches with the shapes of known models, filled with words that show where they came from."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvxfer.geometry.plan import Ints
 __all__ = ["MODELS", "Memory", "Model", "Pool", "Request"]
 
 Memory = Literal["plain", "declared", "elastic"]
-"""Of a cache: ``plain``; the same, but said to be elastic, so that it goes as elastic memory does; or ``elastic``, which on a GPU is mapped
-by pages, and on a host like ``declared``."""
+"""Kind of a cache's memory. ``plain``; ``declared``, which is the same but declared to be elastic, so that it is moved like elastic memory;
+or ``elastic``, which on a GPU is mapped by pages and in host memory is like ``declared``."""
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: consecutive indices give unlike words
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: makes the words of consecutive indices unlike
 
 
 @dataclass(frozen=True)
 class Model:
-    """One rank's share of a model's cache. ``head_bytes`` are those of one head of one token, K and V together."""
+    """One rank's share of a model's cache. ``head_bytes`` is the size of one head of one token, K and V together."""
 
     layers: int
     heads: int
@@ -35,7 +35,7 @@ class Model:
 
 
 class Request:
-    """A prompt of some length in scattered blocks: ids ``src`` at the producer, ``dst`` at the consumer, of so many ``blocks`` each."""
+    """A prompt in scattered blocks, with ids ``src`` on the producer and ``dst`` on the consumer, each out of ``blocks`` blocks."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         need = -(-tokens // model.block_tokens)
@@ -54,13 +54,13 @@ MODELS = {
     "llama-3-8b": Model(32, 8, 512, 16),
     "llama-3-70b-tp4": Model(80, 2, 512, 16),
     "deepseek-mla": Model(61, 1, 1152, 64),
-    "pages-of-16k": Model(1, 1, 1024, 16),  # no model: pages for comparing transports
-    "pages-of-1k": Model(64, 1, 64, 16),  # nor this: so short that whoever has to, or not, packs them
+    "pages-of-16k": Model(1, 1, 1024, 16),  # not a model: pages for comparing transports
+    "pages-of-1k": Model(64, 1, 64, 16),  # not a model either: pages so short that every back end packs them
 }
 
 
 class Pool:
-    """A cache of ``blocks`` blocks on ``device`` in one allocation, layer-outermost and token-major."""
+    """A cache of ``blocks`` blocks on ``device`` in one allocation, with layers outermost and token-major blocks."""
 
     def __init__(self, model: Model, blocks: int, device: str, memory: Memory = "plain") -> None:
         self.model, self.blocks, self.device = model, blocks, device
@@ -103,7 +103,7 @@ class Pool:
             self._torch.cuda.synchronize()
 
     def matches(self, mine: Ints, theirs: Ints) -> bool:
-        """Return whether our blocks ``mine`` hold what ``fill`` put into such a pool's blocks ``theirs``, bit by bit."""
+        """Return whether our blocks ``mine`` hold, bit for bit, what ``fill`` wrote to the blocks ``theirs`` of such a pool."""
         xp: Any = self._torch if self._torch is not None else np
         per_page = self.model.page // 8
         pages = self.words.reshape(self.model.layers, self.blocks, per_page)

@@ -1,8 +1,8 @@
-"""A network link that is long and loses packets, on one host and without privileges: for what loopback does not show.
+"""A simulated network link with long latency and packet loss, on one host and without privileges: for what loopback does not show.
 
-A tun device has address ``HERE``, and whatever is sent to ``THERE`` comes back late from it, with the two addresses changed over:
-so a program that listens at ``HERE`` is dialled at ``THERE``, by itself or by others, over this link. (The checksums of IP and TCP stay
-right, since they do not depend on the order of what they add up.) It all lives in a network namespace of its own.
+A tun device has address ``HERE``. Whatever is sent to ``THERE`` comes back from the device later, with the two addresses swapped, so
+a program that listens on ``HERE`` can be reached at ``THERE`` over this link. (The checksums of IP and TCP stay right, since they do
+not depend on the order of what they add up.) All of this is in a network namespace of its own.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 @dataclass(frozen=True)
 class SlowLink:
-    """What a link is like.
+    """The properties of a link.
 
     Attributes:
-        round_trip_s: From one end to the other and back.
+        round_trip_s: Round-trip time.
         loss: Share of packets that are lost, in each direction.
-        bytes_per_s: Of both directions together. What comes faster waits for as long as a round trip takes, and is dropped beyond that.
+        bytes_per_s: Rate of both directions together. Packets that come faster are queued, and dropped if they would wait for longer
+            than a round trip.
         congestion: TCP's congestion control, as Linux names it; ``None`` for the host's own.
     """
 
@@ -55,21 +56,23 @@ class SlowLink:
 
     @contextmanager
     def up(self) -> Iterator[None]:
-        """Have the link, in a namespace of this process's own (see ``apart``).
+        """Have the link up within the block, in a namespace of this process's own (see ``apart``).
 
         Raises:
-            KvxferError: The host does not let us.
+            KvxferError: The host does not permit it.
         """
         try:
             device = _device()
         except OSError as e:
-            raise KvxferError(f"the host permits no network device in a namespace of ours: {e}") from e
+            raise KvxferError(
+                f"cannot make a tun device in a network namespace: {e}; this needs /dev/net/tun and a host that permits user namespaces"
+            ) from e
         if self.congestion is not None:
             try:
                 _CONGESTION.write_text(self.congestion)
             except OSError as e:
                 raise KvxferError(
-                    f"congestion control {self.congestion!r} may not be set here ({e}); {_ALLOWED} has those that may"
+                    f"congestion control {self.congestion!r} cannot be set here ({e}); {_ALLOWED} lists those that can"
                 ) from e
         relay = get_context("fork").Process(target=self._relay, args=(device,), daemon=True)
         relay.start()
@@ -81,9 +84,9 @@ class SlowLink:
             relay.join()
 
     def _relay(self, device: int) -> None:
-        """Take packets and give them back, for ever."""
+        """Take packets and give them back, forever."""
         dice, waiting = random.Random(1), deque[tuple[float, bytes]]()
-        free = 0.0  # when the link has sent all that it was given
+        free = 0.0  # when the link will have sent all that it was given
         while True:
             timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
             select.select([device], [], [], timeout)
@@ -94,7 +97,7 @@ class SlowLink:
                     if sent - now > self.round_trip_s or dice.random() < self.loss:
                         continue
                     free = sent
-                    if packet[0] >> 4 == 4:  # IPv6 talks to itself
+                    if packet[0] >> 4 == 4:  # what IPv6 sends by itself is dropped
                         waiting.append(
                             (sent + self.round_trip_s / 2, packet[:12] + packet[16:20] + packet[12:16] + packet[20:])
                         )
@@ -103,7 +106,7 @@ class SlowLink:
 
 
 def _device() -> int:
-    """Return a tun device that is up, and have loopback up as well."""
+    """Return a tun device that is up, and bring loopback up as well."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"slow", _IFF_TUN | _IFF_NO_PI))
@@ -121,7 +124,7 @@ def _device() -> int:
 
 
 def apart(module: str, argument: str) -> int:
-    """Run a module with one argument as a program in a network namespace of its own, in which it is root; return its exit status.
+    """Run a module as a program with one argument, as root in a network namespace of its own; return its exit status.
 
     Raises:
         KvxferError: There is no program ``unshare`` (of util-linux).
@@ -130,4 +133,4 @@ def apart(module: str, argument: str) -> int:
     try:
         return subprocess.run(command).returncode
     except FileNotFoundError as e:
-        raise KvxferError("the program 'unshare' is not here; it comes with util-linux") from e
+        raise KvxferError("the program 'unshare' is not installed; it comes with util-linux") from e

@@ -1,8 +1,8 @@
-"""``kvxfer bench soak``: steady load with aborts and restarts, and whether anything grows.
+"""``kvxfer bench soak``: steady load with aborts and restarts, and a check that nothing grows.
 
-Four engines of one rank. A producer and a consumer live through the whole run and are watched; beside them, a producer
-that the consumer reads from and a consumer that reads from the producer are killed and started anew all the time. Most
-transfers go well; some are cancelled, revoked, computed anew, never fetched or never offered.
+There are four engines of one rank. A producer and a consumer live through the whole run and are watched. Meanwhile another producer,
+which the consumer also reads from, and another consumer, which also reads from the producer, are killed and restarted again and again.
+Most transfers go well; some are cancelled, revoked, computed anew, never fetched or never offered.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ WATCHED = ("producer", "consumer")
 MORTAL = ("mortal producer", "mortal consumer")
 PAIRS = (WATCHED, ("mortal producer", "consumer"), ("producer", "mortal consumer"))
 BLOCKS = 1024
-"""Of an engine: enough for all transfers."""
+"""Blocks of an engine: enough for all transfers."""
 LOAD = 4
-"""In each turn, so many transfers begin between each two engines that exchange any."""
+"""Transfers that begin in each turn between each two engines that exchange any."""
 GOOD: tuple[dict[str, Any], ...] = {}, {"generations": 2}
 BAD: tuple[dict[str, Any], ...] = {"cancelled": True}, {"gone": True}, {"fetched": False}, {"generations": 0}
-"""What becomes of a transfer, as ``RankedWorld.begin`` takes it."""
+"""What happens to a transfer, as arguments of ``RankedWorld.begin``."""
 SHARES = (70, 6, 6, 6, 6, 6)
 K = FailureKind
 LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE}, 0.01
-"""Failures that a busy machine brings about, and the share of transfers for which they are no complaint."""
+"""Failures that a busy machine may cause, and the share of transfers for which they are tolerated."""
 ROWS = 20
 
-# How much more there may be at the end than after the first fifth: medians of a fifth of the run each.
+# How much each figure may grow from the second fifth of the run to the last, by their medians.
 ALLOWED = {
     "device_MiB": 16.0,
     "rss_MiB": 6.0,
@@ -51,7 +51,7 @@ ALLOWED = {
     "leases": 60,
     "quarantined_bytes": 0,
 }
-"""A link takes up to ten descriptors, and there may be one more at the end; what leaks takes some for every restart."""
+"""A link takes up to ten file descriptors, and there may be one more link at the end; a leak takes some for every restart."""
 FIGURES = tuple(ALLOWED)
 NONE_AT_REST = ("fetches", "leases", "quarantined_bytes")
 
@@ -64,10 +64,10 @@ def measure(
     device: str = "cpu",
     say: Say = silent,
 ) -> dict[str, Any]:
-    """Run the load, then let everything end; kill an engine every ``restart_s``. ``say`` is told how far it is, ``ROWS`` times.
+    """Run the load, killing an engine every ``restart_s``, then let everything end. ``say`` is told the progress ``ROWS`` times.
 
     Returns:
-        Samples over time, counts, and complaints: none if nothing grew and nothing went wrong.
+        Samples over time, counts, and complaints, which are empty if nothing grew and nothing went wrong.
     """
     rng = random.Random()
     config = {"backend": backend, "backend_options": options or {}, "staging_bytes": 4 << 20, "integrity": "full"}
@@ -80,7 +80,7 @@ def measure(
             outcomes[result.kind] += 1
             if result.number in meant_well and result.kind != "delivered":
                 said = late if result.kind in LATE else world.complaints
-                said.append(f"transfer {result.number} should have gone well: {result.reason}")
+                said.append(f"transfer {result.number} should have been delivered: {result.reason}")
 
     def sample() -> dict[str, dict[str, float]]:
         return {name: world.vitals(name) for name in WATCHED}
@@ -102,19 +102,19 @@ def measure(
                 next_restart, turn = time.monotonic() - begun + restart_s, turn + 1
             if now >= len(rows) * seconds / ROWS:
                 rows.append({"seconds": round(now, 1), **sample()})
-                said = f"{outcomes['delivered']} delivered, {turn} restarts, {len(world.complaints)} complaints"
+                said = f"{outcomes['delivered']} delivered, {turn} restarts, {len(world.complaints)} errors"
                 say(f"{now:.0f} of {seconds:.0f} s: {said}")
-        say("letting everything end")
+        say("waiting until everything has ended")
         for name in MORTAL:
             world.kill(name)
         world.rest()
         over = time.monotonic() + TIMES["lease"]
         while (rest := sample())["producer"]["leases"] and time.monotonic() < over:
-            time.sleep(TURN_S)  # of what was asked for and never offered
+            time.sleep(TURN_S)  # for leases of transfers that were asked for and never offered
         wrong = world.complaints[:10] + complaints(rows)
         if len(late) > MOST_LATE * outcomes.total() + 1:
             wrong += [f"{len(late)} transfers were too slow", *late[:3]]
-        wrong += [f"{n}: {v[k]:g} {k} are left" for n, v in rest.items() for k in NONE_AT_REST if v[k]]
+        wrong += [f"{n}: {v[k]:g} {k} left at the end" for n, v in rest.items() for k in NONE_AT_REST if v[k]]
         return {
             "backend": backend,
             "seconds": seconds,
@@ -128,7 +128,7 @@ def measure(
 
 
 def complaints(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what has grown between the second fifth of the samples and the last, by more than ``ALLOWED``."""
+    """Return what grew by more than ``ALLOWED`` from the second fifth of the samples to the last."""
     n = max(len(rows) // 5, 1)
     out = []
     for name in WATCHED:
@@ -140,14 +140,14 @@ def complaints(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def soak(
-    minutes: Annotated[float, typer.Option(help="How long to load.", min=0.1)] = 5.0,
+    minutes: Annotated[float, typer.Option(help="How long to run, in minutes.", min=0.1)] = 5.0,
     restart: Annotated[float, typer.Option(help="Seconds between two kills.", min=1)] = 10.0,
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
-    options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
+    options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
     device: Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Steady load with aborts and restarts; prints what two engines hold over time. Fails if anything grows."""
+    """Run a steady load with aborts and restarts, print what two engines hold over time, and fail if anything grows."""
     chosen = json_object(options, "--options")
     found = measure(60 * minutes, restart, backend, chosen, device, progress())
     if as_json:
@@ -169,8 +169,8 @@ def _show(found: dict[str, Any]) -> None:
             table.add_row(str(row["seconds"]), *(f"{row[who][figure]:g}" for figure in FIGURES))
         console.print(table)
     outcomes = ", ".join(f"{n} {kind}" for kind, n in found["outcomes"].items())
-    console.print(f"{found['restarts']} restarts; at the consumer: {outcomes}")
+    console.print(f"{found['restarts']} restarts; outcomes on the consumer: {outcomes}")
     for complaint in found["complaints"]:
-        console.print(f"not flat: {complaint}")
+        console.print(f"wrong: {complaint}")
     if not found["complaints"]:
-        console.print("flat: nothing grew, all blocks came back, no wrong bytes")
+        console.print("passed: nothing grew, all blocks came back, no byte was wrong")

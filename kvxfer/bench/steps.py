@@ -1,7 +1,7 @@
-"""What each step of a small transfer costs by itself: both machines and the messages between them, on one thread.
+"""Measures what each step of a small transfer costs: both state machines and the messages between them, on one thread.
 
-There is no socket, no other thread and no back end: what is left of a transfer's time on the control threads is theirs. Times
-are the least of many rounds; calls are counted, and the same on every host.
+There is no socket, no other thread and no back end; these account for the rest of a transfer's time on the control threads. Times
+are the least of many rounds. Calls are counted, and are the same on every host.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["calls", "microseconds"]
 
 BLOCKS, BLOCK = 200, 4096
 ROUND = 150
-"""Transfers whose times are added up before the least is looked for."""
+"""Transfers whose times are added up in each of the rounds of which the least counts."""
 HERE, THERE = b"consumer", ("tcp://127.0.0.1:1", 1)
-"""The link as the producer and as the consumer names it."""
+"""The link, as the producer names it and as the consumer does."""
 
 R = TypeVar("R")
 Do = Callable[..., Any]
-"""Does one step: its name, what is called, with what."""
+"""Does one step, given its name, a function and its arguments."""
 
 
 class _Pair:
-    """A producer's and a consumer's machine with a link between them."""
+    """A producer's and a consumer's state machine with a link between them."""
 
     def __init__(self) -> None:
         view = View("kv", 0, ("layer",), (0,), BLOCKS, BLOCK, BLOCK, "bench")
@@ -55,7 +55,7 @@ class _Pair:
         self.consumer.link_up(THERE, seen, 0.0)
 
     def transfer(self, do: Do) -> None:
-        """Move one block, from the two calls of the engines to both outcomes."""
+        """Move one block, from the calls of the two engines to both outcomes."""
         transfer, table = TransferId("own/1/x", self.begun), BlockTable.of([[self.begun % BLOCKS]])
         offer = Offer(transfer, b"d", 1, 16, table, True)
         fetch = Fetch(str(self.begun), transfer, b"d", self.source, table, 0, 16)
@@ -75,7 +75,7 @@ class _Pair:
         do("timers", self._tick)
 
     def _carried(self, do: Do, action: Send) -> m.Message:
-        """Return a message as the peer gets it."""
+        """Return a message as the peer receives it."""
         frame = do("messages", m.encode, action.message)
         message: m.Message = do("messages", m.decode, frame)
         return message
@@ -88,7 +88,7 @@ class _Pair:
 
 
 def microseconds(rounds: int) -> dict[str, float]:
-    """Return how long each step takes, in microseconds a transfer; ``rounds`` of which the quickest counts."""
+    """Return how long each step takes, in microseconds per transfer: the least of ``rounds`` rounds."""
     spent: Counter[str] = Counter()
 
     def do(step: str, function: Callable[..., R], *args: Any) -> R:
@@ -109,7 +109,7 @@ def microseconds(rounds: int) -> dict[str, float]:
 
 
 def calls(transfers: int = 200) -> dict[str, float]:
-    """Return how many calls of Python each step makes, a transfer."""
+    """Return how many Python calls each step makes per transfer."""
     made: Counter[str] = Counter()
 
     def do(step: str, function: Callable[..., R], *args: Any) -> R:
@@ -125,7 +125,7 @@ def calls(transfers: int = 200) -> dict[str, float]:
 
     pair = _Pair()
     for _ in range(100):
-        pair.transfer(lambda step, function, *args: function(*args))  # what is kept from the first is made
+        pair.transfer(lambda step, function, *args: function(*args))  # fills the caches that later transfers use
     for _ in range(transfers):
         pair.transfer(do)
     return {step: round(n / transfers, 2) for step, n in made.items()}

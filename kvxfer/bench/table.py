@@ -1,4 +1,4 @@
-"""``kvxfer bench table``: the JSON lines that other benchmarks print, as Markdown tables."""
+"""``kvxfer bench table``: turns the JSON lines of other benchmarks into Markdown tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["table", "tables"]
 
 
 def tables(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return Markdown: rows that follow each other and have the same keys share a table, with a column a key."""
+    """Return Markdown tables with a column for each key. Consecutive rows with the same keys share a table."""
     out: list[str] = []
     before: list[str] | None = None
     for row in rows:
@@ -37,9 +37,11 @@ def _cell(value: Any) -> str:
 
 
 def table(
-    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Files with a JSON object a line.")],
+    files: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, help="Files with one JSON object per line.")
+    ],
 ) -> None:
-    """Print as Markdown tables what benchmarks printed as JSON, a file a section."""
+    """Print the JSON lines of other benchmarks as Markdown tables, with a section for each file."""
     for file in files:
         lines = enumerate(file.read_text().splitlines(), 1)
         rows = [json_object(line, f"{file}, line {number}") for number, line in lines]

@@ -1,4 +1,4 @@
-"""``kvxfer bench transfer``: a request's scattered blocks between two processes, bytes checked, beside raw ceilings."""
+"""``kvxfer bench transfer``: moves a request's scattered blocks between two processes, checks them, and compares with raw ceilings."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def measure(
     step_ms: float = 0.0,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """Run the benchmark, and the session's part of it also with ``integrity``; ``say`` is told what is measured.
+    """Run the benchmark, and its session part also with ``integrity``; ``say`` is told what is being measured.
 
     Returns:
-        Every figure with its unit in the key, GB meaning 1e9 bytes: medians of ``repeat`` rounds, one after the other
-        or (``after_pause``) 20 ms apart.
+        Figures with their unit in the key (GB means 1e9 bytes): medians of ``repeat`` rounds, back to back or
+        (``after_pause``) 20 ms apart.
     """
     shape = MODELS[model]
     request = Request(shape, tokens)
@@ -52,14 +52,14 @@ def measure(
     }
     say(f"starting two processes, each with {request.blocks} blocks of {model}")
     with pair(backend, options, shape, request.blocks, where, staging_bytes, step_ms=step_ms) as both:
-        say(f"{request.nbytes / 2**20:.0f} MiB by the back end alone")
+        say(f"moving {request.nbytes / 2**20:.0f} MiB with the back end alone")
         out |= _transport(both, request.src, request.dst, repeat)
-        say("by its library alone")
+        say("with its library alone")
         out |= _library(both, request.src, request.dst, repeat, request.nbytes)
-        say("by agents")
+        say("between two agents")
         out |= _session(both, request.src, request.dst, repeat, integrity)
-    # The same bytes as one run in one block: what the back end does when nothing is scattered.
-    say("by the back end alone, as one message")
+    # The same bytes as one run in one block: what the back end can do when nothing is scattered.
+    say("with the back end alone, as one message")
     whole = Model(1, 1, out["kv_bytes"], 1)
     with pair(backend, options, whole, 1, where, staging_bytes) as both:
         one = _transport(both, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
@@ -77,11 +77,11 @@ def measure_elastic(
 ) -> dict[str, Any]:
     """Move a request between two elastic caches and, in turns, between two plain ones.
 
-    On a GPU also between two plain ones that are said to be elastic: what the same back end does by staging where no page is mapped.
+    On a GPU also between two plain ones that are declared elastic, which shows the cost of staging without that of mapped pages.
 
     Returns:
-        For each way (``elastic_``, ``declared_``, ``plain_``) whether bytes went staged and the GB/s of the median round; and the
-        medians of the rounds' own ratios, elastic to each of the others.
+        For each kind of memory (``elastic_``, ``declared_``, ``plain_``) whether the bytes were staged and the GB/s of the median
+        round; and for elastic memory the median of each round's ratio to each of the others.
     """
     shape = MODELS[model]
     request = Request(shape, tokens)
@@ -94,7 +94,7 @@ def measure_elastic(
         def start(memory: Memory) -> Pair:
             return stack.enter_context(pair(backend, options, shape, request.blocks, where, staging_bytes, memory))
 
-        with ThreadPoolExecutor() as pool:  # each takes seconds to load torch
+        with ThreadPoolExecutor() as pool:  # each takes seconds to import torch
             started = list(pool.map(start, [*ways, *ways]))
         pairs = dict(zip(ways, started[: len(ways)], strict=True))
         sessions = {way: Sessions(both, request) for way, both in zip(ways, started[len(ways) :], strict=True)}
@@ -122,7 +122,7 @@ def measure_elastic(
 def _asked(
     backend: str, device: str, where: tuple[str, str], model: str, tokens: int, request: Request, repeat: int
 ) -> dict[str, Any]:
-    """Return what was asked for, as both ways to measure tell it."""
+    """Return what was asked for, which both kinds of measurement report."""
     return {
         "backend": backend,
         "device": device,
@@ -151,9 +151,9 @@ def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
 
 
 def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[str, Any]:
-    """Measure the back end's library by itself: with a message or descriptor a run and, in turn, with one for all.
+    """Measure the back end's library by itself, in turns with a message or descriptor for each run and with one for all.
 
-    Where the library has steps of its own, their average and their 99th percentile, as its own benchmark tells them.
+    If the library has steps of its own, also return their mean and their 99th percentile, as its own benchmark does.
     """
     two_sided = both.connect_raw()
     if two_sided is None:
@@ -171,7 +171,7 @@ def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[s
 
 
 def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) -> dict[str, Any]:
-    """Measure transfers through agents; those that are checked take turns with others that are not."""
+    """Measure transfers between agents; those that are checked take turns with those that are not."""
     p, d = both.producer, both.consumer
     d("clear")
     ways: tuple[Integrity, ...] = ("off",) if integrity == "off" else ("off", integrity)
@@ -180,7 +180,7 @@ def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) 
         d("open_agent", way)
     numbers, rested = range(repeat + 2), range(repeat + 2, 2 * repeat + 2)
     p("offer", [*numbers, *rested], src)
-    time.sleep(0.05)  # the want must find it offered
+    time.sleep(0.05)  # fetch requests must find the transfers offered
     rounds = d("fetch", numbers, dst, sources, 0.0)
     after_pause = d("fetch", rested, dst, sources, PAUSE_S)
     both.expect(dst, src, "session")
@@ -203,7 +203,7 @@ def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) 
 
 
 def _raw_copy(where: tuple[str, str], nbytes: int) -> float:
-    """Measure one contiguous copy of as many bytes: memcpy, or the peer copy between the two GPUs. Return GB/s."""
+    """Measure one contiguous copy of the same size: memcpy, or a peer copy between the two GPUs. Return GB/s."""
     times = []
     if where[0] == "cpu":
         a, b = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
@@ -231,28 +231,34 @@ def _raw_copy(where: tuple[str, str], nbytes: int) -> float:
 def transfer(
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
     device: Annotated[str, typer.Option(help="Memory of both caches: cpu or cuda.")] = "cpu",
-    tokens: Annotated[int, typer.Option(help="Prompt length.", min=1)] = 1024,
+    tokens: Annotated[int, typer.Option(help="Length of the prompt, in tokens.", min=1)] = 1024,
     model: Annotated[str, typer.Option(help=f"Shape of the cache: {', '.join(MODELS)}.")] = "llama-3-8b",
-    repeat: Annotated[int, typer.Option(help="Rounds that count; two more warm up.", min=1)] = 5,
-    options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
-    staging_bytes: Annotated[int, typer.Option(help="Staging memory on each side.")] = 64 << 20,
-    integrity: Annotated[str, typer.Option(help="Also measure with this check: off, sample or full.")] = "off",
+    repeat: Annotated[int, typer.Option(help="Rounds that count, after two that warm up.", min=1)] = 5,
+    options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
+    staging_bytes: Annotated[int, typer.Option(help="Staging memory on each side, in bytes.")] = 64 << 20,
+    integrity: Annotated[
+        str, typer.Option(help="Also measure transfers that are checked: sample or full, or off for none.")
+    ] = "off",
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Compare elastic caches with plain ones, in turns.")
+        bool, typer.Option("--elastic", help="Instead compare elastic caches with plain ones, in turns.")
     ] = False,
     step_ms: Annotated[
         float,
         typer.Option(
-            min=0, help="Milliseconds of Python that each engine runs a step meanwhile, a sleep of 1 ms between."
+            min=0, help="Python work that each engine does in every step meanwhile, in milliseconds; 0 for no steps."
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Move a request's scattered blocks between two processes and print what it took."""
+    """Move a request's scattered blocks between two processes, check them, and print how fast they were moved.
+
+    Names of figures: transport is the back end alone, session is a whole transfer between two agents, raw is the back end's
+    library by itself or a plain copy. GB are 1e9 bytes.
+    """
     if model not in MODELS:
-        raise ConfigError(f"unknown model {model!r}: the shapes are {', '.join(MODELS)}")
+        raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(MODELS)}")
     if integrity not in get_args(Integrity):
-        raise ConfigError(f"unknown integrity {integrity!r}: {', '.join(get_args(Integrity))}")
+        raise ConfigError(f"--integrity must be one of {', '.join(get_args(Integrity))}, not {integrity!r}")
     chosen = json_object(options, "--options")
     given = backend, chosen, device, tokens, model, repeat, staging_bytes
     out = measure_elastic(*given) if elastic else measure(*given, cast(Integrity, integrity), step_ms, progress())
@@ -260,4 +266,4 @@ def transfer(
         typer.echo(json.dumps(out))
         return
     for key, value in out.items():
-        typer.echo(f"{key:24} {value}")
+        typer.echo(f"{key:32} {value}")

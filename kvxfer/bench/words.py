@@ -1,4 +1,4 @@
-"""Caches of 64-bit words, ``[layer, block, token, head, word]``, in host memory or in a GPU's, written and read by blocks."""
+"""Caches of 64-bit words, ``[layer, block, token, head, word]``, in the memory of a host or a GPU, written and read by block."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Words(Protocol):
-    """A cache that this process owns. One thread writes and reads it by these methods."""
+    """A cache that this process owns. One thread writes and reads it with these methods."""
 
     address: int
     nbytes: int
     device: str
 
     def put(self, blocks: Sequence[int], values: Array | int) -> None:
-        """Write ``[layer, len(blocks), token, head, word]``, or one value everywhere; it is there on return."""
+        """Write ``[layer, len(blocks), token, head, word]``, or one value everywhere. The write is complete on return."""
 
     def get(self, blocks: Sequence[int]) -> Array:
         """Return a copy of what blocks hold, ``[layer, len(blocks), token, head, word]``."""
@@ -65,12 +65,12 @@ class DeviceWords:
 
 
 def words(shape: Sequence[int], device: str) -> Words:
-    """Make a cache of zeroes on ``device``, ``cpu`` or as ``cuda:0``."""
+    """Make a cache of zeroes on ``device``, which is ``cpu`` or like ``cuda:0``."""
     return HostWords(shape) if device == "cpu" else DeviceWords(shape, device)
 
 
 def device_mib() -> float:
-    """Return what all processes hold of all GPUs: memory of a peer that has died counts while somebody has it mapped."""
+    """Return the GPU memory in use by all processes on all GPUs. Memory of a dead peer counts as long as somebody has it mapped."""
     import torch
 
     each = (torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count()))

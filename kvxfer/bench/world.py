@@ -1,7 +1,7 @@
 """Engines that exchange transfers while some of them are killed or stopped: for ``kvxfer bench chaos`` and ``kvxfer bench soak``.
 
-What must hold, whatever is done to them: every load ends once, in time; what is delivered is one generation, byte by byte,
-over all ranks; all blocks come back, and nobody writes to them afterwards.
+What must hold, whatever is done to them: every load ends exactly once and in time; what is delivered belongs to one generation, byte
+for byte, on all ranks; all blocks come back, and nobody writes to them afterwards.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["TIMES", "TURN_S", "RankedWorld"]
 
 TIMES = {"transfer_timeout": 6.0, "lease": 6.0, "peer_timeout": 2.0}
 TURN_S = 0.05
-"""How long a turn takes, unless an engine is late with its answer."""
+"""How long a turn takes, unless an engine answers late."""
 ANSWER_S = 2 * TURN_S
-"""How long a turn waits for the answer of an engine."""
+"""How long a turn waits for an engine's answer."""
 LATE_S = 1.0
-"""How long after its deadline an outcome may come, besides what the process did not run."""
+"""How long after its deadline an outcome may come, not counting the time in which the process did not run."""
 START_S = 180.0
 """How long an engine may take to start."""
 REST_S = 2 * TIMES["transfer_timeout"] + 3 * TIMES["lease"]
-"""When nothing more begins, all blocks are back within this time."""
+"""Time in which all blocks must be back once nothing more begins."""
 
 
 class RankedWorld:
-    """Engines in processes of their own. Nothing happens to them but in ``turn``, ``kill`` and ``stop``.
+    """Engines in processes of their own, to which things happen only in ``turn``, ``kill`` and ``stop``.
 
-    ``complaints`` says what did not hold.
+    ``complaints`` lists the promises that did not hold.
     """
 
     def __init__(
@@ -51,12 +51,13 @@ class RankedWorld:
         """Start the engines.
 
         Args:
-            ranks: How many each has, by name. Ranks of those with "producer" in it and of the others begin at different GPUs.
-            blocks: How many each has; a transfer takes ``ranked.EACH``, and does not begin while fewer are free.
-            rng: What seeds them.
-            config: Their configuration; the times are the same for all.
+            ranks: Number of ranks of each engine, by name. Engines with "producer" in their name and the others start on different
+                GPUs.
+            blocks: Number of blocks of each engine. A transfer takes ``ranked.EACH``, and does not begin while fewer are free.
+            rng: Source of their seeds.
+            config: Their configuration, to which ``TIMES`` are added.
             device: ``cpu`` or ``cuda``.
-            hear: Is told what became of each load, with the engine's name.
+            hear: Called with the engine's name and the result of each load.
         """
         self.complaints: list[str] = []
         self._ranks, self._blocks, self._rng, self._hear = ranks, blocks, rng, hear
@@ -65,7 +66,7 @@ class RankedWorld:
         self._numbers = 0
         self._remotes: dict[str, Remote] = {}
         self._sources: dict[str, Source] = {}
-        self._starting: dict[str, float] = {}  # by when they have to run
+        self._starting: dict[str, float] = {}  # the time by which each has to run
         self._stopped: dict[str, float] = {}
         self._asked: set[str] = set()
         self._holding: dict[str, int] = {}
@@ -76,7 +77,7 @@ class RankedWorld:
             self._started(name)
 
     def start(self, name: str) -> None:
-        """Start an engine, or the successor of one that was killed; nobody waits until it runs, which takes seconds on a GPU."""
+        """Start an engine, or the successor of one that was killed, without waiting until it runs, which takes seconds on a GPU."""
         devices = self._devices if "producer" in name else self._devices[::-1]
         of = name, self._ranks[name], self._blocks, self._rng.randrange(1 << 32), self._config, devices
         self._remotes[name] = Remote(name, RankedEngine, *of)
@@ -104,13 +105,13 @@ class RankedWorld:
     ) -> int:
         """Begin a transfer, and return its number.
 
-        None begins for a consumer that is starting. Of a producer that is, its predecessor is asked.
+        Nothing begins if the consumer is still starting. If the producer is, the fetch goes to its predecessor.
 
         Args:
             producer: Name of the engine that offers it.
             consumer: Name of the engine that fetches it.
-            generations: How many it goes through; if 0, it is never offered.
-            gone: Whether the last of them is taken back in the end.
+            generations: Number of generations that it goes through; if 0, it is never offered.
+            gone: Whether the last generation is taken back in the end.
             fetched: Whether it is fetched at all.
             cancelled: Whether the fetch is cancelled at some time.
         """
@@ -124,10 +125,10 @@ class RankedWorld:
         return self._numbers
 
     def turn(self) -> None:
-        """Let every engine work that runs, and take in what it says.
+        """Let every engine that runs work, and take in its results.
 
         Raises:
-            KvxferError: One does not start, or has died.
+            KvxferError: An engine did not start, or died.
         """
         now = time.monotonic()
         for name in [name for name, until in self._stopped.items() if until <= now]:
@@ -153,7 +154,7 @@ class RankedWorld:
         self.complaints += complaints
         for v in results:
             if v.wrong:
-                self.complaints.append(f"{name}: transfer {v.number} was delivered wrong: {v.wrong}")
+                self.complaints.append(f"{name}: transfer {v.number} was delivered with wrong bytes: {v.wrong}")
             if v.late_s > LATE_S:
                 self.complaints.append(
                     f"{name}: transfer {v.number} ended {v.late_s:.2f} s late ({v.kind}: {v.reason})"
@@ -161,14 +162,14 @@ class RankedWorld:
             self._hear(name, v)
 
     def vitals(self, name: str) -> dict[str, float]:
-        """Return what an engine that runs holds: ``RankedEngine.vitals``."""
+        """Return ``RankedEngine.vitals`` of an engine that runs."""
         if name in self._asked:
             self._take_in(name)
         found: dict[str, float] = self._remotes[name]("vitals")
         return found
 
     def stop(self, name: str, seconds: float) -> None:
-        """Stop an engine that runs, for some time."""
+        """Stop an engine that runs, for this many seconds."""
         self._remotes[name].stop()
         self._stopped[name] = time.monotonic() + seconds
 
@@ -180,7 +181,7 @@ class RankedWorld:
         self._holding.pop(name, None)
 
     def rest(self) -> None:
-        """Begin nothing more, and see that all blocks come back."""
+        """Begin nothing more, and check that all blocks come back."""
         self._stopped = dict.fromkeys(self._stopped, 0.0)
         self._todo = {name: ([], []) for name in self._ranks}
         until = time.monotonic() + REST_S

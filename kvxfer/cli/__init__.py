@@ -1,4 +1,4 @@
-"""The program `kvxfer`. What it needs beside the core is the extra `cli`, so that engines do not carry it."""
+"""The program `kvxfer`. What it needs beyond the core is in the extra `cli`, so that engines need not install it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["run"]
 
 
 def run() -> None:
-    """Run the program, or say how to install what it needs."""
+    """Run the program, or say how to install what is missing."""
     try:
         from kvxfer.cli.main import app
     except ModuleNotFoundError as error:

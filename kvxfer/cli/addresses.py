@@ -1,4 +1,4 @@
-"""Whether an engine would be found where its settings say, tried by serving a directory there for a moment."""
+"""Checks that an engine could be reached where its settings say, by serving a directory there for a moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["address_problems"]
 
 
 def address_problems(config: Config) -> list[str]:
-    """Return why an engine with these settings could not serve its directory, or would not be found there."""
+    """Return why an engine with these settings could not serve its directory, or why peers would not find it."""
     out = []
     try:
         Directory(config, "doctor").close()
@@ -20,14 +20,15 @@ def address_problems(config: Config) -> list[str]:
         out.append(str(e))
     except OSError as e:
         out.append(
-            f"{e}; set 'listen' and 'port' to what this host has and no other process uses, unless that "
-            "is this very engine"
+            f"{e}; set 'listen' to an address of this host and 'port' to one that no other process uses (if the engine "
+            "itself is running here, this is no problem)"
         )
     try:
         if config.advertise is not None:
             socket.getaddrinfo(config.advertise, None)
     except (OSError, UnicodeError) as e:
         out.append(
-            f"'advertise' is {config.advertise!r}, which has no address here: {e}; set it to what peers can resolve, or 'auto'"
+            f"'advertise' is {config.advertise!r}, which this host cannot resolve: {e}; set it to an address or a name that "
+            "peers can resolve, or to 'auto'"
         )
     return out

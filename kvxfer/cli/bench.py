@@ -1,4 +1,4 @@
-"""`kvxfer bench`: the benchmarks, one command each, those that back ends and connectors bring included."""
+"""`kvxfer bench`: the benchmarks, one command each, including those of back ends and connectors."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""`kvxfer conformance`: the suite against a back end, and a report of it that its author can publish."""
+"""`kvxfer conformance`: runs the conformance suite on a back end and writes a report that its author can publish."""
 
 from __future__ import annotations
 
@@ -28,30 +28,35 @@ _SETTINGS = {
 
 
 def conformance(
-    backend: Annotated[str, typer.Argument(help="Its name, or module:Class.")],
-    options: Annotated[str, typer.Option(help="backend_options as a JSON object.")] = "{}",
-    memory: Annotated[str, typer.Option(help="The kind of memory to move: cpu or cuda.")] = "cpu",
+    backend: Annotated[str, typer.Argument(help="Name of the back end, or module:Class.")],
+    options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
+    memory: Annotated[str, typer.Option(help="Kind of memory to move: cpu or cuda.")] = "cpu",
     suite: Annotated[
-        str, typer.Option(help='Attributes of the suite as a JSON object, such as {"rounds": 1000}.')
+        str, typer.Option(help='Attributes of the suite, as a JSON object such as {"rounds": 1000}.')
     ] = "{}",
     report: Annotated[
-        list[Path] | None, typer.Option(help="Write what became of each clause here: FILE.md or FILE.json.")
+        list[Path] | None,
+        typer.Option(help="Write the result of each clause to this file: FILE.md or FILE.json. May be repeated."),
     ] = None,
-    only: Annotated[str, typer.Option(help="Try only these clauses: words of their names, as for pytest -k.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Test only the clauses whose names match this expression, as with pytest -k.")
+    ] = "",
 ) -> None:
-    """Put a back end through the suite that proves the contract of back ends, and write a report that can be published.
+    """Test a back end against the contract of back ends, and write a report that can be published.
 
-    Exit 0 if every clause that was tried is kept, 1 if one is broken (or the process died or hung in it), 2 if the command was
-    given wrongly, 3 if the back end cannot be tried here. Needs pytest.
+    Exits with 0 if every clause that was tested is kept, 1 if one is broken (or the process died or hung during its test), 2 if
+    the arguments are wrong, 3 if the back end cannot be tested here. Needs pytest.
     """
     subject = {"memory": memory, **_object(suite, "--suite")}
     for name, value in subject.items():
         if name != "memory" and not _fits(name, value):
-            known = ", ".join(_SETTINGS)
-            raise typer.BadParameter(f"{name!r}: {value!r}; it can hold {known}", param_hint="--suite")
+            known = ", ".join(f"{known} ({kind.__name__})" for known, kind in _SETTINGS.items())
+            raise typer.BadParameter(f"{name!r} cannot be {value!r}; the attributes are {known}", param_hint="--suite")
     for path in report or ():
         if path.suffix not in _FORMS or not path.parent.is_dir():
-            raise typer.BadParameter(f"{path} is no .md or .json file in a folder that exists", param_hint="--report")
+            raise typer.BadParameter(
+                f"{path} must end in .md or .json and lie in a folder that exists", param_hint="--report"
+            )
     chosen = _object(options, "--options")
     try:
         cls = registry.load(backend)
@@ -69,7 +74,7 @@ def conformance(
     except TransportError as e:
         _cannot(str(e))
     if not found.results:
-        raise typer.BadParameter(f"no clause is called {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no clause matches {only!r}", param_hint="--only")
     for path in report or ():
         path.write_text(found.json() if _FORMS[path.suffix] == "json" else found.markdown())
         typer.echo(f"wrote {path}")

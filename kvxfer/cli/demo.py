@@ -1,4 +1,4 @@
-"""`kvxfer demo`: the demo of one of the connectors that are installed, each with options of its own."""
+"""`kvxfer demo`: runs the demo of an installed connector, each of which has options of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
+from kvxfer.cli.installed import help_of
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
@@ -25,12 +26,12 @@ _ELSEWHERE = "pip install 'kvxfer-transformers[demo]', or 'kvxfer-vllm[demo]' be
 
 @dataclass(frozen=True)
 class Demo:
-    """A connector's demo: what an entry point of the group `kvxfer.demos` leads to, under the engine's name.
+    """A connector's demo: the object of an entry point in the group `kvxfer.demos`, whose name is the engine's.
 
     Attributes:
-        command: A function as `typer.Typer.command` takes it.
-        lack: Says what it needs that is not installed, and how to get it; `None` if nothing.
-        serves: Whether it starts servers. Such a demo comes first where no engine is asked for.
+        command: A function that `typer.Typer.command` accepts.
+        lack: Returns what is missing to run it and how to get that, or `None` if nothing is missing.
+        serves: Whether it starts servers. Such a demo is preferred when no engine is named.
     """
 
     command: Callable[..., Any]
@@ -39,7 +40,7 @@ class Demo:
 
 
 def demo_settings(backend: str, config: str) -> dict[str, Any]:
-    """Return the settings of a demo's engines, checked here since they start later and elsewhere.
+    """Return the settings of a demo's engines, checked now because the engines start later in processes of their own.
 
     ``config`` is a JSON object.
 
@@ -59,21 +60,26 @@ def demo(
     context: typer.Context,
     engine: Annotated[
         str | None,
-        typer.Option(help="Whose demo: that of a connector that is installed. By default one that starts servers."),
+        typer.Option(
+            help="Engine whose demo to run; its connector must be installed. [default: one that starts servers]"
+        ),
     ] = None,
 ) -> None:
-    """Move KV from one process to another on this machine, and compare all tokens with a plain run's.
+    """Move KV between two processes on this machine, and compare every token with a plain run's.
 
-    Further options are those of the engine's demo: `kvxfer demo --engine NAME --help`.
+    Each engine's demo has further options: `kvxfer demo --engine NAME --help`.
     """
+    chosen = _chosen(engine).command
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(_chosen(engine).command)
+    app.command(help=help_of(chosen), epilog=f"kvxfer demo --engine NAME runs another engine's demo: {_names()}.")(
+        chosen
+    )
     code = get_command(app).main(context.args, prog_name="kvxfer demo", standalone_mode=False)
     if isinstance(code, int):
         raise typer.Exit(code)
 
 
-# What is not known here is the chosen demo's, the wish for help included.
+# Options that are unknown here belong to the chosen demo, and so does --help.
 demo.context_settings = {  # type: ignore[attr-defined]
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -81,19 +87,23 @@ demo.context_settings = {  # type: ignore[attr-defined]
 }
 
 
+def _names() -> str:
+    return ", ".join(sorted(point.name for point in entry_points(group=GROUP)))
+
+
 def _chosen(engine: str | None) -> Demo:
-    """Return the demo of an engine; without one, of those that lack nothing, one that starts servers if there is one."""
+    """Return the demo of an engine, or if none is named, one that can run here, preferably one that starts servers."""
     installed = {point.name: point for point in entry_points(group=GROUP)}
     if not installed:
         raise ConfigError(f"no connector with a demo is installed: {_ELSEWHERE}")
     if engine is not None and engine not in installed:
-        raise ConfigError(f"--engine {engine!r} has no demo here; there are those of {', '.join(sorted(installed))}")
+        raise ConfigError(f"no demo of engine {engine!r} is installed; --engine can be {_names()}")
     able, lacks = [], []
     for name in [engine] if engine is not None else sorted(installed):
         try:
             found: Demo = installed[name].load()
         except (ImportError, AttributeError) as error:
-            lacks.append(f"{name}: not to be loaded from {installed[name].value}: {error}")
+            lacks.append(f"{name}: cannot be loaded from {installed[name].value}: {error}")
             continue
         lack = found.lack()
         if lack is None:

@@ -1,4 +1,4 @@
-"""What a demo tells of its requests: one JSON object or a table, what it objects to, and an exit status."""
+"""How a demo reports its requests: one JSON object or a table, what went wrong, and an exit status."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["finish", "report_of", "say_failed", "show_requests"]
 def report_of(
     backend: str, requests: Sequence[dict[str, Any]], objections: list[str], seconds: float
 ) -> dict[str, Any]:
-    """Return what became of requests.
+    """Return the report of a demo's requests.
 
-    Each has ``prompt``, ``prompt_tokens``, ``output_tokens``, ``external_kv_tokens``, ``kv_bytes``, ``tokens_identical`` and
+    Each request has ``prompt``, ``prompt_tokens``, ``output_tokens``, ``external_kv_tokens``, ``kv_bytes``, ``tokens_identical`` and
     ``transfer_seconds``, which is ``None`` where that is not known.
     """
     return {
@@ -33,7 +33,10 @@ def report_of(
 
 
 def show_requests(report: dict[str, Any], console: Console, plain: str, prefill: str) -> None:
-    """Print the requests as a table; ``plain`` and ``prefill`` say who computed what they are compared with, and their KV."""
+    """Print the requests as a table.
+
+    ``plain`` names what computed the expected tokens, and ``prefill`` what computed the KV.
+    """
     table = Table(title=f"KV moved from prefill to decode by {report['backend']}", title_justify="left")
     table.add_column("prompt", no_wrap=True)
     timed = all(request["transfer_seconds"] for request in report["requests"])
@@ -72,5 +75,5 @@ def finish(report: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]
 
 
 def say_failed(why: object) -> None:
-    """Print on the standard error what has failed."""
+    """Print to standard error what failed."""
     Console(stderr=True, highlight=False).print(f"FAILED: {why}", style="red", markup=False, soft_wrap=True)

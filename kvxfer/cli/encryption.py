@@ -1,4 +1,4 @@
-"""Whether what back ends move is encrypted with an engine's settings, and what to set."""
+"""Tells whether the KV that back ends move is encrypted with an engine's settings, and what to set."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["encryption"]
 
 
 def encryption(config: Config, used: Iterable[type[Transport]], known: Iterable[type[Transport]]) -> dict[str, Any]:
-    """Tell of each back end that such an engine uses whether its bulk is encrypted, and what else is ``known``.
+    """Tell for each back end that such an engine uses whether it encrypts KV; ``known`` are those to suggest instead.
 
     Returns:
-        By name ``encrypted``, and in ``advice`` what to set, or what to mind.
+        By name of the back end ``encrypted``, and ``advice`` on what to set or to beware of.
     """
     able = sorted({backend.name for backend in known if backend.encrypted_by})
     return {backend.name: _of(backend, config, able) for backend in used}
@@ -27,16 +27,16 @@ def encryption(config: Config, used: Iterable[type[Transport]], known: Iterable[
 def _of(backend: type[Transport], config: Config, able: list[str]) -> dict[str, Any]:
     option = backend.encrypted_by
     if not option:
-        others = f", or use {' or '.join(able)}, which can encrypt" if able else ""
-        where = "keep what it moves on a host and a network that you trust with its contents"
-        return {"encrypted": False, "advice": f"it has no option for that: {where}{others}"}
+        others = f", or choose {' or '.join(able)}, which can encrypt" if able else ""
+        where = "use it only on a host and a network that you trust with the contents of KV"
+        return {"encrypted": False, "advice": f"this back end cannot encrypt: {where}{others}"}
     try:
         encrypted = options_for(backend, config).get(option) is True
     except ConfigError as e:
         return {"encrypted": False, "advice": str(e)}
     if not encrypted:
-        return {"encrypted": False, "advice": f"set {_setting(backend, option, config)} on all engines"}
-    keyless = "set 'key_file' as well: without it whoever sits between the engines can put keys of their own in place of theirs"
+        return {"encrypted": False, "advice": f"to encrypt it, set {_setting(backend, option, config)} on all engines"}
+    keyless = "set 'key_file' as well: without it, whoever sits between the engines can replace their keys with others"
     return {"encrypted": True, "advice": "" if config.key_file else keyless}
 
 

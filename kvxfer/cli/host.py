@@ -1,4 +1,4 @@
-"""What of this host decides which back ends work and how fast: limits, permissions, shared memory, GPUs, network cards."""
+"""The properties of this host that decide which back ends work and how fast: limits, permissions, shared memory, GPUs, network cards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["host_facts"]
 
 CAP_SYS_PTRACE = 19
 SMALL_SHM = 64 << 20
-"""Bytes that containers give /dev/shm by default, which back ends and engines soon fill."""
+"""Bytes of /dev/shm in a container by default, which back ends and engines soon fill."""
 
 
 def host_facts(root: Path = Path("/")) -> dict[str, Any]:
-    """Return what is found below ``root``, with what to set about it under ``advice``."""
+    """Return what is found below ``root``, and under ``advice`` what to change."""
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
@@ -41,12 +41,12 @@ def _advice(facts: dict[str, Any]) -> list[str]:
     out = []
     if (facts["ptrace_scope"] or 0) >= 2 and not facts["cap_sys_ptrace"]:
         out.append(
-            f"kernel.yama.ptrace_scope is {facts['ptrace_scope']}, which forbids processes to copy from each other's memory: set "
+            f"kernel.yama.ptrace_scope is {facts['ptrace_scope']}, which keeps processes from copying each other's memory: set "
             "it to 1 or less, or give engines CAP_SYS_PTRACE"
         )
     if facts["infiniband"] and facts["memlock_bytes"] is not None:
         out.append(
-            f"locked memory is limited to {facts['memlock_bytes']} bytes, and network cards lock all that they reach: "
+            f"locked memory is limited to {facts['memlock_bytes']} bytes, but InfiniBand locks all memory that it moves: set "
             "ulimit -l unlimited, or LimitMEMLOCK=infinity"
         )
     free = facts["shm_free_bytes"]
@@ -59,15 +59,17 @@ def _advice(facts: dict[str, Any]) -> list[str]:
         gpu["pci"] for gpu in facts["gpus"] if nodes and gpu["numa_node"] is not None and gpu["numa_node"] not in nodes
     ]
     if far:
-        out.append(f"GPUs {', '.join(far)} have no InfiniBand card on their NUMA node: what they send crosses sockets")
+        out.append(
+            f"GPUs {', '.join(far)} have no InfiniBand card on their NUMA node, so what they send crosses CPU sockets"
+        )
     for nic in facts["nics"]:
         if nic["infiniband"] and nic["state"] != "ACTIVE":
-            out.append(f"the port of {nic['name']} is {nic['state']}, not ACTIVE: nothing goes over it")
+            out.append(f"the port of {nic['name']} is {nic['state']}, not ACTIVE, so nothing can be sent over it")
     return out
 
 
 def _nics(root: Path) -> list[dict[str, Any]]:
-    """Return the network cards: those of RDMA first, then those of the kernel that are no mere software."""
+    """Return the network cards: RDMA devices first, then the kernel's interfaces that are backed by hardware."""
     out: list[dict[str, Any]] = []
     for name in _listed(root / "sys/class/infiniband"):
         card = root / "sys/class/infiniband" / name
@@ -94,7 +96,7 @@ def _device(root: Path, pci: str) -> dict[str, Any]:
 
 
 def _node(path: Path) -> int | None:
-    """Return a NUMA node; ``None`` where the host has but one, or does not say."""
+    """Return a NUMA node, or ``None`` where the host has only one or does not say."""
     number = _number(path)
     return None if number is None or number < 0 else number
 

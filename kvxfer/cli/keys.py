@@ -8,7 +8,10 @@ import typer
 from kvxfer.security import make_key
 
 
-def keys(file: Annotated[Path, typer.Argument(help="Where to write the key; must not exist yet.")]) -> None:
-    """Make a key. Give the file to all engines that shall talk to each other, as setting key_file, and to nobody else."""
+def keys(file: Annotated[Path, typer.Argument(help="File to write the key to; it must not exist yet.")]) -> None:
+    """Make the key that lets the engines of one deployment talk to each other.
+
+    Copy the file to every engine of the deployment and set key_file to its path. Keep it secret: whoever has it can connect.
+    """
     make_key(file)
-    typer.echo(f'{file}: a new key. Copy it to every engine and set "key_file" to its path.')
+    typer.echo(f'Wrote a new key to {file}. Copy it to every engine and set "key_file" to its path.')

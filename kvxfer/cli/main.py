@@ -1,9 +1,9 @@
 """The program `kvxfer`.
 
 Its commands are entry points of the group `kvxfer.commands`, so that whatever is installed beside the core brings its
-own, and the core needs to know none of them. A command is a function as
-`typer.Typer.command` takes it, or a `typer.Typer` with commands of its own. All are imported whenever the program
-starts: one that needs something heavy imports it when it is called.
+own and the core knows none of them. A command is a function that
+`typer.Typer.command` accepts, or a `typer.Typer` with commands of its own. All are imported whenever the program
+starts, so a command that needs something heavy imports it when it is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GROUP = "kvxfer.commands"
 
 
 class _Program(TyperGroup):
-    """Reports errors that kvxfer raises on purpose without a traceback, from whatever command they come."""
+    """Reports the errors that kvxfer raises on purpose without a traceback, whichever command they come from."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -32,7 +32,7 @@ class _Program(TyperGroup):
 
 
 def build() -> typer.Typer:
-    """Build the program with all commands that are installed. One that cannot be imported says so when called."""
+    """Build the program with all installed commands. A command that cannot be imported says so when it is called."""
     program = typer.Typer(
         name="kvxfer", cls=_Program, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
@@ -40,7 +40,7 @@ def build() -> typer.Typer:
     @program.callback()
     def common(
         version: Annotated[
-            bool, typer.Option("--version", help="Print it and exit.", callback=_print_version, is_eager=True)
+            bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
         ] = False,
     ) -> None:
         """Move the KV cache of LLM requests between prefill and decode engines, over any transport."""

@@ -1,8 +1,8 @@
-"""What each installed back end says of this machine, asked in a process of its own.
+"""Asks each installed back end, in a process of its own, whether it works on this machine.
 
-So libraries that must not share a process (two copies of UCX) do not meet, and one that crashes or hangs costs a line
-of the report, not the report. These processes are forks of one that has no library of any back end, no thread and nothing open,
-and has imported what all of them need: a new interpreter for each would import that as often as there are back ends.
+Libraries that must not share a process (two copies of UCX) therefore never meet, and one that crashes or hangs costs only its line
+of the report. These processes are forked from one that has loaded no back end's library, has no threads and nothing open,
+but has already imported what all back ends need: new interpreters would each have to import that again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvxfer.transport.auto import AUTO, options_for
 __all__ = ["PATIENCE_S", "Found", "probe_all"]
 
 PATIENCE_S = 60.0
-"""For all probes together, which run at the same time. They take a few seconds, for importing mostly."""
+"""Time for all probes together, which run at the same time. They take a few seconds, most of it for imports."""
 GRACE_S = 30.0
-"""For the process that asks, to start and to end."""
+"""Time for the process that asks them to start and to end."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Found:
     """What was found out about a back end.
 
     Attributes:
-        probe: What it says of this machine.
-        ports: What it has opened, made as an engine would make it and with one link begun; or why it cannot be made so.
-        elastic: How it moves memory whose pages come and go; empty if it cannot be made.
+        probe: What its own probe says about this machine.
+        ports: The ports that it opened when made with an engine's settings and one link begun, or why it could not be made.
+        elastic: How it moves memory whose pages come and go; empty if it could not be made.
     """
 
     probe: Probe
@@ -50,12 +50,12 @@ class Found:
 
 
 def probe_all(names: Iterable[str], config: Config | None = None, patience_s: float = PATIENCE_S) -> dict[str, Found]:
-    """Probe these back ends, and open each as an engine with this configuration does, within so many seconds for all.
+    """Probe these back ends, and open each as an engine with this configuration would, in ``patience_s`` seconds for all.
 
-    Nothing is raised for a back end that fails: the reason is in its probe.
+    For a back end that fails nothing is raised: the reason is in its probe.
 
     Raises:
-        KvxferError: The process that asks them all does not answer.
+        KvxferError: The process that asks the back ends does not answer.
     """
     apart = multiprocessing.get_context("spawn")
     ours, theirs = apart.Pipe(duplex=False)
@@ -66,13 +66,13 @@ def probe_all(names: Iterable[str], config: Config | None = None, patience_s: fl
     theirs.close()
     try:
         if not ours.poll(patience_s + GRACE_S):
-            raise KvxferError("the process that asks the back ends does not answer; is this machine overloaded?")
+            raise KvxferError("the process that probes the back ends does not answer; is this machine overloaded?")
         found: dict[str, Found] = ours.recv()
         asking.join(GRACE_S)
         return found
     except EOFError:
         asking.join(GRACE_S)
-        raise KvxferError(f"the process that asks the back ends has ended (exit code {asking.exitcode})") from None
+        raise KvxferError(f"the process that probes the back ends died (exit code {asking.exitcode})") from None
     finally:
         ours.close()
         asking.terminate()
@@ -107,7 +107,7 @@ def _ask_forks(names: Sequence[str], config: Config, patience_s: float) -> dict[
 
 def _probe(name: str, config: Config, answer: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(2, 1)  # what libraries print is no part of a report
+    os.dup2(2, 1)  # what libraries print does not belong in the report
     try:
         probe = registry.load(name).probe()
     except ConfigError as e:
@@ -121,7 +121,7 @@ def _made(name: str, config: Config) -> tuple[tuple[Port, ...] | str, str]:
     """Make a back end; return its ports, and how it moves elastic memory."""
     backend = registry.load(name)
     if config.backend != AUTO and not registry.called(backend, config.backend):
-        config = msgspec.structs.replace(config, backend_options={})  # they are another's
+        config = msgspec.structs.replace(config, backend_options={})  # they are another back end's
     before = listening()
     try:
         transport = backend("doctor", options_for(backend, config))
@@ -143,16 +143,16 @@ def _answer(process: BaseProcess, ours: Connection, due: float) -> Found:
             return Found(probe, *ours.recv())
     except EOFError:
         pass
-    return Found(probe, "it could not be opened: its process ended, or did not come to an end")
+    return Found(probe, "opening it ended its process, or took too long")
 
 
 def _probed(process: BaseProcess, ours: Connection, due: float) -> Probe:
     if not ours.poll(max(0.0, due - time.monotonic())):
-        return Probe(False, "its probe does not come to an end; is its library, or a device, stuck?")
+        return Probe(False, "its probe did not finish in time; is its library or a device stuck?")
     try:
         return Probe(*ours.recv())
     except EOFError:
         process.join(max(0.0, due - time.monotonic()))
     code = process.exitcode or 0
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return Probe(False, f"its probe took its process down ({how}); its library is broken, or does not fit this machine")
+    return Probe(False, f"its probe killed the process ({how}); its library is broken or does not fit this machine")

@@ -1,8 +1,9 @@
-"""An engine without a model, by which it is measured what a link gives: `kvxfer doctor --stand-in` there, `--peer` here.
+"""An engine without a model, for measuring a link: `kvxfer doctor --stand-in` on one host, `--peer` on the other.
 
-A running engine is never measured: its memory is that of its requests, and its link theirs. A stand-in has memory of its own, and
-is an engine in all else: the same settings, back ends, key and addresses. Both sides offer and fetch in turn. The visitor tells the
-stand-in's directory by ``Await`` of each transfer, whose name says what is to be done: give so many blocks, or take them from the visitor.
+A running engine is never measured, because its memory and its links belong to its requests. A stand-in has memory of its own but
+is otherwise an engine, with the same settings, back ends, key and addresses. Both sides offer and fetch in turn. The visitor announces
+each transfer to the stand-in's directory with ``Await``; the transfer's name tells the stand-in to give so many blocks, or to take
+them from the visitor.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ NAME = "kvxfer-stand-in"
 BLOCK, BLOCKS = 64 << 10, 1024
 DIGEST = b"measured"
 ROUNDS = 5
-"""Transfers that count, after one that does not, of each size and in each direction."""
+"""Measured transfers of each size in each direction, after one that warms up."""
 ENOUGH_S = 10.0
-"""When the rounds of one size and direction have taken so long, no other is begun."""
+"""After this time no further round of the same size and direction is begun."""
 TRANSFER_S = 20.0
 MOST_ASKED = 1000
-"""Transfers that wait for a stand-in."""
+"""Announced transfers that a stand-in keeps until it gets to them."""
 
 
 class _Half:
-    """An agent with a cache that is nobody's, and its directory."""
+    """An agent with a cache that no request uses, and its directory."""
 
     def __init__(self, config: Config, name: str, device: str, seconds: float) -> None:
         self._longest = 2 * seconds
@@ -66,7 +67,7 @@ class _Half:
         self.agent.offer(Offer(transfer, DIGEST, 1, blocks, _table(blocks), True, payload=payload))
 
     def fetch(self, transfer: TransferId, blocks: int, source: Source) -> Ended:
-        """Fetch a transfer, and return how it has ended.
+        """Fetch a transfer, and return how it ended.
 
         Raises:
             KvxferError: It does not end.
@@ -85,23 +86,24 @@ class _Half:
 
 
 def _table(blocks: int) -> BlockTable:
-    """Return so many blocks that are scattered over the cache: 389 and 1024 have no divisor in common."""
+    """Return this many blocks, scattered over the cache: 389 and 1024 have no common divisor."""
     return BlockTable.of([[i * 389 % BLOCKS for i in range(blocks)]])
 
 
 class StandIn:
-    """An engine that gives and takes what visitors ask for; at once from when it is made, by ``serve``.
+    """An engine that gives and takes what visitors ask for. It listens once it is made, and works in ``serve``.
 
     Raises:
         ConfigError: Strangers could reach it.
-        KvxferError: It has not the back end or the memory.
-        OSError: The address cannot be had.
+        KvxferError: The back end or the memory is not available.
+        OSError: It cannot listen at the address.
     """
 
     def __init__(self, config: Config, device: str = "cpu") -> None:
         if config.key_file is None and not loopback(config.listen):
             raise ConfigError(
-                f"a stand-in dials whoever asks it to: to listen on {config.listen} it needs a 'key_file', as its visitors then do"
+                f"a stand-in connects to any address that it is asked to, so to listen on {config.listen} it needs a 'key_file', and "
+                "so do its visitors"
             )
         self._asked: queue.Queue[TransferId] = queue.Queue(MOST_ASKED)
         self._took: dict[int, list[float | str]] = {}  # by visitor: seconds of what was taken, or why it was not
@@ -114,22 +116,22 @@ class StandIn:
         try:
             self._asked.put_nowait(transfer)
         except queue.Full:
-            log.warning("more is asked for than a stand-in takes in; %s is dropped", transfer)
+            log.warning("more transfers are asked for than a stand-in queues; %s is dropped", transfer)
         return False
 
     def serve(self, seconds: float) -> None:
-        """Do what visitors ask for, and return after about so many seconds."""
+        """Do what visitors ask for, and return after about this many seconds."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             try:
                 transfer = self._asked.get(timeout=left)
             except queue.Empty:
                 return
-            self._half.agent.events()  # of what was given nobody wants to know more
+            self._half.agent.events()  # nobody needs to know how the transfers that were given ended
             try:
                 self._do(transfer)
             except (ValueError, KvxferError) as e:
-                log.warning("%s asks for nothing that a stand-in does: %s", transfer, e)
+                log.warning("a stand-in cannot do what %s asks for: %s", transfer, e)
 
     def _do(self, transfer: TransferId) -> None:
         _, epoch, words = transfer.base.split("/", 2)
@@ -140,7 +142,7 @@ class StandIn:
             self._half.offer(transfer, blocks, told)
             return
         if what != "take":
-            raise ValueError(f"it can give and take, not {what!r:.40}")
+            raise ValueError(f"it can only give and take, not {what!r:.40}")
         host, port = where
         end = self._half.fetch(transfer, blocks, Source(host, int(port), visitor))
         self._took = {visitor: self._took.get(visitor, [])}
@@ -149,18 +151,18 @@ class StandIn:
         )
 
     def close(self) -> None:
-        """End it."""
+        """End the directory and the agent."""
         self._half.close()
 
 
 def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
-    """Measure the link to a stand-in's directory, with this side's memory on ``device``. Blocks.
+    """Measure the link to a stand-in, given its directory, with this side's memory on ``device``. Blocks.
 
     Returns:
-        ``bytes`` of a long transfer and of a short one, and of each direction (``from_peer``, ``to_peer``) ``GB_per_s`` and
-        the short one's ``ms``, medians; or why it failed.
+        ``bytes`` of a long transfer and of a short one, and for each direction (``from_peer``, ``to_peer``) the medians:
+        ``GB_per_s`` of the long one and ``ms`` of the short one; or the ``failure``.
     """
-    # It may have to wait while the stand-in fetches what it then tells of.
+    # Twice the time, because the stand-in may first have to fetch what it then reports on.
     half = _Half(msgspec.structs.replace(config, port=0), "doctor", device, 2 * TRANSFER_S)
     own = half.directory.source
     numbers = iter(range(1 << 20))
@@ -180,9 +182,9 @@ def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
         transfer = TransferId.mint(own.epoch, f"take {blocks} {own.host} {own.port}", next(numbers))
         half.offer(transfer, blocks)
         half.directory.tell(stand_in, Await(stand_in.epoch, (Named(transfer, DIGEST),)))
-        [took] = json.loads(give(1).payload or "[]") or ["it has told nothing"]
+        [took] = json.loads(give(1).payload or "[]") or ["it reported nothing"]
         if isinstance(took, str):
-            raise KvxferError(f"it could not fetch from here: {took}")
+            raise KvxferError(f"the peer could not fetch from here: {took}")
         return float(took)
 
     try:

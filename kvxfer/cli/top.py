@@ -1,19 +1,21 @@
-"""`kvxfer top`: links, loads, leases, quarantine and failures of running engines, from the metrics that they export anyway."""
+"""`kvxfer top`: links, loads, leases, quarantine and failures of running engines, from their Prometheus metrics."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
+import urllib.error
 import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from kvxfer.identity import IdentityError, parse_address
 
@@ -31,17 +33,19 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 def top(
     engines: Annotated[
-        list[str], typer.Argument(metavar="HOST:PORT...", help="Of engines' HTTP servers, which serve /metrics.")
+        list[str],
+        typer.Argument(metavar="HOST:PORT...", help="Addresses of the HTTP servers on which engines serve /metrics."),
     ],
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.1)] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look once, and exit with 1 if an engine tells nothing.")
+        bool, typer.Option("--once", help="Show one update and exit, with 1 if an engine's metrics cannot be read.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a look.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per update.")] = False,
 ) -> None:
-    """Show links, loads, leases, quarantined memory, rates and failures of running engines, by their Prometheus metrics.
+    """Show links, loads, leases, quarantined memory, rates and failures of running engines.
 
-    It opens no door: it reads /metrics as Prometheus does. Exit 2 if the command was given wrongly.
+    It only reads each engine's /metrics, as Prometheus does, so engines need no further port. Exits with 2 if the arguments are
+    wrong.
     """
     for engine in engines:
         try:
@@ -76,7 +80,7 @@ def top(
 
 @dataclass(frozen=True)
 class Seen:
-    """One look at an engine: its samples of kvxfer by metric, or the error why nothing is known."""
+    """An engine's metrics of kvxfer at one moment, or the error that kept them from being read."""
 
     engine: str
     at: float
@@ -88,7 +92,7 @@ class Seen:
         return sum(value for has, value in self.samples.get(metric, ()) if labels.items() <= has.items())
 
     def by(self, metric: str, *labels: str) -> dict[str, float]:
-        """Return the sums of a metric by the values of these labels, those that are not 0."""
+        """Return the sums of a metric by the values of these labels, without those that are 0."""
         out: dict[str, float] = defaultdict(float)
         for has, value in self.samples.get(metric, ()):
             out["/".join(has.get(label, "?") for label in labels)] += value
@@ -96,19 +100,22 @@ class Seen:
 
 
 def look(engine: str) -> Seen:
-    """Read an engine's metrics now; raises nothing."""
+    """Read an engine's metrics now. An engine that does not answer is an ``error``, no exception."""
     try:
         with urllib.request.urlopen(f"http://{engine}/metrics", timeout=ANSWER_S) as answer:
             page = answer.read(MOST_BYTES).decode(errors="replace")
     except (OSError, ValueError) as e:
-        return Seen(engine, time.monotonic(), {}, f"it does not answer: {e}")
+        why = e.reason if type(e) is urllib.error.URLError else e
+        return Seen(
+            engine, time.monotonic(), {}, f"cannot read http://{engine}/metrics: {why}; is this the engine's HTTP port?"
+        )
     samples = read_samples(page)
-    missing = "" if samples else "it exports no metric of kvxfer: is kvxfer its connector?"
+    missing = "" if samples else "its /metrics has no metrics of kvxfer; is kvxfer its connector?"
     return Seen(engine, time.monotonic(), samples, missing)
 
 
 def read_samples(page: str) -> Samples:
-    """Return kvxfer's samples of a page of metrics in Prometheus's text format."""
+    """Return the samples of kvxfer on a page in Prometheus's text format."""
     out: Samples = defaultdict(list)
     for line in page.splitlines():
         if found := _SAMPLE.match(line):
@@ -117,7 +124,7 @@ def read_samples(page: str) -> Samples:
 
 
 def row(now: Seen, before: Seen | None) -> dict[str, Any]:
-    """Return what is shown of an engine; rates need an earlier look."""
+    """Return what is shown of an engine; rates need an earlier ``Seen``."""
     if now.error:
         return {"engine": now.engine, "error": now.error}
     loads, offers = (now.by(f"kvxfer_{what}_total", "outcome") for what in ("transfers", "offers"))
@@ -140,13 +147,12 @@ def row(now: Seen, before: Seen | None) -> dict[str, Any]:
     return out
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "engine", "links", "loads", "offers", "quarantine", "loads/s", "MB/s", "ended otherwise than delivered"
-    )
+def _table(rows: list[dict[str, Any]]) -> Group:
+    """Return a row for each engine that answers, and below them a line for each of the others."""
+    engine = Column("engine", overflow="fold")
+    table = Table(engine, "links", "loads", "offers", "quarantine", "loads/s", "MB/s", "not delivered")
     for r in rows:
         if "error" in r:
-            table.add_row(r["engine"], r["error"])
             continue
         ends = [f"load {k} {n}" for k, n in r["loads"].items() if k != "delivered"]
         ends += [f"offer {k} {n}" for k, n in r["offers"].items() if k != "delivered"]
@@ -160,4 +166,5 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             str(r.get("mb_per_s", "")),
             ", ".join(ends) or "none",
         )
-    return table
+    errors = [escape(f"{r['engine']}: {r['error']}") for r in rows if "error" in r]
+    return Group(*([table] if table.rows else []), *errors)

@@ -1,9 +1,9 @@
-"""Say hello to a running engine, as an engine of its kind would, and see what comes of it.
+"""Connects to a running engine as a decode engine of the same kind would, and reports on the links.
 
-An agent for each of its ranks, with a cache of the same layout and one block, wants a transfer that nobody has offered. So the links
-are made as they would be for a request, the engine's cache is not touched, and the fetch request is taken back.
+For each of the engine's ranks an agent, with a cache of the same layout but only one block, fetches a transfer that nobody offers. So
+the links are made as for a request, the engine's cache is not touched, and the fetch request is then cancelled.
 
-It runs in a process of its own, in which libraries tell by their logs what they do: `python -m kvxfer.cli.visit`.
+It runs in a process of its own, `python -m kvxfer.cli.visit`, in which libraries are told to log how they move bytes.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from kvxfer.values import BlockTable, Fetch
 __all__ = ["show_visit", "visit"]
 
 ASKED = 50
-"""Questions to the directory, for the median of the round trip."""
+"""Questions to the directory, of which the round-trip time is the median."""
 LINK_S = 15.0
-"""What making all links may take."""
+"""Time in which all links must be made."""
 PING_S = 0.5
 LONGEST_S = 120.0
 
 
 def visit(peer: str, config: Config) -> dict[str, Any]:
-    """Visit the engine whose directory is at `HOST:PORT`, with the settings of one that would fetch from it.
+    """Visit the engine whose directory is at `HOST:PORT`, with the settings of an engine that would fetch from it.
 
     Returns what was found, for JSON.
 
     Raises:
-        KvxferError: The visitor came to no end.
+        KvxferError: The visit failed or did not finish in time.
     """
     asked = json.dumps({"peer": peer, "config": msgspec.to_builtins(config)})
     with tempfile.TemporaryFile("w+", errors="replace") as words:
@@ -73,11 +73,11 @@ def visit(peer: str, config: Config) -> dict[str, Any]:
                 timeout=LONGEST_S,
             )
         except subprocess.TimeoutExpired:
-            raise KvxferError(f"the visit of {peer} did not come to an end within {LONGEST_S:g} s") from None
+            raise KvxferError(f"the visit to {peer} did not finish within {LONGEST_S:g} s") from None
         words.seek(0)
         said = words.read()
     if done.returncode or not done.stdout:
-        raise KvxferError(f"the visit of {peer} ended with status {done.returncode}: {said.strip()[-500:]}")
+        raise KvxferError(f"the visit to {peer} failed with status {done.returncode}: {said.strip()[-500:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     for link in found.get("links", ()):
         link["transport"] = registry.load(link["backend"]).carried_by(said)
@@ -85,10 +85,10 @@ def visit(peer: str, config: Config) -> dict[str, Any]:
 
 
 def _telling() -> dict[str, str]:
-    """Return what has the libraries of all installed back ends tell in their logs how they move bytes."""
+    """Return environment variables that make the libraries of all installed back ends log how they move bytes."""
     found: dict[str, str] = {}
     for name in registry.available():
-        with suppress(ConfigError):  # one that cannot be loaded makes no link either
+        with suppress(ConfigError):  # a back end that cannot be loaded makes no link either
             found |= registry.load(name).tells
     return found
 
@@ -101,8 +101,8 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
 
     if "engine" in found:
         say(
-            f"\nengine {found['engine']!r} at {found['peer']}: {found['ranks']} ranks, first answer {found['first_answer_ms']} ms, "
-            f"then {found['round_trip_ms']} ms for question and answer"
+            f"\nengine {found['engine']!r} at {found['peer']}: {found['ranks']} rank(s), first answer after "
+            f"{found['first_answer_ms']} ms, then round trips of {found['round_trip_ms']} ms"
         )
     for link in found.get("links", ()):
         trip = "no answer" if link["round_trip"] is None else f"ping {link['round_trip'] * 1e3:.3f} ms"
@@ -110,15 +110,16 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
         say(f"link to {link['peer']}: {link['backend']}{by}, {'up' if link['up'] else 'not made'}, {trip}")
     if found.get("memory", "") != found.get("peer_memory", ""):
         say(
-            f"its cache is in {found['peer_memory']} memory, which this process cannot have: asked with {found['memory']} memory"
+            f"its cache is in {found['peer_memory']} memory, which this process cannot allocate: the link was made with "
+            f"{found['memory']} memory instead"
         )
     if found.get("peer_elastic"):
-        say("its cache is elastic: a back end that keeps pages moves it staged")
+        say("its cache is elastic: back ends that hold on to its pages move it staged")
     for row in found.get("candidates", ()):
-        say(f"  {row['backend']}: {row['against'] or 'used'}")
+        say(f"  {row['backend']}: {row['against'] or 'in use'}")
     if "measured" in found:
         long, short = found["measured"]["bytes"]
-        for way, words in (("from_peer", "from there"), ("to_peer", "to there")):
+        for way, words in (("from_peer", "from the peer"), ("to_peer", "to the peer")):
             got = found["measured"][way]
             if "failure" in got:
                 say(f"{words}: {got['failure']}")
@@ -126,8 +127,8 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
                 say(f"{words}: {got['GB_per_s']} GB/s for {long >> 20} MiB, {got['ms']} ms for {short >> 10} KiB")
     elif "links" in found:
         say(
-            "GB/s: not measured, since the engine's memory is that of its requests; run kvxfer doctor --stand-in cpu --config FILE "
-            "on its host, with its settings and another port, and visit that"
+            "GB/s: not measured, because the engine's memory belongs to its requests; to measure the link, run kvxfer doctor "
+            "--stand-in cpu --config FILE on its host, with its settings but another port, and give that one's address to --peer"
         )
 
 
@@ -159,7 +160,7 @@ def _told(failure: Failure) -> dict[str, str]:
 
 
 def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
-    """Make the links, and return what has become of them."""
+    """Make the links, and return their state."""
     engine = found.engine
     ours = msgspec.structs.replace(
         config, port=0, transfer_timeout=LINK_S, peer_timeout=4 * PING_S, staging_bytes=config.staging_bytes or 1 << 20
@@ -182,7 +183,7 @@ def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
         if failure is not None:
             report["failure"] = _told(failure)
         for agent in agents:
-            agent.cancel("hello", "it was a visit")
+            agent.cancel("hello", "this was only a visit of kvxfer doctor")
     device = next(region.device for cache in caches for region in cache.regions)
     theirs = {name for rank in engine.ranks for name in rank.backends}
     report["candidates"] = _candidates(device.partition(":")[0], config, theirs, report["links"])
@@ -194,7 +195,7 @@ def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
 
 
 def _wait(agents: list[Agent], until: float) -> Failure | None:
-    """Wait until all links are up and have answered a ping; return why one of them is not made."""
+    """Wait until all links are up and have answered a ping; return why one of them could not be made."""
     while time.monotonic() < until:
         for agent in agents:
             for event in agent.events():
@@ -208,7 +209,7 @@ def _wait(agents: list[Agent], until: float) -> Failure | None:
 
 
 def _candidates(memory: str, config: Config, theirs: set[str], links: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return the back ends from the best on, each with what speaks against it; empty where nothing does."""
+    """Return the back ends, best first, each with the reason ``against`` it, which is empty for those in use."""
     used = {link["backend"] for link in links if link["up"]}
     tried = {name: why for link in links for name, why in link["passed"].items()}
     try:
@@ -224,13 +225,13 @@ def _candidates(memory: str, config: Config, theirs: set[str], links: list[dict[
         elif name in tried:
             against = tried[name]
         elif config.backend not in (AUTO, name):
-            against = f"the setting 'backend' names {config.backend!r}; with 'auto' on both engines it is tried"
-        elif name not in theirs:
             against = (
-                f"the engine there does not have it: pip install 'kvxfer[{name}]' there, and set 'backend' to 'auto'"
+                f"the setting 'backend' is {config.backend!r}; with 'auto' on both engines this one would be tried"
             )
+        elif name not in theirs:
+            against = f"the peer does not have it: pip install 'kvxfer[{name}]' there, and set 'backend' to 'auto'"
         else:
-            against = "it comes after the one that is used"
+            against = "it ranks below the one in use"
         rows.append({"backend": name, "against": against})
     return rows
 
@@ -240,7 +241,7 @@ def _by_name(config: Config) -> Mapping[str, Any]:
 
 
 def _like(cache: Cache, kept: list[Space]) -> Cache:
-    """Return a cache of the same layout with one block, in memory of the same kind if this process can have it."""
+    """Return a cache of the same layout with one block, in memory of the same kind if this process can allocate it."""
     regions: list[Region] = []
     views: list[View] = []
     starts = cache.starts
@@ -266,9 +267,9 @@ def _have(nbytes: int, device: str) -> Space:
 
 
 def _main() -> None:
-    """Read what is asked from the standard input, and print what was found."""
+    """Read the request from standard input, and print what was found."""
     answer = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no part of the answer
+    os.dup2(2, 1)  # what libraries print does not belong in the answer
     asked = json.load(sys.stdin)
     found = _visit(asked["peer"], msgspec.convert(asked["config"], Config))
     os.write(answer, json.dumps(found).encode())

@@ -63,7 +63,7 @@ def _ask(sockets: ControlSockets, connection: ControlConnection, seconds: float)
             if frame is not None:
                 return time.monotonic() - began, _engine(frame)
         if connection.lost is not None:
-            raise PeerError(f"it cannot be reached: {connection.lost}", kind=FailureKind.PEER_UNREACHABLE)
+            raise PeerError(connection.lost, kind=FailureKind.PEER_UNREACHABLE)
         now = time.monotonic()
     raise PeerError(f"it did not answer within {seconds:g} s", kind=FailureKind.PEER_UNREACHABLE)
 

@@ -270,6 +270,6 @@ def test_top_reads_the_page_of_ray() -> None:
 
 def test_top_where_there_is_nothing() -> None:
     result = CliRunner().invoke(build(), ["top", "127.0.0.1:9", "--once", "--json"])
-    assert result.exit_code == 1 and "does not answer" in json.loads(result.stdout)["engines"][0]["error"]
+    assert result.exit_code == 1 and "cannot read" in json.loads(result.stdout)["engines"][0]["error"]
     for wrong in (["nowhere", "--once"], [], ["127.0.0.1:9", "--every", "0"]):
         assert CliRunner().invoke(build(), ["top", *wrong]).exit_code == 2

@@ -98,19 +98,20 @@ def picture(found: dict[str, Any]) -> str:
 
 
 def handover(
-    tokens: Annotated[int, typer.Option(min=2, help="Of each prompt.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="Loads of each way.")] = 20,
-    step_ms: Annotated[float, typer.Option(min=0.1, help="What a step of the decode engine takes.")] = 20.0,
-    budget_ms: Annotated[float, typer.Option(min=0.1, max=1000, help="`step_budget` of loads within the step.")] = 1000
-    * Config().step_budget,
-    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "cma",
-    svg: Annotated[Path | None, typer.Option(help="Draw the stages into this file.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of each prompt, in tokens.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Loads of each kind.")] = 20,
+    step_ms: Annotated[float, typer.Option(min=0.1, help="Length of a decode engine's step, in milliseconds.")] = 20.0,
+    budget_ms: Annotated[
+        float, typer.Option(min=0.1, max=1000, help="step_budget of loads within the step, in milliseconds.")
+    ] = 1000 * Config().step_budget,
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "cma",
+    svg: Annotated[Path | None, typer.Option(help="Also draw the stages into this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Count the engine steps that a load costs while others decode, and time its stages.
+    """Count the engine steps that a load costs while other requests decode, and time its stages.
 
-    Also what of a transfer is left behind the producer's last token, if both engines have the request at once and the link takes
-    half as long as the prefill.
+    It also measures how much of a transfer remains after the producer's last token if both engines get the request at once and the
+    link takes half as long as the prefill.
     """
     from kvxfer_vllm.exposed import exposure  # here: see ``measure``
 

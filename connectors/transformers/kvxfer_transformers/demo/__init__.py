@@ -1,1 +1,1 @@
-"""Prefill in one process, decode in another, and proof that KV moved between them."""
+"""A demo that prefills in one process, decodes in another, and proves that KV moved between them."""

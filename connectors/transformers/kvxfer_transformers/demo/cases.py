@@ -1,4 +1,4 @@
-"""What the demo tries: models of several kinds, batches with padding, both kinds of cache."""
+"""The demo's cases: models of several kinds, batches with padding, both kinds of cache."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OUTPUT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One batch of prompts of these lengths; the shorter ones are padded on the left.
+    """One batch of prompts of these lengths, with the shorter ones padded on the left.
 
-    ``kind`` is one of ``models.MODELS``. The KV goes into a ``StaticCache`` if ``static``, and continuous batching runs it, instead of
-    ``generate()``, if ``batching``.
+    ``kind`` is one of ``models.MODELS``. With ``static`` the KV goes into a ``StaticCache``; with ``batching`` continuous batching runs
+    the prompts instead of ``generate()``.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""`kvxfer demo --engine transformers`: a prefill and a decode process on this machine, tokens compared with a plain run."""
+"""`kvxfer demo --engine transformers`: a prefill and a decode process on this machine, with tokens compared to a plain run's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ __all__ = ["DEMO", "demo"]
 
 
 def demo(
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV (see `kvxfer doctor`), or auto.")] = "tcp",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV, or auto; see kvxfer doctor.")] = "tcp",
     config: Annotated[str, typer.Option(help="Further settings of kvxfer, as a JSON object.")] = "{}",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Prefill in one process and decode in another, with tiny models of several kinds; exit 0 if KV moved and every token is right."""
+    """Prefill in one process and decode in another, with tiny models of several kinds, and compare the tokens with a plain run's.
+
+    Exits with 0 if KV was moved and every token is right.
+    """
     settings = demo_settings(backend, config)
     progress = Console(stderr=True, highlight=False)
-    progress.print(f"Starting two processes: prefill, decode (back end {settings['backend']}); a plain run here")
+    progress.print(f"Starting a prefill and a decode process (back end {settings['backend']})")
     try:
         report = _run(settings, progress)
     except KvxferError as error:
@@ -38,7 +41,7 @@ def demo(
 def _lack() -> str | None:
     for name in ("transformers", "torch"):
         if importlib.util.find_spec(name) is None:
-            return f"the demo runs {name}, which is not installed: pip install {name}"
+            return f"the demo needs {name}, which is not installed: pip install {name}"
     return None
 
 
@@ -46,7 +49,7 @@ DEMO = Demo(demo, _lack)
 
 
 def _side(settings: dict[str, Any]) -> Any:
-    """Make one side of the demo, in a process of its own; the other may do so meanwhile."""
+    """Make one side of the demo, in a process of its own."""
     from kvxfer_transformers.demo.process import DemoSide
 
     return DemoSide(settings)
@@ -65,7 +68,7 @@ def _run(settings: dict[str, Any], progress: Console) -> dict[str, Any]:
 
         prefill.wait()
         decode.wait()
-        progress.print(f"  both answer after {time.monotonic() - start:.0f} s")
+        progress.print(f"  both ready after {time.monotonic() - start:.0f} s")
         for name, case in CASES.items():
             got = decode("decode", name, prefill("prefill", name))
             requests.append(
@@ -84,7 +87,7 @@ def _run(settings: dict[str, Any], progress: Console) -> dict[str, Any]:
 
 
 def _objections(requests: list[dict[str, Any]]) -> list[str]:
-    """Why these requests do not show that KV was moved and came out right; empty if they do."""
+    """Return why these requests do not prove that KV was moved correctly, or nothing if they do."""
     found = [
         f"{request['prompt']!r}: output differs from the plain run's"
         for request in requests

@@ -1,7 +1,7 @@
-"""Models small enough to be made in a blink, of random weights, whose output still depends on every byte of their KV.
+"""Models with random weights, small enough to be made in an instant, whose output still depends on every byte of their KV.
 
-Random weights at the usual spread collapse to one repeated token whatever the cache holds, and would hide a corrupted
-transfer. At a wider one greedy output depends on the whole prompt.
+Random weights with the usual spread produce one repeated token whatever the cache holds, which would hide a corrupted
+transfer. With a wider spread, greedy output depends on the whole prompt.
 """
 
 from __future__ import annotations

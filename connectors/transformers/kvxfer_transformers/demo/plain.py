@@ -1,4 +1,4 @@
-"""What one process alone makes of a case."""
+"""What one process alone generates for a case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["plain_tokens"]
 
 
 def plain_tokens(case: Case) -> list[list[int]]:
-    """Return the ids that ``generate()`` makes after each prompt."""
+    """Return the ids that ``generate()`` produces after each prompt."""
     batch = case.batch()
     made = _model(case.kind, case.dtype).generate(**batch, max_new_tokens=OUTPUT_TOKENS, do_sample=False)
     tokens: list[list[int]] = made[:, batch["input_ids"].shape[1] :].tolist()

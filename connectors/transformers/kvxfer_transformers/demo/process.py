@@ -1,4 +1,4 @@
-"""One of the demo's processes: it prefills, or it decodes."""
+"""One of the demo's processes, which prefills or decodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Way(Protocol):
 
 
 class DemoSide:
-    """What prefills, or decodes, cases by name."""
+    """Prefills or decodes cases, by name."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class DemoSide:
         self._stack.close()
 
     def _way(self, case: Case) -> _Way:
-        """Return the one of this case, which is kept for those that follow."""
+        """Return the way to run this case, which is kept for the cases that follow."""
         if self._last != (case.kind, case.dtype, case.batching):
             self._stack.close()
             self._last = case.kind, case.dtype, case.batching

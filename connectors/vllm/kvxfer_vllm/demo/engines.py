@@ -1,8 +1,8 @@
-"""``kvxfer bench engines``: what a user waits for at real vLLM servers of a real model's size, back ends in turns.
+"""``kvxfer bench engines``: time to first token on real vLLM servers with a model of realistic size, back ends in turns.
 
-For each back end, a prefill and a decode server stand on the GPUs that are named, with weights that vLLM makes up. All run at the
-same time and one pair is asked at a time, so that what the machine does meanwhile meets all of them alike. A server without
-a connector beside them shows what a connector costs while nothing moves.
+For each back end, a prefill and a decode server run on the given GPUs, with dummy weights. All pairs run at the same time but only one
+is asked at a time, so that other load on the machine affects all of them alike. An additional server without a connector shows what a
+connector costs while nothing moves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvxfer_vllm.demo.streams import busy
 
 START_S = 400.0
 OTHERS, OTHERS_TOKENS = 8, 1024
-"""Requests that decode beside loads, and tokens that each decodes before another takes its place."""
+"""Requests that decode during loads, and the tokens that each decodes before another takes its place."""
 CASES = ["1024", "8192", "32768", "1024x16"]
 
 Tell = Callable[[Mapping[str, Any]], None]
@@ -51,7 +51,7 @@ class Rounds:
     def ready(self) -> None:
         """Wait until all servers answer."""
         servers = [server for pair in self._pairs.values() for server in (pair.prefill, pair.decode)]
-        self._say(f"starting {len(servers)} servers, for which each has {START_S:g} s")
+        self._say(f"starting {len(servers)} servers, with a limit of {START_S:g} s for each")
 
         def answers(server: Server) -> None:
             self._say(f"{server.name} answers")
@@ -63,7 +63,7 @@ class Rounds:
 
         Requests of mixed lengths, ``tokens`` tokens in all, end in another order than they began.
         """
-        self._say("using all caches once")
+        self._say("filling all caches once")
         self._each(lambda name, pair: scatter(pair, self._prompts, tokens))
 
     def first_tokens(self, case: PromptCase, others: int) -> None:
@@ -75,7 +75,7 @@ class Rounds:
                 timed[name].round(decoding)
                 decoding.check()
 
-        self._measure(f"first tokens of {case}", one_round)
+        self._measure(f"time to first token, {case}", one_round)
         self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
 
     def beside(self, case: PromptCase, others: int) -> None:
@@ -87,7 +87,7 @@ class Rounds:
                 timed[name].round(decoding)
                 decoding.check()
 
-        self._measure(f"loads of {case} beside others", one_round)
+        self._measure(f"loads of {case} during other requests", one_round)
         self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
 
     def idle(self) -> None:
@@ -102,7 +102,7 @@ class Rounds:
 
     def _measure(self, what: str, one_round: Callable[[str, ServerPair], None]) -> None:
         for number in range(self._rounds + 1):
-            self._say(f"{what}, round {number} of {self._rounds}" if number else f"{what}, to warm up")
+            self._say(f"{what}, round {number} of {self._rounds}" if number else f"{what}, warm-up")
             self._each(one_round)
 
     def _each(self, do: Callable[[str, ServerPair], None]) -> None:
@@ -129,24 +129,33 @@ def scatter(pair: ServerPair, prompts: Prompts, tokens: int) -> None:
 
 
 def compare_engines(
-    backends: Annotated[list[str], typer.Argument(help=f"Back ends, and {STOCK} for vLLM's own connector.")],
+    backends: Annotated[list[str], typer.Argument(help=f"Back ends to compare; {STOCK} is vLLM's own connector.")],
     model: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "llama-3-8b",
     gpus: Annotated[
-        str, typer.Option(help="GPUs of the prefill and of the decode servers, as 0,1 or 0; empty: CPUs.")
+        str,
+        typer.Option(help="GPUs of the prefill and the decode servers, such as 0,1, or 0 for both; empty for CPUs."),
     ] = "0,1",
-    case: Annotated[list[str], typer.Option(help="Tokens of a prompt, as 1024, or of 16 at once, as 1024x16.")] = CASES,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; one more warms up.")] = 7,
-    others: Annotated[int, typer.Option(min=0, help="Requests that decode at the decode server all the while.")] = 0,
+    case: Annotated[
+        list[str],
+        typer.Option(help="Tokens per prompt, such as 1024, or 1024x16 for 16 prompts at once; may be repeated."),
+    ] = CASES,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that warms up.")] = 7,
+    others: Annotated[int, typer.Option(min=0, help="Requests that decode on the decode server all the time.")] = 0,
     beside: Annotated[
-        int, typer.Option(min=0, help="Also what loads of so many tokens cost a prefill and decodes beside them.")
+        int, typer.Option(min=0, help="Also measure how loads of this many tokens slow down other requests; 0 for not.")
     ] = 0,
-    plain: Annotated[bool, typer.Option(help="Also a server without a connector, on the decode servers' GPU.")] = False,
+    plain: Annotated[
+        bool, typer.Option(help="Also measure a server without a connector, on the decode servers' GPU.")
+    ] = False,
     flags: Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")] = "",
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
 ) -> None:
-    """Time first tokens at real vLLM servers of a real model's size, back ends in turns; a JSON object a line."""
+    """Measure the time to first token on real vLLM servers with a model of realistic size, with back ends in turns.
+
+    Prints one JSON object per line.
+    """
     if model not in SHAPES:
-        raise ConfigError(f"unknown model {model!r}: the shapes are {', '.join(SHAPES)}")
+        raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(SHAPES)}")
     shape, cases = SHAPES[model], [PromptCase.parse(text) for text in case]
     under = PromptCase.parse(str(beside)) if beside else None
     on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]

@@ -34,19 +34,19 @@ HEALTH_S = 1
 
 
 def fleet(
-    requests: Annotated[int, typer.Option(min=20, help="How many requests clients send.")] = 200,
-    router: Annotated[str, typer.Option(help="The program vllm-router.")] = "vllm-router",
-    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "tcp",
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and who streams.")] = 0,
+    requests: Annotated[int, typer.Option(min=20, help="Number of requests that clients send.")] = 200,
+    router: Annotated[str, typer.Option(help="Name or path of the program vllm-router.")] = "vllm-router",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and which requests stream.")] = 0,
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the logs in this folder.")] = None,
 ) -> None:
-    """Serve mixed requests by vllm-router, two prefill and two decode servers; kill a prefill server, let another join.
+    """Send mixed requests through vllm-router to two prefill and two decode servers, kill a prefill server and start another.
 
-    Prints one JSON object at the end; exits 1 unless all came out as it must.
+    Prints one JSON object at the end. Exits with 1 if a request did not get a plain server's tokens, or anything else went wrong.
     """
     program = shutil.which(router)
     if program is None:
-        raise typer.BadParameter(f"there is no program {router!r}: pip install vllm-router", param_hint="--router")
+        raise typer.BadParameter(f"there is no program {router!r}; pip install vllm-router", param_hint="--router")
     with tempfile.TemporaryDirectory(prefix="kvxfer-fleet-") as folder:
         model, logs = Path(folder) / "model", keep_logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def fleet(
 def _run(model: Path, logs: Path, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
     wanted = wishes(requests, seed)
     expected = expectations(model, logs, wanted)
-    say("the plain server has answered")
+    say("the plain server has answered all prompts")
     with ended_together() as begun:
 
         def start(name: str, role: str, port: int | None = None) -> Server:
@@ -78,15 +78,15 @@ def _run(model: Path, logs: Path, program: str, backend: str, requests: int, see
                 clients.send(wanted[:last])
                 answers.wait(requests // 4)
                 amid = _kill_amid(prefills[0])
-                say(f"after {answers.done} requests {prefills[0].name} is killed with {amid} offers in hand")
+                say(f"after {answers.done} requests: killed {prefills[0].name}, which had {amid} offers in hand")
                 port = int(prefills[0].url.rpartition(":")[2])
                 successor = start("prefill-2", "kv_producer", port)
                 await_ready([successor], JOIN_S)
-                say(f"after {answers.done} requests {successor.name} answers at its address")
+                say(f"after {answers.done} requests: {successor.name} answers at its address")
                 time.sleep(2 * HEALTH_S)  # the router has to see it
                 clients.send(wanted[last:])
             fetched = total(successor, "kvxfer_offers_total")
-            say(f"all requests have ended; {fetched:g} offers of {successor.name} have, too")
+            say(f"all requests have ended, and {fetched:g} offers of {successor.name}")
         loads = [received(server) for server in decodes]
         return {
             "requests": answers.done,
@@ -117,10 +117,10 @@ def _objections(answers: Answers, amid: int, joined: bool, external: int, decode
     if not amid:
         out.append("the prefill server that was killed had no offer in hand: nothing was interrupted")
     if not joined:
-        out.append("the prefill server that joined was given no request")
+        out.append("the prefill server that joined got no request")
     if not external:
-        out.append("no KV was moved: the decode servers have computed all prompts")
-    out += [f"{server.name} has answered with errors" for server in decodes if _errors(server)]
+        out.append("no KV was moved: the decode servers computed all prompts themselves")
+    out += [f"{server.name} answered requests with errors" for server in decodes if _errors(server)]
     return out
 
 

@@ -43,17 +43,19 @@ LOADED = re.compile(
 
 
 def fleet_ray(
-    requests: Annotated[int, typer.Option(min=20, help="How many requests clients send at least.")] = 200,
-    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "tcp",
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and who streams.")] = 0,
+    requests: Annotated[int, typer.Option(min=20, help="Minimum number of requests that clients send.")] = 200,
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and which requests stream.")] = 0,
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the logs in this folder.")] = None,
 ) -> None:
-    """Serve mixed requests by Ray Serve LLM; have it scale decode replicas from one to two, and replace one that is killed.
+    """Send mixed requests to Ray Serve LLM while it scales decode replicas from one to two and replaces one that is killed.
 
-    Prints one JSON object at the end; exits 1 unless all came out as it must.
+    Prints one JSON object at the end. Exits with 1 if a request did not get a plain server's tokens, or anything else went wrong.
     """
     if importlib.util.find_spec("ray") is None:
-        raise typer.BadParameter("Ray is not in this environment: make fleet-ray builds one with it", param_hint="ray")
+        raise typer.BadParameter(
+            "Ray is not installed here; make fleet-ray builds an environment with it", param_hint="ray"
+        )
     with tempfile.TemporaryDirectory(prefix="kvxfer-ray-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_model(folder / "model")
@@ -67,7 +69,7 @@ def fleet_ray(
 def _run(folder: Path, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
     wanted = wishes(requests, seed)
     expected = expectations(folder / "model", folder, wanted)
-    say("the plain server has answered")
+    say("the plain server has answered all prompts")
     with _serving(folder, backend, say) as url, Clients(url, expected, AGAIN) as clients:
         return _Run(clients, wanted, say).report(requests)
 
@@ -123,7 +125,7 @@ def _await_running() -> None:
     while (found := serve.status().applications.get("default")) is None or found.status != "RUNNING":
         if time.monotonic() > deadline or (found and found.status == "DEPLOY_FAILED"):
             said = f"{found.status}: {found.message}" if found else "nothing"
-            raise ServerError(f"Ray Serve has not started the replicas; it says {said}")
+            raise ServerError(f"Ray Serve did not start the replicas; its status is {said}")
         time.sleep(1.0)
 
 
@@ -172,7 +174,7 @@ class _Run:
         before = len(self._loads)
         self._clients.send(itertools.islice(itertools.cycle(self._long), AMID))
         amid = _kill_amid(first)
-        self._say(f"after {answers.done} requests the first decode replica is killed with {amid} in hand")
+        self._say(f"after {answers.done} requests: killed the first decode replica, which had {amid} in hand")
         self._until(lambda: len(self._seen()) > 2, "another has been given KV in its place")
         self._until(lambda: answers.done >= requests, "all requests have ended")
         answers.wait(answers.done + self._clients.waiting)
@@ -193,11 +195,11 @@ class _Run:
         deadline = time.monotonic() + JOIN_S
         while not came():
             if time.monotonic() > deadline:
-                raise ServerError(f"it has not come within {JOIN_S:g} s that {what}")
+                raise ServerError(f"not within {JOIN_S:g} s: {what}")
             if not self._clients.waiting:
                 self._clients.send(itertools.islice(self._wanted, Clients.COUNT))
             time.sleep(0.5)
-        self._say(f"after {self._clients.answers.done} requests {what}")
+        self._say(f"after {self._clients.answers.done} requests: {what}")
 
     def _seen(self) -> dict[str, int]:
         """Return of how many prompt tokens each decode replica has been given KV, those included that are gone."""

@@ -53,10 +53,12 @@ class PromptCase:
         """
         match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
         if match is None:
-            raise ConfigError(f"--case {text!r}: a number of tokens, as 1024, or with how many at once, as 1024x16")
+            raise ConfigError(
+                f"--case must be a number of tokens, such as 1024, or 1024x16 for 16 prompts at once, not {text!r}"
+            )
         case = cls(int(match[1]), int(match[2] or 1))
         if case.tokens < 16 or case.at_once < 1:
-            raise ConfigError(f"--case {text!r}: at least 16 tokens, and at least one at once")
+            raise ConfigError(f"--case must have at least 16 tokens and at least one prompt at once, not {text!r}")
         return case
 
 

@@ -1,7 +1,7 @@
-"""Clients of a prefill and a decode side that run for a while, rightly and wrongly, and what became of their requests.
+"""Clients that use a prefill and a decode side for a while, correctly and incorrectly, and how their requests ended.
 
-Every request must end with the plain server's tokens or with an error, within `HANG_S`; afterwards all servers must
-answer rightly again and hold nothing of what went on.
+Every request must end with the plain server's tokens or with an error, within `HANG_S`. Afterwards all servers must
+answer correctly again and hold nothing of those requests.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_deco
 from kvxfer_vllm.demo.servers import NoAnswer, Server, ServerError, await_ready, connector, ended_together, free_port
 
 HANG_S = 90.0
-"""A request that has no answer by then counts as hung: the deadlines below, a pause, and two busy cores."""
+"""A request without an answer by then counts as hung; this allows for the deadlines below, a pause, and two busy cores."""
 SETTLE_S = 60.0
-"""Within this after the last request all blocks are free again: a lease, and some more."""
+"""Time after the last request in which all blocks must be free again: a lease, and some more."""
 SETTINGS = {"transfer_timeout": 10.0, "peer_timeout": 5.0, "lease": 20.0}
 RSS_SLACK = 96 << 20
 DESCRIPTORS_SLACK = 64
@@ -33,7 +33,7 @@ DESCRIPTORS_SLACK = 64
 
 @dataclass
 class Findings:
-    """What became of the requests: counts by what the client did and how it ended, wrong answers, and none at all. Any thread."""
+    """How the requests ended: counts by what the client did and how it ended, wrong answers, and missing ones. Any thread."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Stage:
 
 
 class Client(threading.Thread):
-    """Sends requests one after another, rightly or not, until told to stop."""
+    """Sends requests one after another, correctly or not, until told to stop."""
 
     ACTS = (
         *["well"] * 4,
@@ -201,17 +201,17 @@ def under_load(
 
 
 def _afterwards(stage: Stage, expected: Mapping[str, list[int]]) -> list[str]:
-    """Return what is wrong once nobody disturbs any more: wrong answers, failed ones, blocks that are not free again."""
+    """Return what is still wrong after the load: wrong answers, failed ones, blocks that are not free again."""
     found = []
     for prompt, tokens in expected.items():
         for name in stage.prefills:
             try:
                 answer = prefill_then_decode(stage[name], stage["decode"], prompt, OUTPUT_TOKENS)
             except ServerError as error:
-                found.append(f"after the chaos {name} or decode fails: {error}")
+                found.append(f"afterwards, {name} or decode failed: {error}")
                 continue
             if answer.tokens != tokens:
-                found.append(f"after the chaos wrong tokens by {name} for {len(prompt)} tokens")
+                found.append(f"afterwards, {name} and decode gave wrong tokens for a prompt of {len(prompt)} tokens")
     deadline = time.monotonic() + SETTLE_S
     for name in stage.names:
         while (used := total(stage[name], "vllm:kv_cache_usage_perc")) and time.monotonic() < deadline:

@@ -1,10 +1,10 @@
 """``kvxfer bench mixed-load``: mixed load on real vLLM servers whose caches are too small for it.
 
-Clients send prompts that share prefixes, are left half way, repeat, mix up or withhold what the prefill server said; the
-caches hold a few requests only, so that the engines preempt. Prints a line a minute and one JSON object at the end; exits 1
-unless every request had the plain server's tokens or a clean error, blocks, threads and descriptors are back where they
-were, and memory has not grown in the second half of the time. In the first it does, as that of a vLLM server without a
-connector does.
+Clients send prompts that share prefixes; they hang up halfway, and repeat, mix up or withhold the prefill server's parameters. The
+caches hold only a few requests, so the engines preempt. Prints a line per minute and one JSON object at the end. Exits with 1
+unless every request got the plain server's tokens or a clean error, blocks, threads and descriptors are back where they
+were, and memory did not grow in the second half of the time. (In the first half it does, even on a vLLM server without a
+connector.)
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from kvxfer_vllm.demo.servers import ended_by_sigterm
 
 
 def mixed_load(
-    minutes: Annotated[float, typer.Option(min=0.1)] = 60.0,
-    clients: Annotated[int, typer.Option(min=1)] = 8,
-    cache_mib: Annotated[int, typer.Option(min=4, help="KV cache of each server; the longest prompt takes 4.")] = 10,
-    backend: Annotated[str, typer.Option(help="Which back end moves the KV.")] = "tcp",
-    seed: Annotated[int, typer.Option()] = 0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long to run, in minutes.")] = 60.0,
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 8,
+    cache_mib: Annotated[
+        int, typer.Option(min=4, help="KV cache of each server, in MiB; the longest prompt takes 4.")
+    ] = 10,
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    seed: Annotated[int, typer.Option(help="Seed of the clients' choices.")] = 0,
 ) -> None:
-    """Keep a prefill and a decode server busy beyond their caches, with clients that leave, repeat and mix things up.
+    """Load a prefill and a decode server beyond their caches, with clients that hang up, repeat requests and mix up parameters.
 
-    Prints a line a minute and one JSON object at the end; exits 1 unless all came out as it must.
+    Prints a line per minute and one JSON object at the end. Exits with 1 if a request got wrong tokens or hung, or anything else
+    went wrong.
     """
     say = progress()
     # Some share their beginnings, most do not: what hits the prefix cache takes no new blocks.

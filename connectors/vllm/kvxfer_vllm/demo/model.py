@@ -1,7 +1,7 @@
-"""A model small enough to write to disk in a blink, whose output still depends on every byte of its KV cache.
+"""A model small enough to write to disk in an instant, whose output still depends on every byte of its KV cache.
 
-Random weights at the usual spread (0.02) collapse to one repeated token whatever the cache holds, and would
-hide a corrupted transfer. At 0.12 greedy output depends on the whole prompt.
+Random weights with the usual spread (0.02) produce one repeated token whatever the cache holds, which would
+hide a corrupted transfer. With 0.12, greedy output depends on the whole prompt.
 """
 
 from __future__ import annotations

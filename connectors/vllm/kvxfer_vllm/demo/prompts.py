@@ -1,4 +1,4 @@
-"""The demo's prompts and its verdict: each goes to a plain server, then through prefill and decode."""
+"""The demo's prompts, each of which goes to a plain server and then through prefill and decode, and the verdict on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt's way through prefill and decode, beside what the plain server made of it."""
+    """One prompt's tokens from prefill and decode, and the plain server's."""
 
     name: str
     prompt_tokens: int
@@ -53,7 +53,7 @@ def compare(cluster: Cluster, name: str, prompt: str) -> Comparison:
 
 
 def objections(outcomes: Iterable[Comparison]) -> list[str]:
-    """Why these outcomes do not show that KV was transferred and came out right; empty if they do."""
+    """Return why these outcomes do not prove that KV was moved correctly, or nothing if they do."""
     outcomes = list(outcomes)
     found = []
     for outcome in outcomes:

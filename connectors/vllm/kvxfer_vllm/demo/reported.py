@@ -1,4 +1,4 @@
-"""How a run against real servers ends: with one line of JSON, and an exit status."""
+"""Ends a run against real servers with one line of JSON and an exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["reported"]
 
 
 def reported(requests: int, run: Callable[[Say], dict[str, Any]]) -> None:
-    """Print the report of a run with so many requests, and exit 1 if it has objections or there is none."""
+    """Print the report of a run with this many requests; exit with 1 if it has objections, or if the run failed."""
     start, say = time.monotonic(), progress()
     with ended_by_sigterm():
         try:

@@ -1,9 +1,8 @@
-"""Every kind of page that vLLM's caches have, by the exact class of its spec: how it is kept, laid out and may be cut.
+"""Every kind of page in vLLM's caches, by the exact class of its spec: how it is kept, how it is laid out and how it may be cut.
 
-Both halves ask here, so that a scheduler never takes for a window what its workers take for something else. A class that
-is not here, a subclass of one that is included, is opaque: nothing is known of what its pages hold, so they are moved
-whole; and how its blocks are kept, only the manager says that vLLM has registered for it. ``docs/models.md`` shows the
-table.
+Scheduler side and worker side both use it, so that they never disagree on what a group is. A class that is not listed, even if it is
+a subclass of one that is, is opaque: what its pages hold is unknown, so they are moved whole, and how its blocks are kept follows only
+from the manager that vLLM has registered for it. ``docs/models.md`` shows the table.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from typing import Any, Literal
 __all__ = ["CATALOGUE", "Entry", "Kept", "entry_of"]
 
 Kept = Literal["full", "window", "chunk", "state", "local", "refused"]
-"""How a group keeps blocks. ``full``: all of a request; ``window``: those that the last tokens attend to; ``chunk``: those
-of the tokens' own chunk; ``state``: the one with the state after the last token; ``local``: nothing that another engine
-needs; ``refused``: not supported, and ``Entry.why`` says why."""
+"""Which blocks a group keeps. ``full``: all blocks of a request; ``window``: those that the last tokens attend to; ``chunk``: those
+of the tokens' own chunk; ``state``: the one with the state after the last token; ``local``: only blocks that no other engine
+needs; ``refused``: not supported, for the reason in ``Entry.why``."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kind of page. The words are for ``docs/models.md``; decisions hang on ``kept``, ``headed`` and ``writers`` only.
+    """One kind of page. Only ``kept`` affects decisions; the words are for ``docs/models.md`` and for error messages.
 
     spec: the exact name of vLLM's class.
-    page: what a page holds, in which order; ``source``: the file of vLLM that says so.
-    cut: along which axes it may be cut; ``depends``: what else its bytes depend on, and so its encoding names.
+    page: what a page holds, in which order; ``source``: the files of vLLM that say so.
+    cut: the axes along which it may be cut; ``depends``: what else its bytes depend on, which its encoding therefore names.
     shown: the test that shows it.
-    why: for what is refused or stays local: why.
+    why: why it is refused or stays local.
     """
 
     spec: str
@@ -42,12 +41,12 @@ class Entry:
 
 _ATTENTION = "[block, head, token, K then V], axes in any order"
 _ATTENTION_SOURCE = "vllm/v1/attention/backends/flash_attn.py, flashinfer.py, triton_attn.py, flex_attention.py"
-_ATTENTION_CUT = "head, token; not the tokens of CPU pages; nothing where the back end packs a page its own way"
-_ATTENTION_DEPENDS = "cache dtype and its fp8 flavour; packed pages: back end, instruction set or device"
-_LATENT = "[block, token, latent]; of a sparse indexer: [block, all values, then all scales]"
+_ATTENTION_CUT = "head, token (not the tokens of CPU pages); nothing if the back end packs pages in its own way"
+_ATTENTION_DEPENDS = "cache dtype and fp8 flavour; for packed pages also back end, and instruction set or device"
+_LATENT = "[block, token, latent]; for a sparse indexer [block, all values, then all scales]"
 _LATENT_SOURCE = "vllm/model_executor/layers/attention/mla_attention.py, vllm/v1/attention/backends/mla/indexer.py"
-_LATENT_CUT = "token; an indexer's page, and one with several tokens a row: nothing"
-_LATENT_DEPENDS = "cache dtype and its fp8 flavour; whole pages: back end, device, format of the scales"
+_LATENT_CUT = "token; nothing for an indexer's page or one with several tokens per row"
+_LATENT_DEPENDS = "cache dtype and fp8 flavour; for whole pages also back end, device, format of the scales"
 _TEST = "tests/vllm/test_pages.py"
 
 CATALOGUE: dict[str, Entry] = {
@@ -57,7 +56,7 @@ CATALOGUE: dict[str, Entry] = {
         Entry(
             "SinkFullAttentionSpec",
             "full",
-            f"{_ATTENTION}; sinks lie in blocks of the engine's own",
+            f"{_ATTENTION}; sinks are in blocks of their own, which belong to the engine",
             "vllm/model_executor/layers/attention/static_sink_attention.py",
             _ATTENTION_CUT,
             _ATTENTION_DEPENDS,
@@ -66,7 +65,7 @@ CATALOGUE: dict[str, Entry] = {
         Entry(
             "RSWASpec",
             "full",
-            f"{_ATTENTION}; a prompt's blocks are all kept, generated tokens in a window",
+            f"{_ATTENTION}; all blocks of a prompt are kept, but only a window of generated tokens",
             "vllm/model_executor/layers/attention/rswa_attention.py",
             _ATTENTION_CUT,
             _ATTENTION_DEPENDS,
@@ -86,7 +85,7 @@ CATALOGUE: dict[str, Entry] = {
         Entry(
             "SlidingWindowMLASpec",
             "window",
-            f"{_LATENT}; of a compressor: rows of its open group",
+            f"{_LATENT}; for a compressor the rows of its open group",
             "vllm/v1/attention/backends/mla/sparse_swa.py, vllm/models/deepseek_v4/compressor.py",
             _LATENT_CUT,
             _LATENT_DEPENDS,
@@ -97,8 +96,8 @@ CATALOGUE: dict[str, Entry] = {
             "state",
             "[block, inputs of a convolution in either order, a matrix for each head]",
             "vllm/model_executor/layers/mamba/abstract.py, mamba_utils.py, and each layer's own file",
-            "head, channel of a short convolution or of Mamba 2; else nothing between other tensor parallel sizes",
-            "kind of layer, dtypes, sort of device; tensor parallel size where nothing is cut",
+            "head and channel for short convolutions and Mamba 2; nothing otherwise",
+            "kind of layer, dtypes, sort of device; tensor-parallel size if nothing is cut",
             "tests/vllm/test_state_pages.py",
         ),
         Entry(
@@ -107,7 +106,7 @@ CATALOGUE: dict[str, Entry] = {
             "[block, token, hidden states]",
             "vllm/model_executor/models/extract_hidden_states.py",
             shown=_TEST,
-            why="hidden states are for whoever asked this engine for them; no other computes with them",
+            why="hidden states are only for the client that asked this engine for them; no other engine computes with them",
         ),
         Entry(
             "HiSparseHotSpec",
@@ -115,7 +114,7 @@ CATALOGUE: dict[str, Entry] = {
             "raw memory",
             "vllm/v1/hisparse/layout.py",
             shown=_TEST,
-            why="a copy of what the group's source holds, made anew by each engine",
+            why="a copy of what the group's source holds, which each engine makes for itself",
         ),
         Entry(
             "HiSparseResidentSpec",
@@ -123,15 +122,15 @@ CATALOGUE: dict[str, Entry] = {
             "raw memory",
             "vllm/v1/hisparse/layout.py",
             shown=_TEST,
-            why="a copy of what the group's source holds, made anew by each engine",
+            why="a copy of what the group's source holds, which each engine makes for itself",
         ),
         Entry(
             "CircularBufferSpec",
             "refused",
-            "a ring of the rows that are not yet compressed, one block a request",
+            "a ring of the rows that are not yet compressed, one block per request",
             "vllm/models/deepseek_v41/compressor.py, vllm/models/qwen4_exp/common/qsa_cache.py",
             shown=_TEST,
-            why="a ring has no place for a token by its position",
+            why="in a ring, a token's place does not follow from its position",
         ),
         Entry(
             "KpoolTailSpec",
@@ -139,7 +138,7 @@ CATALOGUE: dict[str, Entry] = {
             "the rows of the pool that is still open",
             "vllm/v1/kv_cache_interface.py (0.30)",
             shown=_TEST,
-            why="it holds what its last tokens left, not a row a token",
+            why="it holds only what the last tokens left over, not one row per token",
         ),
         Entry(
             "CrossAttentionSpec",

@@ -1,6 +1,6 @@
-"""Families of models that are served, by the kinds of pages that vLLM gives them: what ``docs/models.md`` is made of.
+"""Families of supported models, with the kinds of pages that vLLM gives them: the source of a table in ``docs/models.md``.
 
-What is refused is not said here: it follows from the catalogue.
+Which of them are refused follows from the catalogue.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvxfer_vllm.pages.catalogue import CATALOGUE
 __all__ = ["FAMILIES", "Family"]
 
 Shown = Literal["end to end", "scheduler", "planner"]
-"""How far it is tested. ``end to end``: this architecture on real servers on CPUs, tokens compared. ``scheduler``: groups
-as it has them on vLLM's own scheduler, the forward pass played. ``planner``: its pages, from one engine's memory to
+"""How far it is tested. ``end to end``: this architecture on real servers on CPUs, with tokens compared. ``scheduler``: groups
+like its own on vLLM's scheduler, with a simulated forward pass. ``planner``: its pages, from one engine's memory to
 another's."""
 
 
@@ -22,8 +22,8 @@ another's."""
 class Family:
     """Models that vLLM treats alike.
 
-    name: as people call them; ``architectures``: as vLLM's registry does.
-    groups: what their KV-cache groups hold, each with the class of its spec.
+    name: what people call them; ``architectures``: their names in vLLM's registry.
+    groups: what their KV-cache groups hold, with the class of each group's spec.
     shown, by: how far they are tested, and the test that goes furthest.
     note: what else to know, such as what must be equal on both sides.
     release: the last release of vLLM that it was tried on.
@@ -60,8 +60,8 @@ _SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
 _STATES = "tests/vllm/test_states.py"
 _HEADS = "KV heads differ by layer"
 _EQUAL_BLOCKS = "block sizes must be equal"
-_WHOLE = "pages of unknown content: tensor parallel sizes and block sizes must be equal"
-_NO_CUT = "tensor parallel sizes must be equal"
+_WHOLE = "pages of unknown content: tensor-parallel sizes and block sizes must be equal"
+_NO_CUT = "tensor-parallel sizes must be equal"
 
 FAMILIES = (
     Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR),
@@ -100,7 +100,7 @@ FAMILIES = (
         (_FULL, _WINDOW),
         "planner",
         _PAGES,
-        f"{_HEADS}; where its configuration leaves their number open, {_NO_CUT}",
+        f"{_HEADS}; if its configuration leaves their number open, {_NO_CUT}",
     ),
     Family(
         "Inkling",
@@ -134,7 +134,7 @@ FAMILIES = (
         (("compressed MLA", "MLAAttentionSpec"), _INDEXER, ("window of MLA, compressors", "SlidingWindowMLASpec")),
         "planner",
         _PAGES,
-        f"pages are moved whole: {_EQUAL_BLOCKS}, and so must sorts of device, and before vLLM 0.31 tensor parallel sizes",
+        f"pages are moved whole: {_EQUAL_BLOCKS}, and so must sorts of device, and before vLLM 0.31 tensor-parallel sizes",
     ),
     Family("DeepSeek V4.1", ("DeepseekV41ForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
     Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
@@ -153,7 +153,7 @@ FAMILIES = (
         (_FULL, _STATE),
         "end to end",
         _E2E_STATES,
-        "on CPUs, with other tensor parallel sizes, see [below](#recurrent-states)",
+        "on CPUs, with other tensor-parallel sizes, see [below](#recurrent-states)",
     ),
     Family("Nemotron H and Nano 2", ("NemotronHForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES),
     Family(
