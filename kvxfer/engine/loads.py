@@ -101,7 +101,7 @@ class Loads:
         try:
             self._tables.check("table", table)
             if request in self._prefetches:
-                self._prefetches.admitted(request, table, external)
+                self._prefetches.admitted(request, table, self._computed[request], external)
                 return
             self._schedule.allocated(request, table, self._computed[request], external)
         except KvxferError as error:

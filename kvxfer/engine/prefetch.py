@@ -147,13 +147,13 @@ class Prefetches:
         """Return the seconds that copying so many tokens should take."""
         return self._copying.estimate(tokens) or 0.0
 
-    def admitted(self, request: str, table: BlockTable, external: int) -> None:
-        """Record that the request has been given blocks, and counts on ``external`` tokens."""
+    def admitted(self, request: str, table: BlockTable, computed: int, external: int) -> None:
+        """Record that the request has been given blocks, and counts on ``external`` tokens after the ``computed`` local ones."""
         found = self._all[request]
         if external and found.promised and found.copying is None:
             found.copying = {}
             self._left = max(0.0, self._left - self._to_copy(found.tokens - found.start))
-            lacking = (self._span(group, found.tokens - external, found.tokens) for group in self._groups)
+            lacking = (self._span(group, computed, found.tokens) for group in self._groups)
             self._copies.append(
                 BlockCopy(request, found.blocks, table.only(lacking))
             )  # others may share those in front

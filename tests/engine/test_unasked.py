@@ -151,6 +151,23 @@ def test_so_is_a_prefetch(other: Stages) -> None:
     side.close()
 
 
+@pytest.mark.parametrize(("computed", "external", "there"), [(0, 8, [1, 2]), (0, 3, [1, 2]), (4, 4, [-1, 2])])
+def test_a_prefetch_is_copied_from_the_local_tokens_on(computed: int, external: int, there: list[int]) -> None:
+    """However many of the others the engine counts on."""
+    board = Switchboard()
+    with mock.patch("kvxfer.engine.dispatch.SideChannel", board.scheduler):
+        side = SchedulerSide(Config(), "d", (Group(4),), 1, FACTS, pins=BlockPins(8, Lending(8)))
+    side.listen_to({A: board.worker(lambda _: None, list).address})
+    side.step()
+    assert side.load("r", T, D, SOURCE, 8, offered=True) and side.loadable("r", 0) is None
+    side.report(Report(prefetched={("r", A): RankResult("r", A, 0, 1, None, True, ASKED)}))
+    assert side.loadable("r", computed) == 8 - computed
+    side.allocated("r", BlockTable.of([[1, 2]]), external)
+    (copy,) = side.step().copies
+    assert copy.dst[0].tolist() == there
+    side.close()
+
+
 # --- real agents ------------------------------------------------------------------------------------------------------
 
 
