@@ -42,7 +42,7 @@ def test_what_manifests_for_nixl_set(monkeypatch: pytest.MonkeyPatch, caplog: py
     with caplog.at_level("INFO", "kvxfer.vllm"):
         found = settings_of(config())
     assert (found.listen, found.advertise, found.port) == ("127.0.0.2", None, 5600)
-    assert f"as {HOST} says" in caplog.text and f"as {PORT} says" in caplog.text
+    assert f"(from {HOST})" in caplog.text and f"(from {PORT})" in caplog.text
 
 
 def test_settings_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_ray_may_place_workers_on_other_hosts(caplog: pytest.LogCaptureFixture) 
         settings_of(config(settings, distributed_executor_backend="ray", world_size=workers))
     assert "Ray" not in caplog.text
     settings_of(config({}, distributed_executor_backend="ray", world_size=2))
-    assert "Ray may place them on others; set 'advertise' to 'auto'" in caplog.text
+    assert "Ray may place some on others; set 'advertise' to 'auto'" in caplog.text
 
 
 @pytest.mark.parametrize("port", ["0", "70000", "http"])

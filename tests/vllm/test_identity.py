@@ -227,7 +227,7 @@ def test_weights_that_cannot_be_found(tmp_path: Path, caplog: pytest.LogCaptureF
         facts = facts_of(asked, Config())
     assert facts["revision"] == "v1" and "model" in facts and "weights" not in facts
     assert check(facts) == facts
-    assert "cannot be looked at" in caplog.text and "'model'" in caplog.text
+    assert "cannot be read" in caplog.text and "'model'" in caplog.text
 
 
 def test_weights_that_were_changed_in_place(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_scales_of_a_cache_that_is_not_quantised_are_of_no_matter() -> None:
 def test_scales_that_are_set_by_the_first_forward_pass_are_refused() -> None:
     layers = both(1.0, 1.0)
     layers["layer.1"].calculate_kv_scales = True
-    with pytest.raises(ConfigError, match=r"'layer\.1' sets the scales.*calculate_kv_scales"):
+    with pytest.raises(ConfigError, match=r"'layer\.1' computes the scales.*calculate_kv_scales"):
         cache(layers)
 
 

@@ -13,7 +13,7 @@ NAME = "KVXferConnector"
 
 
 def register() -> None:
-    """Make the connector known to vLLM by name. vLLM calls this in every process; once is enough for each."""
+    """Register the connector with vLLM by name; vLLM calls this in every process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

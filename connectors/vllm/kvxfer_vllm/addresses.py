@@ -1,4 +1,4 @@
-"""Where an engine of vLLM is found: what manifests for NIXL set, each process's own address, a port for each rank."""
+"""Where peers find a vLLM engine: NIXL's environment variables, each process's own address, a port for each data-parallel rank."""
 
 from __future__ import annotations
 
@@ -23,42 +23,43 @@ log = logging.getLogger("kvxfer.vllm")
 
 
 def defaults(settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the settings with what the environment says of NIXL's side channel, where they say nothing, and notes on it.
+    """Fill in settings that are missing from NIXL's side-channel variables; return the settings, and notes for the log.
 
-    The host may be another's: vLLM hands the environment of the first host to workers on others (Ray), and these then
-    take their own address.
+    With Ray, vLLM passes the first host's environment on to workers on other hosts, so the variable may name a host that is
+    not this one; such a worker uses its own address.
 
     Raises:
-        ConfigError: The environment's port is none.
+        ConfigError: The environment's port is not a valid port.
     """
     out, notes = dict(settings), []
     host, port = environ.get(HOST), environ.get(PORT)
     if host and not out.keys() & {"listen", "advertise"}:
         if everywhere(host):
             out |= {"listen": host, "advertise": AUTO_ADDRESS}
-            notes.append(f"listening on {host}, as {HOST} says, and peers are told this host's own address")
+            notes.append(f"listening on {host} (from {HOST}); peers are given this host's own address")
         elif _is_here(host):
             out["listen"] = host
-            notes.append(f"listening on {host}, as {HOST} says")
+            notes.append(f"listening on {host} (from {HOST})")
         else:
             out["advertise"] = AUTO_ADDRESS
-            notes.append(f"{HOST} is {host}, which this process cannot listen on: it takes its host's own address")
+            notes.append(f"{HOST} is {host}, where this process cannot listen: it uses its host's own address")
     if port and "port" not in out:
         if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"{PORT} is {port!r}, which is no port; set it, or 'port', to one")
+            raise ConfigError(
+                f"{PORT} is {port!r}, which is not a port: set it, or the setting 'port', to one from 1 to 65535"
+            )
         out["port"] = int(port)
-        notes.append(f"the engine's directory is at port {port}, as {PORT} says")
+        notes.append(f"the engine's directory listens on port {port} (from {PORT})")
     return out, tuple(notes)
 
 
 def located(config: C, parallel: Any) -> C:
     """Return the settings of this process: its own address, and the port of its data-parallel rank.
 
-    Of the engines that data parallelism makes of one command, each has the port that is set and its rank's number more, on
-    whichever host it runs and whoever balances between them.
+    The engine of data-parallel rank n listens on ``port`` + n, whichever host it runs on and whoever balances between ranks.
 
     Raises:
-        ConfigError: There is no such port, or no address, or one that other hosts of this engine do not reach.
+        ConfigError: The port is above 65535, the host's address is not found, or other hosts of this engine cannot reach it.
     """
     config = config.located(_own_address)
     _check_reach(config, parallel)
@@ -66,35 +67,35 @@ def located(config: C, parallel: Any) -> C:
     if not config.port or not rank:
         return config
     if config.port + rank > 65535:
-        raise ConfigError(f"data-parallel rank {rank} has no port: 'port' {config.port} and {rank} are above 65535")
+        raise ConfigError(f"data-parallel rank {rank} has no port: 'port' {config.port} plus {rank} is above 65535")
     return msgspec.structs.replace(config, port=config.port + rank)
 
 
 def _check_reach(config: Config, parallel: Any) -> None:
-    """Refuse an engine of several hosts of which each would tell peers to look on their own one."""
+    """Refuse a loopback address for an engine of several hosts: peers would look for it on their own host."""
     address = config.advertise or config.listen
     if not loopback(address):
         return
     nodes = getattr(parallel, "nnodes", 1)
     if nodes > 1:
         raise ConfigError(
-            f"an engine of {nodes} hosts cannot be found at {address}, which each host takes for itself: set 'advertise' to 'auto'"
+            f"an engine of {nodes} hosts cannot be found at {address}, which means a different host on each: set 'advertise' to 'auto'"
         )
     if getattr(parallel, "distributed_executor_backend", None) == "ray" and parallel.world_size > 1:
         log.warning(
-            "peers are told to find this engine's workers at %s: that does for workers on this host, but Ray may place them on "
-            "others; set 'advertise' to 'auto'",
+            "peers will look for this engine's workers at %s, which works only for workers on this host, and Ray may place some "
+            "on others; set 'advertise' to 'auto'",
             address,
         )
 
 
 def _own_address() -> str:
-    """Return what vLLM takes for this host's address, which ``VLLM_HOST_IP`` may say."""
+    """Return this host's address as vLLM determines it (``VLLM_HOST_IP`` overrides it)."""
     from vllm.utils.network_utils import get_ip
 
     found = str(get_ip())
     if everywhere(found):
-        raise ConfigError("vLLM does not find this host's own address: set VLLM_HOST_IP, or 'advertise'")
+        raise ConfigError("vLLM cannot determine this host's own address: set VLLM_HOST_IP, or 'advertise'")
     return found
 
 

@@ -1,7 +1,8 @@
-"""Blocks that are loaded are cleared where the load writes nothing, as vLLM does with all other new blocks.
+"""Zero the bytes of loaded blocks that the load does not write, as vLLM does for all other new blocks.
 
-Where caches of several precisions or recurrent states share a pool (``needs_kv_cache_zeroing``), vLLM clears each block
-that it hands out, except those of a load beside its steps: that would race with what arrives, so that whoever loads has to.
+Where caches of several precisions or recurrent states share a pool (``needs_kv_cache_zeroing``), vLLM zeroes each block that
+it hands out. It skips blocks that are loaded outside of its steps, since it would race with the arriving bytes, and leaves
+them to the connector.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def memory_of(tensors: Iterable[torch.Tensor], cache: Cache) -> list[torch.Tenso
 
 
 class Clearing:
-    """The cache of one worker. ``tensors``: what the engine allocated, which ``cache`` describes."""
+    """Zeroes parts of one worker's cache. ``tensors``: what the engine allocated, which ``cache`` describes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], cache: Cache) -> None:
         import torch
@@ -43,13 +44,13 @@ class Clearing:
         self._cache, self._starts = cache, cache.starts
         self._memory = memory_of(tensors, cache)
         devices = {t.device for t in self._memory if t.device.type != "cpu"}
-        # Not the stream of the forward passes: these need not end first, and the host has not to wait for them.
+        # Not the stream of the forward passes, so that neither the clearing nor the host waits for them.
         self._streams = [torch.cuda.Stream(device) for device in devices]
 
     def before(self, blocks: BlockTable, start: int, tokens: int) -> None:
-        """Clear what loading the tokens ``[start, tokens)`` into these blocks may leave as it is.
+        """Zero the bytes of these blocks that loading the tokens ``[start, tokens)`` does not write.
 
-        Done when this returns, so that the load may begin.
+        The bytes are zero when this returns, so that the load may begin.
         """
         import torch
 

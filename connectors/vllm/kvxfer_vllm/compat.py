@@ -1,4 +1,4 @@
-"""What differs between the vLLM releases that are supported, found by looking, not by version number."""
+"""Differences between supported vLLM releases, detected by feature rather than by version number."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 _Results: Any = getattr(base, "KVConnectorTransferResults", None)
 
 REPORTS_BY_REQUEST = _Results is not None
-"""vLLM 0.30 and later take failed loads by request; 0.29 by block id, which is ambiguous with several groups."""
+"""Whether failed loads are reported by request (vLLM 0.30 and later), not by block id, which is ambiguous with several groups."""
 
 
 HOLDS_BLOCKS = REPORTS_BY_REQUEST and hasattr(base.KVConnectorBase_V1, "bind_gpu_block_pool")
-"""Whether a load may be reported as failed while it still touches memory: we can keep its blocks, and vLLM takes others
-when it computes the request anew (where it takes failed loads by block id, it goes on with the same)."""
+"""Whether a load may be reported as failed while it may still write to its blocks: the connector can pin them, and vLLM
+allocates others to recompute the request. (Where failed loads are reported by block id, vLLM reuses the same blocks.)"""
 
 
 TELLS_HITS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
@@ -41,16 +41,16 @@ TELLS_HITS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
 
 
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
-"""vLLM 0.33 and later say when sleep mode takes the cache's memory away; before, it goes from under a transfer."""
+"""Whether vLLM announces that sleep mode unmaps the cache (0.33 and later); earlier releases unmap it during a transfer."""
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """Return what ``get_transfer_results`` returns (0.30 and later)."""
+    """Build the result of ``get_transfer_results`` (0.30 and later)."""
     return _Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
 
 def output_of(connector: Any, finished: set[str]) -> KVConnectorOutput:
-    """Return what a worker's connector reports after a step, asked as this vLLM's model runner asks it."""
+    """Collect what a worker's connector reports after a step, with the calls that this release's model runner makes."""
     if not REPORTS_BY_REQUEST:
         sent, received = connector.get_finished(finished)
         return KVConnectorOutput(sent, received, invalid_block_ids=connector.get_block_ids_with_load_errors())
@@ -64,16 +64,16 @@ def output_of(connector: Any, finished: set[str]) -> KVConnectorOutput:
 
 
 def correct(output: Any, *, over: Set[str], still: Set[str]) -> None:
-    """Have vLLM's scheduler, which looks at this output after our hook, learn that some loads are over, and not that others are."""
+    """Add the loads ``over`` to a worker output, and remove the loads ``still`` running, before vLLM's scheduler reads it."""
     if over or still:
         output.finished_recving = (set(output.finished_recving or ()) | over) - still
 
 
 def before_reset(manager: Any, call: Callable[[], None]) -> None:
-    """Have ``call`` called before vLLM's cache manager drops what it has cached.
+    """Wrap the cache manager's ``reset_prefix_cache`` so that ``call`` runs first.
 
-    No hook says so. With ``reset_running_requests`` vLLM preempts all that runs and, before it tells anybody, raises if a
-    block is in use.
+    vLLM has no hook for this. With ``reset_running_requests`` it preempts all running requests and raises if a block is
+    still in use, before the connector hears of the preemptions.
     """
     reset = manager.reset_prefix_cache
 
@@ -92,7 +92,7 @@ def stands_alone(connector: Any) -> bool:
 
 
 def check_groups(groups: Sequence[Group]) -> None:
-    """Refuse what this release cannot do safely.
+    """Refuse groups with which this vLLM release does not survive a failed load.
 
     Raises:
         ConfigError: There is such a group.
@@ -106,7 +106,7 @@ def check_groups(groups: Sequence[Group]) -> None:
         )
     if any(group.kind != "full" for group in groups):
         raise ConfigError(
-            "this vLLM goes on with a wrong KV cache when a load fails in a model with a sliding window; "
+            "this vLLM continues with a wrong KV cache when a load fails in a model with a sliding window; "
             "use vLLM 0.30 or later"
         )
 
@@ -120,4 +120,4 @@ def _hit_source() -> Any:
 
 
 HIT_SOURCE = _hit_source()
-"""How vLLM 0.32 and later label tokens that we bring."""
+"""Label of loaded tokens in vLLM's cache-hit metrics; None before 0.32."""

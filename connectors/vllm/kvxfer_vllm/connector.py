@@ -1,8 +1,9 @@
-"""``KVXferConnector``: vLLM's hooks, each handed to what stands in the scheduler or in a worker. No logic lives here.
+"""``KVXferConnector``: forwards each of vLLM's hooks to the scheduler's or the worker's part. It has no logic of its own.
 
-The way of a load: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` (scheduler.py) queue a want;
-``build_connector_meta`` ships it; ``start_load_kv`` (worker.py) gives it to the rank's agent (kvxfer.control), whose
-machine asks the producer and whose data thread moves the planned bytes; ``get_transfer_results`` reports the end.
+The path of a load: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` (scheduler.py) queue a fetch;
+``build_connector_meta`` sends it to the workers; ``start_load_kv`` (worker.py) gives it to the rank's agent
+(kvxfer.control), which asks the producer and whose data thread moves the planned bytes; ``get_transfer_results``
+reports the end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["KVXferConnector"]
 
 
 class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
-    """kvxfer as vLLM loads it, once in the scheduler and once in each worker."""
+    """kvxfer as a vLLM connector; vLLM creates one in the scheduler process and one in each worker."""
 
     _cache_hit_source = compat.HIT_SOURCE
 
@@ -60,7 +61,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def _translate(cls, extra: Mapping[str, Any], transfer: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return kvxfer's settings out of what was written for another connector, and notes on it."""
+        """Translate settings that were written for another connector; return kvxfer's settings, and notes for the log."""
         settings, notes = translate(extra, transfer)
         return settings, tuple(f"configuration of P2pNcclConnector: {note}" for note in notes)
 
@@ -95,7 +96,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._sched.finish(request, block_ids)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Those whose new blocks vLLM leaves to us."""
+        """Return the groups that a load restores; vLLM therefore does not zero their new blocks."""
         return self._loaded
 
     @property
@@ -113,7 +114,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._sched.waiting
 
     def reset_cache(self) -> bool:
-        """Record that vLLM drops its caches with ``reset_connector``, as it does around a change of weights."""
+        """Record that vLLM drops its caches (with ``reset_connector``), as around a change of weights."""
         return self._sched.reset()
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -141,14 +142,14 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the cache, which vLLM is about to unmap (0.33 and later)."""
+        """Release the cache, which vLLM is about to unmap (0.33 and later)."""
         self._work.suspend()
 
     def restore_kv_caches(self) -> None:
         self._work.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """None inside another connector, which would give it to our siblings; there it goes with the first report."""
+        """Return None inside another connector, which would pass it to siblings of this one; then the first report carries it."""
         return self._work.handshake() if compat.stands_alone(self) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -159,14 +160,14 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.load(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: what a step counts on is there before its forward pass, and a load beside it is not counted on."""
+        """Do nothing: what a step needs has arrived before its forward pass, and it does not need loads that still run."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Offer the layers so far where somebody waits for them. Not called in CUDA graphs that hold the attention as well."""
+        """Offer the layers so far if a consumer waits for them. vLLM does not call this in CUDA graphs that include attention."""
         self._work.layer_done(self._step, layer_name)
 
     def wait_for_save(self) -> None:
-        """Make the step's offers, in the last hook after the forward pass and drafting; wait for nothing."""
+        """Make the step's offers; this is the last hook after the forward pass and drafting. Waits for nothing."""
         self._work.after_forward(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -174,13 +175,13 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(*self._work.results())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Answer in the way of vLLM 0.29; failed loads follow by block id."""
+        """Return the results as vLLM 0.29 asks for them; failed loads follow by block id."""
         self._work.collect(self._step)
         sent, received, _ = self._work.results()
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return those behind what is here of a load; of failed loads only where these are not reported by request."""
+        """Return the blocks that partial loads have not filled, and those of failed loads unless these are reported by request."""
         return self._work.failed_blocks()
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
@@ -202,12 +203,12 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: any layout will do, and both engines may choose their own."""
+        """Return None: any layout will do, and the engines may differ in it."""
         return None
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return whether this vLLM says when it takes the cache's memory away, and when it brings it back."""
+        """Return whether this vLLM announces when it unmaps the cache's memory and when it maps it again."""
         return compat.FOLLOWS_SLEEP
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Blocks of a worker's cache copied to other blocks of it, on a GPU in the order of the forward passes.
+"""Copy blocks of a worker's cache to other blocks of it; on a GPU on the stream of the forward passes.
 
-On the CPU numpy copies: PyTorch would share a few megabytes among its threads, and wait for whoever has their cores.
+On the CPU numpy copies: PyTorch would split a few megabytes among its threads, and wait for threads whose cores are busy.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["BlockCopier"]
 
 DEVICE_BYTES = 64 << 20
-"""Bytes that are copied at once on a GPU, which gathers them into memory of their own first; one block if that has more."""
+"""Bytes copied at a time on a GPU, which gathers them into a temporary buffer first; one block if that is larger."""
 
 HOST_BYTES = 256 << 10
-"""Bytes that are copied at once on the CPU: numpy reads them into memory of their own first, and to be given megabytes of that
-takes longer than to copy them."""
+"""Bytes copied at a time on the CPU: numpy reads them into a temporary buffer first, and allocating megabytes for that takes
+longer than copying them."""
 
 
 class BlockCopier:
-    """The cache of one worker. ``tensors``: what the engine allocated, which ``cache`` describes."""
+    """Copies blocks within one worker's cache. ``tensors``: what the engine allocated, which ``cache`` describes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], cache: Cache) -> None:
         memory = memory_of(tensors, cache)
@@ -40,7 +40,7 @@ class BlockCopier:
     def copy(self, src: BlockTable, dst: BlockTable) -> None:
         """Copy the blocks of ``src`` to those of ``dst``, position by position, where both have one.
 
-        Launched when this returns; what is launched after it on the current stream finds the blocks copied.
+        On a GPU the copies are queued on the current stream when this returns; work queued later on it sees the copies.
         """
         for planes, of, to in zip(self._by_group, src, dst, strict=True):
             n = min(len(of), len(to))
@@ -69,7 +69,7 @@ def _copy_on_device(plane: torch.Tensor, here: np.ndarray, there: np.ndarray) ->
 
 
 def _planes(view: View, cache: Cache, memory: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a view as tensors over its layers, one where these are evenly spaced."""
+    """Return a view as tensors over its layers: a single one if the layers are evenly spaced."""
     axes, unit = _merged(view.axes(cache.groups[view.group].block_tokens), view.unit)
     offsets = np.sort(np.asarray(view.offsets, np.int64))
     region = np.searchsorted(cache.starts, offsets, side="right") - 1
@@ -87,7 +87,7 @@ def _planes(view: View, cache: Cache, memory: list[torch.Tensor]) -> list[torch.
 
 
 def _merged(axes: list[tuple[int, int]], unit: int) -> tuple[list[tuple[int, int]], int]:
-    """Return axes (length, stride) and a unit with as few axes as say the same: what is contiguous is one unit."""
+    """Merge contiguous axes (length, stride) into the unit; return the remaining axes and the unit."""
     left = sorted(axes, key=lambda axis: -axis[1])
     while left and left[-1][1] == unit:
         unit *= left.pop()[0]
@@ -95,7 +95,7 @@ def _merged(axes: list[tuple[int, int]], unit: int) -> tuple[list[tuple[int, int
 
 
 def _wide(memory: torch.Tensor, sizes: list[int], strides: list[int], start: int) -> torch.Tensor:
-    """Return a view of bytes, in words as wide as its places allow: a copy costs by the word."""
+    """Return a strided view of bytes in the widest words that its alignment allows: a copy costs by the word."""
     import torch
 
     words: list[tuple[torch.dtype, int]] = [(torch.int64, 8), (torch.int32, 4), (torch.int16, 2)]

@@ -1,9 +1,9 @@
-"""Layers of a draft model (EAGLE, MTP, a smaller model), beside those of the model that is served.
+"""Tell the layers of a draft model (EAGLE, MTP, a smaller model) from those of the model that is served.
 
-Their caches decide how many guesses are right, never which tokens come out. So an engine that has a draft model does without
-what the other has not computed for it, and lets be what the other has for its own: only two engines with the same draft model
-move its cache. vLLM marks such layers nowhere that a connector could see; it counts them on from the layers of the model
-served, or calls them ``draft_model``. One that is called otherwise counts as the model's, and both engines must have it.
+Their caches affect how many drafted tokens are accepted, never which tokens come out. So only two engines with the same
+draft model move its cache; an engine whose peer has none, or another, does without. vLLM does not mark such layers for
+connectors: it numbers them after the layers of the served model, or names them ``draft_model``. A draft layer with any
+other name counts as the served model's, and both engines must have it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ __all__ = ["draft_of"]
 
 
 def draft_of(layer: str, config: VllmConfig) -> str:
-    """Return a text for the draft model that a layer belongs to, the same for the same model.
-
-    Empty for a layer of the model that is served.
-    """
+    """Return a text that identifies the draft model that a layer belongs to; empty for a layer of the served model."""
     spec = getattr(config, "speculative_config", None)
     draft = getattr(spec, "draft_model_config", None)
     if spec is None or draft is None:

@@ -1,8 +1,8 @@
-"""What all KV of a vLLM engine depends on, as facts that other engines compare with theirs (see ``kvxfer.facts``).
+"""The facts on which all KV of a vLLM engine depends, and which other engines compare with theirs (see ``kvxfer.facts``).
 
-The weights are known by what they are, not by what they are called: one model is mounted under two paths, and one path
-leads to another version after an upgrade. Their name and revision count where their files cannot be found. Adapters are no
-part of it: each request names its own.
+Weights are identified by content, not by name: one model may be mounted under two paths, and a path may hold another version
+after an upgrade. Name and revision count only if the files cannot be found. Adapters are not included: each request names
+its own.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["facts_of", "updated"]
 log = logging.getLogger("kvxfer.vllm")
 
 _UNESSENTIAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_path")
-"""Settings of a model that say where it lies and who wrote it, and those that are stated by themselves."""
+"""Fields of a model's configuration that do not affect its KV, or that are facts of their own."""
 
 
 def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
     """Return the facts of an engine that has loaded its weights.
 
-    Reads a few MiB of their files, in less than a second.
+    Reads a few MiB of the weights' files, in less than a second.
     """
     model = vllm_config.model_config
     return {
@@ -44,7 +44,7 @@ def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
 
 
 def updated(facts: dict[str, str]) -> dict[str, str]:
-    """Return the facts after the weights have been changed in place, once more."""
+    """Return the facts after one more change of the weights in place."""
     return {**facts, "updates": str(int(facts["updates"]) + 1)}
 
 
@@ -59,8 +59,8 @@ def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
         found = fingerprint(_checkpoint(name, model.revision, load.download_dir))
     except (OSError, ValueError) as e:
         log.warning(
-            "the weights of %r cannot be looked at (%s): other engines are asked for its name and revision instead; set "
-            "'model' to a name of your own if they know it by another",
+            "the weights of %r cannot be read (%s): name and revision are compared with those of other engines instead; set "
+            "'model' to the same text on all engines if they know the model by different names",
             name,
             e,
         )
@@ -72,7 +72,9 @@ def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
 def _checkpoint(name: str, revision: str | None, download_dir: str | None) -> Path:
     """Return where the files of a model are: its path, or what vLLM has downloaded for its name.
 
-    Raises ``OSError`` or ``ValueError`` where they are not on this host.
+    Raises:
+        OSError: They are not on this host.
+        ValueError: They are not on this host.
     """
     if Path(name).exists():
         return Path(name)
@@ -82,7 +84,7 @@ def _checkpoint(name: str, revision: str | None, download_dir: str | None) -> Pa
 
 
 def _rope(model: Any) -> dict[str, str]:
-    """Of the two sets of factors that a model of this kind has, vLLM takes one by the longest prompt that it serves."""
+    """Return which of the two sets of LongRoPE factors vLLM uses: it chooses by ``max_model_len``."""
     text = getattr(model, "hf_text_config", None)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "longrope":
@@ -93,7 +95,7 @@ def _rope(model: Any) -> dict[str, str]:
 
 
 def _fitting(text: str) -> str:
-    """Return a text that may be a fact."""
+    """Return the text if it is valid as a fact, else a hash of it."""
     if len(text) <= TEXT and text.isprintable():
         return text
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()

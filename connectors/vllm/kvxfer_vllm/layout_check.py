@@ -1,4 +1,4 @@
-"""The description of a cache is compared with vLLM's own writes before it is used, see ``kvxfer.memory.proof``."""
+"""Compare the description of a cache with vLLM's own writes before it is used, see ``kvxfer.memory.proof``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _INDEXER_SCALED = 128
 
 
 def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmConfig) -> None:
-    """Compare what is described with where each layer's own kernel writes, and log what was compared.
+    """Compare the description with where each layer's own kernel writes, and log what was compared.
 
-    To be called when ``register_kv_caches`` is: layers and tensors are bound, and no block is in use. Some are written to,
-    and put back as they were.
+    Call it from ``register_kv_caches``, when layers and tensors are bound and no block is in use: it writes to some blocks,
+    and restores them.
 
     Raises:
-        ConfigError: A layer writes elsewhere.
+        ConfigError: A layer does not write where the description says.
     """
     import torch
 
@@ -51,7 +51,7 @@ def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmCon
                 raise ConfigError(
                     f"layer {name!r} ({kind}) does not write its KV cache as kvxfer would move it: {found}. Requests would "
                     "be answered from wrong KV. Please report this with the model and the version of vLLM; "
-                    'kvxfer\'s setting "layout_check": false starts the engine all the same'
+                    'kvxfer\'s setting "layout_check": false starts the engine anyway'
                 )
             checked += 1
     missed = "".join(f"; not checked: {n} x {kind}" for kind, n in unchecked.items())
@@ -67,7 +67,8 @@ def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmCon
 def _write(layer: Any, model: dict[str, Any], dtype: torch.dtype) -> Write:
     """Return a layer's own write.
 
-    Raises ``Unproven`` where there is none that can be called outside of a forward pass.
+    Raises:
+        Unproven: None can be called outside of a forward pass.
     """
     if getattr(layer, "kv_sharing_target_layer_name", None):
         layer = model[layer.kv_sharing_target_layer_name]  # it has no cache of its own, and reads what that one writes
@@ -92,10 +93,7 @@ def _mla(layer: Any, kv: Any, slots: Any) -> None:
 
 
 def _of_indexer(layer: Any, dtype: torch.dtype) -> Write:
-    """Return the keys of a sparse indexer, fp8 with fp32 scales.
-
-    What vLLM's kernels do that are not fused with what comes before.
-    """
+    """Return the write of a sparse indexer's keys, fp8 with fp32 scales, as vLLM's unfused kernels do it."""
     from vllm import _custom_ops as ops
 
     size, rest = divmod(layer.head_dim * _INDEXER_SCALED, _INDEXER_SCALED + 4)

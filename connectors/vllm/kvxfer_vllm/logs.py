@@ -1,4 +1,4 @@
-"""Where kvxfer's log lines go inside vLLM, which shows the lines of its own loggers and of others warnings only."""
+"""Show kvxfer's log lines inside vLLM, which by default shows only warnings of loggers other than its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["share"]
 
 
 def share() -> None:
-    """Send kvxfer's lines where vLLM's go, at vLLM's level. Does nothing where somebody has said what becomes of them."""
+    """Send kvxfer's lines where vLLM's go, at vLLM's level; do nothing if kvxfer's logger is configured already."""
     ours, vllm = logging.getLogger("kvxfer"), logging.getLogger("vllm")
     if not ours.hasHandlers():
         ours.handlers = list(vllm.handlers)

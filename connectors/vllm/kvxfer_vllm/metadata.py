@@ -1,4 +1,4 @@
-"""What crosses between vLLM's scheduler and worker processes for kvxfer, in the envelopes that vLLM asks for."""
+"""What kvxfer sends between vLLM's scheduler and worker processes, in the classes that vLLM requires."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Handshake", "ReportMetadata", "StepMetadata"]
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to all workers, each step.
+    """Sent from the scheduler to all workers in each step.
 
-    vLLM takes the ends of transfers from its workers only, so that what the scheduler side finds out goes by way of them.
+    vLLM accepts the ends of transfers only from its workers, so what the scheduler's side finds out goes back through them.
 
     Attributes:
         doomed: Requests whose load has failed though no worker knows it, and their blocks.
         freed: Requests whose blocks vLLM may free.
-        partial: Requests whose load is here in part, and their blocks that are not.
-        idle: The step computes nothing.
+        partial: Requests of which a part was loaded, and their blocks that were not.
+        idle: Whether the step computes nothing.
     """
 
     step: Step = field(default_factory=Step)
@@ -38,7 +38,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: where the worker's agent listens, and its cache; and where its side channel does."""
+    """Sent from worker to scheduler once: the agent's descriptor (address and cache), and the side channel's address."""
 
     descriptor: RankDescriptor
     channel: ChannelAddress | None = None
@@ -46,7 +46,7 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler."""
+    """Sent from workers to the scheduler after each step, if there is anything to report."""
 
     report: Report
 

@@ -1,4 +1,4 @@
-"""What the configuration and the request ids of vLLM's former P2pNcclConnector mean to kvxfer. Imports no vLLM."""
+"""Translate the configuration and the request ids of vLLM's former P2pNcclConnector. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Attributes:
         legacy_hosts: Networks, addresses or names of engines that a request id in the form of vLLM's former
-            P2pNcclConnector may name; empty: ids are never taken for addresses.
+            P2pNcclConnector may name; if empty, ids are never read as addresses.
     """
 
     legacy_hosts: tuple[str, ...] = ()
@@ -34,8 +34,8 @@ OLD_KEYS = (
     "http_ip",
     "http_port",
 )
-"""What it read and we do not; any of them makes a configuration one of the predecessor's. (``kv_buffer_size`` stood
-beside ``kv_connector_extra_config``, where vLLM refuses it by now.)"""
+"""Keys that P2pNcclConnector read and kvxfer does not; any of them marks a configuration as written for it.
+(``kv_buffer_size`` stood beside ``kv_connector_extra_config``, where vLLM now refuses it.)"""
 
 _WITHOUT_MEANING = {
     "send_type": "no longer matters: every transfer is asynchronous and begins when both sides are ready, which "
@@ -53,10 +53,10 @@ _MOST_CHANNELS = 32
 
 
 def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return kvxfer's settings out of ``kv_connector_extra_config``, and notes on what was the predecessor's.
+    """Return kvxfer's settings from ``kv_connector_extra_config``, and notes on keys of P2pNcclConnector.
 
-    ``transfer_config`` is the ``KVTransferConfig`` that holds them (``kv_port`` is read). There is a note for the log on each
-    old key: where it went, or why it no longer matters.
+    ``transfer_config`` is the ``KVTransferConfig`` that holds them (``kv_port`` is read). For each old key, a note for the log
+    says what replaces it, or why it no longer matters.
 
     A configuration without old keys is returned as it is, with no notes. kvxfer's own keys beside old ones win.
 
@@ -71,17 +71,19 @@ def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str,
     if "send_type" in old and old["send_type"] not in _SEND_TYPES:
         raise ConfigError(f"send_type cannot be {old['send_type']!r}: it was one of {', '.join(_SEND_TYPES)}; drop it")
     if settings.setdefault("backend", "nccl") == "nccl" and "backend" not in extra:
-        notes.append("backend is 'nccl', as that of the old connector was")
+        notes.append("'backend' is set to 'nccl', which the old connector used")
     if "nccl_num_channels" in old:
         channels = _number("nccl_num_channels", old["nccl_num_channels"], 1, _MOST_CHANNELS)
         if settings["backend"] == "nccl":
             settings["backend_options"] = {"channels": channels, **settings.get("backend_options", {})}
             notes.append("nccl_num_channels is now 'channels' in 'backend_options'")
         else:
-            notes.append(f"nccl_num_channels no longer matters: back end {settings['backend']!r} has no such thing")
+            notes.append(f"nccl_num_channels no longer matters: back end {settings['backend']!r} has no channels")
     if "port" not in settings:
         settings["port"] = _number("kv_port", transfer_config.kv_port, 1, 65535)
-        notes.append("kv_port is now 'port', of the engine's directory; workers take free ports, not kv_port + rank")
+        notes.append(
+            "kv_port is now 'port', the engine's directory; workers listen on free ports, not on kv_port + rank"
+        )
     if "listen" not in settings:
         notes.append(
             "the old connector listened on the host's address, kvxfer listens on 127.0.0.1 unless 'listen' (and, for "
@@ -91,7 +93,7 @@ def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str,
 
 
 def check_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
-    """Return the setting ``legacy_hosts``: networks, addresses or names of prefill engines that an id may name.
+    """Check the setting ``legacy_hosts``: networks, addresses or names of prefill engines that an id may name.
 
     Raises:
         ConfigError: An entry is none of these.
@@ -107,11 +109,11 @@ def check_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
 def params_of(
     external: ExternalId, *, produces: bool, consumes: bool, own: Address, hosts: Iterable[str]
 ) -> dict[str, Any] | None:
-    """``kv_transfer_params`` for a request that has none, from an id ``___prefill_addr_H:P___decode_addr_H:P_UUID``.
+    """Derive ``kv_transfer_params`` from an id ``___prefill_addr_H:P___decode_addr_H:P_UUID``, for a request that has none.
 
-    ``produces``, ``consumes``: the engine's role; one that has both goes by which of the addresses is its ``own`` (that
-    of its directory). ``None``: the id names no addresses, or ``hosts`` is empty: the scheme is off. Whoever sends a
-    request can write an id, so only an address that ``hosts`` allows is dialled.
+    ``produces`` and ``consumes`` are the engine's roles; an engine with both decides by which address is its ``own`` (that
+    of its directory). Returns ``None`` if the id names no addresses, or ``hosts`` is empty. Any client can choose an id, so
+    only addresses that ``hosts`` allows are dialled.
 
     Raises:
         IdentityError: The id is malformed, names an address that is not allowed, or two that are not this engine's.
@@ -126,8 +128,8 @@ def params_of(
         produces, consumes = found.prefill == own, found.decode == own
         if produces == consumes:
             raise IdentityError(
-                f"request id {external.base!r} names {found.prefill} and {found.decode}; this engine, which takes both "
-                f"roles, is {own} and cannot tell which is meant"
+                f"request id {external.base!r} names {found.prefill} and {found.decode}; this engine has both roles, but "
+                f"its address is {own}, so it cannot tell which role is meant"
             )
     # The whole id names the transfer, the same on both sides.
     if produces:
@@ -146,7 +148,7 @@ def params_of(
 
 
 def _number(key: str, value: Any, low: int, high: int) -> int:
-    """Return a number, which the old connector took as text, too."""
+    """Return a number; like the old connector, accept it as text, too."""
     try:
         number = int(value)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""kvxfer under the name ``NixlConnector``, for stacks that know connectors by a list of names. To be asked for, never by default.
+"""kvxfer under the name ``NixlConnector``, for stacks that accept a fixed list of connector names. Never the default.
 
-``"kv_connector": "NixlConnector", "kv_connector_module_path": "kvxfer_vllm.nixl"``: the path outranks vLLM's own connector of that
-name. Both engines must have it so: it is kvxfer that speaks, and NIXL's own connector does not understand it.
+Set ``"kv_connector": "NixlConnector", "kv_connector_module_path": "kvxfer_vllm.nixl"``: the path takes precedence over vLLM's own
+connector of that name. Both engines must do so: the protocol is kvxfer's, which NIXL's own connector does not speak.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("kvxfer.vllm")
 _WITHOUT_MEANING = {
     "backends": "names backends of NIXL's; set kvxfer's 'backend' and 'backend_options'",
     "num_threads": "is an option of NIXL's; set 'backend_options'",
-    "enforce_handshake_compat": "has no counterpart: engines that do not fit refuse each other, always",
+    "enforce_handshake_compat": "has no counterpart: engines that do not fit always refuse each other",
     "engine_ttl": "has no counterpart: links end with their peers",
     "bidirectional_kv_xfer": "has no counterpart: each request goes one way",
     "kv_recompute_threshold": "has no counterpart",
@@ -41,7 +41,7 @@ class NixlConnector(KVXferConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         log.warning(
-            "this NixlConnector is kvxfer under that name, as kv_connector_module_path asks for; its peers must be kvxfer, too"
+            "this NixlConnector is kvxfer under that name, as kv_connector_module_path says; its peers must be kvxfer, too"
         )
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -53,9 +53,9 @@ class NixlConnector(KVXferConnector):
         lease = settings.pop("kv_lease_duration", None)
         if lease is not None:
             settings.setdefault("lease", lease)
-            notes.append("setting 'kv_lease_duration' of NixlConnector is 'lease' here")
+            notes.append("setting 'kv_lease_duration' of NixlConnector is 'lease' in kvxfer")
         return settings, tuple(notes)
 
     def get_kv_connector_stats(self) -> KVXferStats | None:
-        """None inside another connector: it would have vLLM's class of this name read them."""
+        """Return None inside another connector, where vLLM's own class of this name would be used to read them."""
         return super().get_kv_connector_stats() if compat.stands_alone(self) else None

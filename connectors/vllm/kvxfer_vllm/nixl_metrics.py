@@ -1,6 +1,6 @@
-"""The metrics that dashboards of vLLM's NixlConnector read, by the same names and in the same units.
+"""Metrics with the names and units of vLLM's NixlConnector, for dashboards that read these.
 
-Not all of them: kvxfer does not count the descriptors of a transfer, nor the time for posting them, and has no value to give.
+Not all of them: kvxfer counts neither the descriptors of a transfer nor the time for posting them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["NixlNamedMetrics"]
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 BYTES = tuple(2 ** (10 + i) for i in range(1, 25, 2))
-"""Buckets as NixlConnector has them, so that quantiles are computed alike."""
+"""NixlConnector's buckets, so that quantiles are comparable."""
 
 NO_FAILURES = ("delivered", FailureKind.CANCELLED)
 
@@ -51,19 +51,19 @@ class NixlNamedMetrics:
 
     @classmethod
     def of(cls, vllm_config: Any, make: Callable[..., Any]) -> NixlNamedMetrics | None:
-        """Return them where they cannot be mistaken; ``None`` inside MultiConnector, which may have NIXL's own beside us."""
+        """Create the metrics; return ``None`` inside MultiConnector, where NIXL's own connector may use the same names."""
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == "MultiConnector":
             return None
         return cls(make)
 
     def begin(self, values: list[Any]) -> None:
-        """Let an engine's series begin at 0."""
+        """Start an engine's series at 0."""
         for metric in self._all:
             metric.labels(*values)
 
     def observe(self, values: list[Any], data: dict[str, Any]) -> None:
-        """Process what ranks have counted (see ``KVXferStats``)."""
+        """Add what the ranks have counted (see ``KVXferStats``)."""
         for outcome, nbytes, seconds, waited in data["loads"]:
             if outcome == "delivered":
                 self._seconds.labels(*values).observe(seconds - waited)

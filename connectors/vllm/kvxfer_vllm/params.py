@@ -1,13 +1,13 @@
-"""``kv_transfer_params``: NIXL's schema, which routers already relay, with keys of our own.
+"""``kv_transfer_params``: NIXL's schema, which routers already relay, with keys of kvxfer's own.
 
-To P a router sends ``do_remote_decode``; P's answer carries ``do_remote_prefill``, the address of its directory, and
-under our keys that address again, the transfer's base id and digest, and P's epoch; the router forwards that to D as it is. Some
-routers overwrite ``remote_host`` with where they reach P's HTTP server, which need not be where this rank is, so the address
-under our key is preferred. A router that dispatches to both at once names the transfer itself: ``transfer_id`` to both, and
-to D ``remote_host`` and ``remote_port`` of P. llm-d's ``offloading`` says the same in the schema of vLLM's peer-to-peer tier,
-``remote_decoder`` and ``remote_prefiller``, which ``translated`` puts into these words.
+P is the prefill engine, D the decode engine. A router sends ``do_remote_decode`` to P. P's answer has ``do_remote_prefill``, the
+address of its directory, and under kvxfer's keys that address again, the transfer's base id and digest, and P's epoch; the router
+forwards it to D unchanged. Some routers overwrite ``remote_host`` with the address of P's HTTP server, which this rank may not
+share, so the address under kvxfer's key takes precedence. A router that sends to both at once names the transfer itself: it sends
+``transfer_id`` to both, and P's ``remote_host`` and ``remote_port`` to D. llm-d's ``offloading`` does the same in the schema of
+vLLM's peer-to-peer tier, ``remote_decoder`` and ``remote_prefiller``, which ``translated`` maps to these keys.
 
-What comes in is anybody's: it is bounded before it is used or shown.
+The input is untrusted: its length is bounded before it is used or shown.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["answer", "digest_of", "is_load", "is_offer", "is_routed", "offered_i
 
 TRANSFER, EPOCH, DIGEST, ADDRESS = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address"
 LONGEST = 4096
-"""Characters of a text in params; a request id of vLLM's stays far below."""
+"""Characters that a text in params may have; vLLM's request ids are far shorter."""
 
 
 def translated(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return params that name the other party as a whole in our own words; all others as they are.
+    """Translate ``remote_decoder`` (P gets it, with the transfer's name) and ``remote_prefiller`` (D, also with P's address).
 
-    To P such a router sends ``remote_decoder`` with the transfer's name, to D ``remote_prefiller`` with that and P's address.
+    Params without either key are returned as they are.
 
     Raises:
-        IdentityError: Neither party can be told by it, or both are there.
+        IdentityError: The key does not name the transfer, or both keys are there.
     """
     named = [key for key in ("remote_decoder", "remote_prefiller") if params.get(key) is not None]
     if not named:
@@ -50,35 +50,34 @@ def translated(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_offer(params: Mapping[str, Any] | None) -> bool:
-    """Whether the request is to be prefilled here for somebody else."""
+    """Return whether the request is to be prefilled here for another engine."""
     return bool(params and params.get("do_remote_decode"))
 
 
 def is_load(params: Mapping[str, Any] | None) -> bool:
-    """Whether the request was prefilled elsewhere."""
+    """Return whether the request was, or is being, prefilled elsewhere."""
     return bool(params and params.get("do_remote_prefill"))
 
 
 def is_routed(params: Mapping[str, Any]) -> bool:
-    """Whether the router has named the transfer, so that P may not have begun with it."""
+    """Return whether the router has named the transfer, so that P may not have started on it yet."""
     return bool(params.get("transfer_id"))
 
 
 def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId) -> TransferId:
-    """Return the id under which a prompt is offered: the router's, or one of our own.
+    """Return the id under which a prompt is offered: the router's, or else one that this engine makes.
 
     Raises:
-        IdentityError: The router's is none, or the request's id is too long.
+        IdentityError: The router's id is invalid, or the request's id is too long.
     """
     name = params.get("transfer_id")
     return _routed(name, external) if name else TransferId.mint(epoch, external.base, external.prompt)
 
 
 def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, tokens: int) -> dict[str, Any]:
-    """Return what P answers, for its router to give to D.
+    """Return P's answer, which its router passes to D.
 
-    Blocks are no router's business, nor the consumer's: ``remote_block_ids`` is there, with an empty row for each group, for
-    those who look whether it is.
+    ``remote_block_ids`` holds an empty row for each group: kvxfer does not need it, but some routers check that it is there.
     """
     source = ticket.source
     return {
@@ -99,7 +98,7 @@ def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, toke
 
 
 def digest_of(params: Mapping[str, Any]) -> bytes:
-    """Return the digest that P named; empty if it did not, or not so that it can be read."""
+    """Return the digest that P named; empty if it is missing or unreadable."""
     text = params.get(DIGEST)
     try:
         return bytes.fromhex(text) if isinstance(text, str) and len(text) <= LONGEST else b""
@@ -108,10 +107,10 @@ def digest_of(params: Mapping[str, Any]) -> bytes:
 
 
 def wanted(params: Mapping[str, Any], external: ExternalId) -> tuple[TransferId, Source] | str:
-    """Which transfer D is to load and from where, or what is missing or malformed.
+    """Return which transfer D is to load and from where, or a text that says what is missing or malformed.
 
     Raises:
-        IdentityError: An id or an address is none.
+        IdentityError: The transfer's id is invalid.
     """
     where = _address(params)
     if isinstance(where, str):
@@ -127,19 +126,19 @@ def wanted(params: Mapping[str, Any], external: ExternalId) -> tuple[TransferId,
     try:
         return TransferId(base, external.prompt), Source(where.host, where.port, int(epoch[:LONGEST], 16))
     except ValueError:
-        return f"{EPOCH} is no hexadecimal number of up to 63 bits: {shown(epoch)}"
+        return f"{EPOCH} is not a hexadecimal number of up to 63 bits: {shown(epoch)}"
 
 
 def _routed(name: object, external: ExternalId) -> TransferId:
-    """Return what a router names by a text or, since some count, by a number of up to 64 bits."""
+    """Return the transfer that a router names by a text or, as some do, by a number of up to 64 bits."""
     number = isinstance(name, int) and -(1 << 63) <= name < 1 << 64  # Python refuses to write out very long ones
     if not number and not (isinstance(name, str) and len(name) <= LONGEST):
-        raise IdentityError(f"transfer_id is no text of up to {LONGEST} characters: {shown(name)}")
+        raise IdentityError(f"transfer_id is not a text of up to {LONGEST} characters: {shown(name)}")
     return TransferId.routed(str(name), external.prompt)
 
 
 def _address(params: Mapping[str, Any]) -> Address | str:
-    """Return where P's directory is, or why that cannot be said."""
+    """Return where P's directory is, or a text that says why it is not known."""
     ours = params.get(ADDRESS)
     if ours is not None:
         try:
@@ -147,7 +146,7 @@ def _address(params: Mapping[str, Any]) -> Address | str:
                 raise IdentityError("no text of a sensible length")
             return parse_address(ours)
         except IdentityError:
-            return f"{ADDRESS} is no address: {shown(ours)}"
+            return f"{ADDRESS} is not an address: {shown(ours)}"
     host, port = params.get("remote_host"), params.get("remote_port")
     if isinstance(host, str) and 0 < len(host) <= LONGEST and isinstance(port, int) and 0 < port < 65536:
         return Address(host, port)

@@ -1,4 +1,4 @@
-"""vLLM's block pool as kvxfer pins blocks in it."""
+"""Adapter for vLLM's block pool, in which kvxfer pins blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VllmBlockPool:
         self._pool.free_blocks([self._pool.blocks[b] for b in blocks])
 
     def lend(self, blocks: int) -> list[int] | None:
-        """See ``kvxfer.engine.LendingPool``. Lends no more than a fourth of what is free: vLLM allots as much again."""
+        """See ``kvxfer.engine.LendingPool``. Lends at most a quarter of the free blocks, since vLLM allocates as many again."""
         if blocks > self._pool.get_num_free_blocks() // 4:
             return None
         try:
@@ -32,11 +32,11 @@ class VllmBlockPool:
             return None
 
     def capacity(self) -> int:
-        """See ``kvxfer.engine.ElasticPool``. Of kvcached's blocks only those in use have memory, and the free ones could get some."""
+        """See ``kvxfer.engine.ElasticPool``. Of kvcached's blocks only those in use have memory; free ones can be given some."""
         if not hasattr(self._pool, "kv_cache_manager"):  # vLLM's own pool, all of whose blocks have memory
             return int(self._pool.num_gpu_blocks) - 1
         return self.used() + int(self._pool.get_num_free_blocks())
 
     def used(self) -> int:
-        """See ``kvxfer.engine.BlockPool``. vLLM's null block is nobody's; kvcached's free blocks are not all that are unused."""
+        """See ``kvxfer.engine.BlockPool``. Excludes vLLM's null block; counts references: kvcached's list of free blocks is incomplete."""
         return sum(block.ref_cnt > 0 for block in self._pool.blocks if not block.is_null)

@@ -1,7 +1,7 @@
-"""kvxfer in Ray Serve LLM: what Ray asks of a connector that gets a request to both sides at once.
+"""kvxfer in Ray Serve LLM, so that Ray sends a request to both sides at once.
 
-Registered by its name, before the application is built, it has Ray choose the prefill replica first and send the request to that
-and to the decode replica's own engine at the same time::
+If it is registered before the application is built, Ray chooses the prefill replica first and sends the request to it and to
+the decode replica's own engine at the same time::
 
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 
@@ -34,10 +34,10 @@ HOST, PORT, NAME = "kvxfer_host", "kvxfer_port", "transfer_id"
 
 
 class KVXferBackend(BaseConnectorBackend):
-    """Gives each replica a port of its own, which Ray tells the others, and both sides one name for a transfer.
+    """Gives each replica a port of its own, which Ray tells the others, and gives both sides one name for a transfer.
 
-    The setting ``port`` of the prefill side is that of the first replica; the next have the numbers after it, on whichever host they
-    are. Decode replicas need none.
+    The prefill side's setting ``port`` is the first replica's; the others' ports follow it, on whichever host they run.
+    Decode replicas need no port.
     """
 
     requires_peer_binding = True
@@ -47,7 +47,7 @@ class KVXferBackend(BaseConnectorBackend):
         """Settle this replica's port, before its engine starts.
 
         Raises:
-            ConfigError: It may have to prefill for others, and ``port`` is not set; or a setting is wrong.
+            ConfigError: The replica may prefill for others, and ``port`` is not set; or a setting is wrong.
         """
         transfer = self.kv_transfer_config
         extra, _ = defaults(transfer.get("kv_connector_extra_config") or {}, os.environ)
@@ -57,21 +57,21 @@ class KVXferBackend(BaseConnectorBackend):
             extra["port"] += 0 if rank else self._compute_port_offset()
         elif transfer.get("kv_role") != "kv_consumer":
             raise ConfigError(
-                "a prefill replica of Ray Serve LLM is found by its port: set 'port' in kv_connector_extra_config to the first of "
-                "as many as there can be replicas"
+                "a prefill replica of Ray Serve LLM is found by its port: set 'port' in kv_connector_extra_config to the first of a "
+                "range of ports, one for each replica there can be"
             )
         transfer["kv_connector_extra_config"] = extra
         config = located(ConnectorConfig.from_mapping(extra), SimpleNamespace(data_parallel_index=rank))
         self._where = {HOST: config.advertise or config.listen, PORT: config.port}
 
     def replica_metadata(self) -> dict[str, Any]:
-        """Where this replica's directory is; Ray hands it to whoever has chosen the replica."""
+        """Return where this replica's directory is; Ray passes it to whoever has chosen the replica."""
         return dict(self._where)
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
-        """Return what goes to the prefill replica: the prompt, for one token, and the transfer's name.
+        """Return the request for the prefill replica: the prompt, for one token, and the transfer's name.
 
-        The name is ours and used once, whatever id the client gave the request; the request itself carries it to the other side.
+        The name is new for each request, whatever id the client chose; ``request`` carries it to the decode side.
         """
         name = f"ray-{uuid.uuid4().hex}"
         request.kv_transfer_params = {NAME: name}
@@ -81,7 +81,7 @@ class KVXferBackend(BaseConnectorBackend):
         return out
 
     def prepare_decode_request(self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any) -> Any:
-        """Return what this replica's own engine gets: the transfer's name, and where the prefill replica is."""
+        """Return the request for this replica's own engine, with the transfer's name and the prefill replica's address."""
         out = request.model_copy(deep=True)
         where = peer or {}
         out.kv_transfer_params = {

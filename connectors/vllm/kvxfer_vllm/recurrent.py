@@ -22,7 +22,7 @@ __all__ = ["check_spec", "leave_last_token"]
 
 
 def check_spec(group: int, spec: Any) -> None:
-    """Refuse a spec of which we do not know in which block the state is.
+    """Refuse a spec for which it is not known which block holds the state.
 
     Raises:
         ConfigError: It is one.

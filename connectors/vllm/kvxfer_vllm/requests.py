@@ -1,4 +1,4 @@
-"""Requests that load, as a user meets them: each counted once, whatever the number of ranks."""
+"""Count requests that load KV, each once whatever the number of ranks."""
 
 from __future__ import annotations
 

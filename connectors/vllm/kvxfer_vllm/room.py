@@ -1,4 +1,4 @@
-"""Loads that need more blocks than are free: who needs fewer passes them, and takes nothing that they could have had.
+"""Let requests that need fewer blocks overtake loads that need more than are free, without delaying these.
 
 vLLM admits requests in their order, and looks no further than the first for which there are no blocks. A prompt of a hundred
 thousand tokens would keep all others from loading while it waits for requests to end, though there is room for most of them.

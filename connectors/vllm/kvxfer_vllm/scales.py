@@ -1,7 +1,7 @@
 """The scales by which a layer quantises what it caches.
 
-Numbers of the layer, not of the page, without which it is worth nothing. (Those that are computed for each token lie
-in the page with it.)
+They belong to the layer, not to its pages, but pages cannot be read without them. (Scales that are computed for each token
+lie in the page beside it.)
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ def scales_of(name: str, layer: Any, spec: Any) -> str:
     if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") == "NONE":
         return ""
     if layer is None:
-        raise ConfigError(
-            f"layer {name!r}: its cache is quantised, and the layer that has the scales is not to be found"
-        )
+        raise ConfigError(f"layer {name!r}: its cache is quantised, and the layer that has its scales cannot be found")
     if getattr(layer, "calculate_kv_scales", False):
         raise ConfigError(
-            f"layer {name!r} sets the scales of its cache by its first forward pass, each engine others: take "
-            "calculate_kv_scales out, or a checkpoint that holds scales"
+            f"layer {name!r} computes the scales of its cache in its first forward pass, so each engine has its own: "
+            "remove calculate_kv_scales, or use a checkpoint that holds scales"
         )
     held = {holder[1]: getattr(layer, holder) for holder in _HOLDERS if getattr(layer, holder, None) is not None}
     return "/" + ",".join(f"{what}={_told(scale)}" for what, scale in held.items()) if held else ""

@@ -1,4 +1,4 @@
-"""In the scheduler process: vLLM's scheduler hooks turned into calls of ``kvxfer.engine.SchedulerSide``.
+"""The scheduler process's part: turns vLLM's scheduler hooks into calls of ``kvxfer.engine.SchedulerSide``.
 
 All methods run on the engine-core thread; none blocks.
 """
@@ -144,8 +144,8 @@ class SchedulerHooks:
         if asked is not None:
             needed = "kv_producer" if p.is_offer(params) else "kv_consumer"
             log.warning(
-                "request %s is to %s, which this engine does not do: the router sends it to the wrong engine, or kv_role must "
-                "be %s or kv_both",
+                "request %s asks this engine to %s, which its kv_role does not allow: the router sent it to the wrong engine, or "
+                "kv_role must be %s or kv_both",
                 printable(request.request_id),
                 asked,
                 needed,
@@ -166,7 +166,7 @@ class SchedulerHooks:
         return tokens, beside
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Take in ``update_state_after_alloc``."""
+        """Handle ``update_state_after_alloc``."""
         self._unplaced.discard(request.request_id)
         self._room.admitted(request.request_id)
         table = _table(blocks.get_block_ids())
@@ -312,9 +312,8 @@ class SchedulerHooks:
     def reset(self) -> bool:
         """Record that vLLM drops all KV that it has cached, as is done when weights are changed in place.
 
-        What was computed before and what is computed from now on is not to be mixed, here or between engines. False: it
-        could not, since blocks are in use, and is to be asked again, so that this was no change; none will be in use on our
-        account then.
+        KV computed before and KV computed from now on must not be mixed, here or between engines. Returns False if blocks
+        are still in use, so that nothing was dropped: vLLM then calls it again, and the connector holds none by then.
         """
         if not self.side.withdraw_all("the engine drops its caches, as for other weights"):
             return False

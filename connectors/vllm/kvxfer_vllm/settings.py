@@ -1,4 +1,4 @@
-"""What vLLM's configuration means to kvxfer: settings, and what is refused by name at start."""
+"""Read kvxfer's settings from vLLM's configuration, and refuse at start what kvxfer does not support."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
         setting = f"{kind}_context_parallel_size"
         if getattr(parallel, setting, 1) > 1:
             raise ConfigError(
-                f"kvxfer does not support {kind} context parallelism: the tokens of a block then lie on several ranks in "
-                f"turn, so that no rank's block is the tokens that its table says; set {setting} to 1"
+                f"kvxfer does not support {kind} context parallelism: it spreads the tokens of each block "
+                f"over several ranks, so that no rank's blocks hold the tokens that its block table says; set {setting} to 1"
             )
     if getattr(model, "enable_sleep_mode", False) and not compat.FOLLOWS_SLEEP:
         raise ConfigError(
@@ -88,8 +88,8 @@ def counts_media(vllm_config: VllmConfig) -> bool:
 def hits_may_differ(kv_cache_config: KVCacheConfig) -> bool:
     """Return whether vLLM may count as cached what its full attention has, though the state there is gone.
 
-    It may if the rest comes from outside: we bring the state with any load. Not beside a window, of which we bring what lies
-    behind the hit only.
+    It may if the rest is loaded, as every load brings the state. Not if there is a sliding window too: a load brings only
+    the part of it after the hit.
     """
     pages = group_pages(kv_cache_config)
     full = {group.specs for group in pages if group.group.kind == "full"}

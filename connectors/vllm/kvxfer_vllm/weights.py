@@ -2,7 +2,7 @@
 
 Of safetensors it covers each tensor's name, type and shape, whichever file it lies in, and bytes sampled at places that
 depend on nothing but the checkpoint: two forms of sharding have one fingerprint, two fine-tunes have two. Of other formats it
-covers the files' names, sizes and sampled bytes. Samples do not see all: weights that differ at none of them look alike.
+covers the files' names, sizes and sampled bytes. Weights that are equal at all samples have one fingerprint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In a worker: vLLM's worker hooks turned into calls of ``kvxfer.engine.WorkerSide``, and what vLLM is told by workers."""
+"""A worker's part: turns vLLM's worker hooks into calls of ``kvxfer.engine.WorkerSide``, and reports to vLLM."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = ["WorkerHooks"]
 log = logging.getLogger("kvxfer.vllm")
 
 DRAIN_S = 2.0
-"""What consumers have at the most once vLLM ends its workers: it kills those that take longer than four seconds. With
-``--shutdown-timeout`` it goes on until offers are fetched before it ends them."""
+"""Seconds that consumers have to finish fetching once vLLM ends its workers: it kills workers after four seconds. With
+``--shutdown-timeout`` vLLM keeps running until offers are fetched, and only then ends its workers."""
 
 
 IDLE_S = 0.002
@@ -104,7 +104,7 @@ class WorkerHooks:
         if not self._asleep:
             self._on.suspend()
             self._asleep = True
-            log.info("the cache is given back: this rank's transfers and links have ended")
+            log.info("the cache is released for sleep mode: this rank's transfers and links have ended")
 
     def resume(self) -> None:
         """Take the cache up again, which has other memory now."""
@@ -113,7 +113,7 @@ class WorkerHooks:
             self._noted = None  # the next agent counts from zero
             self._on.resume(self._agent(self._on.agent.cache))
             self._asleep = False
-            log.info("the cache is taken up again")
+            log.info("the cache is mapped again, and this rank can transfer")
 
     @property
     def _on(self) -> WorkerSide:
