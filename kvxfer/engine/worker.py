@@ -45,8 +45,8 @@ _held = arguments.holding(
 class WorkerSide:
     """One rank. All methods are called by the worker's own thread, and none blocks save ``collect`` with a timeout.
 
-    A load or an offer that the agent refuses ends with the reason, and costs no other. So does one after the agent was closed, by
-    this side or by another thread; what else a step says is nothing then.
+    A load or an offer that the agent refuses, or that ``table`` or ``before_load`` raises for, ends with the reason, and costs no
+    other. So does one after the agent was closed, by this side or by another thread; what else a step says is nothing then.
 
     Args:
         agent: the rank's agent, over its cache.
@@ -166,8 +166,13 @@ class WorkerSide:
                 if self._before_load is not None:
                     self._before_load(blocks, fetch.start, fetch.tokens)
                 self.agent.fetch(replace(fetch, blocks=blocks))
-            except KvxferError as e:
-                log.error("request %s cannot be loaded: %s", printable(fetch.handle), e)
+            except Exception as e:  # the engine's functions may raise what they like
+                log.error(
+                    "request %s cannot be loaded: %s",
+                    printable(fetch.handle),
+                    e,
+                    exc_info=not isinstance(e, KvxferError),
+                )
                 self._ends.refuse(fetch, Failure.of(e))
                 if self._channel is not None:
                     self._channel.wake()
@@ -195,8 +200,8 @@ class WorkerSide:
         if wanted:
             fence = memory.fence(self._device)
         for offer in wanted:
-            some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
-            with suppress(KvxferError):  # it is refused again with all layers, and said then
+            with suppress(Exception):  # it is refused again with all layers, and said then
+                some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
                 self.agent.offer(some, after=fence)
 
     @_held
@@ -222,8 +227,13 @@ class WorkerSide:
                 payload = self._payloads.pop(offer.transfer, b"")
                 try:
                     self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence)
-                except KvxferError as e:
-                    log.error("transfer %s cannot be offered: %s", printable(offer.transfer), e)
+                except Exception as e:
+                    log.error(
+                        "transfer %s cannot be offered: %s",
+                        printable(offer.transfer),
+                        e,
+                        exc_info=not isinstance(e, KvxferError),
+                    )
                     with _unless_closed:
                         self.agent.revoke(
                             offer.transfer, offer.generation, f"the producer could not offer it: {e}", True
@@ -243,7 +253,10 @@ class WorkerSide:
             report, ends = self._ends.collect()
         if self._on_ended is not None:
             for event in ends:
-                self._on_ended(event)
+                try:
+                    self._on_ended(event)
+                except Exception:
+                    log.exception("the engine's 'on_ended' has failed, which changes nothing for its requests")
         return report
 
     def fileno(self) -> int:
