@@ -38,7 +38,7 @@ def space(regions: Sequence[Region]) -> Space:
         from kvxfer.memory.cuda import CudaSpace
 
         return CudaSpace(tuple(regions), device)
-    raise ArgumentError(f"device must be 'cpu' or 'cuda:N', not {device!r}")
+    raise ArgumentError(f"device {device!r} is not known; known are 'cpu' and 'cuda:N'")
 
 
 def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space:
@@ -63,4 +63,4 @@ def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space
         from kvxfer.memory.cuda import allocate as with_cuda
 
         return with_cuda(nbytes, device)
-    raise ArgumentError(f"device must be 'cpu' or 'cuda:N', not {device!r}")
+    raise ArgumentError(f"device {device!r} is not known; known are 'cpu' and 'cuda:N'")
