@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -195,6 +195,10 @@ def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
     """Return the ids of a row as bytes, in the form in which they are sent."""
     try:
         if not isinstance(row, np.ndarray):
+            if type(row) is not list and isinstance(row, (bytes, bytearray, Set, Mapping)):
+                raise TypeError(
+                    f"{arguments.shown(row)} has no ids in an order"
+                )  # ``array`` takes bytes for machine words
             row = array("q", row)
             if 0 < len(row) <= _FEW and null == NULL <= min(row) and max(row) < 1 << 31:
                 return _SHORT[len(row)].pack(*row)

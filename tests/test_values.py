@@ -74,7 +74,21 @@ def test_what_is_asked_of_short_and_of_long_rows(length: int, odd: dict[int, int
 
 
 @pytest.mark.parametrize(
-    "row", [[1.0], [-2], [2**31], ["1"], [None], [[1]], "ab", np.array([1.5]), np.zeros((2, 2), int)]
+    "row",
+    [
+        [1.0],
+        [-2],
+        [2**31],
+        ["1"],
+        [None],
+        [[1]],
+        "ab",
+        bytes(8),
+        {2, 1},
+        {2: 1},
+        np.array([1.5]),
+        np.zeros((2, 2), int),
+    ],
 )
 def test_what_is_no_row_of_ids_is_refused_in_words(row: object) -> None:
     with pytest.raises(ValueError, match="block table, group 1"):

@@ -252,6 +252,16 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a rank of two numbers": (lambda: tensors(rank=(0, 0)), "rank must be a kvxfer Rank, not a tuple"),
     "a cache and nothing": (lambda: tensors() + None, "other must be a kvxfer Cache, not None"),
+    "an agent over memory of another kind": (
+        lambda: Agent(Cache((Region(4096, 4096, "xpu:0"),), (Group(4),), (view(),)), Config(backend=FAKE)),
+        "device 'xpu:0' is not known; known are 'cpu' and 'cuda:N'",
+    ),
+    "an agent over two devices": (
+        lambda: Agent(
+            Cache((Region(4096, 4096), Region(1, 9, "cuda:0")), (Group(4),), (view(),)), Config(backend=FAKE)
+        ),
+        "regions must be of one device, not of cpu and cuda:0",
+    ),
     "a lease that is no number": (lambda: Config(lease=float("nan")), "'lease' cannot be nan"),
     "a lease without end": (lambda: Config(lease=float("inf")), "'lease' cannot be inf"),
     "a directory without its configuration": (lambda: Directory("engine"), "config must be a kvxfer Config"),

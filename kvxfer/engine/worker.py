@@ -47,8 +47,9 @@ class WorkerSide:
 
     Only ``collect`` with a timeout, ``suspend``, ``drain`` and ``close`` block.
 
-    A load or an offer that the agent refuses ends with the reason, without affecting others. So does one that comes after the
-    agent was closed, by this side or by another thread; everything else in a step is then ignored.
+    A load or an offer that the agent refuses, or for which ``table`` or ``before_load`` raises, ends with the reason, without
+    affecting others. So does one that comes after the agent was closed, by this side or by another thread; everything else in a
+    step is then ignored.
 
     Args:
         agent: The rank's agent, over its cache.
@@ -169,8 +170,13 @@ class WorkerSide:
                 if self._before_load is not None and not self._asleep:  # else there is no memory, and the agent says so
                     self._before_load(blocks, fetch.start, fetch.tokens)
                 self.agent.fetch(replace(fetch, blocks=blocks))
-            except KvxferError as e:
-                log.error("request %s cannot be loaded: %s", printable(fetch.handle), e)
+            except Exception as e:  # the engine's functions may raise what they like
+                log.error(
+                    "request %s cannot be loaded: %s",
+                    printable(fetch.handle),
+                    e,
+                    exc_info=not isinstance(e, KvxferError),
+                )
                 self._ends.refuse(fetch, Failure.of(e))
                 if self._channel is not None:
                     self._channel.wake()
@@ -201,8 +207,8 @@ class WorkerSide:
         if wanted:
             fence = memory.fence(self._device)
         for offer in wanted:
-            some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
-            with suppress(KvxferError):  # it will be refused again with all layers, and logged then
+            with suppress(Exception):  # it will be refused again with all layers, and logged then
+                some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
                 self.agent.offer(some, after=fence)
 
     @_held
@@ -228,8 +234,13 @@ class WorkerSide:
                 payload = self._payloads.pop(offer.transfer, b"")
                 try:
                     self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence)
-                except KvxferError as e:
-                    log.error("transfer %s cannot be offered: %s", printable(offer.transfer), e)
+                except Exception as e:
+                    log.error(
+                        "transfer %s cannot be offered: %s",
+                        printable(offer.transfer),
+                        e,
+                        exc_info=not isinstance(e, KvxferError),
+                    )
                     with _unless_closed:
                         self.agent.revoke(
                             offer.transfer, offer.generation, f"the producer could not offer it: {e}", True
@@ -249,7 +260,10 @@ class WorkerSide:
             report, ends = self._ends.collect()
         if self._on_ended is not None:
             for event in ends:
-                self._on_ended(event)
+                try:
+                    self._on_ended(event)
+                except Exception:
+                    log.exception("the engine's 'on_ended' has failed, which changes nothing for its requests")
         return report
 
     def fileno(self) -> int:

@@ -84,7 +84,9 @@ def cache_of(
     read: dict[str, tuple[list[_Tensor], list[str]]] = {}
     for plane, held in planes.items():
         arguments.string("plane", plane)
-        axes = _axes(dims[plane] if isinstance(dims, Mapping) and plane in dims else dims)
+        if isinstance(dims, Mapping) and plane not in dims:
+            raise ArgumentError(f"dims must name the axes of plane {plane!r} as well, or be one text for all planes")
+        axes = _axes(dims[plane] if isinstance(dims, Mapping) else dims)
         if heads is not None and "head" not in axes:
             raise ArgumentError(f"heads must be left out, since the axes of plane {plane!r} have no 'head'")
         found = [_read(t, f"tensors[{plane!r}]") for t in _each(held)]
@@ -250,7 +252,7 @@ def _read(tensor: Any, what: str) -> _Tensor:
     Raises:
         ArgumentError: It is not a tensor, is empty or read-only, or has a stride that is not positive.
     """
-    found = _torch(tensor) or _array(tensor, what) or _dlpack(tensor, what)
+    found = _torch(tensor, what) or _array(tensor, what) or _dlpack(tensor, what)
     if found is None:
         raise ArgumentError(
             f"{what} must be a tensor (of torch, or with __array_interface__, __cuda_array_interface__ or __dlpack__), not "
@@ -263,10 +265,13 @@ def _read(tensor: Any, what: str) -> _Tensor:
     return found
 
 
-def _torch(tensor: Any) -> _Tensor | None:
+def _torch(tensor: Any, what: str) -> _Tensor | None:
     if not all(hasattr(tensor, name) for name in ("data_ptr", "element_size", "stride", "shape", "device", "dtype")):
         return None
     item, device = int(tensor.element_size()), tensor.device
+    layout = str(getattr(tensor, "layout", "torch.strided"))
+    if layout != "torch.strided" or (prod(tensor.shape) and not tensor.data_ptr()):  # sparse, or on "meta"
+        raise ArgumentError(f"{what} must have memory of its elements, not be {layout} on {device}")
     where = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
     strides = tuple(int(s) * item for s in tensor.stride())
     name = str(tensor.dtype).rpartition(".")[2]
@@ -292,7 +297,10 @@ def _array(tensor: Any, what: str) -> _Tensor | None:
     given = interface.get("strides")
     packed = tuple(accumulate((dtype.itemsize, *shape[:0:-1]), lambda a, b: a * b))[::-1]
     strides = packed[len(packed) - len(shape) :] if given is None else tuple(map(int, given))
-    return _Tensor(tensor, int(address), shape, strides, dtype.itemsize, dtype.name, device)
+    kind = str(
+        getattr(tensor, "dtype", dtype)
+    )  # the interface has no word for bfloat16, say, and the name none for byte order
+    return _Tensor(tensor, int(address), shape, strides, dtype.itemsize, kind, device)
 
 
 class _DLTensor(ctypes.Structure):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvxfer.errors import ArgumentError
 from kvxfer.fence import Fence
 from kvxfer.geometry import Region
 from kvxfer.memory.checksum import sample
@@ -23,11 +24,11 @@ def space(regions: Sequence[Region]) -> Space:
     """Return a space over memory that this process has already, which the caller keeps alive.
 
     Raises:
-        ValueError: The regions are of more than one device, or of an unknown kind of device.
+        ArgumentError: The regions are of more than one device, or of an unknown kind of device.
     """
     kinds = {r.device for r in regions} or {"cpu"}  # a rank may hold nothing
     if len(kinds) > 1:
-        raise ValueError(f"one space holds regions of one device, not of {sorted(kinds)}")
+        raise ArgumentError(f"regions must be of one device, not of {' and '.join(sorted(kinds))}")
     (device,) = kinds
     if device == "cpu":
         from kvxfer.memory.cpu import CpuSpace
@@ -37,7 +38,7 @@ def space(regions: Sequence[Region]) -> Space:
         from kvxfer.memory.cuda import CudaSpace
 
         return CudaSpace(tuple(regions), device)
-    raise ValueError(f"memory of device {device!r} is not known; known are 'cpu' and 'cuda:N'")
+    raise ArgumentError(f"device {device!r} is not known; known are 'cpu' and 'cuda:N'")
 
 
 def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space:
@@ -49,11 +50,11 @@ def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space
         pinned: Whether host memory is page-locked, so that CUDA memory can be packed into it.
 
     Raises:
-        ValueError: The size is not positive, or the device unknown.
+        ArgumentError: The size is not positive, or the device unknown.
         KvxferError: Pinned or CUDA memory cannot be had.
     """
     if nbytes <= 0:
-        raise ValueError(f"cannot allocate {nbytes} bytes")
+        raise ArgumentError(f"cannot allocate {nbytes} bytes")
     if device == "cpu" and not pinned:
         from kvxfer.memory.cpu import allocate as on_cpu
 
@@ -62,4 +63,4 @@ def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space
         from kvxfer.memory.cuda import allocate as with_cuda
 
         return with_cuda(nbytes, device)
-    raise ValueError(f"memory of device {device!r} is not known; known are 'cpu' and 'cuda:N'")
+    raise ArgumentError(f"device {device!r} is not known; known are 'cpu' and 'cuda:N'")

@@ -27,11 +27,11 @@ NAMES = itertools.count()
 class Engine:
     """One rank of two tokens a block; its step does nothing."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **functions: Any) -> None:
         self.memory = np.zeros((1, BLOCKS, 2, 8), np.uint8)
         cache = Cache.of_tensors(self.memory, "layer block token unit", encoding="e")
         self.scheduler = SchedulerSide(CONFIG, name, cache.groups, 1, FACTS)
-        self.worker = WorkerSide(Agent(cache, CONFIG, name, FACTS))
+        self.worker = WorkerSide(Agent(cache, CONFIG, name, FACTS), **functions)
         self.loaded: set[str] = set()
         self.failed: dict[str, str] = {}
 
@@ -307,6 +307,34 @@ def test_a_worker_that_is_told_nonsense_reports_it_and_goes_on() -> None:
     assert len(p.scheduler) == len(d.scheduler) == len(d.worker) == 0
     p.close()
     d.close()
+
+
+@pytest.mark.parametrize("function", ["table", "before_load", "on_ended"])
+def test_a_function_of_the_engine_s_that_fails_costs_its_own_load_only(function: str) -> None:
+    failing = iter([True])
+
+    def called(*given: Any) -> Any:
+        if next(failing, False):
+            raise IndexError("not ours")
+        return given[0]
+
+    p, d = Engine("p"), Engine("d", **{function: called})
+    try:
+        p.turn(), d.turn()
+        requests = [fresh()[0] for _ in range(2)]
+        for i, request in enumerate(requests):
+            transfer, table = TransferId.mint(1, f"of-{request}"), BlockTable.of([[2 * i, 2 * i + 1]])
+            p.scheduler.offer(f"of-{request}", transfer, DIGEST, 4)
+            p.scheduler.runs(f"of-{request}", 0, 4, table)
+            d.scheduler.load(request, transfer, DIGEST, p.scheduler.source, 4)
+            d.scheduler.allocated(request, table, d.scheduler.loadable(request, 0) or 0)
+        until = time.monotonic() + 20.0
+        while d.loaded | d.failed.keys() != set(requests) and time.monotonic() < until:
+            p.turn(), d.turn()
+        assert d.loaded == set(requests if function == "on_ended" else requests[1:])
+        assert all("not ours" in failure for failure in d.failed.values())
+    finally:
+        d.close(), p.close()
 
 
 def test_a_renewal_that_cannot_be_sent_ends_no_other() -> None:

@@ -152,6 +152,27 @@ def test_groups_are_added() -> None:
     assert [v.offsets[0] for v in both.views] == list(starts)
 
 
+def test_tensors_without_memory_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    dense = torch.zeros(4, 2, 3)
+    for tensor in (torch.empty(4, 2, 3, device="meta"), dense.to_sparse(), dense.to_mkldnn()):
+        with pytest.raises(ArgumentError, match=r"tensors\['kv'\] must have memory of its elements"):
+            Cache.of_tensors(tensor, "block token unit")
+
+
+def test_what_has_other_bytes_has_another_encoding() -> None:
+    def encoding(tensor: Any) -> str:
+        return Cache.of_tensors(tensor, "block token unit").views[0].encoding
+
+    little, big = (np.zeros((4, 2, 3), f"{order}f4") for order in "<>")
+    assert encoding(little) == encoding(torch_of(little)) == "float32" != encoding(big)
+    one, other = (np.zeros((4, 2, 3), [("x", kind), ("y", "<i4")]) for kind in ("<i4", "<f4"))
+    assert encoding(one) != encoding(other)
+    bfloat16 = Array(np.zeros((4, 2, 3), "V2"), "__array_interface__")  # as ml_dtypes shows them: two bytes of anything
+    bfloat16.dtype = "bfloat16"  # type: ignore[attr-defined]
+    assert encoding(bfloat16) == "bfloat16"
+
+
 def test_shards_name_their_heads() -> None:
     tensor = np.zeros((BLOCKS, TOKENS, HEADS, UNIT), np.float16)
     (view,) = Cache.of_tensors(tensor, "block token head unit", heads=(HEADS, 4 * HEADS), rank=Rank(0, 1)).views
@@ -170,6 +191,7 @@ def test_shards_name_their_heads() -> None:
         (np.zeros((4, 2)), "block block", {}, "dims must have 'block' once"),
         (np.zeros((4, 2, 3)), "block token", {}, "dims must name each of the 3 axes"),
         (np.zeros((4, 2)), 7, {}, "dims must be a str"),
+        ({"k": np.zeros((4, 2))}, {"v": "block token"}, {}, "dims must name the axes of plane 'k'"),
         (
             np.zeros((4, 2, 3)).transpose(0, 2, 1),
             "block unit unit",

@@ -17,6 +17,7 @@ from transformers.cache_utils import QuantizedLayer
 from kvxfer import ArgumentError, FailureKind, KvxferError
 from kvxfer_transformers import CacheExchange, UnsupportedCacheError
 from kvxfer_transformers.demo.models import WINDOW, tiny
+from kvxfer_transformers.ticket import BatchTicket
 from tests.transformers.conftest import Pair, batch, plain, prefilled
 
 
@@ -149,6 +150,22 @@ def test_a_salt_is_part_of_what_must_agree(full: Pair) -> None:
     with pytest.raises(KvxferError) as caught:
         full.consumer.fetch(ticket, **prompts, salt="image 2")
     assert caught.value.kind is FailureKind.DIGEST_DIFFERS
+
+
+def test_a_fetch_that_is_refused_takes_no_room(full: Pair) -> None:
+    prompts = batch(20)
+    made = prefilled(full.model, prompts)
+    ticket, room = full.producer.offer(made.past_key_values, made.sequences), full.consumer.room
+    with pytest.raises(ArgumentError, match="salt must be a str"):
+        full.consumer.fetch(ticket, **prompts, salt=1)
+    assert full.consumer.room == room
+    full.consumer.fetch(ticket, **prompts)
+
+
+@pytest.mark.parametrize("tail", [((1,), (1, 2)), ((), ())])
+def test_a_ticket_whose_rows_differ_is_none(tail: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ArgumentError, match="do not fit each other"):
+        BatchTicket.read(BatchTicket((None, None), 0, tail).text)
 
 
 def test_other_weights_never_meet(full: Pair) -> None:

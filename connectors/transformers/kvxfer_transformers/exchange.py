@@ -184,17 +184,20 @@ class CacheExchange:
         target = DynamicCache(config=self._model.config) if cache is None else cache
         _check_empty(target, told.tokens)
         full = torch.cat([ids[:, : told.tokens], torch.tensor(told.tail)], 1)
+        digests = [
+            prompt_digest(self._model, self._facts, ids[row, pad : told.tokens].tolist(), salt)
+            for row, pad in enumerate(pads)
+        ]
         rows: list[_Row | None] = []
         with self._lock:
             self._turn()
             taken = iter(self._take(max(0, told.tokens - pad) for pad in pads))
-            for row, (pad, row_ticket) in enumerate(zip(pads, told.rows, strict=True)):
+            for pad, row_ticket, content in zip(pads, told.rows, digests, strict=True):
                 blocks = next(taken)
                 if row_ticket is None:
                     rows.append(None)
                     continue
                 tokens = told.tokens - pad
-                content = prompt_digest(self._model, self._facts, ids[row, pad : told.tokens].tolist(), salt)
                 request, scheduler = self._name("fetch"), self._side.scheduler
                 found = _Row(request, blocks, tokens)
                 if scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens, offered=True):

@@ -44,6 +44,7 @@ class BatchTicket(msgspec.Struct, frozen=True):
             found = msgspec.msgpack.decode(base64.urlsafe_b64decode(text.removeprefix(_BEGINS)), type=cls)
         except (ValueError, msgspec.MsgspecError) as error:
             raise ArgumentError(f"ticket must be as offer() returned it: {error}") from None
-        if len(found.rows) != len(found.tail) or not found.rows or found.tokens < 0:
+        behind = {len(row) for row in found.tail}
+        if len(found.rows) != len(found.tail) or len(behind) != 1 or not min(behind) or found.tokens < 0:
             raise ArgumentError("ticket must be as offer() returned it: its rows do not fit each other")
         return found
