@@ -8,6 +8,7 @@ them what it needs:
 - ``options``, ``listening``: options as a user writes them, and those of back ends that listen on a port.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
 - ``cursor``, ``runs``: the bytes of a batch, piece by piece; its runs, cut where they are too long.
+- ``door``: a Unix socket at which peers of this host connect, and whoever has done so and not said yet what for.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.
 - ``liveness``: how the two ends of a link on one host know of each other's end, and tell each other what else there is.
 - ``host``, ``ports``: where a process runs, and which ports it has open.

@@ -14,16 +14,13 @@ import socket
 from collections import deque
 from collections.abc import Iterable
 
+from kvxfer.backend.door import UnixDoor
 from kvxfer.backend.wakeup import Wakeup
 
 __all__ = ["LINK_BYTES", "Liveness", "LivenessLinks"]
 
 LINK_BYTES = 16
 """Length of the name of a link's end: random, and known to nobody but the peer."""
-
-MOST_STRANGERS = 64
-"""Sockets that have not said yet what they are for; of more, the oldest is closed."""
-
 
 MESSAGE_BYTES, MOST_HEARD = 256, 64
 """Length of a message, and how many may wait for whoever they are for: an end that is told more is down."""
@@ -84,16 +81,11 @@ class LivenessLinks:
 
     def __init__(self, backend: str, wakeup: Wakeup) -> None:
         """Listen; ``wakeup`` wakes from then on when ``handle`` has something to do."""
-        self.name = f"kvxfer-{backend}-{os.urandom(16).hex()}"
+        self._door = UnixDoor(backend, wakeup)
+        self.name = self._door.name
         self._wakeup = wakeup
         self._offered: dict[bytes, Liveness | None] = {}
-        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: who was there before we connected
-        # The abstract namespace belongs to the network namespace, and leaves no file behind.
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(128)
-        wakeup.add(self._listener.fileno(), self._listener)
 
     def offer(self, link: bytes) -> None:
         self._offered[link] = None
@@ -113,9 +105,12 @@ class LivenessLinks:
         """Announce ourselves to the peer, whose end and place (its ``name``) these are.
 
         If the peer cannot be reached, the end is down.
+
+        Raises:
+            OSError: No descriptor is left; nothing has changed.
         """
-        end = self._offered[mine] = Liveness(mine, theirs, peer)
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        end = self._offered[mine] = Liveness(mine, theirs, peer)
         try:
             dialled.connect(f"\0{name}")
             dialled.send(theirs + mine)
@@ -139,10 +134,9 @@ class LivenessLinks:
     def handle(self, readable: Iterable[object]) -> None:
         """Take what ``wakeup`` named: announcements, and sockets that were closed."""
         for source in readable:
-            if source is self._listener:
-                self._accept()
-            elif isinstance(source, socket.socket) and source in self._strangers:
-                self._hear(source)
+            stranger = self._door.answer(source)
+            if stranger is not None:
+                self._hear(stranger)
             elif isinstance(source, Liveness):
                 source.check()
                 if source.down is not None:
@@ -152,36 +146,15 @@ class LivenessLinks:
         for end in list(self._offered.values()):
             if end is not None:
                 self.hang_up(end)
-        for stranger in list(self._strangers):
-            self._turn_out(stranger)
         for _, early in self._early.values():
             early.close()
-        self._wakeup.remove(self._listener.fileno())
-        self._listener.close()
-
-    def _accept(self) -> None:
-        try:
-            stranger = self._listener.accept()[0]
-        except (BlockingIOError, ConnectionError):
-            return  # gone before we came
-        stranger.setblocking(False)
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._turn_out(next(iter(self._strangers)))
-        self._strangers[stranger] = None
-        self._wakeup.add(stranger.fileno(), stranger)
-
-    def _turn_out(self, stranger: socket.socket) -> None:
-        del self._strangers[stranger]
-        self._wakeup.remove(stranger.fileno())
-        stranger.close()
+        self._door.close()
 
     def _hear(self, stranger: socket.socket) -> None:
         try:
             said = stranger.recv(2 * LINK_BYTES + 1)
         except OSError:
             said = b""
-        del self._strangers[stranger]
-        self._wakeup.remove(stranger.fileno())
         mine, theirs = said[:LINK_BYTES], said[LINK_BYTES:]
         if len(said) != 2 * LINK_BYTES or mine not in self._offered or mine in self._early:
             stranger.close()  # not one of ours; it sees the socket close, and that is its answer

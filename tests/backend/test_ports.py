@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backend import ucx
-from kvxfer.backend.liveness import MOST_STRANGERS, LivenessLinks
+from kvxfer.backend.door import MOST_STRANGERS, UnixDoor
 from kvxfer.backend.ports import Port, device_of, listening
 from kvxfer.backend.ucx import confined
 from kvxfer.backend.wakeup import Wakeup
@@ -83,18 +83,19 @@ def test_the_environment_is_respected_and_told_of(
     assert "UCX_NET_DEVICES=eth9" in caplog.text and "127.0.0.1" in caplog.text
 
 
-def test_strangers_at_a_line_take_a_bounded_number_of_descriptors() -> None:
+def test_strangers_at_a_door_take_a_bounded_number_of_descriptors() -> None:
     wakeup = Wakeup()
-    lines = LivenessLinks("test", wakeup)
+    door = UnixDoor("test", wakeup)
     strangers = []
     for _ in range(MOST_STRANGERS + 20):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stranger.connect(f"\0{lines.name}")
+        stranger.connect(f"\0{door.name}")
         strangers.append(stranger)
-        lines.handle(wakeup.clear())
-    assert len(lines._strangers) == MOST_STRANGERS
+        for source in wakeup.clear():
+            assert door.answer(source) is None
+    assert len(door._strangers) == MOST_STRANGERS
     assert strangers[0].recv(1) == b"", "the oldest is turned out"
-    lines.close()
+    door.close()
     wakeup.close()
     for stranger in strangers:
         stranger.close()

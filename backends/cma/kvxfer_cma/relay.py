@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterable
 
+from kvxfer.backend.door import UnixDoor
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import TransportError
@@ -26,17 +26,13 @@ class Relay:
     """
 
     def __init__(self, wakeup: Wakeup, memories: Memories) -> None:
-        self.name = f"kvxfer-cma-{os.urandom(16).hex()}"
+        self._door = UnixDoor("cma", wakeup)
+        self.name = self._door.name
         self._wakeup, self._memories = wakeup, memories
         self._open: dict[bytes, bool] = {}
         self._lent: dict[bytes, tuple[frozenset[int], bool]] = {}
-        self._servers: dict[Server, bytes] = {}  # with the link they serve; empty until they are told
+        self._servers: dict[Server, bytes] = {}  # with the link they serve
         self._askers: set[Asker] = set()
-        # The abstract namespace belongs to the network namespace, and leaves no file behind.
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(128)
-        wakeup.add(self._listener.fileno(), self._listener)
 
     def offer(self, link: bytes, lent: Iterable[int], writable: bool) -> None:
         """``lent``: the memories that whoever comes by this link may read, or if ``writable`` read and write."""
@@ -82,8 +78,9 @@ class Relay:
         did = False
         for source in readable:
             did = True
-            if source is self._listener:
-                self._accept()
+            stranger = self._door.answer(source)
+            if stranger is not None:
+                self._admit(stranger)
             elif isinstance(source, Asker) and source in self._askers:
                 if not source.receive():
                     self.hang_up(source)
@@ -96,30 +93,29 @@ class Relay:
             self.hang_up(asker)
         for server in list(self._servers):
             self._drop(server)
-        self._wakeup.remove(self._listener.fileno())
-        self._listener.close()
+        self._door.close()
 
-    def _accept(self) -> None:
+    def _admit(self, stranger: socket.socket) -> None:
+        """Take in who names a link. A link has one asker: another takes its place."""
+        server = Server(stranger, self._memories)
         try:
-            server = Server(self._listener.accept()[0], self._memories)
-        except (BlockingIOError, ConnectionError):
-            return  # gone before we came
-        self._servers[server] = b""
-        self._wakeup.add(server.fileno(), server)
+            link = server.open()
+        except OSError:
+            link = b""
+        if link not in self._open:
+            server.close()  # gone, or not one of ours; it sees the socket close, and that is its answer
+            return
+        for former in self._of(link):
+            self._drop(former)
+        self._servers[server] = link
+        server.lend(*self._lent[link])
+        if self._open[link]:
+            self._wakeup.add(server.fileno(), server)
 
     def _serve(self, server: Server) -> None:
         try:
-            if self._servers[server]:
-                server.serve(AT_ONCE)
-                return
-            link = server.open()
-            if link not in self._open:
-                raise ConnectionRefusedError("this link was not offered, or is closed")
-            self._servers[server] = link
-            server.lend(*self._lent[link])
-            if not self._open[link]:
-                self._wakeup.remove(server.fileno())
-        except OSError:  # gone, or not one of ours; it sees the socket close, and that is its answer
+            server.serve(AT_ONCE)
+        except OSError:  # gone, or it breaks the protocol
             self._drop(server)
 
     def _of(self, link: bytes) -> list[Server]:
@@ -127,6 +123,6 @@ class Relay:
 
     def _drop(self, server: Server) -> None:
         link = self._servers.pop(server)
-        if not link or self._open[link]:
+        if self._open[link]:
             self._wakeup.remove(server.fileno())
         server.close()

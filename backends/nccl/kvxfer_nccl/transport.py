@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from kvxfer.backend import Base
+from kvxfer.backend.door import accept
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
@@ -246,14 +247,12 @@ class NcclTransport(Base[Endpoint, Link]):
     # Connections that have not said yet which link they belong to
 
     def _take_in(self, now: float) -> None:
-        while len(self._strangers) < STRANGERS:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
+        for _ in range(STRANGERS):
+            sock = accept(self._listener, self.wakeup)
+            if sock is None:
                 return
-            except OSError as e:  # the one that came is gone already, or there are no descriptors left
-                _log.warning("%s: a connection could not be taken: %s", self.agent, e)
-                return
+            if len(self._strangers) >= STRANGERS:
+                self._dismiss(next(iter(self._strangers))).close()
             number = self.number()
             channel = Channel(sock)
             self._strangers[number] = channel, now + GREET_S
