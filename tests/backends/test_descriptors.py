@@ -35,7 +35,7 @@ def no_descriptor_left() -> Iterator[None]:
     ],
 )
 def test_a_shortage_costs_new_links_only(backend: str, kind: str, options: dict[str, Any]) -> None:
-    """Who connects meanwhile is not taken in, which keeps nobody busy. UCX opens files by itself, so what is built on it is not among these."""
+    """Who connects meanwhile is not taken in, which keeps nobody busy. What is built on UCX, which opens files by itself, is not here."""
     require(backend)
     module, _, name = kind.partition(":")
     suite = type("Short", (Suite,), {"backend": getattr(importlib.import_module(module), name), "options": options})()
