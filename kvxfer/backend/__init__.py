@@ -8,6 +8,7 @@ uses those that it needs:
 - ``options``, ``listening``: a back end's options, and those of back ends that listen on a port.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
 - ``cursor``, ``runs``: copy a batch piece by piece; cut runs that are too long.
+- ``door``: a Unix socket that peers of this host connect to, and accepting where descriptors may run out.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.
 - ``liveness``: tells each end of a link within one host whether the other end is alive, and carries short messages.
 - ``host``, ``ports``: where a process runs, and which ports it has open.

@@ -211,7 +211,10 @@ class Base(Transport, Generic[E, L]):
         if mine == theirs:
             raise TransportError("both endpoints are the same; connect needs one from each side")
         number = self.number()
-        link = self.make_link(number, own, their)
+        try:
+            link = self.make_link(number, own, their)
+        except OSError as e:
+            raise TransportError(f"no link to {their.agent!r} can be made: {e}") from e
         del self.unused[mine]
         self.links[number] = link
         self.wakeup.set()

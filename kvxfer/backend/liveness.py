@@ -14,7 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Iterable
 
-from kvxfer.backend.strangers import Strangers
+from kvxfer.backend.door import UnixDoor
 from kvxfer.backend.wakeup import Wakeup
 
 __all__ = ["LINK_BYTES", "Liveness", "LivenessLinks"]
@@ -81,8 +81,8 @@ class LivenessLinks:
 
     def __init__(self, backend: str, wakeup: Wakeup) -> None:
         """Listen; ``wakeup`` wakes from then on when ``handle`` has something to do."""
-        self._strangers = Strangers(f"kvxfer-{backend}", wakeup)
-        self.name = self._strangers.name
+        self._door = UnixDoor(backend, wakeup)
+        self.name = self._door.name
         self._wakeup = wakeup
         self._offered: dict[bytes, Liveness | None] = {}
         self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: who was there before we connected
@@ -105,6 +105,9 @@ class LivenessLinks:
         """Connect end ``mine`` to the peer's end ``theirs``, whose listener is ``name``; return this end.
 
         If the peer cannot be reached, the end is down.
+
+        Raises:
+            OSError: No descriptor is left; nothing has changed.
         """
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         end = self._offered[mine] = Liveness(mine, theirs, peer)
@@ -131,7 +134,8 @@ class LivenessLinks:
     def handle(self, readable: Iterable[object]) -> None:
         """Handle the sockets that ``wakeup`` named: new connections, and messages or ends of others."""
         for source in readable:
-            if (stranger := self._strangers.heard(source)) is not None:
+            stranger = self._door.answer(source)
+            if stranger is not None:
                 self._hear(stranger)
             elif isinstance(source, Liveness):
                 source.check()
@@ -144,7 +148,7 @@ class LivenessLinks:
                 self.hang_up(end)
         for _, early in self._early.values():
             early.close()
-        self._strangers.close()
+        self._door.close()
 
     def _hear(self, stranger: socket.socket) -> None:
         try:

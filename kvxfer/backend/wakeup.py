@@ -71,6 +71,8 @@ class Wakeup:
         self._epoll.register(self._timer, select.EPOLLIN)
         self._epoll.register(self._flag, select.EPOLLIN)
         self._keys: dict[int, Hashable] = {}
+        self._due: float | None = None
+        self._resting: dict[int, float] = {}
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -84,6 +86,13 @@ class Wakeup:
         """Stop waking for ``fd``. Call it before ``fd`` is closed."""
         self._epoll.unregister(fd)
         del self._keys[fd]
+        self._resting.pop(fd, None)
+
+    def rest(self, fd: int, seconds: float) -> None:
+        """Do not wake for ``fd`` for so long: what it tells of cannot be done now."""
+        self._epoll.modify(fd, 0)
+        self._resting[fd] = time.monotonic() + seconds
+        self.at(self._due)
 
     def set(self) -> None:
         """Wake now. Any thread."""
@@ -95,11 +104,18 @@ class Wakeup:
         if self._flag in fired:
             os.eventfd_read(self._flag)
         if self._timer.fileno() in fired:
-            self.at(None)
+            now = time.monotonic()
+            for fd in [fd for fd, until in self._resting.items() if until <= now]:
+                del self._resting[fd]
+                self._epoll.modify(fd, select.EPOLLIN)
+            self.at(self._due if self._due is not None and self._due > now else None)
         return {self._keys[fd] for fd in fired if fd in self._keys}
 
     def at(self, due: float | None) -> None:
         """Wake at this time of ``time.monotonic``, which replaces the one set before; ``None`` for never."""
+        self._due = due
+        if self._resting:
+            due = min(self._resting.values()) if due is None else min(due, *self._resting.values())
         self._timer.at(due)
 
     def close(self) -> None:

@@ -78,3 +78,23 @@ def test_close_gives_all_descriptors_back() -> None:
     wakeup.close()
     wakeup.close()
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_descriptor_that_rests_does_not_wake_and_a_time_that_was_set_does(wakeup: Wakeup) -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, b"x")
+    wakeup.add(ours, "pipe")
+    wakeup.rest(ours, 0.1)
+    assert not readable(wakeup)
+    wakeup.at(time.monotonic() + 0.02)
+    assert readable(wakeup, 5) and wakeup.clear() == set() and not readable(wakeup)
+    wakeup.at(time.monotonic() + 60)
+    while not wakeup.clear():
+        assert readable(wakeup, 5)
+    assert readable(wakeup)
+    wakeup.rest(ours, 0.01)
+    wakeup.remove(ours)
+    time.sleep(0.02)
+    assert wakeup.clear() == set() and not readable(wakeup)
+    os.close(ours)
+    os.close(theirs)

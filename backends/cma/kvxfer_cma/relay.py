@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 
+from kvxfer.backend.door import UnixDoor
 from kvxfer.backend.memories import Memories
-from kvxfer.backend.strangers import Strangers
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import TransportError
 from kvxfer_cma.endpoint import Endpoint
@@ -25,8 +26,8 @@ class Relay:
     """
 
     def __init__(self, wakeup: Wakeup, memories: Memories) -> None:
-        self._strangers = Strangers("kvxfer-cma", wakeup)
-        self.name = self._strangers.name
+        self._door = UnixDoor("cma", wakeup)
+        self.name = self._door.name
         self._wakeup, self._memories = wakeup, memories
         self._open: dict[bytes, bool] = {}
         self._lent: dict[bytes, tuple[frozenset[int], bool]] = {}
@@ -77,8 +78,9 @@ class Relay:
         did = False
         for source in readable:
             did = True
-            if (stranger := self._strangers.heard(source)) is not None:
-                self._introduce(Server(stranger, self._memories))
+            stranger = self._door.answer(source)
+            if stranger is not None:
+                self._admit(stranger)
             elif isinstance(source, Asker) and source in self._askers:
                 if not source.receive():
                     self.hang_up(source)
@@ -91,16 +93,20 @@ class Relay:
             self.hang_up(asker)
         for server in list(self._servers):
             self._drop(server)
-        self._strangers.close()
+        self._door.close()
 
-    def _introduce(self, server: Server) -> None:
+    def _admit(self, stranger: socket.socket) -> None:
+        """Take in who names a link. A link has one asker: another takes its place."""
+        server = Server(stranger, self._memories)
         try:
             link = server.open()
-            if link not in self._open:
-                raise ConnectionRefusedError("this link was not offered, or is closed")
-        except OSError:  # gone, or not one of ours; it sees the socket close, and that is its answer
-            server.close()
+        except OSError:
+            link = b""
+        if link not in self._open:
+            server.close()  # gone, or not one of ours; it sees the socket close, and that is its answer
             return
+        for former in self._of(link):
+            self._drop(former)
         self._servers[server] = link
         server.lend(*self._lent[link])
         if self._open[link]:
@@ -109,7 +115,7 @@ class Relay:
     def _serve(self, server: Server) -> None:
         try:
             server.serve(AT_ONCE)
-        except OSError:  # it is gone, or does not keep to the protocol
+        except OSError:  # gone, or it breaks the protocol
             self._drop(server)
 
     def _of(self, link: bytes) -> list[Server]:

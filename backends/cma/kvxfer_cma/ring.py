@@ -232,7 +232,6 @@ class Server:
     """The other end: answers what one asker asks for, within the registered memory."""
 
     def __init__(self, accepted: socket.socket, memories: Memories) -> None:
-        accepted.setblocking(False)
         self._socket, self._memories = accepted, memories
         self._slots: Slots | None = None
         self._lent, self._writable = frozenset[int](), False

@@ -11,8 +11,8 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from kvxfer.backend import Base
+from kvxfer.backend.door import accept
 from kvxfer.backend.endpoint import new_token
-from kvxfer.backend.strangers import Listener
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
@@ -64,7 +64,7 @@ class NcclTransport(Base[Endpoint, Link]):
             quiet="later",
         )
         try:
-            self._listener = Listener(listen(self._options.listen, self._options.port))
+            self._listener = listen(self._options.listen, self._options.port)
         except OSError as e:
             where = f"{self._options.listen} port {self._options.port}"
             raise TransportError(f"back end 'nccl' of {agent!r} cannot listen on {where}: {e}") from e
@@ -77,7 +77,7 @@ class NcclTransport(Base[Endpoint, Link]):
         self._early: dict[bytes, tuple[Channel, Greeting]] = {}
         self._woken: deque[int] = deque()
         self._waking = threading.Lock()
-        self.wakeup.add(self._listener.socket.fileno(), "listener")
+        self.wakeup.add(self._listener.fileno(), "listener")
 
     @classmethod
     def carried_by(cls, log: str) -> str | None:
@@ -119,7 +119,7 @@ class NcclTransport(Base[Endpoint, Link]):
         mine = Endpoint(
             self.agent,
             self._options.host,
-            self._listener.socket.getsockname()[1],
+            self._listener.getsockname()[1],
             new_token(),
             self._binding.identity(self._device),
             self._options.channels,
@@ -244,7 +244,7 @@ class NcclTransport(Base[Endpoint, Link]):
 
     def _take_in(self, now: float) -> None:
         for _ in range(STRANGERS):
-            sock = self._listener.accept()
+            sock = accept(self._listener, self.wakeup)
             if sock is None:
                 return
             if len(self._strangers) >= STRANGERS:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvxfer.backend.door import accept
 from kvxfer.backend.endpoint import TOKEN_BYTES
+from kvxfer.backend.wakeup import Wakeup
 from kvxfer_tcp.connection import Connection, Loop, tune
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.vectors import Pipe
@@ -23,9 +24,6 @@ STRANGERS = 128
 """Connections that have not shown a token yet; a further one takes the place of the one that has waited longest."""
 
 BACKLOG = 512
-
-RETRY_S = 0.1
-"""How often accepting is tried again where the process has no descriptor left."""
 
 
 class Door:
@@ -53,33 +51,23 @@ class Door:
             self.listener.close()
             raise
         self.port: int = self.listener.getsockname()[1]
-        self.retry: float | None = None
 
     @property
     def due(self) -> float | None:
-        """When to call ``expire`` or ``accept``, though no descriptor tells."""
-        times = [next(iter(self._strangers.values()))] if self._strangers else []
-        return min([*times, *([self.retry] if self.retry else [])], default=None)
+        """When to call ``expire``, though no descriptor tells."""
+        return next(iter(self._strangers.values()), None)
 
-    def accept(self) -> None:
+    def accept(self, wakeup: Wakeup) -> None:
         """Take in those who have connected."""
-        self.retry = None
         for _ in range(AT_ONCE):
-            try:
-                opened, _ = self.listener.accept()
-            except BlockingIOError:
+            opened = accept(self.listener, wakeup)
+            if opened is None:
                 return
-            except OSError as e:
-                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self.retry = time.monotonic() + RETRY_S
-                    return
-                continue  # that one has gone again
-            opened.setblocking(False)
             try:
                 tune(opened, self._options, False)
             except OSError:
                 opened.close()
-                continue  # that one as well
+                continue  # that one has gone again
             if len(self._strangers) >= STRANGERS:
                 self.turn_away(next(iter(self._strangers)))
             self._strangers[_Stranger(self._loop, opened, self)] = time.monotonic() + self._options.connect_timeout_s

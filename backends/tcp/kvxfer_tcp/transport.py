@@ -143,8 +143,8 @@ class TcpTransport(Base[Endpoint, Link]):
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
-        if "door" in readable or (self._door.retry is not None and self._door.retry <= now):
-            self._accept()
+        if "door" in readable:
+            self._door.accept(self.wakeup)
         if "names" in readable:
             for link, addresses in self._names.found():
                 link.dial(addresses)
@@ -212,15 +212,6 @@ class TcpTransport(Base[Endpoint, Link]):
                     connection.lost(e)
                 if time.monotonic() >= until:
                     return
-
-    def _accept(self) -> None:
-        """Let the door accept; while it cannot, its listener must not keep us awake."""
-        before, fd = self._door.retry, self._door.listener.fileno()
-        self._door.accept()
-        if before is None and self._door.retry is not None:
-            self.wakeup.remove(fd)
-        elif before is not None and self._door.retry is None:
-            self.wakeup.add(fd, "door")
 
     def _admit(self, token: bytes, opened: socket.socket, number: int) -> None:
         """Take a connection that has shown a token."""

@@ -1,0 +1,78 @@
+"""A Unix socket that peers of this host connect to, and accepting where descriptors may run out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from kvxfer.backend.wakeup import Wakeup
+
+__all__ = ["MOST_STRANGERS", "UnixDoor", "accept"]
+
+MOST_STRANGERS = 64
+"""The most sockets that have not said which link they are for; for one more, the oldest is closed."""
+
+REST_S = 0.1
+"""Seconds until the next try when the process has no descriptor left, or the system no memory."""
+
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+def accept(listener: socket.socket, wakeup: Wakeup) -> socket.socket | None:
+    """Return a new connection, not blocking; ``None`` if there is none, or no descriptor for it.
+
+    In the latter case the listener does not wake the thread for ``REST_S``, and the peer waits.
+    """
+    try:
+        accepted = listener.accept()[0]
+    except OSError as e:  # otherwise there is none, or it has gone again
+        if e.errno in _SHORT:
+            wakeup.rest(listener.fileno(), REST_S)
+        return None
+    accepted.setblocking(False)
+    return accepted
+
+
+class UnixDoor:
+    """A listening socket, and the strangers: those who have connected and not said anything yet.
+
+    Attributes:
+        name: The socket's name in the abstract namespace.
+    """
+
+    def __init__(self, backend: str, wakeup: Wakeup) -> None:
+        """Start to listen; from then on ``wakeup`` wakes when ``answer`` has something to do."""
+        self.name = f"kvxfer-{backend}-{os.urandom(16).hex()}"
+        self._wakeup = wakeup
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        # The abstract namespace belongs to the network namespace, and leaves no file behind.
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        wakeup.add(self._listener.fileno(), self._listener)
+
+    def answer(self, source: object) -> socket.socket | None:
+        """Handle what ``wakeup`` named; return a stranger that has sent something or is gone, whose socket the caller must close."""
+        if source is self._listener:
+            accepted = accept(self._listener, self._wakeup)
+            if accepted is not None:
+                if len(self._strangers) >= MOST_STRANGERS:
+                    self._let_go(next(iter(self._strangers))).close()
+                self._strangers[accepted] = None
+                self._wakeup.add(accepted.fileno(), accepted)
+        elif isinstance(source, socket.socket) and source in self._strangers:
+            return self._let_go(source)
+        return None
+
+    def close(self) -> None:
+        """Stop listening, and hang up on all strangers. Call it once."""
+        for stranger in list(self._strangers):
+            self._let_go(stranger).close()
+        self._wakeup.remove(self._listener.fileno())
+        self._listener.close()
+
+    def _let_go(self, stranger: socket.socket) -> socket.socket:
+        del self._strangers[stranger]
+        self._wakeup.remove(stranger.fileno())
+        return stranger
