@@ -37,7 +37,7 @@ def test_rows_with_the_same_keys_share_a_table(tmp_path: Path) -> None:
 
 def test_what_is_no_json_is_told_by_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "engines.jsonl"
-    for wrong, why in (("{}\nx", "line 2 is not JSON"), ("[]", "line 1 is no JSON object")):
+    for wrong, why in (("{}\nx", "line 2 is not JSON"), ("[]", "line 1 must be a JSON object")):
         file.write_text(wrong)
         result = CliRunner().invoke(PROGRAM, [str(file)])
         assert result.exit_code != 0 and why in f"{result.output}{result.exception}"

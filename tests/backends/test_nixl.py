@@ -232,7 +232,7 @@ def test_an_endpoint_is_good_for_one_link(world: World) -> None:
     a, b = world.local(), world.local()
     mine, theirs = a.endpoint(), b.endpoint()
     a.connect(mine, theirs)
-    with pytest.raises(TransportError, match="no unused endpoint"):
+    with pytest.raises(TransportError, match="must be an unused endpoint"):
         a.connect(mine, b.endpoint())
     with pytest.raises(TransportError, match="in use"):
         a.connect(a.endpoint(), theirs)
