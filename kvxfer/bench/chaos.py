@@ -86,7 +86,7 @@ def measure(
         while (now := time.monotonic()) < until:
             if now >= told:
                 told += SAY_S
-                said = f"{outcomes['delivered']} delivered, {faults.total()} faults, {len(world.complaints)} errors"
+                said = f"{outcomes['delivered']} delivered, {faults.total()} faults, {len(world.complaints)} complaints"
                 say(f"{now - begun:.0f} of {seconds:.0f} s: {said}")
             _begin(world, rng)
             world.turn()

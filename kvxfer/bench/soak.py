@@ -102,7 +102,7 @@ def measure(
                 next_restart, turn = time.monotonic() - begun + restart_s, turn + 1
             if now >= len(rows) * seconds / ROWS:
                 rows.append({"seconds": round(now, 1), **sample()})
-                said = f"{outcomes['delivered']} delivered, {turn} restarts, {len(world.complaints)} errors"
+                said = f"{outcomes['delivered']} delivered, {turn} restarts, {len(world.complaints)} complaints"
                 say(f"{now:.0f} of {seconds:.0f} s: {said}")
         say("waiting until everything has ended")
         for name in MORTAL:

@@ -19,7 +19,9 @@ def test_nothing_is_wrong_late_or_lost_in_a_short_run() -> None:
     found = measure(8.0, 1.0, 5, settings, say=said.append)
     assert found["complaints"] == []
     assert found["outcomes"]["delivered"] > 0 and sum(found["faults"].values()) >= 2
-    assert said == ["0 of 8 s: 0 delivered, 0 faults, 0 complaints", "letting everything end"], "how far it is"
+    assert said == ["0 of 8 s: 0 delivered, 0 faults, 0 complaints", "waiting until everything has ended"], (
+        "how far it is"
+    )
 
 
 def test_an_engine_that_does_not_start_in_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

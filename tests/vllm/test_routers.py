@@ -158,7 +158,7 @@ def test_params_that_make_no_sense(make: Make, wire: Wire, params: dict[str, Any
 def test_numbers_that_some_vllm_lets_through(number: int) -> None:
     """Releases from 0.32 on refuse them; Python raises where one of more than 4,300 digits is written out."""
     where = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7}
-    with pytest.raises(IdentityError, match="transfer_id is no text"):
+    with pytest.raises(IdentityError, match="transfer_id is not a text"):
         wanted({**where, "transfer_id": number}, external_id("r-00000000"))
     for key in ("remote_port", "kvxfer_address", "kvxfer_epoch"):
         assert isinstance(wanted({**where, "kvxfer_transfer": "x", key: number}, external_id("r-00000000")), str)
@@ -262,7 +262,7 @@ def test_an_engine_that_is_asked_for_what_it_does_not_do(
         name = e.add(text, params)
         e.run(until=name)
     check(e, name, text)
-    assert f"is to {asked} its prompt's KV" in caplog.text and f"kv_role must be {needed}" in caplog.text
+    assert f"asks this engine to {asked} its prompt's KV" in caplog.text and f"kv_role must be {needed}" in caplog.text
     peer.lease_ends()
 
 
