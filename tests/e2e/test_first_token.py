@@ -73,7 +73,7 @@ def test_a_pair_that_fails_is_left_out_and_the_others_are_measured(
     turns = Rounds(pairs, Prompts(500), 1, lambda row: rows.append(dict(row)), said.append)
     turns.first_tokens(PromptCase(64, 1), others=0)
     assert turns.failed
-    assert said == ["first tokens of 64 tokens, to warm up", "first tokens of 64 tokens, round 1 of 1"]
+    assert said == ["time to first token, 64 tokens, warm-up", "time to first token, 64 tokens, round 1 of 1"]
     assert [(row["backend"], "error" in row) for row in rows] == [("gone", True), ("there", False)]
     assert "the gone server did not answer /v1/completions" in rows[0]["error"]
 
