@@ -84,7 +84,8 @@ class Loads:
         if self._schedule.matched(request, computed) and self._notices.awaits(request):
             return None
         self._computed[request] = computed
-        self.prefetch(request, computed)
+        if not computed:  # local blocks may not be in use yet, and would be lent to this very load
+            self.prefetch(request, 0)
         if request in self._prefetches:
             return self._prefetches.tokens(request, computed)
         return self._schedule.matched(request, computed)

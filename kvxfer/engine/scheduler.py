@@ -202,8 +202,8 @@ class SchedulerSide:
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
-        Call it when the request has arrived; ``loadable`` calls it as well. It does nothing for a load that is not short
-        (``Config.step_budget``).
+        Call it when the request has arrived, before its local blocks are looked up: unused ones may be lent to the load.
+        ``loadable`` calls it as well if nothing is local. It does nothing for a load that is not short (``Config.step_budget``).
 
         Args:
             request: The engine's id of the request.
@@ -220,8 +220,7 @@ class SchedulerSide:
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
-        It may be asked as often as the engine likes. Blocks of the local tokens must be in use, or ``prefetch`` must have been called
-        before they were looked up: unused blocks may be lent to this load.
+        It may be asked as often as the engine likes.
 
         Returns:
             The number of tokens. 0: none can, now or later. None: not known yet, since another request of the same transfer is

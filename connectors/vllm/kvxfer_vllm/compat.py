@@ -37,7 +37,7 @@ allocates others to recompute the request. (Where failed loads are reported by b
 
 
 TELLS_HITS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
-"""vLLM 0.30 and later let us ask how much of a prompt is cached, so that a load that begins before its request's turn leaves that out."""
+"""Whether the connector can ask how much of a prompt is cached (vLLM 0.30 and later); prefetching a waiting request needs it."""
 
 
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")

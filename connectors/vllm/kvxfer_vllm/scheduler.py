@@ -134,9 +134,9 @@ class SchedulerHooks:
             enough = min(self._block_tokens, tokens) if self._partly and not answered else 0
             self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered, enough=enough)
             self._loading.arrived(request, str(transfer))
-            if not request.skip_reading_prefix_cache:
+            if self._hits is not None and not request.skip_reading_prefix_cache:
                 # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
-                self.side.prefetch(name, 0 if self._hits is None else self._hits(request))
+                self.side.prefetch(name, self._hits(request))
 
     def _warn_of_role(self, request: Request, params: Mapping[str, Any]) -> None:
         """Say that a request asks for what this engine does not do."""
