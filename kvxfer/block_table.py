@@ -196,9 +196,8 @@ def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
     try:
         if not isinstance(row, np.ndarray):
             if type(row) is not list and isinstance(row, (bytes, bytearray, Set, Mapping)):
-                raise TypeError(
-                    f"{arguments.shown(row)} has no ids in an order"
-                )  # ``array`` takes bytes for machine words
+                # ``array`` takes bytes for machine words.
+                raise TypeError(f"{arguments.shown(row)} has no ids in an order")
             row = array("q", row)
             if 0 < len(row) <= _FEW and null == NULL <= min(row) and max(row) < 1 << 31:
                 return _SHORT[len(row)].pack(*row)

@@ -139,9 +139,8 @@ def allowed(address: Address, allow_list: Iterable[str]) -> bool:
     Raises:
         IdentityError: An entry is none of these.
     """
-    verdicts = [
-        _permits(entry.strip(), address) for entry in allow_list
-    ]  # all of them, so that a bad entry behind a match is found
+    # All of them, so that a bad entry behind a match is found.
+    verdicts = [_permits(entry.strip(), address) for entry in allow_list]
     return any(verdicts)
 
 

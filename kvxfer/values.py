@@ -86,6 +86,10 @@ class Group(msgspec.Struct, frozen=True):
         """Return the number of blocks that ``tokens`` tokens take."""
         return -(-tokens // self.block_tokens)
 
+    def behind(self, tokens: int) -> int:
+        """Return how many tokens lie behind the window of token ``tokens``, which does not attend to them; 0 without a window."""
+        return max(0, tokens - self.window + 1) if self.window else 0
+
     def moved(self, tokens: int) -> tuple[int, int]:
         """Return the positions ``[first, past)`` of the blocks that may be moved for the first ``tokens`` tokens."""
         if self.kind == "local" or not tokens:

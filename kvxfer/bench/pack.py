@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Annotated, Any
 
 import typer
+
+from kvxfer.bench.devices import check_device
 
 __all__ = ["pack"]
 
@@ -25,8 +26,7 @@ def pack(
     D for one of them, and 2 for the axis that separates them. Figures are in GB/s (1e9 bytes of KV). What was unpacked is
     compared with what was packed.
     """
-    if not re.fullmatch(r"cpu|cuda:\d+", device):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint="--device")
+    check_device(device, "--device")
     from kvxfer.bench.packing import rows
 
     for found in rows(device, mib or [64, 256], repeat):

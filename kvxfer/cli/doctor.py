@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import kvxfer
+from kvxfer.bench.devices import check_device
 from kvxfer.cli.addresses import address_problems
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
@@ -95,8 +95,7 @@ def doctor(
 
 
 def _stand_in(settings: Config, device: str) -> None:
-    if not re.fullmatch(r"cpu|cuda:\d+", device):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint="--stand-in")
+    check_device(device, "--stand-in")
     engine = StandIn(settings, device)
     typer.echo(
         "Standing in for an engine until Ctrl-C. To measure the link to it, run on another host:\n"

@@ -138,7 +138,7 @@ class Agent:
     def _policy(self, name: str, caps: Capabilities, staging: Staging) -> LinkPolicy:
         """Return how a back end that has started is used."""
         if self.cache.elastic:
-            how = "directly" if all(map(caps.moves, self.cache.regions)) else "staged"
+            how = "straight" if all(map(caps.moves, self.cache.regions)) else "staged"
             log.info("the cache of %s is elastic: back end %s moves it %s", self._name, name, how)
         return LinkPolicy.of(name, caps, staging, self.cache, self.config.integrity)
 
@@ -218,9 +218,8 @@ class Agent:
         # Unless they are kept, the engine may use the blocks before the control thread handles this call.
         declared = not kept and self._revocations.declare(transfer)
         self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
-        self._check_open(
-            "revoke"
-        )  # last: even if another thread closes the agent now, no peer may trust what is overwritten
+        # Last: even if another thread closes the agent now, no peer may trust what is overwritten.
+        self._check_open("revoke")
 
     def renew(self, transfer: TransferId) -> None:
         """Renew an offer's lease, since its consumer is alive although it has not begun to fetch.

@@ -122,9 +122,8 @@ class Resolver:
         self._clock: Timers[Source] = Timers()
         self._wanted: dict[Source, Source | None] = {}  # source -> this engine's own directory, if it is needed
         self._links: dict[Source, frozenset[LinkId]] = {}  # the links to each source, the latest last
-        self._own: dict[
-            Source, tuple[m.RankDescriptor, ...]
-        ] = {}  # the ranks of this engine, which live as long as this agent
+        # The ranks of this engine, which live as long as this agent.
+        self._own: dict[Source, tuple[m.RankDescriptor, ...]] = {}
 
     def ask(self, source: Source, own: Source | None, now: float) -> Failure | None:
         """Begin to resolve the directory of a producer engine; return why that is not possible, or ``None``.

@@ -68,9 +68,8 @@ class ControlSockets:
         self._guests: OrderedDict[ControlConnection, None] = OrderedDict()  # the longest silent one first
         self._guest_bytes = 0
         self._dirty: set[ControlConnection] = set()
-        self._ready: dict[
-            ControlConnection, None
-        ] = {}  # those with frames, and those lost without the owner's knowing yet
+        # Those with frames, and those lost without the owner's knowing yet.
+        self._ready: dict[ControlConnection, None] = {}
         self._more: set[ControlConnection] = set()
         self._found: deque[tuple[ControlConnection, Addresses | OSError]] = deque()  # names that have been looked up
         self._names = Worker("kvxfer-names", _LOOKUPS)

@@ -106,9 +106,8 @@ class LinkPolicy:
             raise _misfit(f"{hello.engine!r} asks for pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
         integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
-        stage_below = max(
-            self.stage_below, hello.stage_below
-        )  # either side may have memory that its back end cannot move
+        # Either side may have memory that its back end cannot move.
+        stage_below = max(self.stage_below, hello.stage_below)
         return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, stage_below, integrity, name=name)
 
     def accept(self, welcome: m.Welcome) -> None:

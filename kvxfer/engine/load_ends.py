@@ -61,9 +61,8 @@ class LoadEnds:
         self._arrived: dict[str, dict[Rank, int]] = {}  # of loads under way, the tokens that each rank has
         self._payloads: dict[str, bytes] = {}  # of loads that some rank has
         self._short: dict[str, int] = {}  # of those, the token up to which one was delivered, if not whole
-        self._stages: dict[
-            str, dict[Rank, Stages]
-        ] = {}  # when each stage was reached, of loads that have ended on some rank
+        # When each stage was reached, of loads that have ended on some rank.
+        self._stages: dict[str, dict[Rank, Stages]] = {}
         self._early: list[str] = []  # loads that the side channel has reported as delivered
 
     def begins(self, request: str, source: Source, tokens: int) -> None:

@@ -24,9 +24,8 @@ class LoadingBlocks:
         self._blocks: dict[str, tuple[int, ...]] = {}  # of requests whose load is under way
         self._numbers: dict[str, int] = {}  # of the fetches of those
         self._over: dict[str, set[Rank]] = {}  # of those, the ranks on which it is over
-        self._said: dict[
-            str, set[Rank]
-        ] = {}  # of loads that a step has yet to report as over, the ranks that it has reported
+        # Of loads that a step has yet to report as over, the ranks that it has reported.
+        self._said: dict[str, set[Rank]] = {}
         self._writing: dict[str, set[Rank]] = {}  # loads that have failed, and the ranks on which they still write
         self._reported: set[str] = set()  # those of them that the engine knows to be over
         self._unpinned: set[str] = set()  # those of them that the engine must not hear of before they are quiet

@@ -46,9 +46,8 @@ class OfferedBlocks:
         self._orphans: dict[TransferId, Generation] = {}  # aborted, with blocks that may be read: the last generation
         self._done: dict[TransferId, dict[Rank, Generation]] = {}  # ranks that are done, up to which generation
         self._reads: dict[str, _Reads] = {}  # of running requests, if their offers are pinned
-        self._revoked: dict[
-            TransferId, tuple[Generation, set[Rank]]
-        ] = {}  # preempted: the ranks on which it is not read any more
+        # Preempted: the ranks on which it is not read any more.
+        self._revoked: dict[TransferId, tuple[Generation, set[Rank]]] = {}
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step; see ``OfferSchedule.step``."""

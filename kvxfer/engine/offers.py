@@ -18,9 +18,8 @@ class Offers:
 
     def __init__(self, schedule: OfferSchedule, blocks: OfferedBlocks, tables: TableCheck, notices: Notices) -> None:
         self._schedule, self._blocks, self._tables, self._notices = schedule, blocks, tables, notices
-        self._transfers: dict[
-            str, tuple[TransferId, bytes]
-        ] = {}  # request -> what it offers, which may be over before it
+        # Request -> what it offers, which may be over before it.
+        self._transfers: dict[str, tuple[TransferId, bytes]] = {}
 
     def arrive(
         self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool

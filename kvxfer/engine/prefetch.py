@@ -101,8 +101,7 @@ class Prefetches:
     @staticmethod
     def _span(group: Group, start: int, tokens: int) -> tuple[int, int]:
         """Return the positions ``[first, past)`` of the blocks from ``start`` on that the token after the loaded ones attends to."""
-        behind = max(0, tokens - group.window + 1) if group.window else 0
-        return max(start, behind) // group.block_tokens, group.blocks(tokens)
+        return max(start, group.behind(tokens)) // group.block_tokens, group.blocks(tokens)
 
     def __contains__(self, request: str) -> bool:
         """Return whether this request's load is a prefetch."""
@@ -154,9 +153,8 @@ class Prefetches:
             found.copying = {}
             self._left = max(0.0, self._left - self._to_copy(found.tokens - found.start))
             lacking = (self._span(group, computed, found.tokens) for group in self._groups)
-            self._copies.append(
-                BlockCopy(request, found.blocks, table.only(lacking))
-            )  # others may share those in front
+            # Others may share those in front.
+            self._copies.append(BlockCopy(request, found.blocks, table.only(lacking)))
         elif found.copying is None:
             self.give_up(request)
 

@@ -120,9 +120,8 @@ class WorkerChannel:
         except BaseException:
             self._listener.close()
             raise
-        weakref.finalize(
-            self, os.close, self._wake
-        )  # not in close: a thread inside ``wake`` just then must not write to another file
+        # Not in close: a thread inside ``wake`` just then must not write to another file.
+        weakref.finalize(self, os.close, self._wake)
         self._peer: socket.socket | None = None  # our scheduler side
         self._strangers: dict[int, socket.socket] = {}  # connections that have not sent the token yet
         self._closing = self._deaf = False

@@ -229,7 +229,7 @@ class Planner:
             return cut_states(start, tokens, bs, bd)
         if opaque and start % bd and start < tokens:
             raise PlanError(f"group {dg}: start {start} cuts a block of {bd} tokens whose tokens are opaque")
-        needed = tokens - group.window + 1 if group.kind == "window" else start
+        needed = group.behind(tokens) if group.window else start
         return cut_tokens(start, tokens, bs, bd, needed, most)
 
     def _check_blocks(self, found: Segments, src_blocks: int, dst_blocks: int) -> None:

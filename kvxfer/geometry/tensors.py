@@ -297,9 +297,8 @@ def _array(tensor: Any, what: str) -> _Tensor | None:
     given = interface.get("strides")
     packed = tuple(accumulate((dtype.itemsize, *shape[:0:-1]), lambda a, b: a * b))[::-1]
     strides = packed[len(packed) - len(shape) :] if given is None else tuple(map(int, given))
-    kind = str(
-        getattr(tensor, "dtype", dtype)
-    )  # the interface has no word for bfloat16, say, and the name none for byte order
+    # The interface has no word for bfloat16, say, and the name none for byte order.
+    kind = str(getattr(tensor, "dtype", dtype))
     return _Tensor(tensor, int(address), shape, strides, dtype.itemsize, kind, device)
 
 

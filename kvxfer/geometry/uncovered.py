@@ -51,7 +51,7 @@ def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[Uncov
             continue
         ids, n = np.asarray(table, np.int64), group.block_tokens
         # A producer may have given up what no token attends to any more, in blocks that are smaller than these.
-        ignored = max(start, tokens - group.window + 1) if group.window else start
+        ignored = max(start, group.behind(tokens))
         views = [v for v in cache.views if v.group == g]
         for lo, hi in ((start, ignored), (tokens, len(ids) * n)):
             for first, count, a, z in _stretches(ids, n, lo, hi):

@@ -158,9 +158,8 @@ class OfferRecord(msgspec.Struct, eq=False):
     consumers: int = 1  # how many engines it is for
     payload: bytes = b""  # of this generation
     handle: str = ""  # the engine's name for it, or the transfer's; empty before it is offered
-    fit: dict[int, int] = field(
-        default_factory=dict
-    )  # those that count, and how many readers their engine has, as they say
+    # Those that count, and how many readers their engine has, as they say.
+    fit: dict[int, int] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
     misfits: set[int] = field(default_factory=set)  # those that want more than there is, and do not count

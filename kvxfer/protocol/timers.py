@@ -79,9 +79,8 @@ class Recent(Generic[K, V]):
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
-        self._kept: OrderedDict[K, tuple[float, V]] = (
-            OrderedDict()
-        )  # the first key of a plain dict is slow to find once many have been removed
+        # The first key of a plain dict is slow to find once many have been removed.
+        self._kept: OrderedDict[K, tuple[float, V]] = OrderedDict()
 
     def put(self, key: K, value: V, now: float) -> None:
         self._kept.pop(key, None)

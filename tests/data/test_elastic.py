@@ -69,7 +69,7 @@ def test_auto_takes_what_moves_it_straight(
     assert not engines.staged
     assert {link.backend for side in engines.sides for link in side.agent.links()} == {"cma"}
     said = [r.getMessage() for r in caplog.records if "is elastic" in r.getMessage()]
-    assert len(said) == sum(elastic) and all(text.endswith("back end cma moves it directly") for text in said)
+    assert len(said) == sum(elastic) and all(text.endswith("back end cma moves it straight") for text in said)
 
 
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)

@@ -102,7 +102,7 @@ class Arena:
         """Return the block table of a row of so many tokens; for windows, only the blocks that the next token attends to."""
         rows = []
         for group in self.groups:
-            first = max(0, tokens - group.window + 1) // BLOCK if group.window else 0
+            first = group.behind(tokens) // BLOCK
             rows.append([NULL] * first + blocks[first:])
         return BlockTable.of(rows)
 

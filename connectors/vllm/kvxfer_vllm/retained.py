@@ -15,7 +15,7 @@ __all__ = ["RetainedBlocks"]
 
 
 class RetainedBlocks:
-    """Those of requests that load; one thread."""
+    """Those of requests that load. One thread."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._windows = [(g, group) for g, group in enumerate(groups) if group.kind == "window"]
@@ -23,20 +23,19 @@ class RetainedBlocks:
         self._unfilled: dict[str, set[int]] = {}
 
     def bind(self, manager: Any) -> None:
-        """Take vLLM's manager of the KV cache, which has none to keep before it is there."""
+        """Use vLLM's manager of the KV cache. vLLM 0.29, which gives none, runs no windows with this connector."""
         self._manager = manager
 
     def loads(self, request: str, table: BlockTable, start: int, end: int) -> None:
-        """Take in that a request loads these tokens into a table."""
+        """Record that a request loads the tokens ``[start, end)`` into a table."""
         found: set[int] = set()
         for g, group in self._windows:
-            behind = max(0, end - group.window + 1) // group.block_tokens
-            found.update(table[g][start // group.block_tokens : behind].tolist())
+            found.update(table[g][start // group.block_tokens : group.behind(end) // group.block_tokens].tolist())
         if found - {NULL}:
             self._unfilled[request] = found - {NULL}
 
     def cached(self, request: str) -> None:
-        """Take in that what a request has loaded may be in the prefix cache by now."""
+        """Take what a request's load has left unfilled out of the prefix cache, where it may be by now."""
         if request in self._unfilled:
             self._manager.evict_blocks(self._unfilled.pop(request))
 
