@@ -75,7 +75,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu fuzz mutants dist clean
+.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -139,23 +139,34 @@ GPU_CASES    ?= 1024 8192 32768 1024x16
 GPU_TURNS    ?= cuda_ipc,nixl,NixlConnector nccl,ucx,auto
 TABLES       := build/gpu
 
-gpu:
+gpu: gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble
+	$(GPU_PYTHON) -m kvxfer bench table $(TABLES)/transfers.jsonl $(TABLES)/engines.jsonl > $(TABLES)/tables.md
+	cat $(TABLES)/tables.md
+
+gpu-install:
 	$(GPU_PYTHON) -c 'import vllm, torch; assert torch.cuda.is_available(), "torch finds no GPU"'
 	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) './connectors/vllm[demo]' pytest hypothesis
-	rm -rf $(TABLES) && mkdir -p $(TABLES)
+
+gpu-tests:
 	$(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/backends --ignore=tests/backends/test_ucx.py
 	$(GPU_PYTHON) -m pytest -m gpu tests/backends/test_ucx.py
+
+gpu-transfers:
+	mkdir -p $(TABLES) && rm -f $(TABLES)/transfers.jsonl
 	for backend in $(GPU_BACKENDS); do for tokens in 1024 8192 32768; do \
 	    $(GPU_PYTHON) -m kvxfer bench transfer --backend $$backend --device cuda --tokens $$tokens --staging-bytes 536870912 \
 	    --repeat 15 --json >> $(TABLES)/transfers.jsonl || exit 1; done; done
+
+gpu-engines:
+	mkdir -p $(TABLES)
 	$(GPU_PYTHON) -m kvxfer bench engines cuda_ipc --gpus $(GPUS) --plain --case 1024 --case 8192 --keep-logs $(TABLES)/logs > $(TABLES)/engines.jsonl
 	for turns in $(GPU_TURNS); do $(GPU_PYTHON) -m kvxfer bench engines $$(echo $$turns | tr , ' ') --gpus $(GPUS) \
 	    $(addprefix --case ,$(GPU_CASES)) --beside 8192 --keep-logs $(TABLES)/logs >> $(TABLES)/engines.jsonl || exit 1; done
+
+gpu-trouble:
 	for backend in $(GPU_BACKENDS); do MALLOC_MMAP_THRESHOLD_=131072 $(GPU_PYTHON) -m kvxfer bench soak --backend $$backend --device cuda --minutes 3 --restart 1 || exit 1; done
 	for backend in $(filter-out nccl,$(GPU_BACKENDS)); do \
 	    $(GPU_PYTHON) -m kvxfer bench chaos --backend $$backend --device cuda --minutes 5 || exit 1; done
-	$(GPU_PYTHON) -m kvxfer bench table $(TABLES)/transfers.jsonl $(TABLES)/engines.jsonl > $(TABLES)/tables.md
-	cat $(TABLES)/tables.md
 
 # Ten million frames for the decoder, one million for a live agent, five minutes of the state machines: ten minutes in all.
 fuzz: $(READY)

@@ -4,7 +4,7 @@ As with NCCL: a pair of ranks, one that sends and one that receives, in one proc
 which they are enqueued and nothing else; there are no sizes on the way, so halves that differ mix up all that
 follows; ``open`` waits for the other side without an end, and fails if that has other ``channels``; a send is over when its
 bytes have left; a peer that is gone is never noticed, what waits for it hangs until ``abort``; and ``abort`` ends everything
-and takes a while. Kinder than NCCL in one respect: ``abort`` ends an ``open`` that waits, where NCCL would leave a thread behind.
+and takes a while, except an ``open`` that waits for the other side: its thread and its descriptor stay behind.
 """
 
 from __future__ import annotations
@@ -114,14 +114,8 @@ class FakePipe:
             self._sock.close()
 
     def _accept(self) -> socket.socket:
-        listener = _listeners.pop(self._spec.unique_id)
-        try:
-            while not _ready(listener, select.POLLIN):
-                if self._aborted.is_set():
-                    raise TransportError("the communicator was aborted")
+        with _listeners.pop(self._spec.unique_id) as listener:
             return listener.accept()[0]
-        finally:
-            listener.close()
 
     def _dial(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
@@ -191,7 +185,6 @@ class FakeBinding:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(_place(name))
         listener.listen(1)
-        listener.setblocking(False)
         _listeners[name] = listener
         return name
 

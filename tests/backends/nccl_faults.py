@@ -81,7 +81,10 @@ class Impostor:
 
 
 class Faults(Suite):
-    """``pipe``: the class that fulfils ``Pipe``. ``peers``: how many join and leave, ``loops``: how often."""
+    """``pipe``: the class that fulfils ``Pipe``. ``peers``: how many join and leave, ``loops``: how often.
+
+    ``moment_s``: a step of making a communicator takes no less.
+    """
 
     __test__ = False
 
@@ -89,6 +92,7 @@ class Faults(Suite):
     pipe: ClassVar[type[Any]]
     peers: ClassVar[int] = 20
     loops: ClassVar[int] = 5
+    moment_s: ClassVar[float] = 0.002
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -253,6 +257,7 @@ class Faults(Suite):
         with pytest.raises(TransportError):
             a.transport.deregister(0)
         go_on.set()
+        world.wait_for(lambda: all(link.over for link in a.transport.links.values()), "the end of the abort")  # type: ignore[attr-defined]
 
     def test_two_sides_with_unlike_channels_take_the_fewer(self, world: World) -> None:
         """NCCL fails with an internal error where they differ."""
@@ -316,6 +321,36 @@ class Faults(Suite):
                 world.turn(0)
         [result] = world.finish(started)
         assert result.error is not None and "streams" in result.error
+
+    @pytest.mark.parametrize("sends", [True, False])
+    @pytest.mark.parametrize("disconnects", [True, False])
+    def test_who_leaves_while_a_communicator_is_made(self, world: World, sends: bool, disconnects: bool) -> None:
+        """In each moment of the making. Who is in NCCL's init already must not wait there for ever."""
+        a, b = world.local(), world.other()
+        world.allocate(a, b)
+        source, target = (a, b) if sends else (b, a)
+
+        def part(moment: int) -> None:
+            link = world.link(a, b)
+            started = link.start(TransferMode.SEND, source, target, SMALL)
+            for _ in range(moment):
+                world.turn(self.moment_s)
+            mine = next(half for half in started.halves if half[0] is a)
+            if disconnects:
+                a.disconnect(link.peers[a.name])
+            else:
+                a.abort(mine[1])
+                world.finish(Started([mine]))
+                a.disconnect(link.peers[a.name])
+            world.finish(started)
+            b.disconnect(link.peers[b.name])
+
+        part(40)
+        world.run(1.0)
+        before = self.used()
+        for moment in range(24):
+            part(moment)
+        world.wait_for(lambda: all(now <= then for now, then in zip(self.used(), before, strict=True)), "the release")
 
     def test_peers_join_and_leave_without_a_trace(self, world: World) -> None:
         """Device memory, descriptors and threads are what they were."""

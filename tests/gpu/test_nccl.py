@@ -64,6 +64,7 @@ class TestFaults(Faults):
     pipe = NcclPipe
     patience_s = 60.0
     loops = 2
+    moment_s = 0.006
 
     @pytest.fixture
     def world(self) -> Iterator[World]:

@@ -1,21 +1,7 @@
-"""One direction of a link: its batches in order, and the communicator through which they pass.
+"""What both directions of a link share: batches in order, and the communicator through which they pass.
 
-A communicator is made when both sides have something to move, so that neither waits long in NCCL's init::
-
-    receiver                                   sender
-    first RECV  -- Ready(n) ------------------>
-                                               first SEND; makes a unique id
-                <----------------- Id(n, id) --
-    opens (thread)                             opens (thread)
-    enqueues RECVs                             enqueues SENDs
-                <------- Sent(stream, nbytes) -   for each; must be what the receiver expects
-    a RECV is over when the stream has passed it and it was announced
-                -- Received(stream) -------------->   a SEND is over when the stream has passed it and this came
-
-and closed, which gives its memory back, when the receiver has had nothing to do for a while: ``Retire(n)``, answered by
-``Retired(n)`` (both have closed it) or ``KeepOpen(n)`` (the sender has begun again). The next is number ``n + 1``.
-
-A direction never waits, and knows no way to go on after an error: it raises ``Broken`` and the link ends.
+``sides.py`` has the two directions and what they say to each other. Neither ever waits, and neither knows a way to go on after an
+error: it raises ``Broken`` and the link ends.
 """
 
 from __future__ import annotations
@@ -31,18 +17,15 @@ from kvxfer.transport.contract import Completion, Fence, Verb
 from kvxfer_nccl.binding import Binding, Mark, Pipe, PipeSpec
 from kvxfer_nccl.options import Options
 from kvxfer_nccl.tasks import Task
-from kvxfer_nccl.wire import Id, KeepOpen, Message, Ready, Received, Retire, Retired, Sent
+from kvxfer_nccl.wire import Message
 
-__all__ = ["Broken", "Direction", "Post", "Receiver", "Sender", "Tools"]
+__all__ = ["OURS", "Broken", "Direction", "Post", "Tools"]
 
 T = TypeVar("T")
 
 ENQUEUED, GROUPED, RUNS = 32, 256, 2048
 """Batches enqueued at a time, runs that go into one launch, and runs enqueued at a time. CUDA takes about a thousand launches, and
 NCCL a megabyte of work, before the next one blocks; and what is enqueued runs only when the peer has enqueued its half."""
-
-EARLY = 4096
-"""Batches that a peer may announce before we have submitted their other half."""
 
 POLL_S = (0.00005, 0.005)
 """How often a mark is asked: at first, and when it has been waited for long."""
@@ -118,6 +101,11 @@ class Direction:
         return self.pipe is not None and self.opening is None
 
     @property
+    def making(self) -> bool:
+        """Whether the other side may be waiting in NCCL's init, or will be."""
+        return self.opening is not None
+
+    @property
     def busy(self) -> bool:
         return bool(self.waiting or self.enqueued)
 
@@ -140,15 +128,27 @@ class Direction:
         return self._due(now)
 
     def give_up(self) -> tuple[list[Post], list[Post], Task[None] | None]:
-        """End everything.
+        """End everything, except that a communicator that is being made has to be made first, by ``leave``.
 
         Returns batches that have not touched memory, those that may until the abort is over, and the abort.
         """
         untouched, touched = list(self.waiting), list(self.enqueued)
         self.waiting.clear()
         self.enqueued.clear()
-        burial = self._drop()
-        return untouched, touched, burial
+        return untouched, touched, None if self.making else self._drop()
+
+    def leave(self) -> bool:
+        """After ``give_up``, go on with a communicator that is being made; return whether none is.
+
+        Raises:
+            Exception: It cannot be made.
+        """
+        self._opened()
+        return not self.making
+
+    def drop(self) -> None:
+        """After ``give_up``, leave nothing behind that can be had back."""
+        self._drop()
 
     def _open(self, unique_id: bytes) -> None:
         pipe = self.tools.binding.pipe(self.tools.spec(unique_id, self.verb is Verb.SEND))
@@ -248,148 +248,3 @@ class Direction:
     def _idle_enqueued(self) -> bool:
         """Whether the next of the enqueued waits for the other side's word only, which wakes us by itself."""
         raise NotImplementedError
-
-
-class Sender(Direction):
-    """The direction in which this side sends."""
-
-    verb = Verb.SEND
-
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._ready = False  # the receiver asks for communicator n
-        self._naming: Task[bytes] | None = None
-        self._acked = -1
-
-    def take_ready(self, n: int) -> None:
-        if self._ready or self.pipe is not None or n != self.n:
-            raise ValueError(f"it asks for communicator {n}; the next is {self.n}")
-        self._ready = True
-
-    def take_done(self, stream: int) -> None:
-        if not any(p.stream == stream for p in self.enqueued):
-            raise ValueError(f"it has received stream {stream}, which is not under way")
-        self._acked = stream
-
-    def take_retire(self, n: int) -> None:
-        if self.pipe is None or n != self.n:
-            raise ValueError(f"it wants to close communicator {n}; open is {self.n if self.pipe else 'none'}")
-        if self.busy or not self.open:
-            self.tools.say(KeepOpen(n))
-            return
-        self._drop()
-        self.n += 1
-        self.tools.say(Retired(n))
-
-    def step(self, now: float) -> float | None:
-        if self._ready and self.waiting and self._naming is None:
-            self._naming = self.tools.start(self.tools.binding.unique_id)
-        if self._naming is not None and self._naming.done:
-            naming, self._naming = self._naming, None
-            if naming.error is not None:
-                raise Broken(f"no unique id could be had: {naming.error}", "it could not make a communicator", OURS)
-            self._ready = False
-            self.tools.say(Id(self.n, naming.value))
-            self._open(naming.value)
-        return super().step(now)
-
-    def finish(self, now: float) -> None:
-        """Complete what is over, before the link ends."""
-        if self.open:
-            self._harvest(now)
-
-    def _tell(self, post: Post) -> None:
-        self.tools.say(Sent(post.stream, post.nbytes))
-
-    def _harvest(self, now: float) -> None:
-        while self.enqueued:
-            post = self.enqueued[0]
-            if post.mark is None or post.stream > self._acked or not post.mark.passed():
-                return
-            self.enqueued.popleft()
-            self.moved = now
-            self.tools.complete(Completion(post.number))
-
-    def _idle_enqueued(self) -> bool:
-        return self.enqueued[0].stream > self._acked
-
-
-class Receiver(Direction):
-    """The direction in which this side receives."""
-
-    verb = Verb.RECV
-
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._asking = False  # Ready is said, its Id has not come
-        self._retiring = False
-        self._sent: deque[Sent] = deque()  # announced, not yet compared
-        self._compared = 0  # how many of the enqueued have been announced
-
-    @property
-    def busy(self) -> bool:
-        return super().busy or self._retiring
-
-    def take_id(self, n: int, unique_id: bytes) -> None:
-        if not self._asking or n != self.n:
-            raise ValueError(f"it names communicator {n}, for which nobody asked")
-        self._asking = False
-        self._open(unique_id)
-
-    def take_sent(self, sent: Sent) -> None:
-        if len(self._sent) >= EARLY:
-            raise ValueError(f"more than {EARLY} streams that this side does not know")
-        self._sent.append(sent)
-
-    def take_answer(self, n: int, keep: bool) -> None:
-        if not self._retiring or n != self.n:
-            raise ValueError(f"it answers about communicator {n}, about which nobody asked")
-        self._retiring = False
-        self.moved = time.monotonic()
-        if not keep:
-            self._drop()
-            self.n += 1
-
-    def step(self, now: float) -> float | None:
-        if self.waiting and self.pipe is None and not self._asking:
-            self._asking = True
-            self.tools.say(Ready(self.n))
-        due = super().step(now)
-        if self.open and not self.busy:
-            close = self.moved + self.tools.options.idle_close_s
-            if now < close:
-                return close if due is None else min(due, close)
-            self._retiring = True
-            self.tools.say(Retire(self.n))
-        return due
-
-    def _enqueue(self) -> None:
-        if not self._retiring:
-            super()._enqueue()
-
-    def _harvest(self, now: float) -> None:
-        while self._sent and self._compared < len(self.enqueued):
-            self._compare(self.enqueued[self._compared], self._sent.popleft())
-            self._compared += 1
-        last = -1
-        while self.enqueued and self._compared:
-            post = self.enqueued[0]
-            if post.mark is None or not post.mark.passed():
-                break
-            self.enqueued.popleft()
-            self._compared -= 1
-            self.moved, last = now, post.stream
-            self.tools.complete(Completion(post.number))
-        if last >= 0:
-            self.tools.say(Received(last))
-
-    @staticmethod
-    def _compare(post: Post, sent: Sent) -> None:
-        if (post.stream, post.nbytes) == (sent.stream, sent.nbytes):
-            return
-        # What is on its way now would end in the wrong place, and nothing else can be told apart from it.
-        said = f"{sent.nbytes} bytes of stream {sent.stream} sent, {post.nbytes} bytes of stream {post.stream} expected"
-        raise Broken(f"the halves do not fit: {said}", f"the halves do not fit: {said}")
-
-    def _idle_enqueued(self) -> bool:
-        return False

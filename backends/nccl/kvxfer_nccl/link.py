@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -15,18 +16,24 @@ from kvxfer.failures import FailureKind
 from kvxfer.transport.contract import Completion, Verb
 from kvxfer_nccl.binding import Binding, Pipe, PipeSpec
 from kvxfer_nccl.channel import Channel, dial
-from kvxfer_nccl.direction import Broken, Direction, Post, Receiver, Sender, Tools
+from kvxfer_nccl.direction import Broken, Direction, Post, Tools
 from kvxfer_nccl.endpoint import Endpoint
 from kvxfer_nccl.options import Options
+from kvxfer_nccl.sides import Receiver, Sender
 from kvxfer_nccl.tasks import Task
 from kvxfer_nccl.wire import Bye, Greeting, Id, KeepOpen, Message, Ready, Received, Retire, Retired, Sent
 
 __all__ = ["Link"]
 
+log = logging.getLogger("kvxfer.nccl")
+
 T = TypeVar("T")
 
 CLOGGED_S = 0.005
 """How often a connection that takes nothing at the moment is tried again."""
+
+LEAVE_S = 0.001
+"""How often a thread that waits for the end of links looks at them."""
 
 
 class Link:
@@ -58,6 +65,8 @@ class Link:
         self._heard = False  # the peer's Greeting, so that it has connected too
         self._reach_by = time.monotonic() + options.connect_timeout_s
         self._dialling: Task[socket.socket] | None = None
+        self._bye: Bye | None = None  # what is said in the end
+        self._leave_by: float | None = None  # has ended, but a communicator is still being made; until then at the most
         self._burials: list[Task[None]] = []
         self._touched: list[tuple[Post, Task[None] | None]] = []  # ended, but their abort is not over
         self._stuck: list[tuple[Post, Task[None]]] = []  # told to be over, though their abort is not
@@ -82,7 +91,7 @@ class Link:
         """Whether it has ended and nothing of it is left."""
         if self.broken is None:
             return False
-        return not (self._touched or self._burials or self._stuck)
+        return self._leave_by is None and not (self._touched or self._burials or self._stuck)
 
     def direction(self, verb: Verb) -> Direction:
         return self._sender if verb is Verb.SEND else self._receiver
@@ -121,6 +130,8 @@ class Link:
                     f"its NCCL failed: {e}",
                     FailureKind.BACKEND_FAILED,
                 )
+        if self._leave_by is not None:
+            due.append(self._leave(self._leave_by))
         self._burials = [b for b in self._burials if not b.well]
         for post, burial in self._stuck:
             if burial.well:
@@ -141,6 +152,8 @@ class Link:
 
     def wait(self, until: float) -> bool:
         """Block until nothing of an ended link is left; whether that was so in time."""
+        while self._leave_by is not None and self._leave(min(until, self._leave_by)) is not None:
+            time.sleep(LEAVE_S)
         tasks = [*self._burials, *(b for _, b in self._touched if b is not None), *(b for _, b in self._stuck)]
         return sum(not task.wait(until) for task in tasks) == 0
 
@@ -210,16 +223,17 @@ class Link:
     # The end
 
     def _fail(self, cause: KvxferError, says: str | None = None, kind: FailureKind = FailureKind.PEER_LOST) -> None:
-        """End everything. What NCCL has been given ends when its abort is over."""
+        """End everything. What NCCL has been given ends when its abort is over.
+
+        ``says``: what to tell the other side; if ``None``, there is nobody to tell.
+        """
         if self.broken is not None:
             return
         self.broken = cause
-        if says is not None:
-            self._say(Bye(says[:500], kind))
-        if self._channel is not None:
-            self._wakeup.remove(self._channel.fileno())
-            self._channel.close()
-            self._channel = None
+        if says is None:
+            self._hang_up()
+        else:
+            self._bye = Bye(says[:500], kind)
         if self._dialling is not None:
             self._dialling.abandon(lambda sock: sock.close())
             self._dialling = None
@@ -229,7 +243,52 @@ class Link:
             for post in untouched:
                 self._complete(Completion(post.number, self._error(post)))
             self._touched += [(post, burial) for post in touched]
+        self._leave_by = time.monotonic() + self._options.init_timeout_s
+        self._leave(self._leave_by)
         self._wake()
+
+    def _leave(self, until: float) -> float | None:
+        """Say goodbye, but not while a communicator is being made; return when to be called again, or ``None`` once it is over.
+
+        After ``until`` nothing is waited for.
+        """
+        try:
+            self._hear_out()
+            left = [self._sender.leave(), self._receiver.leave()]
+            if self._channel is not None and not all(left) and time.monotonic() < until:
+                return until
+        except Exception as e:  # there is nothing to wait for, or nobody
+            log.debug("the talk with %s ended early: %s", self.theirs, e)
+        self._leave_by = None
+        for direction in (self._sender, self._receiver):
+            direction.drop()
+        if self._bye is not None:
+            self._say(self._bye)
+        self._hang_up()
+        return None
+
+    def _hear_out(self) -> None:
+        """Take what concerns communicators that are being made.
+
+        Raises:
+            Exception: The other side is gone, or breaks the protocol.
+        """
+        if self._channel is None:
+            return
+        self._channel.flush()
+        for message in self._channel.hear():
+            if isinstance(message, Ready | Id | Retire | Retired | KeepOpen):
+                self._take(message)
+            elif isinstance(message, Bye):
+                raise PeerError(_printable(message.reason))
+        if self._channel.lost is not None:
+            raise PeerError(self._channel.lost)
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._wakeup.remove(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
 
     def _settle(self) -> float | None:
         """End batches whose abort is over, or takes too long; returns when the next one does."""

@@ -68,19 +68,19 @@ class Received(Struct, frozen=True, tag=4, array_like=True):
 
 
 class Retire(Struct, frozen=True, tag=5, array_like=True):
-    """Receiver: nothing moves any more; let us close the ``n``-th communicator. I use it no more until you answer."""
+    """Receiver: nothing moves any more; let us close the ``n``-th communicator, or not make it. I use it no more until you answer."""
 
     n: int
 
 
 class Retired(Struct, frozen=True, tag=6, array_like=True):
-    """Sender: it is closed."""
+    """Sender: it is closed, or will not be made."""
 
     n: int
 
 
 class KeepOpen(Struct, frozen=True, tag=7, array_like=True):
-    """Sender: no, I have just begun to send."""
+    """Sender: no, I have just begun to send, or to make it."""
 
     n: int
 
