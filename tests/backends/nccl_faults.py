@@ -18,9 +18,10 @@ from kvxfer.testing.conformance import ParticipantLink, Started, Suite, Transfer
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport import Batch, Verb
+from kvxfer_nccl.binding import PipeSpec
 from kvxfer_nccl.channel import Channel
 from kvxfer_nccl.endpoint import Endpoint
-from kvxfer_nccl.wire import Bye, Greeting, Id, Message, Ready, Received, Retire, Sent
+from kvxfer_nccl.wire import Bye, Greeting, Id, Message, Opened, Ready, Received, Retire, Sent
 
 SMALL = Runs.of([0], [0], [1000])
 LARGE = Runs.of([0], [0], [3_000_000])
@@ -295,7 +296,15 @@ class Faults(Suite):
 
     @pytest.mark.parametrize(
         "word",
-        [Id(0, b"x" * 128), Received(0), Retire(0), Greeting(b"\0" * 16, b"\1" * 16), Ready(5), Bye("enough")],
+        [
+            Id(0, b"x" * 128),
+            Opened(0),
+            Received(0),
+            Retire(0),
+            Greeting(b"\0" * 16, b"\1" * 16),
+            Ready(5),
+            Bye("enough"),
+        ],
         ids=lambda word: type(word).__name__,
     )
     def test_a_peer_that_says_what_it_must_not_costs_its_link_only(
@@ -351,6 +360,28 @@ class Faults(Suite):
         for moment in range(24):
             part(moment)
         world.wait_for(lambda: all(now <= then for now, then in zip(self.used(), before, strict=True)), "the release")
+
+    def test_a_sender_does_not_go_before_the_receiver_has_come(self, world: World, impostor: Any) -> None:
+        """NCCL may tell the sender that all is well while the receiver is still in a call that it would not come back from."""
+        a = world.local()
+        world.allocate(a)
+        peer = impostor(a, sends=False)
+        started = Started([(a, a.submit(Batch(Verb.SEND, peer.peer, 0, LARGE.length, LARGE.src)))])
+        peer.channel.say(Ready(0))
+        named = peer.expect(Id)
+        transport: Any = a.transport
+        theirs = transport._binding.pipe(PipeSpec(named.unique_id, False, world._device(), transport._options))
+        opening = threading.Thread(target=theirs.open)
+        opening.start()
+        a.disconnect(peer.peer)
+        [result] = world.finish(started)
+        assert result.error is not None and result.quiet
+        world.wait_for(lambda: not opening.is_alive(), "the communicator")
+        world.run(0.2)
+        assert peer.channel.hear(1) == [] and peer.channel.lost is None
+        peer.channel.say(Opened(0))
+        peer.expect(Bye)
+        theirs.abort()
 
     def test_peers_join_and_leave_without_a_trace(self, world: World) -> None:
         """Device memory, descriptors and threads are what they were."""

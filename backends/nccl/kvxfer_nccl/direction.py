@@ -93,6 +93,7 @@ class Direction:
         self._slices: deque[tuple[Mark, int]] = deque()  # what may still run, and its runs
         self.pipe: Pipe | None = None
         self.opening: Task[None] | None = None
+        self.joined = True  # whether the other side has come as far as this one needs
         self.moved = 0.0  # when something last went on
         self._asked = 0.0
 
@@ -158,7 +159,7 @@ class Direction:
         """See what became of an opening."""
         if self.opening is None:
             return
-        if self.opening.done:
+        if self.opening.done and (self.joined or self.opening.error is not None):
             error, self.opening = self.opening.error, None
             self.moved = time.monotonic()
             if error is not None:

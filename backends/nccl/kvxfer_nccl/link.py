@@ -21,7 +21,7 @@ from kvxfer_nccl.endpoint import Endpoint
 from kvxfer_nccl.options import Options
 from kvxfer_nccl.sides import Receiver, Sender
 from kvxfer_nccl.tasks import Task
-from kvxfer_nccl.wire import Bye, Greeting, Id, KeepOpen, Message, Ready, Received, Retire, Retired, Sent
+from kvxfer_nccl.wire import Bye, Greeting, Id, KeepOpen, Message, Opened, Ready, Received, Retire, Retired, Sent
 
 __all__ = ["Link"]
 
@@ -197,6 +197,8 @@ class Link:
                 self._sender.take_ready(n)
             case Id(n, unique_id):
                 self._receiver.take_id(n, unique_id)
+            case Opened(n):
+                self._sender.take_opened(n)
             case Sent():
                 self._receiver.take_sent(message)
             case Received(stream):
@@ -277,7 +279,7 @@ class Link:
             return
         self._channel.flush()
         for message in self._channel.hear():
-            if isinstance(message, Ready | Id | Retire | Retired | KeepOpen):
+            if isinstance(message, Ready | Id | Opened | Retire | Retired | KeepOpen):
                 self._take(message)
             elif isinstance(message, Bye):
                 raise PeerError(_printable(message.reason))

@@ -7,6 +7,7 @@ A communicator is made when both sides have something to move, so that neither w
                                                first SEND; makes a unique id
                 <----------------- Id(n, id) --
     opens (thread)                             opens (thread)
+                -- Opened(n) ----------------->
     enqueues RECVs                             enqueues SENDs
                 <------- Sent(stream, nbytes) -   for each; must be what the receiver expects
     a RECV is over when the stream has passed it and it was announced
@@ -16,8 +17,9 @@ and closed, which gives its memory back, when the receiver has had nothing to do
 ``Retired(n)`` (both have closed it) or ``KeepOpen(n)`` (the sender has begun again). The next is number ``n + 1``.
 
 NCCL's init cannot be given up: if one side does not come, the other's thread waits for ever, and what it holds is lost. So once a
-unique id is made, both come, even if the link has ended meanwhile (``leave``). A receiver that has only asked takes that back
-with ``Retire(n)``, and comes if ``KeepOpen(n)`` is the answer. What is left is a peer that dies in the middle of init.
+unique id is made, both come, and neither goes before the other has come, even if the link has ended meanwhile (``leave``). The
+receiver knows by the first word that it receives, the sender by ``Opened(n)``. A receiver that has only asked takes that back with
+``Retire(n)``, and comes if ``KeepOpen(n)`` is the answer. What is left is a peer that dies in the middle of init.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from collections import deque
 from kvxfer.transport.contract import Completion, Verb
 from kvxfer_nccl.direction import OURS, Broken, Direction, Post, Tools
 from kvxfer_nccl.tasks import Task
-from kvxfer_nccl.wire import Id, KeepOpen, Ready, Received, Retire, Retired, Sent
+from kvxfer_nccl.wire import Id, KeepOpen, Opened, Ready, Received, Retire, Retired, Sent
 
 __all__ = ["Receiver", "Sender"]
 
@@ -51,6 +53,11 @@ class Sender(Direction):
         if self._ready or self.pipe is not None or n != self.n:
             raise ValueError(f"it asks for communicator {n}; the next is {self.n}")
         self._ready = True
+
+    def take_opened(self, n: int) -> None:
+        if self.opening is None or self.joined or n != self.n:
+            raise ValueError(f"it has opened communicator {n}, which is not being made")
+        self.joined = True
 
     def take_done(self, stream: int) -> None:
         if not any(p.stream == stream for p in self.enqueued):
@@ -89,7 +96,7 @@ class Sender(Direction):
         naming, self._naming = self._naming, None
         if naming.error is not None:
             raise Broken(f"no unique id could be had: {naming.error}", "it could not make a communicator", OURS)
-        self._ready = False
+        self._ready = self.joined = False
         self.tools.say(Id(self.n, naming.value))
         self._open(naming.value)
 
@@ -155,6 +162,12 @@ class Receiver(Direction):
             self._asking = False
             self._drop()
             self.n += 1
+
+    def _opened(self) -> None:
+        opening = self.opening
+        super()._opened()
+        if opening is not None and self.opening is None:
+            self.tools.say(Opened(self.n))
 
     def leave(self) -> bool:
         if self._asking and not self._taken_back:

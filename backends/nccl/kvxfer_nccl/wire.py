@@ -22,6 +22,7 @@ __all__ = [
     "Id",
     "KeepOpen",
     "Message",
+    "Opened",
     "Ready",
     "Retire",
     "Retired",
@@ -92,7 +93,13 @@ class Bye(Struct, frozen=True, tag=8, array_like=True):
     kind: FailureKind = FailureKind.PEER_LOST
 
 
-Message = Greeting | Ready | Id | Sent | Received | Retire | Retired | KeepOpen | Bye
+class Opened(Struct, frozen=True, tag=9, array_like=True):
+    """Receiver: the ``n``-th communicator is open on my side, and so has reached you, too."""
+
+    n: int
+
+
+Message = Greeting | Ready | Id | Opened | Sent | Received | Retire | Retired | KeepOpen | Bye
 
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
