@@ -130,7 +130,7 @@ bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)
 
 # For an environment that runs vLLM on GPUs; only kvxfer and what the tests need are installed into it. With a single GPU, both servers
-# share it: make gpu GPUS=0
+# share it: make gpu GPUS=0. It takes about an hour; each part is a target of its own.
 GPU_PYTHON   ?= python3
 GPUS         ?= 0,1
 GPU_BACKENDS ?= cuda_ipc nccl nixl ucx
@@ -163,8 +163,11 @@ gpu-engines:
 	for turns in $(GPU_TURNS); do $(GPU_PYTHON) -m kvxfer bench engines $$(echo $$turns | tr , ' ') --gpus $(GPUS) \
 	    $(addprefix --case ,$(GPU_CASES)) --beside 8192 --keep-logs $(TABLES)/logs >> $(TABLES)/engines.jsonl || exit 1; done
 
+# A hundred restarts each. By default UCX keeps the GPU memory of engines that are gone, which the soak would complain of.
 gpu-trouble:
-	for backend in $(GPU_BACKENDS); do MALLOC_MMAP_THRESHOLD_=131072 $(GPU_PYTHON) -m kvxfer bench soak --backend $$backend --device cuda --minutes 3 --restart 1 || exit 1; done
+	for backend in $(GPU_BACKENDS); do case $$backend in ucx|nixl) options='{"ucx": {"CUDA_IPC_CACHE": "n"}}';; *) options='{}';; esac; \
+	    MALLOC_MMAP_THRESHOLD_=131072 $(GPU_PYTHON) -m kvxfer bench soak --backend $$backend --options "$$options" --device cuda --minutes 4 --restart 1 \
+	    || exit 1; done
 	for backend in $(filter-out nccl,$(GPU_BACKENDS)); do \
 	    $(GPU_PYTHON) -m kvxfer bench chaos --backend $$backend --device cuda --minutes 5 || exit 1; done
 

@@ -41,18 +41,16 @@ LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE
 """Failures that a busy machine may cause, and the share of transfers for which they are tolerated."""
 ROWS = 20
 
-# How much each figure may grow from the second fifth of the run to the last, by their medians.
-ALLOWED = {
-    "device_MiB": 16.0,
-    "rss_MiB": 6.0,
-    "descriptors": 10,
-    "threads": 1,
-    "fetches": 60,
-    "leases": 60,
-    "quarantined_bytes": 0,
-}
+ALONE_S = 2.0
+"""How long the watched engines have been alone when it is seen what memory of a GPU is in use then."""
+
+DEVICE_MIB = 16.0
+"""How much more of it may be in use when they are alone again in the end. While others run, it depends on how many do."""
+
+# How much each other figure may grow from the second fifth of the run to the last, by their medians.
+ALLOWED = {"rss_MiB": 6.0, "descriptors": 10, "threads": 1, "fetches": 60, "leases": 60, "quarantined_bytes": 0}
 """A link takes up to ten file descriptors, and there may be one more link at the end; a leak takes some for every restart."""
-FIGURES = tuple(ALLOWED)
+FIGURES = "device_MiB", *ALLOWED
 NONE_AT_REST = ("fetches", "leases", "quarantined_bytes")
 
 
@@ -85,9 +83,21 @@ def measure(
     def sample() -> dict[str, dict[str, float]]:
         return {name: world.vitals(name) for name in WATCHED}
 
+    def look_alone() -> dict[str, dict[str, float]]:
+        for name in MORTAL:
+            world.kill(name)
+        until = time.monotonic() + ALONE_S
+        while time.monotonic() < until:
+            world.turn()
+        found = sample()
+        for name in MORTAL:
+            world.start(name)
+        return found
+
     with closing(RankedWorld(dict.fromkeys((*WATCHED, *MORTAL), 1), BLOCKS, rng, config, device, hear)) as world:
         begun = time.monotonic()
         rows: list[dict[str, Any]] = []
+        alone: dict[str, dict[str, float]] = {}
         next_restart, turn = restart_s, 0
         while (now := time.monotonic() - begun) < seconds:
             for pair in PAIRS:
@@ -96,7 +106,10 @@ def measure(
                     if pair == WATCHED and fate in GOOD:
                         meant_well.add(number)
             world.turn()
-            if now >= next_restart and world.runs(MORTAL[turn % 2]):
+            if not alone and now >= next_restart and all(map(world.runs, MORTAL)):
+                alone = look_alone()
+                next_restart, turn = time.monotonic() - begun + restart_s, turn + len(MORTAL)
+            elif now >= next_restart and world.runs(MORTAL[turn % 2]):
                 world.kill(MORTAL[turn % 2])
                 world.start(MORTAL[turn % 2])
                 next_restart, turn = time.monotonic() - begun + restart_s, turn + 1
@@ -111,7 +124,7 @@ def measure(
         over = time.monotonic() + TIMES["lease"]
         while (rest := sample())["producer"]["leases"] and time.monotonic() < over:
             time.sleep(TURN_S)  # for leases of transfers that were asked for and never offered
-        wrong = world.complaints[:10] + complaints(rows)
+        wrong = world.complaints[:10] + complaints(rows) + left_behind(alone, rest)
         if len(late) > MOST_LATE * outcomes.total() + 1:
             wrong += [f"{len(late)} transfers were too slow", *late[:3]]
         wrong += [f"{n}: {v[k]:g} {k} left at the end" for n, v in rest.items() for k in NONE_AT_REST if v[k]]
@@ -122,6 +135,7 @@ def measure(
             "outcomes": dict(outcomes),
             "late": len(late),
             "samples": rows,
+            "alone": alone,
             "at_rest": rest,
             "complaints": wrong,
         }
@@ -132,10 +146,22 @@ def complaints(rows: list[dict[str, Any]]) -> list[str]:
     n = max(len(rows) // 5, 1)
     out = []
     for name in WATCHED:
-        for figure in FIGURES:
+        for figure in ALLOWED:
             before, after = (statistics.median(r[name][figure] for r in part) for part in (rows[n : 2 * n], rows[-n:]))
             if after - before > ALLOWED[figure]:
                 out.append(f"{name}: {figure} grew from {before:g} to {after:g}")
+    return out
+
+
+def left_behind(alone: dict[str, dict[str, float]], rest: dict[str, dict[str, float]]) -> list[str]:
+    """Return on which engines more memory of GPUs is in use at rest than when they were ``alone`` (empty: they never were)."""
+    out = []
+    for name, then in alone.items():
+        before, after = then["device_MiB"], rest[name]["device_MiB"]
+        if after - before > DEVICE_MIB:
+            out.append(
+                f"{name}: device_MiB grew from {before:g} to {after:g}, with no other engine running either time"
+            )
     return out
 
 
@@ -165,7 +191,8 @@ def _show(found: dict[str, Any]) -> None:
     console = Console()
     for who in WATCHED:
         table = Table("seconds", *(figure.replace("_", " ") for figure in FIGURES), title=who)
-        for row in [*found["samples"], {"seconds": "at rest", **found["at_rest"]}]:
+        alone = [{"seconds": "alone", **found["alone"]}] if found["alone"] else []
+        for row in [*alone, *found["samples"], {"seconds": "at rest", **found["at_rest"]}]:
             table.add_row(str(row["seconds"]), *(f"{row[who][figure]:g}" for figure in FIGURES))
         console.print(table)
     outcomes = ", ".join(f"{n} {kind}" for kind, n in found["outcomes"].items())

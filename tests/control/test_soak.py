@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench.soak import ALLOWED, FIGURES, ROWS, WATCHED, complaints, measure
+from kvxfer.bench.soak import ALLOWED, DEVICE_MIB, FIGURES, ROWS, WATCHED, complaints, left_behind, measure
 
 
 @pytest.mark.slow
 def test_nothing_is_wrong_or_left_after_a_short_run() -> None:
     """Too short a run to say whether anything grows."""
     said: list[str] = []
-    found = measure(6.0, 3.0, say=said.append)
+    found = measure(9.0, 3.0, say=said.append)
     assert [c for c in found["complaints"] if "grew" not in c] == []
-    assert found["restarts"] >= 1 and found["outcomes"]["delivered"] > 0
-    assert len(said) == len(found["samples"]) + 1 and "of 6 s:" in said[0] and "end" in said[-1], "how far it is"
+    assert found["restarts"] >= 3 and found["alone"] and found["outcomes"]["delivered"] > 0
+    assert len(said) == len(found["samples"]) + 1 and "of 9 s:" in said[0] and "end" in said[-1], "how far it is"
 
 
 def rows(**slopes: float) -> list[dict[str, Any]]:
@@ -28,9 +28,18 @@ def rows(**slopes: float) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("figure", ALLOWED)
 def test_what_grows_is_named(figure: str) -> None:
     assert complaints(rows()) == []
     assert complaints(rows(**{figure: ALLOWED[figure] / 2})) == [] or ALLOWED[figure] == 0
     (complaint,) = complaints(rows(**{figure: 2 * ALLOWED[figure] + 2}))
     assert figure in complaint and WATCHED[0] in complaint
+
+
+def test_memory_of_dead_peers_is_named() -> None:
+    def with_mib(mib: float) -> dict[str, dict[str, float]]:
+        return {name: {"device_MiB": mib} for name in WATCHED}
+
+    assert left_behind({}, with_mib(900.0)) == left_behind(with_mib(100.0), with_mib(100.0 + DEVICE_MIB)) == []
+    complaints = left_behind(with_mib(100.0), with_mib(101.0 + DEVICE_MIB))
+    assert [c.split(":")[0] for c in complaints] == list(WATCHED) and "device_MiB" in complaints[0]
