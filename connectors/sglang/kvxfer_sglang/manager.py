@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import zmq
@@ -71,6 +72,7 @@ class TransferManager(CommonKVManager):
             heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_swa_num_kv_heads(1)),
         )
         self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
+        self.tenants: WeakValueDictionary[int, Any] = WeakValueDictionary()  # the sender or receiver that has each room
         side = self.decode if decodes else self.prefill
         facts = server_facts(model, args.kv_cache_dtype_str, config)
         if MAMBA in self.states.kinds:

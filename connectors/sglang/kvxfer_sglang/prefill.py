@@ -65,21 +65,26 @@ class PrefillRank:
         self._rank = rank
 
     def wanted(self, note: PagesWanted) -> None:
-        """Record where a decode rank hears of a request; the last of them lets the scheduler go on with it."""
+        """Record where a decode rank hears of a request; the last of them lets the scheduler go on with it.
+
+        One that asks too late is told, since it would wait until its time is over.
+        """
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager = self._manager
         with self._lock:
-            if manager.request_status.get(note.room) not in (None, KVPoll.Bootstrapping):
-                log.debug("room %s: pages are wanted too late", note.room)
+            status = manager.request_status.get(note.room)
+            if status in (None, KVPoll.Bootstrapping):
+                known = manager.transfer_infos.setdefault(note.room, {})
+                known[note.endpoint, note.dst_port] = note
+                if len(known) < note.required_dst_info_num:
+                    return
+                manager.resolve_kv_replica_factor(known)
+                manager.req_to_decode_prefix_len[note.room] = note.prefix
+                manager.update_status(note.room, KVPoll.WaitingForInput)
                 return
-            known = manager.transfer_infos.setdefault(note.room, {})
-            known[note.endpoint, note.dst_port] = note
-            if len(known) < note.required_dst_info_num:
-                return
-            manager.resolve_kv_replica_factor(known)
-            manager.req_to_decode_prefix_len[note.room] = note.prefix
-            manager.update_status(note.room, KVPoll.WaitingForInput)
+        reason = "it had failed before" if status == KVPoll.Failed else "its room is that of another request"
+        manager.tell(note.endpoint, note.dst_port, AttemptFailed(note.room, note.attempt, reason))
 
     def begin(self, room: int, pages: int) -> None:
         """Name the transfer of a request, of which so many pages are to be sent.
