@@ -13,7 +13,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from kvxfer import ArgumentError, Config, Failure, KvxferError, Ticket
-from kvxfer_transformers.identity import model_facts, prompt_digest
+from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.manager import Hooks, batch_processor, go_on, rename, reserve
 from kvxfer_transformers.paged import block_table, described
 from kvxfer_transformers.side import SingleProcess
@@ -179,7 +179,7 @@ class BatchingExchange:
             eos_token_id=generation.eos_token_id if eos_token_id is None else eos_token_id,
             streaming=streaming,
         )
-        digest = prompt_digest(self._model, self._facts, ids[: told.tokens], salt)
+        [digest] = prompt_digests(self._model, self._facts, [ids[: told.tokens]], salt)
         if self._closed or not self._manager.is_running():
             raise KvxferError("the exchange is closed" if self._closed else "the manager has stopped")
         self._arrivals.append(_Arrival(state, told, digest, self._name("load")))
@@ -278,7 +278,7 @@ class BatchingExchange:
             raise KvxferError(f"request {request_id} has KV of {tokens} tokens and {len(ids)} ids")
         name, scheduler = self._name("offer"), self._side.scheduler
         table = block_table(self._paged, request_id, tokens)
-        digest = prompt_digest(self._model, self._facts, ids[:tokens], self._prefills[request_id])
+        [digest] = prompt_digests(self._model, self._facts, [ids[:tokens]], self._prefills[request_id])
         scheduler.offer(name, self._side.mint(), digest, tokens)
         ticket: Ticket | None = scheduler.ticket(name)
         scheduler.runs(name, 0, tokens, table)
