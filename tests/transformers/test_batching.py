@@ -175,6 +175,24 @@ def test_a_cancelled_request_leaves_nothing(full: Managers) -> None:
     assert request not in FOUND[id(full.decode)]  # it was not prefilled here instead
 
 
+def test_a_name_in_use_is_refused(full: Managers) -> None:
+    """The manager keeps blocks by name: a second request of that name would have those of the first."""
+    prompts = [prompt(40, 18), prompt(40, 19)]
+    with full.prefill.pause():
+        full.producer.add_prefill(prompts[0], "twice")
+        with pytest.raises(ArgumentError, match="request_id must be"):
+            full.producer.add_prefill(prompts[1], "twice")
+    results(full.prefill, "twice")
+    tickets = [full.producer.ticket("twice"), ticket_of(full, prompts[1])]
+    with full.decode.pause():
+        full.consumer.add_fetch(tickets[0], prompts[0], "twice")
+        with pytest.raises(ArgumentError, match="request_id must be"):
+            full.consumer.add_fetch(tickets[1], prompts[1], "twice")
+    for ticket, ids in zip((None, tickets[1]), prompts, strict=True):
+        request = "twice" if ticket is None else full.consumer.add_fetch(ticket, ids, "twice")
+        assert results(full.decode, request)[0].generated_tokens == expected(full, ids)
+
+
 def test_running_requests_come_before_offers(caplog) -> None:
     """A prefill side that nobody fetches from goes on, and what it has taken back is computed by the other."""
     with ExitStack() as stack:
