@@ -193,6 +193,17 @@ def test_a_name_in_use_is_refused(full: Managers) -> None:
         assert results(full.decode, request)[0].generated_tokens == expected(full, ids)
 
 
+def test_a_ticket_that_another_request_is_fetching_is_not_taken_for_fetched(full: Managers, caplog) -> None:
+    ids = prompt(40, 20)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        source = Source("127.0.0.1", mute.getsockname()[1], 1)
+        told = BatchTicket((Ticket(TransferId.mint(1, "twice"), b"digest", source),), 39, ((ids[39],),))
+        requests = [full.consumer.add_fetch(told.text, ids) for _ in range(2)]
+        found = results(full.decode, *requests)
+    assert [result.generated_tokens for result in found] == 2 * [expected(full, ids)]
+    assert "another request is fetching it" in caplog.text
+
+
 def test_running_requests_come_before_offers(caplog) -> None:
     """A prefill side that nobody fetches from goes on, and what it has taken back is computed by the other."""
     with ExitStack() as stack:

@@ -1,5 +1,8 @@
 """What is not moved is refused by name, with advice; what goes wrong costs nobody else anything."""
 
+import queue
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from transformers import (
 )
 from transformers.cache_utils import QuantizedLayer
 
-from kvxfer import ArgumentError, FailureKind, KvxferError
+from kvxfer import ArgumentError, FailureKind, KvxferError, Source, Ticket, TransferId
 from kvxfer_transformers import CacheExchange, UnsupportedCacheError
 from kvxfer_transformers.demo.models import WINDOW, tiny
 from kvxfer_transformers.ticket import BatchTicket
@@ -239,6 +242,31 @@ def test_a_ticket_serves_one_fetch(full: Pair) -> None:
     full.consumer.fetch(ticket, **prompts)
     with pytest.raises(KvxferError):
         full.consumer.fetch(ticket, **prompts)
+
+
+def test_a_ticket_that_is_being_fetched_is_refused_at_once(full: Pair) -> None:
+    ids = batch(40)["input_ids"]
+    limits = {"peer_timeout": 2.0, "start_timeout": 3.0, "transfer_timeout": 3.0}
+    with socket.create_server(("127.0.0.1", 0)) as mute, CacheExchange(full.model, limits) as exchange:
+        source = Source("127.0.0.1", mute.getsockname()[1], 1)
+        told = BatchTicket((Ticket(TransferId.mint(1, "twice"), b"digest", source),), 39, ((int(ids[0, 39]),),))
+        room, failures = exchange.room, queue.SimpleQueue[KvxferError]()
+
+        def fetch() -> None:
+            try:
+                exchange.fetch(told.text, ids)
+            except KvxferError as error:
+                failures.put(error)
+
+        threads = [threading.Thread(target=fetch) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        first, last = failures.get(timeout=60), failures.get(timeout=60)
+        for thread in threads:
+            thread.join()
+        assert first.kind is FailureKind.MISUSE and "fetching it already" in str(first)
+        assert last.kind is FailureKind.PEER_UNREACHABLE
+        assert exchange.room == room
 
 
 def test_a_full_exchange_says_so_and_goes_on(full: Pair) -> None:

@@ -313,9 +313,14 @@ class BatchingExchange:
             scheduler.finished(name, block_table(self._paged, name, 0), complete=False)
             self._prefill_here(arrival, "there is no room for it at once")
             return True
-        self._loads[name] = arrival
         table = block_table(self._paged, name, told.tokens)
-        external = scheduler.loadable(name, computed) or 0
+        external = scheduler.loadable(name, computed)
+        if external is None or computed + external < told.tokens:
+            self._paged.free_blocks(name, no_cache=True)
+            scheduler.finished(name, table, complete=False)
+            self._prefill_here(arrival, "another request is fetching it, and each ticket serves one")
+            return True
+        self._loads[name] = arrival
         scheduler.allocated(name, table, external)
         if not external:
             self._over(name, None)

@@ -188,17 +188,18 @@ class CacheExchange:
         rows: list[_Row | None] = []
         with self._lock:
             self._turn()
-            taken = iter(self._take(max(0, told.tokens - pad) for pad in pads))
+            room = iter(self._take(max(0, told.tokens - pad) for pad in pads))
             for pad, row_ticket, content in zip(pads, told.rows, digests, strict=True):
-                blocks = next(taken)
+                blocks = next(room)
                 if row_ticket is None:
                     rows.append(None)
                     continue
                 tokens = told.tokens - pad
                 request, scheduler = self._name("fetch"), self._side.scheduler
                 found = _Row(request, blocks, tokens)
-                if scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens, offered=True):
-                    scheduler.allocated(request, self._arena.table(blocks, tokens), scheduler.loadable(request, 0) or 0)
+                taken = scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens, offered=True)
+                if taken and scheduler.loadable(request, 0) == tokens:
+                    scheduler.allocated(request, self._arena.table(blocks, tokens), tokens)
                 else:
                     detail = "this exchange is fetching it already, or has just done so; each ticket serves one fetch"
                     self._ended[request] = Failure(FailureKind.MISUSE, detail)
