@@ -60,14 +60,14 @@ class _Tenant:
 
 
 class TransferSender(_Tenant, CommonKVSender):
-    """What a prefill scheduler has of one request; for the arguments see ``CommonKVSender``."""
+    """One request at prefill, as SGLang's scheduler uses it; for the arguments see ``CommonKVSender``."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._take_room()
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Record how many pages there will be, and which row of metadata is the request's."""
+        """Record how many pages are to be sent, and which row of the metadata is the request's."""
         super().init(num_kv_indices, aux_index)
         self.kv_mgr.prefill.begin(self.bootstrap_room, num_kv_indices)
 
@@ -91,7 +91,7 @@ class TransferSender(_Tenant, CommonKVSender):
 
 
 class TransferReceiver(_Tenant, CommonKVReceiver):
-    """What a decode scheduler has of one request; for the arguments see ``CommonKVReceiver``."""
+    """One request at decode, as SGLang's scheduler uses it; for the arguments see ``CommonKVReceiver``."""
 
     _attempt = 0  # none yet
 
@@ -107,7 +107,7 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **told: Any,
     ) -> None:
-        """Tell the prefill ranks that pages are there."""
+        """Tell the prefill ranks that there are pages for the request's KV."""
         try:
             rows = self.kv_mgr.states.rows(np.asarray(kv_indices).tolist(), state_indices or [])
         except KvxferError as error:
@@ -137,15 +137,15 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
         super().abort()
 
     def _tell_all(self, note: AttemptFailed) -> None:
-        """Tell all prefill ranks of this request that one of them has given it up; who knows is not hurt by it."""
+        """Tell all prefill ranks of this request that one of them has given it up; that one is told as well, which does no harm."""
         for rank in self.bootstrap_infos or ():
             try:
                 sock, lock = self._connect_to_bootstrap_server(rank)
                 with lock:
                     sock.send_multipart(packed(note))
             except zmq.ZMQError as error:
-                log.warning("room %s: a prefill rank cannot be told that it is over: %s", note.room, error)
+                log.warning("room %s: a prefill rank could not be told that the request is over: %s", note.room, error)
 
     def _register_kv_args(self) -> bool:
-        """Tell prefill ranks nothing of this rank's memory: kvxfer's directories do."""
+        """Send nothing: SGLang would describe this rank's memory to the prefill ranks here, and kvxfer's directories do that."""
         return self.bootstrap_infos is not None
