@@ -202,6 +202,12 @@ def test_a_ticket_that_another_request_is_fetching_is_not_taken_for_fetched(full
         found = results(full.decode, *requests)
     assert [result.generated_tokens for result in found] == 2 * [expected(full, ids)]
     assert "another request is fetching it" in caplog.text
+    ids, before = prompt(40, 21), full.consumer.received
+    ticket = ticket_of(full, ids)
+    with full.decode.pause():
+        requests = [full.consumer.add_fetch(ticket, ids) for _ in range(2)]
+    assert [result.generated_tokens for result in results(full.decode, *requests)] == 2 * [expected(full, ids)]
+    assert full.consumer.received > before  # by the first of them
 
 
 def test_running_requests_come_before_offers(caplog) -> None:

@@ -314,8 +314,8 @@ class BatchingExchange:
             self._prefill_here(arrival, "there is no room for it at once")
             return True
         table = block_table(self._paged, name, told.tokens)
-        external = scheduler.loadable(name, computed)
-        if external is None or computed + external < told.tokens:
+        external = scheduler.loadable(name, computed) or 0  # None while another request loads it
+        if computed + external < told.tokens:
             self._paged.free_blocks(name, no_cache=True)
             scheduler.finished(name, table, complete=False)
             self._prefill_here(arrival, "another request is fetching it, and each ticket serves one")
