@@ -294,8 +294,9 @@ class Rank:
         """Return what SGLang's scheduler is told of a failed request; it lets go of it by that."""
         from sglang.srt.disaggregation.common.conn import KVTransferError
 
+        self.failed = self.requests.pop(room)
         try:
-            self.requests.pop(room).failure_exception()
+            self.failed.failure_exception()
         except KVTransferError as error:
             return str(error)
         return ""
@@ -391,6 +392,10 @@ class Decode(Rank):
     def quiet(self, room: int) -> bool:
         """Whether SGLang may reuse the pages of a failed request."""
         return bool(self.manager.is_abort_release_safe(room, 1))
+
+    def release(self) -> None:
+        """Do what SGLang does once nothing writes any more into the pages of the request that failed last."""
+        self.failed.clear()
 
     def clear(self, room: int) -> None:
         """Let go of a request that went well."""

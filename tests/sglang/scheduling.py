@@ -89,8 +89,8 @@ class _Played(Scheduler):
         self.init_disaggregation()
         self.reqs: dict[int, Req] = {}
 
-    def request(self, tokens: list[int], room: int) -> Req:
-        """Return SGLang's record of a request."""
+    def request(self, tokens: list[int], room: int, shared: int | None = None) -> Req:
+        """Return SGLang's record of a request; its room is ``shared`` if the router has given another one the same."""
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         self.reqs[room] = Req(
@@ -100,7 +100,7 @@ class _Played(Scheduler):
             SamplingParams(max_new_tokens=8),
             bootstrap_host="127.0.0.1",
             bootstrap_port=runtime_context.get_disagg().disaggregation_bootstrap_port,
-            bootstrap_room=room,
+            bootstrap_room=room if shared is None else shared,
             disagg_mode=DisaggregationMode(runtime_context.get_disagg().disaggregation_mode),
             vocab_size=512,
         )
@@ -164,9 +164,10 @@ class PrefillPlay(_Played):
         super().__init__(pool, server_args, ReqToTokenPool(SLOTS, CONTEXT, "cpu", enable_memory_saver=False))
         self.chunk = chunk
 
-    def submit(self, tokens: list[int], room: int) -> None:
+    def submit(self, tokens: list[int], room: int, shared: int | None = None) -> None:
         """Take a request in."""
-        self.disagg_prefill_bootstrap_queue.add(self.request(tokens, room), self.model_config.get_num_kv_heads(1))
+        heads = self.model_config.get_num_kv_heads(1)
+        self.disagg_prefill_bootstrap_queue.add(self.request(tokens, room, shared), heads)
 
     def turn(self) -> None:
         """Make a turn of SGLang's loop."""
@@ -194,7 +195,7 @@ class PrefillPlay(_Played):
         """Play the forward pass of a request's next chunk, and send it."""
         tokens, first = list(req.origin_input_ids), req.extend_end
         past = min(len(tokens), first + self.chunk)
-        last = self.slots(req.bootstrap_room, first)[-1:] if first else torch.tensor([-1])
+        last = self.slots(int(req.rid), first)[-1:] if first else torch.tensor([-1])
         evict_from_tree_cache(self.tree_cache, past - first + 2 * PAGE)
         span = torch.tensor([first]), torch.tensor([first]), torch.tensor([past]), torch.tensor([past])
         at = self.token_to_kv_pool_allocator.alloc_extend(*span, last, past - first)
@@ -220,15 +221,15 @@ class DecodePlay(_Played):
         slots = DecodeReqToTokenPool(SLOTS, CONTEXT, "cpu", enable_memory_saver=False, pre_alloc_size=SLOTS)
         super().__init__(pool, server_args, slots)
 
-    def submit(self, tokens: list[int], room: int) -> None:
+    def submit(self, tokens: list[int], room: int, shared: int | None = None) -> None:
         """Take a request in."""
-        self.disagg_decode_prealloc_queue.add(self.request(tokens, room))
+        self.disagg_decode_prealloc_queue.add(self.request(tokens, room, shared))
 
     def turn(self) -> list[int]:
         """Make a turn of SGLang's loop; return the rooms whose requests may decode from now on."""
         self.process_decode_queue()
         ready, self.waiting_queue = self.waiting_queue, []
-        return [int(req.bootstrap_room) for req in ready]
+        return [int(req.rid) for req in ready]
 
     def answer(self, room: int) -> dict[str, Any]:
         """Return the first token of a request that may decode, and whether its KV is right."""

@@ -103,6 +103,27 @@ def test_an_aborted_request_frees_what_it_had(servers: tuple[Engine, Engine], ro
     assert served(servers, {room + 1: ids})[room + 1]["right"]
 
 
+@pytest.mark.parametrize("first", [0, 2, 4], ids=["at once", "begun", "under way"])
+def test_requests_that_share_a_room_are_not_mixed_up(servers: tuple[Engine, Engine], room: int, first: int) -> None:
+    """A router that gives two requests one room: the later one fails and says why, and both servers go on."""
+    prefill, decode = servers
+    before = prefill.free(), decode.free()
+    prompts = {room + i: prompt(8 * CHUNK, 6000 + first + i) for i in range(2)}
+    ready: set[int] = set()
+    for one, tokens in prompts.items():
+        prefill.submit(tokens=tokens, room=one, shared=room), decode.submit(tokens=tokens, room=one, shared=room)
+        for _ in range(first):
+            prefill.turn(), ready.update(decode.turn()[0])
+    turn(servers, lambda: room in ready and all("running" not in s.state(room=room + 1) for s in servers), ready)
+    told = decode.answer(room=room)
+    assert ready == {room} and told[0]["right"] and told[0]["tokens"] == [sum(prompts[room]) % 512]
+    assert all("another request" in state for server in servers for state in server.state(room=room + 1))
+    decode.finish(room=room)
+    turn(servers, lambda: prefill.state(room=room) == ["done"] and not any(decode.held()), ready)
+    assert (prefill.free(), decode.free()) == before
+    assert served(servers, {room + 2: prompts[room + 1]})[room + 2]["right"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 2), (1, 2)])
 def test_schedulers_of_several_ranks_stay_together(

@@ -69,6 +69,29 @@ def test_a_room_may_be_used_again(pair: tuple[Engine, Engine], room: int) -> Non
         moved(*pair, room, seed, [[3, 9, 4]], [7, 1, 30])
 
 
+def test_a_room_may_be_used_again_before_the_pages_of_the_former_request_are_free(
+    pair: tuple[Engine, Engine], room: int
+) -> None:
+    prefill, decode = pair
+    begun(prefill, decode, room, [7, 1], 2)
+    decode.abort(room=room), decode.why(room=room)
+    prefill.until(room, FAILED), prefill.why(room=room)
+    begun(prefill, decode, room, [30, 31], 2)
+    decode.release()
+    sent(prefill, room, 8, [[3], [9]])
+    delivered(prefill, decode, room, 8, [30, 31])
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1 << 64])
+def test_a_room_that_has_no_place_in_sglang_s_metadata_fails_its_request(
+    pair: tuple[Engine, Engine], number: int
+) -> None:
+    for engine in pair:
+        engine.request(room=number)
+        engine.until(number, FAILED)
+        assert "bootstrap_room must be from 1" in engine.why(room=number)[0]
+
+
 def test_requests_do_not_hinder_each_other(pair: tuple[Engine, Engine], room: int) -> None:
     prefill, decode = pair
     rooms = range(room, room + 6)
@@ -106,6 +129,17 @@ def test_a_request_that_prefill_aborts_fails_at_decode(pair: tuple[Engine, Engin
     decode.until(room, FAILED, timeout=5)
     assert "aborted" in decode.why(room=room)[0].lower()
     quiet(decode, room)
+
+
+def test_decode_hears_at_once_of_a_request_that_prefill_has_aborted_before(
+    pair: tuple[Engine, Engine], room: int
+) -> None:
+    prefill, decode = pair
+    prefill.request(room=room), prefill.abort(room=room)
+    decode.request(room=room), decode.want(room=room, ids=[7, 1], row=2)
+    decode.until(room, FAILED, timeout=5)
+    assert "it had failed before" in decode.why(room=room)[0]
+    quiet(decode, room), prefill.why(room=room)
 
 
 @pytest.mark.parametrize("chunks", [0, 1])

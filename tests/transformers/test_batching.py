@@ -175,6 +175,41 @@ def test_a_cancelled_request_leaves_nothing(full: Managers) -> None:
     assert request not in FOUND[id(full.decode)]  # it was not prefilled here instead
 
 
+def test_a_name_in_use_is_refused(full: Managers) -> None:
+    """The manager keeps blocks by name: a second request of that name would have those of the first."""
+    prompts = [prompt(40, 18), prompt(40, 19)]
+    with full.prefill.pause():
+        full.producer.add_prefill(prompts[0], "twice")
+        with pytest.raises(ArgumentError, match="request_id must be"):
+            full.producer.add_prefill(prompts[1], "twice")
+    results(full.prefill, "twice")
+    tickets = [full.producer.ticket("twice"), ticket_of(full, prompts[1])]
+    with full.decode.pause():
+        full.consumer.add_fetch(tickets[0], prompts[0], "twice")
+        with pytest.raises(ArgumentError, match="request_id must be"):
+            full.consumer.add_fetch(tickets[1], prompts[1], "twice")
+    for ticket, ids in zip((None, tickets[1]), prompts, strict=True):
+        request = "twice" if ticket is None else full.consumer.add_fetch(ticket, ids, "twice")
+        assert results(full.decode, request)[0].generated_tokens == expected(full, ids)
+
+
+def test_a_ticket_that_another_request_is_fetching_is_not_taken_for_fetched(full: Managers, caplog) -> None:
+    ids = prompt(40, 20)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        source = Source("127.0.0.1", mute.getsockname()[1], 1)
+        told = BatchTicket((Ticket(TransferId.mint(1, "twice"), b"digest", source),), 39, ((ids[39],),))
+        requests = [full.consumer.add_fetch(told.text, ids) for _ in range(2)]
+        found = results(full.decode, *requests)
+    assert [result.generated_tokens for result in found] == 2 * [expected(full, ids)]
+    assert "another request is fetching it" in caplog.text
+    ids, before = prompt(40, 21), full.consumer.received
+    ticket = ticket_of(full, ids)
+    with full.decode.pause():
+        requests = [full.consumer.add_fetch(ticket, ids) for _ in range(2)]
+    assert [result.generated_tokens for result in results(full.decode, *requests)] == 2 * [expected(full, ids)]
+    assert full.consumer.received > before  # by the first of them
+
+
 def test_running_requests_come_before_offers(caplog) -> None:
     """A prefill side that nobody fetches from goes on, and what it has taken back is computed by the other."""
     with ExitStack() as stack:

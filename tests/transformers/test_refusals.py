@@ -1,5 +1,10 @@
 """What is not moved is refused by name, with advice; what goes wrong costs nobody else anything."""
 
+import queue
+import socket
+import threading
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -14,7 +19,7 @@ from transformers import (
 )
 from transformers.cache_utils import QuantizedLayer
 
-from kvxfer import ArgumentError, FailureKind, KvxferError
+from kvxfer import ArgumentError, FailureKind, KvxferError, Source, Ticket, TransferId
 from kvxfer_transformers import CacheExchange, UnsupportedCacheError
 from kvxfer_transformers.demo.models import WINDOW, tiny
 from kvxfer_transformers.ticket import BatchTicket
@@ -175,6 +180,51 @@ def test_other_weights_never_meet(full: Pair) -> None:
     assert caught.value.kind is FailureKind.INCOMPATIBLE
 
 
+class Adapted(torch.nn.Module):
+    """A layer with a LoRA adapter, with the attributes by which PEFT's layers have them."""
+
+    adapter_layer_names = ("lora_A", "lora_B", "lora_embedding_A")
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base_layer, self.active_adapters, self.disable_adapters = layer, ["default"], False
+        self.scaling, self.lora_embedding_A = {"default": 1.0}, torch.nn.ParameterDict()
+        down, up = torch.nn.Linear(layer.in_features, 4, bias=False), torch.nn.Linear(4, layer.out_features, bias=False)
+        self.lora_A, self.lora_B = torch.nn.ModuleDict({"default": down}), torch.nn.ModuleDict({"default": up})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.base_layer(x)
+        if self.disable_adapters:
+            return out
+        return out + self.scaling["default"] * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapted() -> tuple[Any, Adapted]:
+    """A model and the layer of it that has an adapter."""
+    model = tiny("full")
+    attention = model.model.layers[1].self_attn
+    attention.k_proj = layer = Adapted(attention.k_proj)
+    model._hf_peft_config_loaded, model.active_adapters = True, lambda: ["default"]
+    return model, layer
+
+
+@pytest.mark.parametrize("change", ["weights", "scaling", "disabled"])
+def test_other_adapters_of_one_name_never_meet(change: str) -> None:
+    prompts, (ours, _), (theirs, layer) = batch(20), adapted(), adapted()
+    made = prefilled(ours, prompts)
+    with CacheExchange(ours) as producer, CacheExchange(theirs) as consumer:
+        consumer.fetch(producer.offer(made.past_key_values, made.sequences), **prompts)
+        if change == "weights":
+            torch.nn.init.normal_(layer.lora_A["default"].weight)
+        layer.scaling["default"] = 2.0 if change == "scaling" else 1.0
+        layer.disable_adapters = change == "disabled"
+        ticket = producer.offer(made.past_key_values, made.sequences)
+        with pytest.raises(KvxferError) as caught:
+            consumer.fetch(ticket, **prompts)
+        assert caught.value.kind is FailureKind.DIGEST_DIFFERS
+
+
 def test_another_rope_never_meets(full: Pair) -> None:
     config = LlamaConfig(
         **{**full.model.config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
@@ -192,6 +242,31 @@ def test_a_ticket_serves_one_fetch(full: Pair) -> None:
     full.consumer.fetch(ticket, **prompts)
     with pytest.raises(KvxferError):
         full.consumer.fetch(ticket, **prompts)
+
+
+def test_a_ticket_that_is_being_fetched_is_refused_at_once(full: Pair) -> None:
+    ids = batch(40)["input_ids"]
+    limits = {"peer_timeout": 2.0, "start_timeout": 3.0, "transfer_timeout": 3.0}
+    with socket.create_server(("127.0.0.1", 0)) as mute, CacheExchange(full.model, limits) as exchange:
+        source = Source("127.0.0.1", mute.getsockname()[1], 1)
+        told = BatchTicket((Ticket(TransferId.mint(1, "twice"), b"digest", source),), 39, ((int(ids[0, 39]),),))
+        room, failures = exchange.room, queue.SimpleQueue[KvxferError]()
+
+        def fetch() -> None:
+            try:
+                exchange.fetch(told.text, ids)
+            except KvxferError as error:
+                failures.put(error)
+
+        threads = [threading.Thread(target=fetch) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        first, last = failures.get(timeout=60), failures.get(timeout=60)
+        for thread in threads:
+            thread.join()
+        assert first.kind is FailureKind.MISUSE and "fetching it already" in str(first)
+        assert last.kind is FailureKind.PEER_UNREACHABLE
+        assert exchange.room == room
 
 
 def test_a_full_exchange_says_so_and_goes_on(full: Pair) -> None:

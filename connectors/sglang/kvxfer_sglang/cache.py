@@ -66,7 +66,7 @@ def pool_cache(
     layers: range | None = None,
     window_heads: tuple[int, int, int] | None = None,
 ) -> Cache:
-    """Return what others must know of a pool.
+    """Return the description of a pool for other engines.
 
     Args:
         args: SGLang's ``KVArgs``.
@@ -118,7 +118,7 @@ def _attention(
     planes = ("k", "v") if heads else ("latent",)
     if not buffers or len(buffers) % len(planes) or len(names) != len(buffers):
         raise UnsupportedSetupError(
-            f"a KV pool of {len(buffers)} buffers has no {' and '.join(planes)} of each of {len(names) // len(planes)} layers"
+            f"a KV pool of {len(buffers)} buffers does not have {' and '.join(planes)} for each of {len(names) // len(planes)} layers"
         )
     layers = len(buffers) // len(planes)
     for side, plane in enumerate(planes):
@@ -128,7 +128,7 @@ def _attention(
         page = min(pages)
         if len(pages) > 1 or not page or page % cut:
             raise UnsupportedSetupError(
-                f"pages of {sorted(pages)} bytes are not {cut} alike pieces of one size in each layer"
+                f"pages of {sorted(pages)} bytes are not of one size in all layers, or cannot be divided into {cut} equal pieces"
             )
         unit = page // cut
         yield View(
@@ -148,11 +148,13 @@ def _attention(
 def _draft_view(args: Any, buffer: PoolBuffer, number: int, rank: int, ranks: int) -> View:
     """Return what one buffer of the draft model is.
 
-    SGLang does not say what heads a draft model has. So a rank's share counts as one of as many as there are ranks: it moves
-    whole, between equal numbers of ranks, and others are refused.
+    SGLang does not say which heads a draft model has. So a rank's share counts as one head of as many as there are ranks: it
+    moves whole, between servers with equally many ranks, and any others are refused.
     """
     if buffer.item % args.page_size:
-        raise UnsupportedSetupError(f"a draft model's page of {buffer.item} bytes is not {args.page_size} alike tokens")
+        raise UnsupportedSetupError(
+            f"a draft model's page of {buffer.item} bytes cannot be divided into {args.page_size} equal tokens"
+        )
     unit = buffer.item // args.page_size
     return View(
         plane="draft",
@@ -169,7 +171,7 @@ def _draft_view(args: Any, buffer: PoolBuffer, number: int, rank: int, ranks: in
 
 
 def _index(buffers: Sequence[PoolBuffer], args: Any, group: int, first: int) -> Iterator[View]:
-    """Yield the index of sparse attention, whose pages hold keys first and their scales behind: they are not cut.
+    """Yield the index of sparse attention. Its pages hold all keys and then all their scales, so they are not cut.
 
     Each layer has a buffer, the ``first`` one of the stage in front; behind them are those of a draft model.
     """

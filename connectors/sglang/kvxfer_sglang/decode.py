@@ -1,4 +1,4 @@
-"""The decode rank's part: which pages are fetched into, until nothing writes into them any more."""
+"""The decode rank's part: the pages that are to be filled for each request, until nothing writes into them any more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Receiving:
     aux_index: int
     prefix: int
     others: Callable[[AttemptFailed], None]
-    decided: bool = False  # it is fetched, or will not be
+    decided: bool = False  # it is being fetched, or never will be
     given_up: bool = False  # by a prefill rank
     ended: Ended | None = None
 
@@ -63,14 +63,14 @@ class DecodeRank:
     def expect(
         self, room: int, rows: list[list[int]], aux_index: int, prefix: int, others: Callable[[AttemptFailed], None]
     ) -> int:
-        """Note where a request's pages and its metadata go, before a prefill rank is told of it; return the attempt's number.
+        """Record where a request's KV and metadata go, before a prefill rank is told of it; return the attempt's number.
 
         Args:
             room: The request.
-            rows: What is to be fetched into, behind the pages that are cached: pages, and what there is of each state.
+            rows: The block table to be filled: the pages behind those that are cached, and the items of each state.
             aux_index: The request's row of metadata.
             prefix: Tokens that are cached.
-            others: Tells all prefill ranks that the request is over; called, from another thread, when one of them has given it up.
+            others: Tells all prefill ranks that the request is over; called from another thread, when one of them has given it up.
         """
         attempt = int.from_bytes(os.urandom(6))
         with self._lock:
@@ -82,7 +82,7 @@ class DecodeRank:
         return self._receivings[room].attempt
 
     def offered(self, note: PagesOffered) -> None:
-        """Fetch what a prefill rank says is there. The others of its engine say so too."""
+        """Fetch what a prefill rank says is there. The other ranks of its engine say the same, and change nothing."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         with self._lock:
@@ -102,7 +102,7 @@ class DecodeRank:
                 self._manager.fail(note.room, str(error))
 
     def failed(self, note: AttemptFailed) -> None:
-        """Record that a prefill rank has given a request up, and tell the others: a later stage tells no earlier one."""
+        """Record that a prefill rank has given a request up, and tell the others, since a later stage tells no earlier one."""
         with self._lock:
             receiving = self._current(note.room, note.attempt)
             if receiving is None:
@@ -128,7 +128,7 @@ class DecodeRank:
             return all(receiving.room != room for receiving in self._fetches.values())
 
     def heard(self, event: Event) -> None:
-        """Process what became of a fetch."""
+        """Process an event of a fetch."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         with self._lock:
@@ -154,12 +154,12 @@ class DecodeRank:
     def _current(self, room: int, attempt: int) -> _Receiving | None:
         receiving = self._receivings.get(room)
         if receiving is None or receiving.attempt != attempt:
-            log.debug("room %s: a word about attempt %s comes too late", room, attempt)
+            log.debug("room %s: a note about attempt %s has come too late", room, attempt)
             return None
         return receiving
 
     def _fetch(self, receiving: _Receiving, ticket: Ticket) -> None:
-        """Fetch under our own digest, so that a mix-up of requests is told by the producer."""
+        """Begin the fetch, with a digest made here, so that the producer notices if requests are mixed up."""
         pages = len(receiving.rows[0])
         tokens = tokens_of(pages, self._manager.kv_args.page_size)
         digest = request_digest(receiving.room, receiving.prefix, pages)

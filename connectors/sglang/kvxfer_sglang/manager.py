@@ -1,7 +1,7 @@
 """SGLang's manager of a rank's transfers, over kvxfer.
 
-SGLang's own bootstrap server and sockets stay: they tell a decode rank where the prefill ranks are, and carry notes. The KV
-and the metadata of a request move by a kvxfer transfer, which a ticket names.
+SGLang's own bootstrap server and sockets are kept: the server tells a decode rank where the prefill ranks are, and the sockets
+carry notes. The KV and the metadata of a request move by a kvxfer transfer, which a ticket names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import zmq
@@ -38,11 +39,11 @@ __all__ = ["TransferManager"]
 log = logging.getLogger("kvxfer.sglang")
 
 TURN_MS = 500
-"""How long the thread waits for a message before it looks whether it shall end."""
+"""How long the thread waits for a message before it checks whether it is to end."""
 
 
 class TransferManager(CommonKVManager):
-    """What SGLang's scheduler of one rank has of kvxfer; for the arguments see ``CommonKVManager``.
+    """One rank's transfers, as SGLang's scheduler uses them; for the arguments see ``CommonKVManager``.
 
     Raises:
         UnsupportedSetupError: The server is set up in a way whose KV is not moved.
@@ -58,7 +59,7 @@ class TransferManager(CommonKVManager):
         config = settings(self.local_ip, self.waiting_timeout if decodes else self.bootstrap_timeout)
         model = process_model_config()
         heads = heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_total_num_kv_heads())
-        self.last_stage = self.pp_rank == self.pp_size - 1  # which has sampled, and whose metadata count
+        self.last_stage = self.pp_rank == self.pp_size - 1  # it samples, so that its metadata are the request's
         rank = Rank(pp=self.pp_rank, tp=self.attn_tp_rank)
         self.states = States.of(args)
         cache = pool_cache(
@@ -71,6 +72,7 @@ class TransferManager(CommonKVManager):
             heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_swa_num_kv_heads(1)),
         )
         self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
+        self.tenants: WeakValueDictionary[int, Any] = WeakValueDictionary()  # the sender or receiver that has each room
         side = self.decode if decodes else self.prefill
         facts = server_facts(model, args.kv_cache_dtype_str, config)
         if MAMBA in self.states.kinds:
@@ -93,7 +95,7 @@ class TransferManager(CommonKVManager):
         return "cpu" if get_device().device == "cpu" else f"{get_device().device}:{self.kv_args.gpu_id}"
 
     def _gather(self, own: Any) -> list[Any]:
-        """Return what each rank of the engine has, those of the first pipeline stage in front."""
+        """Return what each rank of the engine has passed to this, beginning with those of the first pipeline stage."""
         stage = [own] if self.attn_tp_size == 1 else get_parallel().attn_tp_group.all_gather_object(own)
         if self.pp_size == 1:
             return stage
@@ -131,7 +133,7 @@ class TransferManager(CommonKVManager):
         )
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing writes into the pages of a failed request any more; no prefill rank has to be asked."""
+        """Whether nothing writes into the pages of a failed request any more; kvxfer knows, so that no prefill rank is asked."""
         return self.decode.quiet(bootstrap_room)
 
     def teardown(self) -> None:
@@ -147,7 +149,7 @@ class TransferManager(CommonKVManager):
     # --- what the two parts call ---------------------------------------------------------------------------------------
 
     def fail(self, room: int, reason: str) -> None:
-        """Have SGLang's scheduler take a request for failed; of several reasons it is told the first."""
+        """Have SGLang's scheduler treat a request as failed; if there are several reasons, it is told the first."""
         with self.failure_lock:
             self.failure_records.setdefault(room, reason)
         self.update_status(room, KVPoll.Failed)
@@ -155,12 +157,14 @@ class TransferManager(CommonKVManager):
     # --- notes -----------------------------------------------------------------------------------------------------
 
     def tell(self, host: str, port: int, note: PagesOffered | AttemptFailed) -> None:
-        """Send a note to a decode rank; one that cannot be reached hears nothing."""
+        """Send a note to a decode rank; if that cannot be reached, log it."""
         address = NetworkAddress(host, port)
         try:
             self._send_multipart_locked(address.to_tcp(), packed(note), is_ipv6=address.is_ipv6)
         except zmq.ZMQError as error:
-            log.warning("room %s: the decode server at %s:%s cannot be told: %s", note.room, host, port, error)
+            log.warning(
+                "room %s: a note to the decode server at %s:%s could not be sent: %s", note.room, host, port, error
+            )
 
     def _listen(self, hear: Callable[[list[bytes]], None]) -> None:
         while not self._stopped:
@@ -169,7 +173,7 @@ class TransferManager(CommonKVManager):
             try:
                 hear(self.server_socket.recv_multipart())
             except PeerError as error:
-                log.warning("a message is dropped: %s", error)
+                log.warning("a message was ignored: %s", error)
             except Exception:
                 log.exception("a message from a prefill or decode server was ignored, since handling it failed")
 

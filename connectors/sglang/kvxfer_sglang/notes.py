@@ -45,7 +45,7 @@ class PagesOffered(msgspec.Struct, frozen=True, tag=True):
         room: The request's ``bootstrap_room``.
         attempt: That of the ``PagesWanted``.
         ticket: What is to be fetched; empty where there is no page to move.
-        aux: Without pages, SGLang's metadata of the request; else it comes with the pages.
+        aux: If there are no pages, SGLang's metadata of the request; otherwise these come with the pages.
     """
 
     room: int
@@ -71,17 +71,17 @@ def packed(note: PagesWanted | PagesOffered | AttemptFailed) -> list[bytes]:
 
 
 def unpacked(frames: list[bytes]) -> PagesWanted | PagesOffered | AttemptFailed:
-    """Return the note of a message.
+    """Return the note in a message.
 
     Raises:
-        PeerError: It is none.
+        PeerError: There is none.
     """
     if len(frames) != 2 or frames[0] != TAG:
         raise PeerError(
-            f"a message of {len(frames)} frames that begins with {frames[0][:20] if frames else b''!r} is no note"
+            f"a message of {len(frames)} frames that begins with {frames[0][:20] if frames else b''!r} is not a note"
         )
     try:
         note: PagesWanted | PagesOffered | AttemptFailed = _DECODER.decode(frames[1])
     except msgspec.MsgspecError as error:
-        raise PeerError(f"a note that is not understood: {error}") from None
+        raise PeerError(f"a note that cannot be read: {error}") from None
     return note

@@ -1,8 +1,8 @@
-"""How SGLang learns of this transfer back end: a choice of its command line, and classes behind it.
+"""Adds this transfer back end to SGLang: its name on the command line, and the classes behind that name.
 
-SGLang's list of choices is open. Its enum of transfer back ends and the function that maps it to classes are not; both are
-extended here by means that leave room for others: the hook of ``enum`` for values that are not members, and SGLang's own
-registry of hooks.
+SGLang lets plug-ins add names to its command line, but neither values to its enum of transfer back ends nor classes to the
+function that maps these to classes. Both are extended here in ways that other plug-ins can use as well: the hook of ``enum`` for
+values that are not members, and SGLang's own registry of hooks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["NAME", "plug_in"]
 
 NAME = "kvxfer"
-"""What stands behind ``--disaggregation-transfer-backend``."""
+"""The value of ``--disaggregation-transfer-backend``."""
 
 
 def plug_in() -> None:
@@ -30,7 +30,7 @@ def plug_in() -> None:
 
 
 def _extend(backends: Any) -> None:
-    """Have ``TransferBackend("kvxfer")`` be one of SGLang's transfer back ends."""
+    """Make ``TransferBackend("kvxfer")`` one of SGLang's transfer back ends."""
     ours = object.__new__(backends)
     ours._name_, ours._value_ = NAME.upper(), NAME
     before: Callable[[object], Any] = backends._missing_
@@ -42,7 +42,7 @@ def _extend(backends: Any) -> None:
 
 
 def _classes(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Return the class that SGLang asks for, ours where it is about this back end."""
+    """Return the class that SGLang asks for: ours if it asks about this back end."""
     if transfer_backend.value != NAME or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer

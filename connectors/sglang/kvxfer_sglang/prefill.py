@@ -1,4 +1,4 @@
-"""The prefill rank's part: which pages of which request are offered, until they are fetched or given up."""
+"""The prefill rank's part: the pages that are offered for each request, until they are fetched or given up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["PrefillRank"]
 log = logging.getLogger("kvxfer.sglang")
 
 GENERATION = 1
-"""SGLang gives a transfer's pages up for good, and never to compute them anew under the same name."""
+"""That of all offers: SGLang gives up a transfer's pages only for good, never to compute them again under the same name."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Sending:
 
     @property
     def staged(self) -> bool:
-        """Whether each of decode's pipeline stages hears of one stage here alone, which then has to say what was sampled."""
+        """Whether decode has pipeline stages: each of them hears from one stage here alone, which must then send the metadata."""
         return any(note.stages > 1 for note in self.wanted)
 
 
@@ -65,21 +65,26 @@ class PrefillRank:
         self._rank = rank
 
     def wanted(self, note: PagesWanted) -> None:
-        """Record where a decode rank hears of a request; the last of them lets the scheduler go on with it."""
+        """Record that a decode rank asks for a request; once all of them have, the scheduler goes on with it.
+
+        A rank that asks too late is told so, or it would wait until its time is over.
+        """
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager = self._manager
         with self._lock:
-            if manager.request_status.get(note.room) not in (None, KVPoll.Bootstrapping):
-                log.debug("room %s: pages are wanted too late", note.room)
+            status = manager.request_status.get(note.room)
+            if status in (None, KVPoll.Bootstrapping):
+                known = manager.transfer_infos.setdefault(note.room, {})
+                known[note.endpoint, note.dst_port] = note
+                if len(known) < note.required_dst_info_num:
+                    return
+                manager.resolve_kv_replica_factor(known)
+                manager.req_to_decode_prefix_len[note.room] = note.prefix
+                manager.update_status(note.room, KVPoll.WaitingForInput)
                 return
-            known = manager.transfer_infos.setdefault(note.room, {})
-            known[note.endpoint, note.dst_port] = note
-            if len(known) < note.required_dst_info_num:
-                return
-            manager.resolve_kv_replica_factor(known)
-            manager.req_to_decode_prefix_len[note.room] = note.prefix
-            manager.update_status(note.room, KVPoll.WaitingForInput)
+        reason = "it had failed before" if status == KVPoll.Failed else "its room is that of another request"
+        manager.tell(note.endpoint, note.dst_port, AttemptFailed(note.room, note.attempt, reason))
 
     def begin(self, room: int, pages: int) -> None:
         """Name the transfer of a request, of which so many pages are to be sent.
@@ -106,7 +111,7 @@ class PrefillRank:
 
         Args:
             room: The request.
-            pages: The pages behind those that were added before.
+            pages: The pages that follow those added before.
             last: Whether no more follow.
             aux_index: The request's row of metadata, with the last pages.
             after: The fence behind which the pages are complete; ``None`` when they are.
@@ -147,9 +152,9 @@ class PrefillRank:
                 )
 
     def withdraw(self, room: int, reason: str) -> None:
-        """Give a request's pages up, before SGLang uses them for something else, and tell the decode ranks.
+        """Give up a request's pages, before SGLang uses them for something else, and tell the decode ranks.
 
-        One whose pages are over, or that never had any, is no matter.
+        This does no harm if the transfer has ended or has never begun.
         """
         with self._lock:
             sending = self._sendings.pop(room, None)
@@ -169,7 +174,7 @@ class PrefillRank:
             self.withdraw(room, reason)
 
     def given_up(self, note: AttemptFailed) -> None:
-        """Record that another prefill rank has given a request up, of which decode tells us."""
+        """Record that another prefill rank has given a request up, as a decode rank tells us."""
         with self._lock:
             sending = self._sendings.get(note.room)
             known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(note.room, {}).values())
@@ -182,7 +187,7 @@ class PrefillRank:
             self._sendings.pop(room, None)
 
     def heard(self, event: Event) -> None:
-        """Process what became of a transfer: SGLang hears of it once nothing reads its pages any more."""
+        """Process an event of a transfer; SGLang is told how it ended once nothing reads its pages any more."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         with self._lock:

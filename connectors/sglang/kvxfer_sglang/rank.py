@@ -1,4 +1,4 @@
-"""What a rank has of kvxfer: its agent, and on the first rank of an engine the directory that leads to all of them."""
+"""One rank's part of kvxfer: its agent and, on the first rank of an engine, the directory that leads to all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EngineRank"]
 log = logging.getLogger("kvxfer.sglang")
 
 TURN_S = 1.0
-"""How long the thread waits for an event before it looks whether it shall end."""
+"""How long the thread waits for an event before it checks whether it is to end."""
 
 
 class EngineRank:
@@ -23,10 +23,10 @@ class EngineRank:
     Args:
         cache: The rank's pool.
         config: The settings.
-        name: The engine's name, for logs of others.
+        name: The engine's name, for the logs of other engines.
         facts: What all KV of the engine depends on.
-        gather: Returns what every rank of the engine passes to it, in their order; all call it.
-        heard: Is called with each event, on a thread of this rank's own.
+        gather: Returns what every rank of the engine has passed to it, in the order of the ranks; all of them call it.
+        heard: Called with each event, on a thread that belongs to this object.
 
     Attributes:
         agent: The rank's agent.
@@ -62,7 +62,7 @@ class EngineRank:
                     log.exception("an event of the agent was ignored, since handling it failed: %s", event)
 
     def close(self) -> bool:
-        """Stop; whether the pool's memory is quiet, as ``kvxfer.Agent.close`` has it."""
+        """Stop; return whether the pool's memory is quiet (``kvxfer.Agent.close``)."""
         quiet = self.agent.close()
         self._closed = True
         self._thread.join(2 * TURN_S)

@@ -1,8 +1,8 @@
-"""Recurrent layers' states: a few tensors of a layer, of which a request has one item each, and what of an item is whose share.
+"""The states of recurrent layers: a few tensors in each layer, each with one item for a request, and which rank has what of an item.
 
 Where SGLang says of what parts the channels of a convolution are (``conv_shard_groups``: queries, keys and values of gated delta
-nets), each part is shared out by itself, and so is each other tensor, whose channels are one part. Where it says that of no
-tensor, the parts may still be several, as Mamba 2's are; then a rank's share moves whole, between equal numbers of ranks.
+nets), the ranks share out each part by itself, and likewise each other tensor, whose channels are one part. If it says that of no
+tensor, there may be several parts all the same, as in Mamba 2; then a rank's share moves whole, between equal numbers of ranks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 
 from kvxfer import KvxferError
 from kvxfer_sglang.notes import AttemptFailed, packed
@@ -17,17 +17,64 @@ __all__ = ["TransferReceiver", "TransferSender"]
 
 log = logging.getLogger("kvxfer.sglang")
 
+MOST_ROOM = (1 << 64) - 1
+"""The greatest room that SGLang's metadata have space for."""
 
-class TransferSender(CommonKVSender):
-    """What a prefill scheduler has of one request."""
+
+class _Tenant:
+    """What senders and receivers share: a room is for one request at a time.
+
+    SGLang keeps the state of a request by its room. If two requests had one room, each would be told what becomes of the
+    other, and the pages of both would go into one transfer. So the later one fails, and leaves that state alone.
+    """
+
+    clear: Any
+    kv_mgr: Any
+    bootstrap_room: int
+    conclude_state: int | None
+    refusal = ""
+
+    def _take_room(self) -> None:
+        """Have the room, or fail at once."""
+        room = self.bootstrap_room
+        if self.kv_mgr.tenants.setdefault(room, self) is not self:
+            self.refusal = f"bootstrap_room {room} is that of another request that is under way"
+        elif not 1 <= room <= MOST_ROOM:  # SGLang's metadata say 0 until they are there
+            self.refusal = f"bootstrap_room must be from 1 to {MOST_ROOM}, not {room}"
+        if self.refusal:
+            self.conclude_state = KVPoll.Failed
+
+    def _leave_room(self) -> bool:
+        """Let another request have the room; return whether this one had it."""
+        had = self.kv_mgr.tenants.get(self.bootstrap_room) is self
+        if had:
+            del self.kv_mgr.tenants[self.bootstrap_room]
+        return had
+
+    def failure_exception(self) -> None:
+        """Raise SGLang's exception about a request that has failed, and let go of it."""
+        if self.refusal:
+            self.clear()
+            raise KVTransferError(self.bootstrap_room, self.refusal)
+        super().failure_exception()  # type: ignore[misc]
+
+
+class TransferSender(_Tenant, CommonKVSender):
+    """One request at prefill, as SGLang's scheduler uses it; for the arguments see ``CommonKVSender``."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._take_room()
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Record how many pages there will be, and which row of metadata is the request's."""
+        """Record how many pages are to be sent, and which row of the metadata is the request's."""
         super().init(num_kv_indices, aux_index)
         self.kv_mgr.prefill.begin(self.bootstrap_room, num_kv_indices)
 
     def clear(self) -> None:
         """Let go of the request. SGLang reuses its pages from now on."""
+        if not self._leave_room():
+            return
         room, status = self.bootstrap_room, self.conclude_state or self.kv_mgr.request_status.get(self.bootstrap_room)
         if status == KVPoll.Success:
             self.kv_mgr.prefill.forget(room)
@@ -37,14 +84,20 @@ class TransferSender(CommonKVSender):
 
     def abort(self) -> None:
         """Give the request up."""
+        if self.refusal:
+            return
         super().abort()
         self.kv_mgr.prefill.withdraw(self.bootstrap_room, "the request was aborted")
 
 
-class TransferReceiver(CommonKVReceiver):
-    """What a decode scheduler has of one request."""
+class TransferReceiver(_Tenant, CommonKVReceiver):
+    """One request at decode, as SGLang's scheduler uses it; for the arguments see ``CommonKVReceiver``."""
 
     _attempt = 0  # none yet
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._take_room()
 
     def send_metadata(
         self,
@@ -54,7 +107,7 @@ class TransferReceiver(CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **told: Any,
     ) -> None:
-        """Tell the prefill ranks that pages are there."""
+        """Tell the prefill ranks that there are pages for the request's KV."""
         try:
             rows = self.kv_mgr.states.rows(np.asarray(kv_indices).tolist(), state_indices or [])
         except KvxferError as error:
@@ -71,25 +124,28 @@ class TransferReceiver(CommonKVReceiver):
         return bool(self.kv_mgr.is_abort_release_safe(self.bootstrap_room, 0))
 
     def clear(self) -> None:
-        """Let go of the request."""
+        """Let go of the request. SGLang does so twice with one that has failed: the second time, another may have its room."""
         self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the decode server let it go")
-        super().clear()
+        if self._leave_room():
+            super().clear()
 
     def abort(self) -> None:
         """Give the request up."""
+        if self.refusal:
+            return
         self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the request was aborted")
         super().abort()
 
     def _tell_all(self, note: AttemptFailed) -> None:
-        """Tell all prefill ranks of this request that one of them has given it up; who knows is not hurt by it."""
+        """Tell all prefill ranks of this request that one of them has given it up; that one is told as well, which does no harm."""
         for rank in self.bootstrap_infos or ():
             try:
                 sock, lock = self._connect_to_bootstrap_server(rank)
                 with lock:
                     sock.send_multipart(packed(note))
             except zmq.ZMQError as error:
-                log.warning("room %s: a prefill rank cannot be told that it is over: %s", note.room, error)
+                log.warning("room %s: a prefill rank could not be told that the request is over: %s", note.room, error)
 
     def _register_kv_args(self) -> bool:
-        """Tell prefill ranks nothing of this rank's memory: kvxfer's directories do."""
+        """Send nothing: SGLang would describe this rank's memory to the prefill ranks here, and kvxfer's directories do that."""
         return self.bootstrap_infos is not None

@@ -17,7 +17,7 @@ VARIABLE = "KVXFER_SGLANG"
 
 
 def settings(here: str, patience: float, environ: Mapping[str, str] = os.environ) -> Config:
-    """Return the settings, with SGLang's own address and patience where nothing else is said.
+    """Return the settings; where they do not say otherwise, address and time limit are SGLang's own.
 
     Args:
         here: The address by which SGLang's prefill and decode servers know this host.

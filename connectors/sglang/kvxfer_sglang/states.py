@@ -1,7 +1,7 @@
 """What SGLang calls states: memory of a pool beside the KV of full attention, each kind with indices of its own.
 
-SGLang names a state's buffers as it names those of KV, and says with the last chunk which of their items are a request's. Both
-servers list the same items in the same order, from the end of what decode has cached.
+SGLang describes a state's buffers as it does those of KV, and says with the last chunk which of their items are a request's.
+Both servers list the same items in the same order, beginning behind what decode has cached.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SWA, MAMBA, DSA = "swa", "mamba", "dsa"
 """Pages of sliding-window layers; the recurrent state of a request; the keys of sparse attention's index, page by page."""
 
 PADDING = 0
-"""A page that SGLang gives to no request. It is offered where only a state goes, and nobody fetches it."""
+"""A page that SGLang gives to no request. It is offered if only a state is to be moved, and nobody fetches it."""
 
 
 def tokens_of(pages: int, page: int) -> int:
-    """Return how many tokens so many pages count as, on both sides; a state that goes without a page counts as one."""
+    """Return for how many tokens so many pages count, on both sides; a state that moves without a page counts for one."""
     return pages * page or 1
 
 
@@ -53,9 +53,9 @@ class States:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of a block table: that of full attention, then one for each state that does not go by its pages.
+        """The groups of a block table: that of full attention, then one for each state that does not have the same pages.
 
-        SGLang does not say how long a window is, but lists its pages. So each that decode lists is needed.
+        SGLang does not say how long a window is, but lists its pages. So each page that decode lists is needed.
         """
         own = {SWA: Group(self.page, "window", MOST_TOKENS), MAMBA: Group(MOST_TOKENS, "state")}
         return (Group(self.page), *(own[kind] for kind in self.kinds if kind in own))
@@ -83,7 +83,7 @@ class States:
             ids = [] if listed is None else np.asarray(listed).ravel().tolist()
             if kind == DSA:
                 if ids != rows[0]:
-                    raise KvxferError(f"SGLang has listed pages of the index that are not those of the KV: {len(ids)}")
+                    raise KvxferError(f"SGLang has listed {len(ids)} pages of the index, which are not those of the KV")
             elif kind == SWA:
                 if len(ids) > len(pages):
                     raise KvxferError(f"SGLang has listed {len(ids)} pages of the window for {len(pages)} pages")

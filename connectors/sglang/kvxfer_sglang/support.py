@@ -1,4 +1,4 @@
-"""What is not moved, told at start by the name that SGLang has for it."""
+"""What is not supported: reported at start, by SGLang's own names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class UnsupportedSetupError(KvxferError):
 
 
 def check_setup(args: Any, decodes: bool) -> None:
-    """Refuse a server whose KV would not be moved, or not whole.
+    """Refuse a server whose KV would not be moved, or not completely.
 
     Args:
         args: SGLang's ``KVArgs`` of this rank.
@@ -43,11 +43,11 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
         yield f"pools with states of this kind ({', '.join(others)})"
     elif SWA in kinds and parallel.pp_size > 1:
         yield (
-            f"--pp-size {parallel.pp_size} together with a sliding-window pool, of whose layers SGLang does not say which they are: "
-            "give such a model one stage"
+            f"--pp-size {parallel.pp_size} together with a sliding-window pool, whose layers SGLang does not name: give such a "
+            "model one stage"
         )
     if SWA in kinds and args.swa_kv_cache_layout != "nhd":
-        yield f"a sliding-window pool that lies otherwise than token by token, head by head ({args.swa_kv_cache_layout})"
+        yield f"a sliding-window pool that is not laid out token by token, head by head ({args.swa_kv_cache_layout})"
     if args.is_hybrid_mla_backend or args.mla_compression_ratios or args.kv_layout:
         yield "hybrid or compressed latent pools"
     if args.num_draft_entries and parallel.pp_size > 1:
@@ -69,18 +69,18 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
     if disagg.enable_pd_role_switch:
         yield "--enable-pd-role-switch"
     if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
-        yield "SGLANG_DISAGG_STAGING_BUFFER, which ranks that differ do not need here"
+        yield "SGLANG_DISAGG_STAGING_BUFFER: the servers may have different numbers of ranks without it"
     if envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() == "INTRA_NODE_NVLINK":
         yield "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK, which keeps metadata on the GPU"
     if decodes and not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get():
         yield (
-            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, by which pages would be reused while a failed transfer "
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, which would let pages be reused while a failed transfer "
             "may still write to them"
         )
     if get_exec().features.enable_memory_saver:
-        yield "--enable-memory-saver, by which the pool's memory goes away while transfers may touch it"
+        yield "--enable-memory-saver, which takes the pool's memory away while transfers may touch it"
     if get_device().device not in ("cpu", "cuda") or is_hip():
         yield f"devices of this kind ({'ROCm' if is_hip() else get_device().device})"
     told = sum(args.aux_item_lens)
     if told > MOST_PAYLOAD:
-        yield f"{told} bytes of metadata for each request, which are more than {MOST_PAYLOAD}"
+        yield f"{told} bytes of metadata for each request, more than {MOST_PAYLOAD}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from kvxfer import ArgumentError, Config, Failure, KvxferError, Ticket
-from kvxfer_transformers.identity import model_facts, prompt_digest
+from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.manager import Hooks, batch_processor, go_on, rename, reserve
 from kvxfer_transformers.paged import block_table, described
 from kvxfer_transformers.side import SingleProcess
@@ -75,6 +76,7 @@ class BatchingExchange:
         self._held: set[str] = set()  # names under which what is offered has blocks
         self._count = 0
         self._closed = False
+        self._naming = threading.Lock()
         cache, groups = described(self._paged)
         self._side = SingleProcess(cache, groups, settings, name, self._facts, self._paged)
         self._hooks = Hooks()
@@ -112,12 +114,13 @@ class BatchingExchange:
             The request's name.
 
         Raises:
-            ArgumentError: ``input_ids`` is not a prompt.
+            ArgumentError: ``input_ids`` is not a prompt, or ``request_id`` is that of a request that is under way.
             KvxferError: The manager takes no more requests.
         """
         ids = _ids(input_ids)
-        name = self._name("prefill") if request_id is None else request_id
-        self._prefills[name] = salt
+        with self._naming:
+            name = self._unused("prefill", request_id)
+            self._prefills[name] = salt
         if self._manager.add_request(ids, request_id=name, max_new_tokens=1) is None:
             del self._prefills[name]
             raise KvxferError("the manager takes no requests any more")
@@ -162,7 +165,8 @@ class BatchingExchange:
             The request's name.
 
         Raises:
-            ArgumentError: ``ticket`` is not a ticket, or not one for this prompt.
+            ArgumentError: ``ticket`` is not a ticket, or not one for this prompt, or ``request_id`` is that of a request that is
+                under way.
             KvxferError: The exchange is closed, or the manager has stopped.
         """
         told, ids = BatchTicket.read(ticket), _ids(input_ids)
@@ -172,17 +176,18 @@ class BatchingExchange:
         if len(ids) < told.tokens or behind != list(told.tail[0][: len(behind)]):
             raise ArgumentError(f"input_ids must be the ticket's prompt, with {told.tokens} tokens at the least")
         generation = self._manager.generation_config
-        state = RequestState(
-            request_id=self._name("fetch") if request_id is None else request_id,
-            initial_tokens=ids,
-            max_new_tokens=generation.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            eos_token_id=generation.eos_token_id if eos_token_id is None else eos_token_id,
-            streaming=streaming,
-        )
-        digest = prompt_digest(self._model, self._facts, ids[: told.tokens], salt)
+        [digest] = prompt_digests(self._model, self._facts, [ids[: told.tokens]], salt)
         if self._closed or not self._manager.is_running():
             raise KvxferError("the exchange is closed" if self._closed else "the manager has stopped")
-        self._arrivals.append(_Arrival(state, told, digest, self._name("load")))
+        with self._naming:
+            state = RequestState(
+                request_id=self._unused("fetch", request_id),
+                initial_tokens=ids,
+                max_new_tokens=generation.max_new_tokens if max_new_tokens is None else max_new_tokens,
+                eos_token_id=generation.eos_token_id if eos_token_id is None else eos_token_id,
+                streaming=streaming,
+            )
+            self._arrivals.append(_Arrival(state, told, digest, self._name("load")))
         self._manager._wake_up_loop.set()
         return str(state.request_id)
 
@@ -278,7 +283,7 @@ class BatchingExchange:
             raise KvxferError(f"request {request_id} has KV of {tokens} tokens and {len(ids)} ids")
         name, scheduler = self._name("offer"), self._side.scheduler
         table = block_table(self._paged, request_id, tokens)
-        digest = prompt_digest(self._model, self._facts, ids[:tokens], self._prefills[request_id])
+        [digest] = prompt_digests(self._model, self._facts, [ids[:tokens]], self._prefills[request_id])
         scheduler.offer(name, self._side.mint(), digest, tokens)
         ticket: Ticket | None = scheduler.ticket(name)
         scheduler.runs(name, 0, tokens, table)
@@ -308,9 +313,14 @@ class BatchingExchange:
             scheduler.finished(name, block_table(self._paged, name, 0), complete=False)
             self._prefill_here(arrival, "there is no room for it at once")
             return True
-        self._loads[name] = arrival
         table = block_table(self._paged, name, told.tokens)
-        external = scheduler.loadable(name, computed) or 0
+        external = scheduler.loadable(name, computed) or 0  # None while another request loads it
+        if computed + external < told.tokens:
+            self._paged.free_blocks(name, no_cache=True)
+            scheduler.finished(name, table, complete=False)
+            self._prefill_here(arrival, "another request is fetching it, and each ticket serves one")
+            return True
+        self._loads[name] = arrival
         scheduler.allocated(name, table, external)
         if not external:
             self._over(name, None)
@@ -370,6 +380,15 @@ class BatchingExchange:
         self._held.clear()
         self._loads.clear()
         self._arrivals.clear()
+
+    def _unused(self, what: str, name: str | None) -> str:
+        """Return a request's name, or make one up: the manager keeps blocks by name, so that no two requests may have one."""
+        if name is None:
+            return self._name(what)
+        fetched = [arrival.state.request_id for arrival in [*self._arrivals, *self._loads.values()]]
+        if name in {*fetched, *self._prefills, *self._scheduler.active_requests, *self._scheduler.waiting_requests}:
+            raise ArgumentError(f"request_id must be one that no request under way has, not {name!r}")
+        return name
 
     def _name(self, what: str) -> str:
         self._count += 1

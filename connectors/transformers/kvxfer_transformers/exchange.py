@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, StaticLayer
 
 from kvxfer import ArgumentError, Config, Failure, FailureKind, KvxferError, Ticket
 from kvxfer_transformers.arena import Arena
-from kvxfer_transformers.identity import model_facts, prompt_digest
+from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.layers import UnsupportedCacheError, check_layers, forms_of, held, kept
 from kvxfer_transformers.prompts import padding, token_ids
 from kvxfer_transformers.side import SingleProcess
@@ -122,9 +122,8 @@ class CacheExchange:
             [[_last(x, form, length - pad, present - length) for x in kept(cache, form, row)] for form in forms]
             for row, pad in enumerate(pads)
         ]
-        digests = [
-            prompt_digest(self._model, self._facts, ids[row, pad:length].tolist(), salt) for row, pad in enumerate(pads)
-        ]
+        prompts = [ids[row, pad:length].tolist() for row, pad in enumerate(pads)]
+        digests = prompt_digests(self._model, self._facts, prompts, salt)
         with self._lock:
             self._turn()
             blocks = self._take(max(0, length - pad) for pad in pads)
@@ -184,24 +183,23 @@ class CacheExchange:
         target = DynamicCache(config=self._model.config) if cache is None else cache
         _check_empty(target, told.tokens)
         full = torch.cat([ids[:, : told.tokens], torch.tensor(told.tail)], 1)
-        digests = [
-            prompt_digest(self._model, self._facts, ids[row, pad : told.tokens].tolist(), salt)
-            for row, pad in enumerate(pads)
-        ]
+        prompts = [ids[row, pad : told.tokens].tolist() for row, pad in enumerate(pads)]
+        digests = prompt_digests(self._model, self._facts, prompts, salt)
         rows: list[_Row | None] = []
         with self._lock:
             self._turn()
-            taken = iter(self._take(max(0, told.tokens - pad) for pad in pads))
+            room = iter(self._take(max(0, told.tokens - pad) for pad in pads))
             for pad, row_ticket, content in zip(pads, told.rows, digests, strict=True):
-                blocks = next(taken)
+                blocks = next(room)
                 if row_ticket is None:
                     rows.append(None)
                     continue
                 tokens = told.tokens - pad
                 request, scheduler = self._name("fetch"), self._side.scheduler
                 found = _Row(request, blocks, tokens)
-                if scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens, offered=True):
-                    scheduler.allocated(request, self._arena.table(blocks, tokens), scheduler.loadable(request, 0) or 0)
+                taken = scheduler.load(request, row_ticket.transfer, content, row_ticket.source, tokens, offered=True)
+                if taken and scheduler.loadable(request, 0) == tokens:
+                    scheduler.allocated(request, self._arena.table(blocks, tokens), tokens)
                 else:
                     detail = "this exchange is fetching it already, or has just done so; each ticket serves one fetch"
                     self._ended[request] = Failure(FailureKind.MISUSE, detail)
