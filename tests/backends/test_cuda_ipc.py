@@ -85,6 +85,33 @@ def test_launches_that_fail_leave_room_for_others() -> None:
     assert not gpu.ready
 
 
+def test_a_launch_that_fails_half_way_is_over() -> None:
+    """Its batch ends then, and others may have the memory: but copies that no event tells of were still under way."""
+
+    class Half(StubbornApi):
+        under_way, records = False, 0
+
+        def __getattr__(self, name: str) -> Any:
+            call = super().__getattr__(name)
+
+            def noted(*arguments: Any) -> Any:
+                if name == "cuEventRecord":
+                    self.records += 1
+                    return (0 if self.records % 2 else 700,)
+                if name in ("cuLaunchKernel", "cuStreamSynchronize"):
+                    self.under_way = name == "cuLaunchKernel"
+                return call(*arguments)
+
+            return noted
+
+    api = Half()
+    api.refuses = False
+    gpu = Gpu(MagicMock(api=api), Options())
+    with pytest.raises(CudaError, match="recording"):
+        gpu.start(next(iter(of_runs(np.array([4096]), np.array([8192]), np.array([4096])))), None)
+    assert api.records == 2 and not api.under_way
+
+
 class ShortApi(StubbornApi):
     """A driver that has no memory left on the GPU, or no event, and counts what it has given and not got back."""
 

@@ -112,18 +112,23 @@ class Gpu:
         """Queue a launch, behind a CUDA event if one is given, and return its number (1, 2 ...).
 
         Raises:
-            CudaError: It cannot be queued.
+            CudaError: It cannot be queued; nothing of it is under way.
         """
         slot = self._free[-1]  # taken once nothing can fail any more
         with self.context:
             if after is not None:
                 check("waiting for the engine's event", self._api.cuStreamWaitEvent(self._stream, after, 0))
             check("recording an event", self._api.cuEventRecord(slot.begin, self._stream))
-            if self._copies is not None:
-                self._copies.start(launch, int(self._stream))
-            else:
-                self._launch(launch, slot)
-            check("recording an event", self._api.cuEventRecord(slot.end, self._stream))
+            try:
+                if self._copies is not None:
+                    self._copies.start(launch, int(self._stream))
+                else:
+                    self._launch(launch, slot)
+                check("recording an event", self._api.cuEventRecord(slot.end, self._stream))
+            except BaseException:
+                # Some of its copies may have been queued. No event tells of them, and the batch is quiet when it has ended.
+                self._api.cuStreamSynchronize(self._stream)
+                raise
         slot.nbytes = launch.nbytes
         self._under_way.append(self._free.pop())
         self._started += 1
