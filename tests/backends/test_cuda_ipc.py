@@ -112,6 +112,24 @@ def test_a_launch_that_fails_half_way_is_over() -> None:
     assert api.records == 2 and not api.under_way
 
 
+def test_a_launch_whose_time_cannot_be_had_is_over_all_the_same() -> None:
+    """It had not been counted, so that each batch after it was waited for without end; and the GPU was taken for lost."""
+
+    class Timeless(StubbornApi):
+        def __getattr__(self, name: str) -> Any:
+            values = {"cuEventElapsedTime": (400, 0.0), "cuEventQuery": (0,)}
+            return (lambda *arguments: values[name]) if name in values else super().__getattr__(name)
+
+    api = Timeless()
+    api.refuses = False
+    gpu = Gpu(MagicMock(api=api), Options())
+    large = next(iter(of_runs(np.array([4096]), np.array([1 << 40]), np.array([1 << 24]))))
+    gpu.start(large, None)
+    assert gpu.finished() == 1
+    for number in range(2, SLOTS + 2):
+        assert gpu.ready and gpu.start(large, None) == number
+
+
 class ShortApi(StubbornApi):
     """A driver that has no memory left on the GPU, or no event, and counts what it has given and not got back."""
 

@@ -154,8 +154,9 @@ class Gpu:
                     check("a copy on the GPU", (error,))
                     slot = self._under_way.popleft()
                     if slot.nbytes >= LARGE:
-                        took = check("timing a copy", self._api.cuEventElapsedTime(slot.begin, slot.end))
-                        self.pace = slot.nbytes / max(took * 1e-3, 1e-6)
+                        error, took = self._api.cuEventElapsedTime(slot.begin, slot.end)
+                        if error == 0:  # else the pace stays as it is: the copy is over all the same
+                            self.pace = slot.nbytes / max(took * 1e-3, 1e-6)
                     self._free.append(slot)
                     self._finished += 1
         return self._finished
