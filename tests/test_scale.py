@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from kvxfer.bench import scale
@@ -32,3 +37,36 @@ def test_loads_beyond_a_bound_are_told_as_refused(monkeypatch: pytest.MonkeyPatc
     finally:
         p.close()
         c.close()
+
+
+class Refusing:
+    """Engines of which the consumer's loads are all refused but one."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self._answers: list[Any] = []
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        if method == "until":
+            ends = {"delivered": 1, "overloaded": arguments[0] - 1}
+            return {"outcomes": ends, "words": {}, "missing": 0, "seconds": [0.01] * arguments[0]}
+        vitals = {"cpu_s": 1.0, "MiB": 10.0, "threads": 3, "descriptors": 9}
+        return {"vitals": vitals, "links": 1, "pace": 40}.get(method)
+
+    def send(self, *call: Any) -> None:
+        self._answers.append(self(*call))
+
+    def get(self) -> Any:
+        return self._answers.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_only_what_was_delivered_counts_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that is refused ends sooner than one that is delivered, and had counted as one."""
+    monkeypatch.setattr(scale, "QUIET_S", 0.0)
+    monkeypatch.setattr(scale, "Remote", Refusing)
+    monkeypatch.setattr(scale, "time", SimpleNamespace(monotonic=partial(next, count(0.0, 1.0)), sleep=lambda _: None))
+    found = scale.measure_scale("tcp", 5000, 3, 50, 1.0, beyond=False)
+    assert found["in_flight"][0]["outcomes"] == {"delivered": 1, "overloaded": 4999}
+    assert found["in_flight"][0]["delivered_per_s"] <= 1 and found["rate"][0]["delivered_per_s"] <= 1

@@ -61,7 +61,7 @@ class Base(Transport, Generic[E, L]):
     endpoint_type: type[E]
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
-        """Make the tables. Call it after anything that may fail, since it opens descriptors that only ``close`` gives back."""
+        """Make the tables and ``wakeup``, whose descriptors are closed with it at the latest, as where the rest cannot be made."""
         super().__init__(agent, options)
         self.memories = Memories()
         self.links: dict[int, L] = {}

@@ -25,7 +25,8 @@ class _TimerSpec(ctypes.Structure):
 class Timer:
     """A descriptor that polls readable from a set time on.
 
-    A thread that waits for it wakes more precisely than one that sleeps, or polls with a timeout in whole milliseconds.
+    A thread that waits for it wakes more precisely than one that sleeps, or polls with a timeout in whole milliseconds. The descriptor
+    is closed with this object at the latest, as where what it is part of could not be made.
 
     Raises:
         OSError: No descriptor is left.
@@ -57,17 +58,26 @@ class Timer:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def close(self) -> None:
-        """Close the descriptor. Call it only once."""
-        os.close(self._fd)
+        """Close the descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
 
 
 class Wakeup:
-    """The descriptor (``fileno``) on which the thread that drives a back end waits. Other threads may only call ``set``."""
+    """The descriptor (``fileno``) on which the thread that drives a back end waits. Other threads may only call ``set``.
+
+    All is closed with this object at the latest, as where the back end could not be made.
+
+    Raises:
+        OSError: No descriptor is left.
+    """
 
     def __init__(self) -> None:
-        self._timer = Timer()
+        self._timer, self._epoll = Timer(), select.epoll()
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
         self._epoll.register(self._timer, select.EPOLLIN)
         self._epoll.register(self._flag, select.EPOLLIN)
         self._keys: dict[int, Hashable] = {}
@@ -124,3 +134,7 @@ class Wakeup:
             self._epoll.close()
             os.close(self._flag)
             self._timer.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_flag"):  # which was made last; the others close themselves
+            self.close()

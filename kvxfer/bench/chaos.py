@@ -95,13 +95,16 @@ def measure(
                 harm = time.monotonic() + of_faults.expovariate(1 / every)
         say("waiting until everything has ended")
         world.rest()
+        complaints = (
+            world.complaints[:20] if outcomes["delivered"] else [*world.complaints[:19], "nothing was delivered"]
+        )
         return {
             "seconds": seconds,
             "seed": seed,
             "outcomes": dict(outcomes),
             "faults": dict(faults),
             "worst_late_s": round(worst_late_s, 2),
-            "complaints": world.complaints[:20],
+            "complaints": complaints,
         }
 
 

@@ -24,13 +24,17 @@ def pack(
 
     A layout's name lists its axes from the outermost in: L layer, B block, N token, H head; C stands for K and V side by side,
     D for one of them, and 2 for the axis that separates them. Figures are in GB/s (1e9 bytes of KV). What was unpacked is
-    compared with what was packed.
+    compared with what was packed, and the program fails if any of it differs.
     """
     check_device(device, "--device")
     from kvxfer.bench.packing import rows
 
+    identical = True
     for found in rows(device, mib or [64, 256], repeat):
         typer.echo(json.dumps(found) if as_json else _words(found))
+        identical &= found["bytes_identical"]
+    if not identical:
+        raise typer.Exit(1)
 
 
 def _words(found: dict[str, Any]) -> str:

@@ -127,6 +127,10 @@ class Sessions:
         [row] = self._both.consumer("fetch", [number], self._request.dst, {"off": self._source}, 0.0)
         return float(row["off"]["session_s"])
 
+    def expect(self, what: str) -> None:
+        """Check what the fetches have brought; see ``Pair.expect``."""
+        self._both.expect(self._request.dst, self._request.src, what)
+
 
 @contextmanager
 def pair(

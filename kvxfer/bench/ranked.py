@@ -239,11 +239,16 @@ class RankedEngine:
             if event.role == "consumer":
                 self._ended(rank, number, use, event)
         elif event.role == "consumer" or event.generation >= use.generations[rank]:  # else another release follows
+            if event.role == "consumer" and rank not in use.ended:
+                self._complaints.append(f"{self._role}: rank {rank} released transfer {number}, which had no outcome")
             use.unreleased.discard(rank)
             if not use.unreleased:
                 self._give_back(number)
 
     def _ended(self, rank: int, number: int, use: _Use, event: Ended) -> None:
+        if rank in use.ended:
+            self._complaints.append(f"{self._role}: transfer {number} ended on rank {rank} twice: {event}")
+            return
         begin = use.deadline - self._config.longest
         use.late_s = max(use.late_s, event.seconds - self._config.longest - self._stalls.since(begin))
         use.ended[rank] = event

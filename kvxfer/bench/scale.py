@@ -178,7 +178,6 @@ def _in_flight(backend: str, loads: int) -> dict[str, Any]:
         source = p("source")
         _meet(p, c, source)
         start = _Watch(producer=p, consumer=c)
-        began = time.monotonic()
         c("fetch", source, 1, loads)
         time.sleep(QUIET_S)
         quiet = _Watch(producer=p, consumer=c)
@@ -188,7 +187,8 @@ def _in_flight(backend: str, loads: int) -> dict[str, Any]:
         p("offer", 1, loads)
         found = c("until", loads, PATIENCE_S)
         took = time.monotonic() - began
-        return {"loads": loads, "while_they_wait": waiting, "delivered_per_s": round(loads / took), **_told(found)}
+        delivered = found["outcomes"].get("delivered", 0)
+        return {"loads": loads, "while_they_wait": waiting, "delivered_per_s": round(delivered / took), **_told(found)}
     finally:
         p.close()
         c.close()

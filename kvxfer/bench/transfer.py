@@ -110,6 +110,8 @@ def measure_elastic(
                 seconds.setdefault((way, "session"), []).append(fetches.fetch(number))
         for both in pairs.values():
             both.expect(request.dst, request.src, "transport")
+        for fetches in sessions.values():
+            fetches.expect("session")
     for (memory, what), took in seconds.items():
         out[f"{memory}_{what}_GB_per_s"] = round(request.nbytes / statistics.median(took[2:]) / 1e9, 3)
     for other in ways[1:]:

@@ -181,7 +181,7 @@ class RankedWorld:
         self._holding.pop(name, None)
 
     def rest(self) -> None:
-        """Begin nothing more, and check that all blocks come back."""
+        """Begin nothing more, and check that all blocks come back and every engine still answers."""
         self._stopped = dict.fromkeys(self._stopped, 0.0)
         self._todo = {name: ([], []) for name in self._ranks}
         until = time.monotonic() + REST_S
@@ -192,6 +192,8 @@ class RankedWorld:
         for name, n in self._holding.items():
             if n:
                 self.complaints.append(f"{name}: {n} transfers still hold blocks {REST_S:g} s after the last began")
+        for name in self._asked:
+            self.complaints.append(f"{name}: it does not answer {REST_S:g} s after the last transfer began")
 
     def close(self) -> None:
         """End all engines."""

@@ -27,8 +27,8 @@ class CommandQueue(Generic[C]):
 
     def __init__(self) -> None:
         self._waiting: deque[C] = deque()
+        self._timer = Timer()  # first, since it closes itself where there is no descriptor left for the other
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._timer = Timer()
         self._poller = select.poll()
         self._poller.register(self._flag, select.POLLIN)
         self._poller.register(self._timer, select.POLLIN)

@@ -264,9 +264,10 @@ class DataThread:
         try:
             can = transport.capabilities
             staging = self._stage(can) if self._made is None else self._made[1]
-            # A cache that the back end cannot move is not registered: all of it goes through staging memory, number 1.
+            # A cache that the back end cannot move is not registered: all of it goes through staging memory, number 1, and what a
+            # peer moves straight all the same finds nothing.
             movable = all(map(can.moves, self._regions))
-            transport.register(self._regions if movable else (staging.region,))
+            transport.register(self._regions if movable else ())
             transport.register((staging.region,))
             traffic = Traffic(
                 transport, self._regions, staging, self._checks, self._post, self._quarantine, self._limits

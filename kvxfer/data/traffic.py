@@ -117,9 +117,9 @@ class Traffic:
         self._transport.disconnect(wire.peer)
         self.poll()
         for job in [j for j in self._jobs.values() if j.ref.link == link]:
-            self._aborted.setdefault(job.ref, time.monotonic() + self._limits.grace)
-            job.stop(Failure(FailureKind.PEER_LOST, "the link was closed"))
+            job.stop(_hung_up())
             self._advance(job)
+            self._must_end(job)
         self._quarantine.link_closed(link)
         for verb in Verb:
             self._lines.pop((link, verb), None)
@@ -217,14 +217,18 @@ class Traffic:
 
     def _stop(self, job: Job, why: Failure) -> None:
         """End a job early, in bounded time."""
-        ref = job.ref
-        self._aborted.setdefault(ref, time.monotonic() + self._limits.grace)
         job.stop(why)
         if job.batches and self._can.abort == "peer":
-            self._break(ref.link, backend_failed("a transfer was given up, which ends everything on its link"))
+            self._break(job.ref.link, backend_failed("a transfer was given up, which ends everything on its link"))
         for batch in list(job.batches):
             self._transport.abort(batch)
         self._advance(job)
+        self._must_end(job)
+
+    def _must_end(self, job: Job) -> None:
+        """Have a job that was stopped end within ``grace`` seconds, unless it has ended already."""
+        if job.ref in self._jobs:
+            self._aborted.setdefault(job.ref, time.monotonic() + self._limits.grace)
 
     def _completed(self, done: Completion) -> None:
         for job in self._batches.pop(done.batch, ()):
@@ -259,6 +263,8 @@ class Traffic:
         if job.ref not in self._jobs:
             return
         try:
+            if self._wires.get(job.ref.link) is not job.wire and not job.complete:
+                job.stop(_hung_up())  # it may have its turn only now, since those before it ended with the link
             job.advance()
         except BaseException as e:
             job.stop(Failure.of(e))
@@ -366,3 +372,8 @@ class Traffic:
             self._post(Moved(job.ref, job.error, quiet, 0, collateral=True))
         if quiet:
             self._quarantine.release_all()
+
+
+def _hung_up() -> Failure:
+    """Return the failure of a part whose link was closed."""
+    return Failure(FailureKind.PEER_LOST, "the link was closed")

@@ -72,7 +72,7 @@ def _copy(s: _Strided) -> StridedCopy:
         len(cells[0]) == len(cells[1]) > 0
         and len(places[0]) == len(places[1]) == len(counts) > 0
         and len(s.axes) <= 2
-        and all(n > 1 for n, _, _ in s.axes)
+        and all(1 < n <= _MOST_ROWS for n, _, _ in s.axes)
         and len(pattern) <= _MOST_ROWS
         and s.unit > 0
         and int(counts.min()) > 0

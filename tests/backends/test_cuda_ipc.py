@@ -1,6 +1,7 @@
 """The cuda_ipc back end as far as it goes without a GPU: all but driver calls and what only a GPU can compute."""
 
 import ctypes
+import errno
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -30,8 +31,10 @@ from kvxfer_cuda_ipc.library import CudaError
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_strided_copy
 from tests.backends.altered import altered_as
-from tests.backends.cuda_on_host import OnHost
+from tests.backends.cuda_on_host import HostContext, HostGpu, OnHost
 from tests.backends.cuda_plans import PAIRS, move_plans, planner
+
+altered = partial(altered_as, Endpoint)
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -80,6 +83,163 @@ def test_launches_that_fail_leave_room_for_others() -> None:
     for number in range(1, SLOTS + 1):
         assert gpu.ready and gpu.start(launch, None) == number
     assert not gpu.ready
+
+
+def test_a_launch_that_fails_half_way_is_over() -> None:
+    """Its batch ends then, and others may have the memory: but copies that no event tells of were still under way."""
+
+    class Half(StubbornApi):
+        under_way, records = False, 0
+
+        def __getattr__(self, name: str) -> Any:
+            call = super().__getattr__(name)
+
+            def noted(*arguments: Any) -> Any:
+                if name == "cuEventRecord":
+                    self.records += 1
+                    return (0 if self.records % 2 else 700,)
+                if name in ("cuLaunchKernel", "cuStreamSynchronize"):
+                    self.under_way = name == "cuLaunchKernel"
+                return call(*arguments)
+
+            return noted
+
+    api = Half()
+    api.refuses = False
+    gpu = Gpu(MagicMock(api=api), Options())
+    with pytest.raises(CudaError, match="recording"):
+        gpu.start(next(iter(of_runs(np.array([4096]), np.array([8192]), np.array([4096])))), None)
+    assert api.records == 2 and not api.under_way
+
+
+def test_a_launch_whose_time_cannot_be_had_is_over_all_the_same() -> None:
+    """It had not been counted, so that each batch after it was waited for without end; and the GPU was taken for lost."""
+
+    class Timeless(StubbornApi):
+        def __getattr__(self, name: str) -> Any:
+            values = {"cuEventElapsedTime": (400, 0.0), "cuEventQuery": (0,)}
+            return (lambda *arguments: values[name]) if name in values else super().__getattr__(name)
+
+    api = Timeless()
+    api.refuses = False
+    gpu = Gpu(MagicMock(api=api), Options())
+    large = next(iter(of_runs(np.array([4096]), np.array([1 << 40]), np.array([1 << 24]))))
+    gpu.start(large, None)
+    assert gpu.finished() == 1
+    for number in range(2, SLOTS + 2):
+        assert gpu.ready and gpu.start(large, None) == number
+
+
+class ShortApi(StubbornApi):
+    """A driver that has no memory left on the GPU, or no event, and counts what it has given and not got back."""
+
+    def __init__(self, lacks: str) -> None:
+        super().__init__()
+        self.lacks, self.kept = lacks, 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = super().__getattr__(name)
+
+        def counted(*arguments: Any) -> Any:
+            if name == self.lacks:
+                return (2,)
+            self.kept += name.startswith(("cuStreamCreate", "cuMemHostAlloc", "cuMemAlloc", "cuEventCreate"))
+            self.kept -= name.startswith(("cuStreamDestroy", "cuMemFree", "cuEventDestroy"))
+            return call(*arguments)
+
+        return counted
+
+
+@pytest.mark.parametrize("lacks", ["cuMemHostAlloc", "cuMemAlloc", "cuEventCreate"])
+def test_what_a_gpu_lacks_memory_for_keeps_nothing(lacks: str) -> None:
+    """A back end that cannot be opened is tried again and again; each time it kept a stream, and pinned memory."""
+    api = ShortApi(lacks)
+    with pytest.raises(CudaError):
+        Gpu(MagicMock(api=api), Options())
+    assert api.kept == 0
+    api.lacks = ""
+    gpu = Gpu(MagicMock(api=api), Options())
+    assert api.kept > 3
+    gpu.close()
+    assert api.kept == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mappings
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses at which memory of other processes is mapped."""
+    found: list[int] = []
+    opens = HostContext.open
+
+    def opened(context: HostContext, shared: bytes) -> int:
+        found.append(opens(context, shared))
+        return found[-1]
+
+    monkeypatch.setattr(HostContext, "open", opened)
+    monkeypatch.setattr(HostContext, "unmap", lambda context, address: found.remove(address))
+    return found
+
+
+def foreign(endpoint: bytes) -> bytes:
+    """An endpoint of this process as if it were another's."""
+    return altered(endpoint, process=b"x" * 16)
+
+
+def test_memory_of_a_peer_is_mapped_while_a_link_to_it_is_there(world: World, mapped: list[int]) -> None:
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    first = a.connect(a.endpoint(), foreign(b.endpoint()))
+    once = len(mapped)
+    second = a.connect(a.endpoint(), foreign(b.endpoint()))
+    assert len(mapped) == once > 0
+    for peer, left in ((first, once), (second, 0)):
+        a.disconnect(peer)
+        world.run(0.05)
+        assert len(mapped) == left
+
+
+def test_memory_is_not_kept_mapped_for_a_link_that_could_not_be_made(
+    world: World, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no descriptor is left. It had stayed mapped for good, after the peer's end as well, which keeps the GPU's memory."""
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    mine, theirs = a.endpoint(), foreign(b.endpoint())
+    with monkeypatch.context() as short:
+        short.setattr("kvxfer.backend.liveness.socket.socket", _none_left)
+        with pytest.raises(TransportError, match="no link"):
+            a.connect(mine, theirs)
+    assert not mapped
+    a.disconnect(a.connect(mine, theirs))
+    world.run(0.05)
+    assert not mapped
+
+
+def _none_left(*_: Any) -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_memory_that_is_still_being_copied_stays_mapped(mapped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that lost it would fail with the GPU's whole context, in which the engine computes."""
+    a, b = OnHost("a", {}), OnHost("b", {})
+    content = np.zeros(1 << 16, np.uint8)
+    for one in (a, b):
+        one.register([Region(content.ctypes.data, content.nbytes)])
+    a.connect(a.endpoint(), foreign(b.endpoint()))
+    assert len(mapped) == 1
+
+    def close(gpu: HostGpu) -> None:
+        raise TransportError("copies have not ended")
+
+    with monkeypatch.context() as stuck:
+        stuck.setattr(HostGpu, "close", close)
+        with pytest.raises(TransportError, match="have not ended"):
+            a.close()
+    assert len(mapped) == 1
+    b.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,6 +391,23 @@ def test_the_kernel_copies_runs(kernel: Kernel, sizes: list[int], long: int, ali
     assert_equal(dst, expected, "the target")
 
 
+@pytest.mark.parametrize("lengths", [[(1 << 32) + 5], [1 << 34, 3], [100, (1 << 35) + 1, 7]])
+def test_rows_have_no_more_words_than_the_kernel_counts(lengths: list[int]) -> None:
+    """At odd addresses a word is a byte. Of a run of 4 GiB and 5 bytes, 5 had been copied."""
+    ends = np.cumsum(np.array(lengths, np.int64))
+    at = ends - lengths + 1
+    launches = list(of_runs(at, at + (1 << 40), np.array(lengths, np.int64)))
+    assert sum(launch.nbytes for launch in launches) == sum(lengths)
+    one = CopyPattern(np.zeros(1, np.int64), np.zeros(1, np.int64), (), 1)
+    strided = StridedCopy(one, at - 1, at - 1, np.array(lengths, np.int64))
+    placement = Placement.of(one, [Region(1, sum(lengths))], [Region(1 << 40, sum(lengths))], 0, 0)
+    assert placement is not None
+    launches += of_strided_copy(strided, placement) if placement.holds(strided) else ()
+    for launch in launches:
+        assert launch.unit * int(launch.counts.max()) <= 1 << 31
+        assert launch.total < 1 << 31
+
+
 @given(st.integers(1, (1 << 31) - 1), st.lists(st.integers(0, (1 << 31) - 1)))
 def test_divisors_are_exact(d: int, values: list[int]) -> None:
     multiplier, shift = divisor(d)
@@ -262,9 +439,6 @@ def test_lanes_take_whole_lines(row: int, word: int, tile: Tile) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is refused
-
-
-altered = partial(altered_as, Endpoint)
 
 
 def test_what_cannot_work_is_refused_when_connecting(world: World) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer.bench import turns
 from kvxfer.bench.meeting import Meeting
-from kvxfer.bench.pair import pair
+from kvxfer.bench.pair import Pair, pair
 from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.bench.transfer import measure, measure_elastic
@@ -54,14 +55,23 @@ def test_what_takes_turns(backend: str, library: bool) -> None:
     assert all(("to_one_message" in row) == (library and "options" in row) for row in rows)
 
 
-def test_elastic_caches_take_turns_with_plain_ones() -> None:
+def test_elastic_caches_take_turns_with_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes, right in both; only the elastic ones are staged, since rows of 16 KiB need not be."""
+    compared: list[str] = []
+    expect = Pair.expect
+
+    def noted(both: Pair, dst: Any, src: Any, what: str) -> None:
+        compared.append(what)
+        expect(both, dst, src, what)
+
+    monkeypatch.setattr(Pair, "expect", noted)
     out = measure_elastic("nixl", {}, "cpu", 16 * 8, "pages-of-16k", 2, 16 << 20)
     assert (out["elastic_staged"], out["plain_staged"]) == (True, False)
     assert {k for k, v in out.items() if k.startswith("elastic_to_plain_") and v > 0} == {
         "elastic_to_plain_transport",
         "elastic_to_plain_session",
     }
+    assert compared == ["transport"] * 2 + ["session"] * 2
 
 
 def test_each_round_is_timed_and_wrong_bytes_are_told() -> None:

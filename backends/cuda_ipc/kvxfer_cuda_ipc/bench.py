@@ -20,7 +20,8 @@ def cuda_ipc(
 ) -> None:
     """Measure the kernel of back end cuda_ipc between two GPUs or within one, by size, layout, thread blocks and other GPU load.
 
-    Prints one JSON object per line. GB are 1e9 bytes of KV; of_link compares with a plain copy of 1 GiB between the two GPUs.
+    Prints one JSON object per line, and fails if a byte was wrong or a section failed. GB are 1e9 bytes of KV; of_link compares with
+    a plain copy of 1 GiB between the two GPUs.
     """
     import torch
 

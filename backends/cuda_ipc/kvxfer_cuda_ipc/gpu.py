@@ -6,6 +6,8 @@ import ctypes
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,25 +71,37 @@ class Gpu:
         self._work = ctypes.create_string_buffer(WORK.size)
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
         self._arguments_at = ctypes.addressof(self._arguments)
-        api = self._api
-        with context:
+        with context, ExitStack() as made:  # all of it is given back where one thing cannot be had
             context.kernel(16, HELD)  # compiled now, not in front of the first copy
-            lowest, _ = check("asking for stream priorities", api.cuCtxGetStreamPriorityRange())
-            self._stream = check("making a stream", api.cuStreamCreateWithPriority(NON_BLOCKING, lowest))
-            size = SLOTS * MOST_SEGMENTS * SEGMENT_BYTES
-            self._host = int(check("allocating pinned memory", api.cuMemHostAlloc(size, 0)))
-            self._device = int(check("allocating GPU memory", api.cuMemAlloc(size + ARENA_BYTES)))
-            self._arena = self._device + size
-            words = np.ctypeslib.as_array((ctypes.c_int64 * (size // 8)).from_address(self._host)).reshape(SLOTS, -1)
-            self._free = [
-                _Slot(
-                    words[i],
-                    self._host + i * size // SLOTS,
-                    self._device + i * size // SLOTS,
-                    *(check("making an event", api.cuEventCreate(TIMED)) for _ in range(2)),
-                )
-                for i in range(SLOTS)
-            ]
+            self._make(made)
+            self._made = made.pop_all()
+
+    def _make(self, made: ExitStack) -> None:
+        """Make the stream, memory for tables, and events; ``made`` gives them back."""
+        api = self._api
+
+        def kept(what: str, result: tuple[Any, ...], end: Callable[[Any], tuple[Any, ...]]) -> Any:
+            value = check(what, result)
+            made.callback(lambda: check(f"undoing: {what}", end(value)))
+            return value
+
+        lowest, _ = check("asking for stream priorities", api.cuCtxGetStreamPriorityRange())
+        stream = api.cuStreamCreateWithPriority(NON_BLOCKING, lowest)
+        self._stream = kept("making a stream", stream, api.cuStreamDestroy)
+        size = SLOTS * MOST_SEGMENTS * SEGMENT_BYTES
+        host = int(kept("allocating pinned memory", api.cuMemHostAlloc(size, 0), api.cuMemFreeHost))
+        device = int(kept("allocating GPU memory", api.cuMemAlloc(size + ARENA_BYTES), api.cuMemFree))
+        self._arena = device + size
+        words = np.ctypeslib.as_array((ctypes.c_int64 * (size // 8)).from_address(host)).reshape(SLOTS, -1)
+        self._free = [
+            _Slot(
+                words[i],
+                host + i * size // SLOTS,
+                device + i * size // SLOTS,
+                *(kept("making an event", api.cuEventCreate(TIMED), api.cuEventDestroy) for _ in range(2)),
+            )
+            for i in range(SLOTS)
+        ]
 
     @property
     def ready(self) -> bool:
@@ -98,18 +112,23 @@ class Gpu:
         """Queue a launch, behind a CUDA event if one is given, and return its number (1, 2 ...).
 
         Raises:
-            CudaError: It cannot be queued.
+            CudaError: It cannot be queued; nothing of it is under way.
         """
         slot = self._free[-1]  # taken once nothing can fail any more
         with self.context:
             if after is not None:
                 check("waiting for the engine's event", self._api.cuStreamWaitEvent(self._stream, after, 0))
             check("recording an event", self._api.cuEventRecord(slot.begin, self._stream))
-            if self._copies is not None:
-                self._copies.start(launch, int(self._stream))
-            else:
-                self._launch(launch, slot)
-            check("recording an event", self._api.cuEventRecord(slot.end, self._stream))
+            try:
+                if self._copies is not None:
+                    self._copies.start(launch, int(self._stream))
+                else:
+                    self._launch(launch, slot)
+                check("recording an event", self._api.cuEventRecord(slot.end, self._stream))
+            except BaseException:
+                # Some of its copies may have been queued. No event tells of them, and the batch is quiet when it has ended.
+                self._api.cuStreamSynchronize(self._stream)
+                raise
         slot.nbytes = launch.nbytes
         self._under_way.append(self._free.pop())
         self._started += 1
@@ -135,8 +154,9 @@ class Gpu:
                     check("a copy on the GPU", (error,))
                     slot = self._under_way.popleft()
                     if slot.nbytes >= LARGE:
-                        took = check("timing a copy", self._api.cuEventElapsedTime(slot.begin, slot.end))
-                        self.pace = slot.nbytes / max(took * 1e-3, 1e-6)
+                        error, took = self._api.cuEventElapsedTime(slot.begin, slot.end)
+                        if error == 0:  # else the pace stays as it is: the copy is over all the same
+                            self.pace = slot.nbytes / max(took * 1e-3, 1e-6)
                     self._free.append(slot)
                     self._finished += 1
         return self._finished
@@ -152,14 +172,8 @@ class Gpu:
             if time.monotonic() > until:
                 raise TransportError(f"copies on GPU {self.context.ordinal} have not ended {CLOSE_S:g} s after closing")
             time.sleep(0.0005)
-        api = self._api
         with self.context:
-            for slot in self._free:
-                for event in (slot.begin, slot.end):
-                    check("ending an event", api.cuEventDestroy(event))
-            check("ending the stream", api.cuStreamDestroy(self._stream))
-            check("freeing pinned memory", api.cuMemFreeHost(self._host))
-            check("freeing GPU memory", api.cuMemFree(self._device))
+            self._made.close()
 
     def _launch(self, launch: Launch, slot: _Slot) -> None:
         n = len(launch.counts)

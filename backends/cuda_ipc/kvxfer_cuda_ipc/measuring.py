@@ -15,12 +15,14 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvxfer.errors import KvxferError
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Rank, Region, View, route
 from kvxfer.geometry.cache import flat_starts
 from kvxfer.transport import PlanBatch, Quieted, Verb
@@ -200,24 +202,24 @@ def timed(consumer: Consumer, plan: CopyPlan, link: float, times: int = 9, verb:
 
 
 def check(consumer: Consumer, memory: torch.Tensor, plan: CopyPlan) -> int:
-    """Move a plan into cleared memory and compare every word; returns how many are wrong or should not be there."""
+    """Move a plan into memory of which all bits are set, and compare every word; returns how many are wrong or should not be there."""
     memory.fill_(-1)
     torch.cuda.synchronize()
     consumer.move(consumer.batch(plan))
-    runs, wrong, written = plan.runs(), 0, 0
+    runs, wrong, changed = plan.runs(), 0, 0
     pitch = flat_starts(regions(1 << 40, 0))[1]
     for length in np.unique(runs.length):
         pick = np.flatnonzero(runs.length == length)
         for part in np.array_split(pick, max(1, len(pick) * int(length) >> 28)):
             src, dst = (torch.from_numpy(a[part]).to(memory.device) for a in (runs.src, runs.dst))
             step = torch.arange(0, int(length), 4, device=memory.device)
-            from_word = (src[:, None] + step) // 4
+            want = signed((src[:, None] + step) // 4)
             flat = dst[:, None] + step
             at = (flat // pitch * LAYER_BYTES + flat % pitch) // 4
-            wrong += int((memory[at] != signed(from_word)).sum())
-            written += at.numel()
-    touched = int((memory != -1).sum())
-    return wrong + abs(touched - written) if abs(touched - written) > 64 else wrong
+            found = memory[at]
+            wrong += int((found != want).sum())
+            changed += int((found != -1).sum())
+    return wrong + int((memory != -1).sum()) - changed
 
 
 def links(producer: int, consumer: int) -> dict[str, float]:
@@ -286,9 +288,14 @@ def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str
     first = Consumer(pipe, memory, device)
 
     def bytes_right() -> None:
+        total = 0
         for shape, planned in plans.items():
             for tokens in (1024, 1019):
-                say(section="check", shape=shape, tokens=tokens, wrong=check(first, memory, scattered(planned, tokens)))
+                wrong = check(first, memory, scattered(planned, tokens))
+                say(section="check", shape=shape, tokens=tokens, wrong=wrong)
+                total += wrong
+        if total:
+            raise RuntimeError(f"{total} words are wrong, or should not be there")
 
     def sizes() -> None:
         for tokens in (64, 1024, 8192, 32768):
@@ -296,7 +303,7 @@ def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str
 
     def overlapped() -> None:
         plan = scattered(plans["NHD to NHD"], 1024)
-        seconds = min(first.pipelined([first.batch(plan)] * 16) for _ in range(3))
+        seconds = statistics.median(first.pipelined([first.batch(plan)] * 16) for _ in range(3))
         say(section="pipelined", tokens=1024, batches=16, gbps=16 * plan.nbytes / seconds / 1e9)
 
     def shapes() -> None:
@@ -340,9 +347,9 @@ def measure(seconds: float, producer: int | None, consumer: int) -> None:
     """Print all sections that begin within so many seconds; ``producer`` of ``None`` takes the second GPU, if there is one.
 
     Raises:
-        RuntimeError: A batch failed.
+        KvxferError: The producer did not start, or some sections failed, after all of them.
     """
-    begun = time.monotonic()
+    begun, failed = time.monotonic(), list[str]()
     if producer is None:
         producer = min(1, torch.cuda.device_count() - 1)
     spawn = multiprocessing.get_context("spawn")
@@ -354,8 +361,11 @@ def measure(seconds: float, producer: int | None, consumer: int) -> None:
     say(section="setup", producer=producer, consumer=consumer, gpus=names, torch=torch.__version__)
     try:
         if not ours.poll(120):
-            raise RuntimeError("the producer did not start within 120 s")
-        ours.recv()
+            raise KvxferError("the producer did not start within 120 s")
+        try:
+            ours.recv()
+        except EOFError:
+            raise KvxferError("the producer's process ended at once; what it printed says why") from None
         for name, section in sections(ours, producer, consumer):
             if time.monotonic() > begun + seconds:
                 say(section=name, skipped="out of time")
@@ -364,9 +374,13 @@ def measure(seconds: float, producer: int | None, consumer: int) -> None:
                 section()
             except Exception as e:
                 say(section=name, error=f"{type(e).__name__}: {e}", trace=traceback.format_exc(limit=-4))
-        ours.send_bytes(b"")
+                failed.append(name)
+        with suppress(BrokenPipeError):  # then it has died, and sections have failed
+            ours.send_bytes(b"")
         child.join(20)
     finally:
         if child.is_alive():
             child.kill()
     say(section="end", seconds=time.monotonic() - begun)
+    if failed:
+        raise KvxferError(f"what failed: {', '.join(failed)}; the lines above say why")

@@ -43,6 +43,10 @@ LONG_RUN = 16384
 """Longer runs are cut if most are shorter: the runs of a launch are dealt out as if all were as long as the longest."""
 
 
+MOST_RUN = 1 << 31
+"""Longer runs are cut in any case: the kernel counts the words of a row in 32 bits."""
+
+
 # Reductions by their ufuncs: the methods of the same names take twice as long, in front of every copy.
 def _bits(values: Ints) -> int:
     return int(np.bitwise_or.reduce(values))
@@ -150,10 +154,11 @@ class Placement:
         return cls(rows, a[1], a[2], b[1], b[2])
 
     def holds(self, strided: StridedCopy) -> bool:
-        """Whether all rows of all segments lie in the regions. Errs to the safe side."""
+        """Whether all rows of all segments lie in the regions, and the kernel can count their words. Errs to the safe side."""
         longest = strided.pattern.unit * _most(strided.counts)
         return bool(
-            self.src_low <= np.minimum.reduce(strided.src_at)
+            longest <= MOST_RUN
+            and self.src_low <= np.minimum.reduce(strided.src_at)
             and _most(strided.src_at) <= self.src_high - longest
             and self.dst_low <= np.minimum.reduce(strided.dst_at)
             and _most(strided.dst_at) <= self.dst_high - longest
@@ -169,7 +174,7 @@ def of_strided_copy(strided: StridedCopy, placement: Placement) -> Iterator[Laun
 def of_runs(src: Ints, dst: Ints, lengths: Ints) -> Iterator[Launch]:
     """Yield the launches of runs given by address and length in bytes."""
     limit = LONG_RUN * max(1, int(lengths.sum()) // max(1, len(lengths) * LONG_RUN // 2))
-    lengths, src, dst = split_long(limit, lengths, src, dst)
+    lengths, src, dst = split_long(min(limit, MOST_RUN), lengths, src, dst)
     yield from _launches(ONE_ROW, src, dst, lengths, 1)
 
 

@@ -106,13 +106,14 @@ class CudaIpcTransport(Base[Endpoint, Link]):
                 "network"
             )
         lowerings: dict[int, Lowering] = {}
-        for ordinal in self._gpus:
-            try:
+        try:
+            for ordinal in self._gpus:
                 lowerings[ordinal] = Lowering(self.memories, self._reach(theirs, ordinal), theirs.agent)
-            except TransportError:
-                self._let_go(theirs, lowerings)
-                raise
-        return Link(self._liveness.connect(mine.link, theirs.link, theirs.socket, theirs.agent), theirs, lowerings)
+            liveness = self._liveness.connect(mine.link, theirs.link, theirs.socket, theirs.agent)
+        except BaseException:
+            self._let_go(theirs, lowerings)
+            raise
+        return Link(liveness, theirs, lowerings)
 
     def _reach(self, peer: Endpoint, ordinal: int) -> Memories:
         """All memories of the peer at the addresses by which a GPU reaches them."""
@@ -172,13 +173,22 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         self._sleep()
 
     def shut_down(self) -> None:
+        links = [*self.links.values(), *self._leaving]
         with ExitStack() as last:  # all of it, whatever fails
-            for link in [*self.links.values(), *self._leaving]:
-                last.callback(self._let_go, link.peer, link.lowerings)
-            for gpu in self._gpus.values():
-                last.callback(gpu.close)
+            for ordinal in self._gpus:
+                last.callback(self._end_gpu, ordinal, links)
             last.callback(self._liveness.close)
         self._jobs.clear()
+
+    def _end_gpu(self, ordinal: int, links: Sequence[Link]) -> None:
+        """Wait for a GPU's copies, then unmap what they read. If they do not end, it stays mapped.
+
+        A copy that lost its memory would take the GPU's context with it, which is the engine's too.
+        """
+        self._gpus[ordinal].close()
+        for link in links:
+            if ordinal in link.lowerings:
+                self._let_go(link.peer, (ordinal,))
 
     def _advance(self, job: CopyJob) -> None:
         """Start what can be started."""

@@ -60,8 +60,8 @@ class TcpTransport(Base[Endpoint, Link]):
             self._epoll.close()
             where = f"{self._options.listen} port {self._options.port}"
             raise TransportError(f"back end 'tcp' of {agent!r} cannot listen on {where}: {e}") from e
-        self._names = Names()
         super().__init__(agent, options)
+        self._names = Names()
         self.wakeup.add(self._epoll.fileno(), "connections")
         self.wakeup.add(self._door.listener.fileno(), "door")
         self.wakeup.add(self._names.fileno(), "names")
