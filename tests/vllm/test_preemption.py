@@ -10,7 +10,7 @@ from kvxfer_vllm.scheduler import SchedulerHooks
 from tests.control.conftest import until
 from tests.vllm.cases import CACHES, OFFER, RUNNERS, both, check, crowd, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import CHUNKED, FULL, HYBRID, Group, prompt
+from tests.vllm.engine import CHUNKED, FULL, HYBRID, MIXED, Group, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -68,6 +68,49 @@ def test_preemption_of_the_producer_while_it_is_read(make: Make, wire: Wire) -> 
     for i, other in enumerate(crowded):
         check(p, other, prompt(60, seed=50 + i), 60)
     p.lease_ends()
+
+
+@RUNNERS
+@pytest.mark.parametrize("end", ["preempted", "aborted", "reset"])
+def test_blocks_that_are_zeroed_before_their_offer_is_revoked(
+    make: Make, wire: Wire, resumes_as_new: bool, end: str, overlap: bool
+) -> None:
+    """Model runner 2 zeroes new blocks before it calls the connector. D reads just then, and asks P whether that counts."""
+    if end == "reset" and overlap:
+        pytest.skip("vLLM refuses to")
+    p, d = make(MIXED, blocks=31, caching=False, resumes_as_new=resumes_as_new), make(MIXED)
+    wire.paused = True
+    text = prompt(70)
+    crowded = crowd(p, others=3, n=60)
+    p.steps(3)
+    to_p, to_d = both(p, "job")
+    a = p.add(text, to_p, n=50)
+    b = d.add(text, to_d)
+    p.steps(3)
+    until(lambda: bool(d.step() and wire.loads(d)))
+    (load,) = wire.loads(d)
+    assert wire.begin(load)
+    read: list[bool] = []
+
+    def fetch(output: Any) -> None:
+        if not read and (a in (output.preempted_req_ids or ()) or a in output.finished_req_ids):
+            read.append(wire.read(load) and wire.settle(load))
+
+    p.cleared = fetch
+    while end == "aborted" and p.computed[crowded[0]] < 48:  # with the next token it takes blocks
+        p.step()
+    if end == "aborted":
+        p.abort(a)
+    elif end == "reset":
+        assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    while not read:
+        p.step()
+    wire.paused = False
+    d.run(p, until=b)
+    check(d, b, text)
+    p.run(d)
+    for i, other in enumerate(crowded):
+        check(p, other, prompt(30, seed=50 + i), 60)
 
 
 @RUNNERS
