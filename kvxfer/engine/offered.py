@@ -110,6 +110,10 @@ class OfferedBlocks:
         if reads is not None:
             self._pins.drop(reads.holder)
 
+    def __contains__(self, request: str) -> bool:
+        """Return whether blocks of this running request are pinned, though its offer may be over."""
+        return request in self._ends or request in self._reads
+
     def revoked(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
         """Record that nobody reads from some ranks any more what was offered of a transfer, up to a generation."""
         if transfer in self._revoked:

@@ -260,8 +260,8 @@ class SchedulerSide:
         self._loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
-        """Return whether ``runs`` matters for this request; for others the engine need not look up the block table."""
-        return request in self._schedule.producer
+        """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
+        return request in self._schedule.producer or request in self._offered
 
     @_held
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:

@@ -347,7 +347,7 @@ class SchedulerHooks:
         """
         self.side.short_of_blocks()
         for name in self._seen:
-            if not any(manager.get_block_ids(name)):
+            if self.side.follows(name) and not any(manager.get_block_ids(name)):
                 self.side.preempted(name)
         self._holding_back = self._writes_early
 
