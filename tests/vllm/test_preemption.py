@@ -173,8 +173,11 @@ def test_a_cache_reset_once_an_offer_was_fetched(make: Make, groups: Any) -> Non
     p, d = make(groups, overlap=False), make(groups, overlap=False)
     text = prompt(70)
     to_p, to_d = both(p, "job")
-    a, b = p.add(text, to_p, n=40), d.add(text, to_d)
-    d.run(p, until=b)
+    a = p.add(text, to_p, n=40)
+    p.steps(4)
+    b = d.add(text, to_d)
+    d.run(until=b)
+    p.steps(2)  # which tell it that its offer is over
     assert a not in p.done
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
     p.run(d, until=a)
