@@ -5,12 +5,14 @@
 - A request that is aborted: the engine frees its blocks at once, so those that were offered are pinned here.
 - A request that is preempted: the engine needs its blocks, so they are not pinned; the offer is revoked instead. In an elastic
   cache they are pinned all the same, since a block that is freed there may lose its memory under a reader.
+- Any of these, in an engine that writes to new blocks before its workers hear of revocations: what is offered whole is pinned
+  until the step that revokes it has been given its blocks. No reader is delivered what is offered in part.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.engine.pins import BlockPins
@@ -28,16 +30,26 @@ class _Reads:
     offering: tuple[TransferId, Generation]
     blocks: set[int] = field(default_factory=set)
 
+    @property
+    def holder(self) -> Hashable:
+        """Under which these blocks are pinned: not the request's name, which another may have while they still are."""
+        return ("offered", *self.offering)
+
 
 class OfferedBlocks:
     """Blocks that others may be reading. One thread.
+
+    Args:
+        writes_early: Whether workers may write to a step's new blocks before they know of its revocations.
 
     Attributes:
         elastic: Whether a block may lose its memory when it is not in use.
     """
 
-    def __init__(self, schedule: OfferSchedule, pins: BlockPins, groups: Sequence[Group], ranks: int) -> None:
-        self._schedule, self._pins, self._ranks = schedule, pins, ranks
+    def __init__(
+        self, schedule: OfferSchedule, pins: BlockPins, groups: Sequence[Group], ranks: int, writes_early: bool
+    ) -> None:
+        self._schedule, self._pins, self._ranks, self._writes_early = schedule, pins, ranks, writes_early
         self._groups = tuple(groups)
         self._windows = any(group.window for group in groups)
         self.elastic = False
@@ -46,6 +58,7 @@ class OfferedBlocks:
         self._orphans: dict[TransferId, Generation] = {}  # aborted, with blocks that may be read: the last generation
         self._done: dict[TransferId, dict[Rank, Generation]] = {}  # ranks that are done, up to which generation
         self._reads: dict[str, _Reads] = {}  # of running requests, if their offers are pinned
+        self._leaving: list[Hashable] = []  # holders of blocks that the next step revokes
         # Preempted: the ranks on which it is not read any more.
         self._revoked: dict[TransferId, tuple[Generation, set[Rank]]] = {}
 
@@ -57,7 +70,7 @@ class OfferedBlocks:
             if self._pins.keep(request, end.ids()):
                 self._ends[request] = end
         self._schedule.step(request, computed, scheduled, table, self._ends.get(request))
-        if self.elastic:
+        if self.elastic or self._writes_early:
             self._pin(request)
 
     def _pin(self, request: str) -> None:
@@ -65,35 +78,41 @@ class OfferedBlocks:
         offering = self._schedule.offering(request)
         if request in self._reads and self._reads[request].offering != offering:
             self._hold_revoked(request)  # preempted without a call of ``preempted``
-        if offering is None:
+            self._drop_reads(request)
+        if offering is None or not (self.elastic or self._schedule.whole(request)):
             return
         reads = self._reads.get(request, _Reads(offering))
         new = set(self._schedule.offered(request).ids()) - reads.blocks
-        if new and self._pins.keep(("offered", request), new):
+        if new and self._pins.keep(reads.holder, new):
             reads.blocks |= new
             self._reads[request] = reads
 
     def preempted(self, request: str) -> None:
         """Record that the engine has taken the request's blocks away. Those that were offered are revoked."""
         self._hold_revoked(request)
+        self._drop_reads(request)
         if self._ends.pop(request, None) is not None:
             self._pins.drop(request)
 
     def _hold_revoked(self, request: str) -> None:
-        """Keep the pinned blocks of a request's offer until all ranks have said that nobody reads them any more."""
+        """Keep the pinned blocks of a request's offer, if they are elastic, until all ranks have said that nobody reads them."""
         reads = self._reads.get(request)
-        if reads is None:
+        if reads is None or not self.elastic:
             return
         transfer, generation = reads.offering
         if self._pins.quarantine(("revoked", transfer), reads.blocks):
             done = self._done.get(transfer, {})
             self._revoked[transfer] = generation, {rank for rank, until in done.items() if until >= generation}
-        self._drop_reads(request)
 
     def _drop_reads(self, request: str) -> None:
         """Unpin the blocks of a request's offer, which are not read any more or are kept in another way."""
-        self._reads.pop(request, None)
-        self._pins.drop(("offered", request))
+        reads = self._reads.pop(request, None)
+        if reads is not None:
+            self._pins.drop(reads.holder)
+
+    def __contains__(self, request: str) -> bool:
+        """Return whether blocks of this running request are pinned, though its offer may be over."""
+        return request in self._ends or request in self._reads
 
     def revoked(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
         """Record that nobody reads from some ranks any more what was offered of a transfer, up to a generation."""
@@ -114,7 +133,8 @@ class OfferedBlocks:
         """
         end = self._ends.pop(request, None)
         offered = self._schedule.offered(request).ids()
-        kept = not complete and found and request not in self._reads and self._quarantine(transfer, offered)
+        elastic = self.elastic and request in self._reads
+        kept = not complete and found and not elastic and self._quarantine(transfer, offered)
         held = self._schedule.finish(request, table if end is None else table.filled(end), complete, kept and good)
         if transfer is None:
             return held
@@ -122,10 +142,12 @@ class OfferedBlocks:
             self._held[request] = transfer
             self._drop_reads(request)
             return True
-        if request in self._reads:
+        if elastic:
             self._hold_revoked(request)
         elif kept or (complete and found and self._quarantine(transfer, offered)):
             self._orphans[transfer] = sys.maxsize  # until the revocation is on its way
+        if request in self._reads:
+            self._leaving.append(self._reads.pop(request).holder)
         self._pins.drop(request)  # last, since only blocks that are still in use can be pinned
         return False
 
@@ -134,7 +156,9 @@ class OfferedBlocks:
         return transfer is not None and bool(blocks) and self._pins.quarantine(transfer, blocks)
 
     def shipped(self, commands: StepCommands) -> None:
-        """Record that these commands go to the workers."""
+        """Record that these commands go to the workers with a step, which has its blocks."""
+        while self._leaving:
+            self._pins.drop(self._leaving.pop())
         for revoke in commands.revokes:
             if revoke.gone and revoke.transfer in self._orphans:
                 self._orphans[revoke.transfer] = revoke.generation
@@ -177,11 +201,11 @@ class OfferedBlocks:
     @property
     def waiting(self) -> bool:
         """Whether blocks are pinned for requests that the engine may have forgotten."""
-        return bool(self._orphans or self._revoked)
+        return bool(self._orphans or self._revoked or self._leaving)
 
     def __len__(self) -> int:
         """Return how much is remembered."""
-        read = len(self._reads) + len(self._revoked)
+        read = len(self._reads) + len(self._revoked) + len(self._leaving)
         return len(self._ends) + len(self._held) + len(self._orphans) + len(self._done) + read
 
 

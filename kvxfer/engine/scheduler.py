@@ -35,7 +35,7 @@ __all__ = ["SchedulerSide"]
 MOST_RANKS = 1 << 16
 
 _COUNTS = ("tokens", "computed", "scheduled", "external", "progress", "enough")
-_FLAGS = ("begun", "offered", "good", "complete", "stops", "whether")
+_FLAGS = ("begun", "offered", "good", "complete", "stops", "whether", "writes_early")
 _held = arguments.holding(
     config=partial(arguments.instance, kind=Config),
     ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
@@ -67,6 +67,9 @@ class SchedulerSide:
         ranks: How many workers it has.
         facts: What all its KV depends on (``kvxfer.facts``); its agents must state the same.
         pins: Keeps blocks that the engine gives up; without it nothing is kept, and peers that read too late fail.
+        writes_early: Whether a step may write to the blocks that it is given before its workers call ``WorkerSide.begin``, by zeroing
+            them, say. A block that is offered is then given to nobody before the step after the one that revokes it. Needs ``pins``;
+            call ``preempted`` once the step has been given its blocks.
 
     Attributes:
         source: Where other engines find this one.
@@ -89,6 +92,7 @@ class SchedulerSide:
         facts: Mapping[str, str],
         *,
         pins: BlockPins | None = None,
+        writes_early: bool = False,
     ) -> None:
         groups = arguments.several("groups", groups, Group, 1)
         if pins is not None:
@@ -104,7 +108,7 @@ class SchedulerSide:
         self._schedule = Schedule(groups, own)
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = Notices(config, self.directory, self._schedule)
-        self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks)
+        self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks, writes_early)
         self._offers = Offers(self._schedule.producer, self._offered, self._tables, self._notices)
         self._descriptors: dict[Rank, RankDescriptor] = {}
         trace = Trace(config.trace, engine)
@@ -256,8 +260,8 @@ class SchedulerSide:
         self._loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
-        """Return whether ``runs`` matters for this request; for others the engine need not look up the block table."""
-        return request in self._schedule.producer
+        """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
+        return request in self._schedule.producer or request in self._offered
 
     @_held
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:

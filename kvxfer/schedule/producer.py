@@ -102,6 +102,11 @@ class OfferSchedule:
         prefill = self._running.get(request)
         return None if prefill is None else (prefill.transfer, prefill.generation)
 
+    def whole(self, request: str) -> bool:
+        """Return whether all that a running request is to offer has been offered."""
+        prefill = self._running.get(request)
+        return prefill is not None and prefill.final
+
     def total(self, request: str) -> int:
         """Return how many tokens a running request will offer; 0 if it is not tracked."""
         prefill = self._running.get(request)

@@ -251,12 +251,15 @@ class Engine:
         early: bool,
         board: Switchboard | None = None,
         elastic: bool = False,
+        writes_early: bool = False,
     ) -> None:
         self.wire, self.groups = wire, list(groups)
         self.pool = Pool(blocks)
         self.pins = BlockPins(blocks if elastic else blocks // 4, self.pool)
         with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
-            self.side = SchedulerSide(Config(), "small", groups, ranks, FACTS, pins=self.pins)
+            self.side = SchedulerSide(
+                Config(), "small", groups, ranks, FACTS, pins=self.pins, writes_early=writes_early
+            )
         self.agents = [Agent(wire, groups, Rank(0, r), elastic=elastic) for r in range(ranks)]
         more: Any = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}
         self.workers = [WorkerSide(a, **more) for a in self.agents]  # type: ignore[arg-type]

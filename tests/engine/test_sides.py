@@ -34,11 +34,14 @@ class Machine(RuleBasedStateMachine):
         early=st.booleans(),
         direct=st.booleans(),
         elastic=st.booleans(),
+        writes_early=st.booleans(),
     )
-    def start(self, groups: list[Group], ranks: int, early: bool, direct: bool, elastic: bool) -> None:
+    def start(
+        self, groups: list[Group], ranks: int, early: bool, direct: bool, elastic: bool, writes_early: bool
+    ) -> None:
         self.wire, self.elastic = Wire(), elastic
         board = Switchboard() if direct else None
-        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early, board, elastic) for _ in "pd")
+        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early, board, elastic, writes_early) for _ in "pd")
         self.engines = self.p, self.d
         self.transfers = 0
 
@@ -278,6 +281,40 @@ def test_what_is_preempted_has_memory_until_nobody_reads_it(elastic: bool) -> No
     finally:
         p.side.close()
         d.side.close()
+
+
+@pytest.mark.parametrize("end", ["preempted", "aborted", "withdrawn"])
+@pytest.mark.parametrize("writes_early", [True, False], ids=["early", "behind"])
+def test_what_is_offered_whole_outlasts_the_step_that_revokes_it(writes_early: bool, end: str) -> None:
+    """That step may write to blocks that it is given before its workers hear that others must not trust them any more."""
+    pool = Pool(8)
+    pins = BlockPins(0, pool)  # an abort finds no room to keep them for longer
+    side = SchedulerSide(Config(), "x", FULL, 1, FACTS, pins=pins, writes_early=writes_early)
+    try:
+        blocks = pool.take(3)
+        table, transfer = BlockTable.of([blocks]), TransferId("own/1", 0)
+        assert side.offer("r", transfer, b"d", 9)
+        side.runs("r", 0, 8, table)
+        side.step()
+        assert not len(pins), "nobody is delivered a part of it"
+        side.runs("r", 8, 1, table)
+        (offer,) = side.step().commands.offers
+        assert offer.final
+        if end == "aborted":
+            side.finished("r", table, False)
+        elif end == "withdrawn":
+            side.withdraw_all("other weights")
+        pool.free(blocks)
+        assert pool.used() == (3 if writes_early else 0)  # what the step may be given now
+        if end != "aborted":
+            side.preempted("r")
+        assert side.step().commands.revokes
+        assert not pool.used() and not side.waiting
+        side.finished("r", BlockTable.of([[]]), False)
+        side.step()
+        assert len(side) == 0
+    finally:
+        side.close()
 
 
 def test_ranks_that_were_delivered_different_generations_have_not_loaded(pair: Any) -> None:

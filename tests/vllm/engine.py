@@ -86,6 +86,7 @@ class Group:
     """A KV-cache group; `window`: tokens that a token attends to, itself included, or 0 for all; `chunk`: it attends to
     those of its own chunk of that length.
 
+    wide: its layers are of another precision than those of other groups, so that vLLM zeroes new blocks.
     retained: tokens behind a window whose blocks vLLM keeps for the drafts of several modules.
     state: it keeps recurrent states instead: one for a request, or, `aligned` for the prefix cache, one in the block of
         the last token; `drafts`: blocks for the states after as many draft tokens.
@@ -95,6 +96,7 @@ class Group:
 
     window: int = 0
     chunk: int = 0
+    wide: bool = False
     retained: int = 0
     state: bool = False
     aligned: bool = False
@@ -115,7 +117,8 @@ class Group:
                 num_speculative_blocks=self.drafts,
                 mamba_cache_mode="align" if self.aligned else "none",
             )
-        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
+        size, dtype = (8, torch.float32) if self.wide else (16, torch.bfloat16)
+        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": size, "dtype": dtype}
         if self.chunk:
             return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.chunk)
         kept = {"extra_retained_tokens": self.retained} if self.retained else {}
@@ -133,6 +136,7 @@ class Group:
 
 
 FULL, HYBRID, STATEFUL = (Group(),), (Group(), Group(window=24)), (Group(), Group(state=True))
+MIXED = (Group(), Group(wide=True))
 ALIGNED, CHUNKED = (Group(), Group(state=True, aligned=True)), (Group(), Group(chunk=32))
 DRAFTING = (Group(), Group(state=True, aligned=True, drafts=2))
 LOCAL = (Group(local=True), Group(), Group(window=24))
@@ -267,6 +271,7 @@ class Engine:
         self.computed: dict[str, int] = {}  # tokens that went through our forward pass
         self.preempted: set[str] = set()
         self.broken: set[str] = set()  # requests whose prompt was computed on KV that was not theirs
+        self.cleared: Callable[[SchedulerOutput], object] = lambda output: None  # called once new blocks are zeroed
         self.stats: list[Any] = []
         self.count = 0
 
@@ -358,9 +363,13 @@ class Engine:
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         meta = output.kv_connector_metadata
         assert meta is not None
+        if self.scheduler.use_v2_model_runner:
+            self._clear(output)
         for worker in self.workers:
             worker.handle_preemptions(meta)
             worker.bind_connector_metadata(meta)
+        if not self.scheduler.use_v2_model_runner:
+            self._clear(output)
         names = list(output.num_scheduled_tokens)
         if output.has_sync_kv_loads:
             for worker in self.workers:
@@ -384,6 +393,13 @@ class Engine:
         assert result is not None
         return result
 
+    def _clear(self, output: SchedulerOutput) -> None:
+        """Zero new blocks and copy those of partial hits, which model runner 2 does before it calls the connector."""
+        self.memory[output.new_block_ids_to_zero or []] = 0
+        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+            self.memory[copy.dst_block_id] = self.memory[copy.src_block_id]
+        self.cleared(output)
+
     def _forward(self, output: SchedulerOutput) -> list[list[int]]:
         work: list[tuple[str, int]] = []
         for new in output.scheduled_new_reqs:
@@ -397,8 +413,6 @@ class Engine:
                 for row, extra in zip(self.tables[name], more, strict=True):
                     row.extend(extra)
             work.append((name, start))
-        for copy in getattr(output, "kv_cache_block_copies", None) or ():
-            self.memory[copy.dst_block_id] = self.memory[copy.src_block_id]
         spans = [(name, start, start + output.num_scheduled_tokens[name]) for name, start in work]
         for span in spans:  # of all requests, before anything is read, as in each layer of a model
             self._write(*span)

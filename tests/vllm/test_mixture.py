@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm.cases import OFFER, both
 from tests.vllm.conftest import Make
-from tests.vllm.engine import ALIGNED, CHUNKED, DRAFTING, FULL, HYBRID, LOCAL, Engine, Group, answer, prompt
+from tests.vllm.engine import ALIGNED, CHUNKED, DRAFTING, FULL, HYBRID, LOCAL, MIXED, Engine, Group, answer, prompt
 from tests.vllm.wire import Wire
 
 
@@ -38,7 +38,7 @@ class Mixture:
         elif kind == "at once":
             self.jobs += 1
             to_p, to_d = both(p, f"job{self.jobs}")
-            pair = [(p, to_p, 1), (d, to_d, n)]
+            pair = [(p, to_p, self.rng.choice([1, 1, 30])), (d, to_d, n)]
             self.rng.shuffle(pair)
             for engine, params, m in pair:
                 self.ask(engine, text, params, m)
@@ -80,6 +80,11 @@ class Mixture:
         elif self.wire.read(load) and self.rng.random() < 0.8:
             self.wire.settle(load)
 
+    def amid(self, output: Any) -> None:
+        """Between the zeroing of new blocks and the first call of the connector, or behind that."""
+        if self.rng.random() < 0.3:
+            self.bytes_move()
+
     def end(self) -> None:
         """Let everything come to its end."""
         for _ in range(300):
@@ -102,8 +107,8 @@ class Mixture:
 
 @pytest.mark.parametrize(
     "groups",
-    [FULL, HYBRID, ALIGNED, DRAFTING, CHUNKED, LOCAL],
-    ids=["full", "hybrid", "aligned", "drafting", "chunked", "local"],
+    [FULL, HYBRID, MIXED, ALIGNED, DRAFTING, CHUNKED, LOCAL],
+    ids=["full", "hybrid", "mixed", "aligned", "drafting", "chunked", "local"],
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["stepwise", "overlapped"])
 @pytest.mark.parametrize("seed", range(8))
@@ -124,6 +129,8 @@ def test_mixture(make: Make, wire: Wire, groups: tuple[Group, ...], seed: int) -
     )
     wire.paused = True
     mixture = Mixture(rng, wire, engines)  # type: ignore[arg-type]
+    for engine in engines:
+        engine.cleared = mixture.amid
     for _ in range(120):
         mixture.act()
     mixture.end()

@@ -1,8 +1,10 @@
-"""What of a transfer a user waits for when both engines have the request at once: the part behind the producer's last token.
+"""How long a user waits for a transfer when both engines get the request at once: the time after the producer's last token.
 
-The link is throttled, so that the whole transfer takes a known time. The producer computes a prompt in many chunks, in many blocks or in
-one, and each is moved while the next is computed; or in a single one, of which bands of layers are moved while the next are computed;
-or in a single one behind which all of it has to be moved.
+The link is throttled, so that the whole transfer takes a known time. The producer computes a prompt in one of three ways:
+
+- in many chunks, each of which is moved while the next is computed, with the prompt in many of its blocks or all in one;
+- in a single chunk, in which each band of layers is moved while the next is computed;
+- in a single chunk that is moved only once all of it has been computed.
 """
 
 from __future__ import annotations
@@ -19,19 +21,21 @@ __all__ = ["ALLOWANCE", "BANDED", "exposure"]
 
 TOKENS, STEP_S = 1024, 0.002
 ALLOWANCE = 0.05
-"""Of the transfer in a single chunk, how much more than the last chunk may be exposed."""
+"""How much more than the last chunk may be exposed, as a share of the transfer in a single chunk."""
 BANDED = 0.15
-"""Of the same, how much may be exposed where bands of layers are moved: an eighth is the last of them."""
+"""How much may be exposed where bands of layers are moved, as a share of the same; the last band is an eighth of it."""
 
 
 def exposure(chunks: int, rounds: int, transfer_ms: float, backend: str) -> dict[str, Any]:
-    """Measure how long transfers go on after the producer's last token, where the link needs ``transfer_ms`` for a prompt.
+    """Measure how long transfers go on after the producer's last token, over a link that takes ``transfer_ms`` for a prompt.
 
-    Its prefill takes twice as long. The back end is behind a throttle; its consumer reads. There are ``rounds`` prompts of each kind.
+    The prefill of a prompt takes twice as long. The back end is throttled; the consumer reads. There are ``rounds`` prompts of each
+    kind.
 
     Returns:
-        ``whole_ms``, ``chunked_ms``, ``banded_ms`` and ``one_block_ms`` of each prompt, the medians of the others over that of the first
-        as ``ratio``, ``banded_ratio`` and ``one_block_ratio``, and the goals of these, of which the last has that of the first.
+        ``whole_ms``, ``chunked_ms``, ``banded_ms`` and ``one_block_ms``: the times of all prompts of that kind. ``ratio``,
+        ``banded_ratio`` and ``one_block_ratio``: the medians of the last three, each divided by the median of ``whole_ms``. ``goal``
+        (for ``ratio`` and ``one_block_ratio``) and ``banded_goal``: what these ratios are to be at most.
     """
     ways = {"whole": (1, False), "chunked": (chunks, False), "banded": (1, True)}
     exposed = _exposed(ways, rounds, transfer_ms, backend, BLOCK)
@@ -47,7 +51,10 @@ def exposure(chunks: int, rounds: int, transfer_ms: float, backend: str) -> dict
 def _exposed(
     ways: dict[str, tuple[int, bool]], rounds: int, transfer_ms: float, backend: str, block_tokens: int
 ) -> dict[str, list[float]]:
-    """Return the ms behind the last token of each prompt, by way: so many chunks, and whether bands of layers are moved."""
+    """Return, for each way, the milliseconds after the last token of each prompt.
+
+    ``ways``: how many chunks a prompt has, and whether bands of layers are moved.
+    """
     nbytes = MODEL.layers * MODEL.page * TOKENS // MODEL.block_tokens
     options = {"inner": backend, "bytes_per_s": 1000 * nbytes / transfer_ms}
     settings = {"backend": "kvxfer.testing.faults:Faulty", "backend_options": options, "step_budget": 0}
@@ -69,6 +76,6 @@ def _exposed(
             engine.until(request.request_id)
             arrived = begun + engine.traces()[-1]["us"]["arrived"] / 1e6
             late = arrived - producer.last_token()
-            if i:  # the first makes the link, and shows how slow it is
+            if i:  # the first one only makes the link and shows how slow it is
                 exposed[way].append(round(1000 * late, 1))
     return exposed

@@ -1,7 +1,7 @@
-"""``kvxfer bench handover``: what a load costs a decode engine besides its bytes, counted in steps of vLLM's own scheduler.
+"""``kvxfer bench handover``: what a load costs a decode engine besides moving its bytes, counted in steps of vLLM's own scheduler.
 
-While other requests decode, prompts arrive one after the other whose KV is ready at the producer. How many steps each of them waits
-for is exact, and when it reached each stage of its way its trace says (``trace`` in the settings).
+While other requests decode, prompts arrive one after the other, and the KV of each is ready at the producer. The number of steps that
+each waits is counted exactly; when it reached each stage is taken from its trace (``trace`` in the settings).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from kvxfer.identity import TransferId
 
 OTHERS = 8
 WARM_UP = 3
-"""Loads that do not count: they make the link, and show how fast it is."""
+"""Loads at the start that are not counted: they make the link and show how fast it is."""
 CHUNKS, CHUNKED, TRANSFER_MS = 8, 5, 200.0
-"""Chunks of a prompt that both engines have at once, such prompts, and what a throttled link needs for one."""
+"""For prompts that both engines get at once: chunks of a prompt, prompts of each kind, and milliseconds that the throttled link
+takes for one."""
 STAGES = ("fetched", "began", "asked", "announced", "heard", "arrived", "ended", "seen", "computed")
-"""Those of a trace, and the launch of the step that computes the first token."""
+"""The stages of a trace, and then the launch of the step that computes the first token."""
 WAYS = {"in_step": "within the step", "beside": "beside the steps"}
 MODES = {"stepwise": False, "overlapped": True}
 
@@ -32,15 +33,15 @@ MODES = {"stepwise": False, "overlapped": True}
 def measure(
     tokens: int, rounds: int, step_ms: float, budget_ms: float, backend: str, overlap: bool = False
 ) -> dict[str, Any]:
-    """Load prompts of so many tokens one after the other into a busy engine with steps of ``step_ms``; ``rounds`` of them count.
+    """Load prompts of ``tokens`` tokens one after the other into a busy engine whose steps take ``step_ms``; count ``rounds`` of them.
 
-    With a ``budget_ms`` (``step_budget``) of 0 all go beside the steps.
+    With a ``budget_ms`` (``step_budget``) of 0, all loads go beside the steps.
 
     Returns:
-        The further steps of each load; of each stage the median over the loads, in µs from the request's arrival; and of each but
-        the first what it took from the one before.
+        The further steps that each load took. For each stage, the median over these loads of the time at which it was reached, in µs
+        from the request's arrival; and, for each stage but the first, how long after the stage before it that was.
     """
-    from kvxfer_vllm.played import engines  # here, as it loads vLLM, and the program loads this file for its --help
+    from kvxfer_vllm.played import engines  # here, since it loads vLLM, and the program loads this file even for --help
     from kvxfer_vllm.played_prefill import Prompt
 
     settings = {"backend": backend, "step_budget": budget_ms / 1000}
@@ -79,7 +80,7 @@ def measure(
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return the ladders of both ways as SVG, of steps that do not overlap."""
+    """Return an SVG picture of the stages of both ways, for steps that do not overlap."""
     ways = {way: found[key]["stepwise"]["ladder_us"] for key, way in WAYS.items()}
     most = max(max(ladder.values()) for ladder in ways.values())
     lines, y = [], 30
@@ -132,8 +133,9 @@ def handover(
             typer.echo(f"  {mode}: {found[way][mode]['further_steps']}; µs from one stage to the next: {spent}")
     left = found["exposed"]
     typer.echo(
-        f"behind the producer's last token: {left['whole_ms']} ms with one chunk; with {CHUNKS}, {left['chunked_ms']} ms, ratio "
-        f"{left['ratio']}, to be at most {left['goal']}; with one in bands of layers, {left['banded_ms']} ms, ratio "
-        f"{left['banded_ratio']}, to be at most {left['banded_goal']}; with {CHUNKS} and all of the prompt in one of its blocks, "
-        f"{left['one_block_ms']} ms, ratio {left['one_block_ratio']}, to be at most {left['goal']}"
+        f"still to be moved at the producer's last token: with one chunk, {left['whole_ms']} ms; with {CHUNKS} chunks, "
+        f"{left['chunked_ms']} ms, ratio {left['ratio']} (goal: at most {left['goal']}); with one chunk in bands of layers, "
+        f"{left['banded_ms']} ms, ratio {left['banded_ratio']} (goal: at most {left['banded_goal']}); with {CHUNKS} chunks and the "
+        f"whole prompt in one of the producer's blocks, {left['one_block_ms']} ms, ratio {left['one_block_ratio']} (goal: at most "
+        f"{left['goal']})"
     )

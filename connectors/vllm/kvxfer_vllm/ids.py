@@ -1,4 +1,4 @@
-"""What vLLM's request ids hold: an id from outside, what vLLM added to it, and perhaps addresses that a router wrote."""
+"""What vLLM's request ids consist of: an id from outside, what vLLM has added to it, and perhaps addresses that a router wrote."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PREFILL, _DECODE = "___prefill_addr_", "___decode_addr_"
 
 
 class ExternalId(msgspec.Struct, frozen=True):
-    """An engine's request id without what the engine added.
+    """An engine's request id without what the engine has added.
 
-    base: the id that came from outside (an X-Request-Id header, say).
-    prompt: index within a batched completion, else 0.
-    child: index among n > 1 samples of one prompt; None if there is only one.
+    base: The id that came from outside, as in an X-Request-Id header.
+    prompt: The index within a batched completion, else 0.
+    child: The index among n > 1 samples of one prompt; None if there is only one.
     """
 
     base: str
@@ -32,24 +32,24 @@ class ExternalId(msgspec.Struct, frozen=True):
 
 
 def external_id(internal: str) -> ExternalId:
-    """Return what two engines that serve one request agree on, from the id that either gave it.
+    """Return what two engines that serve one request agree on, from the id that either engine has given it.
 
-    Undoes what vLLM adds, each at most once, in this order: the child prefix ``<i>_`` (n > 1); the kind of
+    Removes what vLLM adds, each part at most once, in this order: the child prefix ``<i>_`` (n > 1); the kind of
     request, ``cmpl-``, ``chatcmpl-`` or ``generate-tokens-``; the suffix, ``-`` and eight lower-case hex digits; for
-    ``cmpl-``, the prompt index ``-<i>``. What is left is taken as it is.
+    ``cmpl-``, the prompt index ``-<i>``. The rest is kept as it is.
 
-    Promised: the ids of one request differ between engines only in the eight digits, and so do both get the
-    same result, whatever the external id looks like. Requests of one kind with different external ids or
-    prompts get different ones, though these ids end like a suffix or an index, or begin like a prefix. (The
-    kind itself is dropped, so that a completion's prefill may serve a chat.)
+    Promised: the ids that two engines give one request differ only in the eight digits, so both get the same result,
+    whatever the external id looks like. Requests of one kind with different external ids or prompt indices get different
+    results, even if the external ids end like a suffix or an index, or begin like a prefix. (The kind itself is dropped,
+    so that a completion's prefill may serve a chat.)
 
-    Not promised, for an external id that looks as if an engine had made it: where the engine added no suffix
-    (a request rejected early, or randomisation turned off), the end of a chat's or bare id is taken for one,
-    and ``job-deadbeef`` becomes ``job``; a bare id (offline use) may lose its beginning, and ``7_x-86a9ce7b`` is
-    child 7 of ``x``. Such a request may miss its transfer or meet another's, which its digest then fails.
+    Not promised for an external id that looks as if an engine had made it: where the engine has added no suffix (a
+    request that is rejected early, or randomisation turned off), the end of a chat's id or of a bare id is taken for one,
+    so that ``job-deadbeef`` becomes ``job``. A bare id (offline use) may lose its beginning: ``7_x-86a9ce7b`` becomes
+    child 7 of ``x``. Such a request may miss its transfer, or meet another's, which then fails because the digests differ.
 
     Raises:
-        IdentityError: nothing is left.
+        IdentityError: Nothing is left.
     """
     rest, child, prompt = internal, None, 0
     if match := _CHILD.match(rest):
@@ -66,7 +66,7 @@ def external_id(internal: str) -> ExternalId:
 
 
 class RoutedAddresses(msgspec.Struct, frozen=True):
-    """The addresses that a router wrote into an id, in the manner of vLLM's former P2pNcclConnector."""
+    """The addresses that a router has written into an id, as for vLLM's former P2pNcclConnector."""
 
     prefill: Address
     decode: Address
@@ -76,15 +76,14 @@ class RoutedAddresses(msgspec.Struct, frozen=True):
 def routed_addresses(external: ExternalId) -> RoutedAddresses | None:
     """Read ``___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID``; None for an id without such a marker.
 
-    One rule, which nothing ambiguous passes: the id begins with the first marker and each marker occurs once;
-    the decode address ends at the first ``_`` behind its marker; an address ends in ``:`` and the port, and the
-    rest is an IPv4 or IPv6 address (bracketed or bare) or a host name, which has no ``_``. The UUID is any
-    other text.
+    Nothing ambiguous is accepted: the id must begin with the first marker, and each marker must occur once. The decode
+    address ends at the first ``_`` after its marker. An address ends in ``:`` and the port, and what comes before is an
+    IPv4 or IPv6 address (bracketed or bare) or a host name, which has no ``_``. The UUID is the text after that ``_``.
 
     The addresses come from whoever sent the request: ask ``kvxfer.identity.allowed`` before dialling one.
 
     Raises:
-        IdentityError: the id has a marker and is not of this form.
+        IdentityError: The id has a marker, but is not of this form.
     """
     base = external.base
     if _PREFILL not in base and _DECODE not in base:
@@ -93,5 +92,7 @@ def routed_addresses(external: ExternalId) -> RoutedAddresses | None:
     prefill, _, rest = body.partition(_DECODE)
     decode, _, uuid = rest.partition("_")
     if body == base or _PREFILL in body or _DECODE in rest or not uuid:
-        raise IdentityError(f"request id {base!r} is not one prefill address, one decode address and a UUID")
+        raise IdentityError(
+            f"request id {base!r} does not consist of one prefill address, one decode address and a UUID"
+        )
     return RoutedAddresses(parse_address(prefill), parse_address(decode), uuid)

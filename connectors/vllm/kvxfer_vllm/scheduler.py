@@ -69,7 +69,12 @@ class SchedulerHooks:
         self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
         self._retained = RetainedBlocks(groups)
         facts = facts_of(vllm_config, config)
-        self.side = SchedulerSide(config, self._engine, groups, parallel.world_size, facts, pins=self._pins)
+        # Model runner 2 zeroes such a cache's new blocks, or copies states into them, before it calls ``handle_preemptions``. Model
+        # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
+        self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+        self.side = SchedulerSide(
+            config, self._engine, groups, parallel.world_size, facts, pins=self._pins, writes_early=self._writes_early
+        )
         self._seen: set[str] = set()
         self._spans = RequestSpans(vllm_config)
         self._loading = LoadingRequests(self._spans)
@@ -78,6 +83,7 @@ class SchedulerHooks:
         self._partial: dict[str, tuple[int, ...]] = {}  # loads that are here in part, and their blocks behind that
         self._loads: dict[str, BlockTable] = {}  # of loads that may be so
         self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
+        self._holding_back = False  # whether this step gives blocks to nobody
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
         self._told: set[str] = set()  # loads that vLLM knows to be over, and hears of once more from its workers
         self._freed: list[str] = []  # requests whose blocks vLLM may free, and has to hear of that
@@ -154,6 +160,8 @@ class SchedulerHooks:
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
         self.arrive(request)
+        if self._holding_back:
+            return None, False
         if request.skip_reading_prefix_cache:  # it needs its whole prompt computed; vLLM before 0.31 leaves that to us
             self._unplaced.add(request.request_id)
             return 0, False
@@ -236,6 +244,7 @@ class SchedulerHooks:
         self._unplaced.clear()
         step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed), self._partial, idle)
         self._doomed, self._freed, self._partial = {}, [], {}
+        self._holding_back = False
         return step
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -332,11 +341,15 @@ class SchedulerHooks:
         compat.before_reset(manager, lambda: self._let_go(manager))
 
     def _let_go(self, manager: Any) -> None:
-        """Let go of what waits for requests, and of the ends of prompts of those that vLLM has preempted and not told us of yet."""
+        """Let go of what waits for requests, and of what those have offered that vLLM has preempted and not told us of yet.
+
+        That is revoked with the next step only. So where a step writes early, nobody is given blocks in that one.
+        """
         self.side.short_of_blocks()
         for name in self._seen:
             if self.side.follows(name) and not any(manager.get_block_ids(name)):
                 self.side.preempted(name)
+        self._holding_back = self._writes_early
 
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """Record that the workers' agents are up. A sibling connector's metadata is not ours."""

@@ -1,4 +1,4 @@
-"""Transfers as vLLM logs and exports them. Metrics: docs/metrics.md."""
+"""The transfers' statistics, as vLLM logs and exports them. ``docs/metrics.md`` lists the metrics."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ __all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferSta
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
-"""What becomes of a request's load, besides the kinds of failure. Computed here without one: all was cached, or what was fetched
-ahead of its step failed."""
+"""What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, since all was
+cached, or what was fetched ahead of its step failed."""
 
 COUNTS = ("corrupt", "direct", "staged")
-"""What of an agent's stats only ever grows."""
+"""Those of an agent's stats that only ever grow."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
-"""What of an agent's stats goes up and down, and what it is called here."""
+"""Those of an agent's stats that go up and down, and their names here."""
 
 
 class KVXferStats(KVConnectorStats):
-    """What vLLM is told of the ranks.
+    """What vLLM is told about an engine's transfers.
 
-    ``data["loads"]``: one ``[outcome, bytes, seconds, seconds of them waited]`` for each load that has ended on a rank.
-    Its outcome is ``delivered`` or the kind of its failure. ``data["requests"]``: one ``[outcome, seconds]`` for each request of
-    the engine whose load has ended; see ``requests.py``. ``data["offers"]``: how many offers have ended with each outcome.
-    ``data["counts"]``: by how much the agents' counts have grown. ``data["gauges"]``: by rank, of those where it has changed, what
-    there is now: ``quarantined`` bytes, ``loads``, ``leases``, and ``links`` by ``"role/back end"``.
+    ``data`` has these keys:
+
+    - ``loads``: for each load that has ended on a rank, ``[outcome, bytes, seconds, seconds of these spent waiting]``. The outcome
+      is ``delivered`` or the kind of failure.
+    - ``requests``: for each request of the engine whose load has ended, ``[outcome, seconds]``; see ``requests.py``.
+    - ``offers``: how many offers have ended with each outcome.
+    - ``counts``: by how much the agents' counts have grown.
+    - ``gauges``: for each rank where one of them has changed, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``,
+      and of ``links`` by ``"role/back end"``.
     """
 
     data: dict[str, Any]
@@ -58,7 +62,7 @@ class KVXferStats(KVConnectorStats):
         self.data["requests"].append([outcome, seconds])
 
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
-        """Process what a rank's agent says now, and what it said before."""
+        """Record how a rank's agent's numbers have changed since ``before``; None if there was nothing before."""
         for name in COUNTS:
             self._count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
         if before.values != now.values if before else any(now.values.values()):
@@ -101,7 +105,7 @@ class KVXferStats(KVConnectorStats):
 
 
 class Gauges:
-    """What a rank's agent says at one moment; ``values`` go up and down, as in ``KVXferStats.data["gauges"]``."""
+    """The numbers of a rank's agent at one moment; ``values`` are those in ``KVXferStats.data["gauges"]``."""
 
     def __init__(self, stats: Stats, links: Iterable[LinkStatus]) -> None:
         self.stats = stats
@@ -125,28 +129,32 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         counter, gauge, histogram = (partial(make, kind) for kind in kinds)
         self._bytes = counter("kvxfer_kv_bytes", "Bytes of KV cache that arrived.")
         self._seconds = histogram(
-            "kvxfer_transfer_seconds", "From want to outcome, of loads that were delivered.", buckets=BUCKETS
+            "kvxfer_transfer_seconds", "Time from want to outcome, for loads that were delivered.", buckets=BUCKETS
         )
         self._loads = counter(
-            "kvxfer_transfers", "Loads that have ended: delivered, or by the kind of their failure.", "outcome"
+            "kvxfer_transfers", "Loads that have ended, by outcome: delivered, or the kind of failure.", "outcome"
         )
         self._requests = counter(
             "kvxfer_requests",
-            "Requests whose load has ended on all ranks: delivered, computed here, or by the kind of its failure.",
+            "Requests whose load has ended on all ranks, by outcome: delivered, computed here, or the kind of failure.",
             "outcome",
         )
         self._request_seconds = histogram(
             "kvxfer_request_seconds",
-            "From a request's arrival to the end of its load, of requests whose load was delivered.",
+            "Time from a request's arrival to the end of its load, for requests whose load was delivered.",
             buckets=BUCKETS,
         )
         self._offers = counter(
-            "kvxfer_offers", "Offers that have ended: delivered, or by the kind of their failure.", "outcome"
+            "kvxfer_offers", "Offers that have ended, by outcome: delivered, or the kind of failure.", "outcome"
         )
         self._parts = counter("kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
-        self._corrupt = counter("kvxfer_corrupt", "Transfers whose checksum was not that of what was sent.")
+        self._corrupt = counter(
+            "kvxfer_corrupt", "Transfers whose checksum differed from that of the bytes that were sent."
+        )
         self._gauges = {
-            "quarantined": gauge("kvxfer_quarantined_bytes", "Of ended transfers, which the back end may still touch."),
+            "quarantined": gauge(
+                "kvxfer_quarantined_bytes", "Bytes of ended transfers that the back end may still touch."
+            ),
             "loads": gauge("kvxfer_loads_in_hand", "Loads that are under way, over all ranks."),
             "leases": gauge("kvxfer_offers_in_hand", "Offers that are leased or being read, over all ranks."),
         }

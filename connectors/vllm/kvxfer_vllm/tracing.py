@@ -1,4 +1,4 @@
-"""Spans of loads and offers, in the traces of the requests that they are for; where vLLM exports any (``--otlp-traces-endpoint``)."""
+"""Spans of loads and offers in the traces of their requests, if vLLM exports traces (``--otlp-traces-endpoint``)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ if TYPE_CHECKING:
 __all__ = ["LOAD", "OFFER", "RequestSpans"]
 
 LOAD, OFFER = "kvxfer.load", "kvxfer.offer"
-"""From a request's arrival until its KV is here or will not be; from the end of a request until others have its KV or will not."""
+"""A load's span lasts from the request's arrival until its KV is here or will not come; an offer's from the request's end until other
+engines have fetched its KV or will not fetch it."""
 
 
 class RequestSpans:
-    """Spans that are open; one thread. A request that came without a trace has none."""
+    """The open spans; one thread. A request that came without a trace has no span."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._tracer: Any = None
         self._open: dict[tuple[str, str], Any] = {}
         settings = getattr(vllm_config, "observability_config", None)
         if getattr(settings, "otlp_traces_endpoint", None) is not None:
-            from opentelemetry import trace  # vLLM refuses an endpoint where this is not installed
+            from opentelemetry import trace  # vLLM refuses an endpoint if this is not installed
 
-            self._tracer = trace.get_tracer("kvxfer")  # of the provider that vLLM has set, or sets later
+            self._tracer = trace.get_tracer("kvxfer")  # uses the provider that vLLM has set, or will set
 
     def begin(self, name: str, request: Request, transfer: str) -> None:
-        """Open a request's span of this name."""
+        """Open a span of this name for a request."""
         headers = getattr(request, "trace_headers", None)
         if self._tracer is None or not headers:
             return
@@ -38,7 +39,7 @@ class RequestSpans:
         self._open[name, request.request_id] = self._tracer.start_span(name, context=context, attributes=attributes)
 
     def end(self, name: str, request: str, outcome: str | None = None) -> None:
-        """Close it, if there is one."""
+        """Close a request's span of this name, if there is one."""
         span = self._open.pop((name, request), None)
         if span is not None:
             if outcome is not None:

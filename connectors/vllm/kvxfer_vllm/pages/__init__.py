@@ -1,4 +1,4 @@
-"""What vLLM's pages hold: the catalogue, and its consequences for an engine's groups and layers."""
+"""What vLLM's pages hold: the catalogue, and what follows from it for an engine's groups and layers."""
 
 from kvxfer_vllm.pages.catalogue import CATALOGUE, Entry, entry_of
 from kvxfer_vllm.pages.encoding import encoding_of

@@ -1,7 +1,7 @@
 """Every kind of page in vLLM's caches, by the exact class of its spec: how it is kept, how it is laid out and how it may be cut.
 
-Scheduler side and worker side both use it, so that they never disagree on what a group is. A class that is not listed, even if it is
-a subclass of one that is, is opaque: what its pages hold is unknown, so they are moved whole, and how its blocks are kept follows only
+The scheduler side and the worker side both use it, so that they never disagree about a group. A class that is not listed is opaque, even if
+it is a subclass of one that is: what its pages hold is unknown, so they are moved whole, and which blocks it keeps is known only
 from the manager that vLLM has registered for it. ``docs/models.md`` shows the table.
 """
 
@@ -14,19 +14,19 @@ __all__ = ["CATALOGUE", "Entry", "Kept", "entry_of"]
 
 Kept = Literal["full", "window", "chunk", "state", "local", "refused"]
 """Which blocks a group keeps. ``full``: all blocks of a request; ``window``: those that the last tokens attend to; ``chunk``: those
-of the tokens' own chunk; ``state``: the one with the state after the last token; ``local``: only blocks that no other engine
-needs; ``refused``: not supported, for the reason in ``Entry.why``."""
+of the chunk that the last token is in; ``state``: the one with the state after the last token; ``local``: only blocks that no other
+engine needs; ``refused``: not supported, for the reason in ``Entry.why``."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kind of page. Only ``kept`` affects decisions; the words are for ``docs/models.md`` and for error messages.
+    """One kind of page. Only ``kept`` affects decisions; the rest is text for ``docs/models.md`` and for error messages.
 
-    spec: the exact name of vLLM's class.
-    page: what a page holds, in which order; ``source``: the files of vLLM that say so.
-    cut: the axes along which it may be cut; ``depends``: what else its bytes depend on, which its encoding therefore names.
-    shown: the test that shows it.
-    why: why it is refused or stays local.
+    spec: The exact name of vLLM's class.
+    page: What a page holds, in which order; ``source``: the files of vLLM that say so.
+    cut: The axes along which it may be cut; ``depends``: what else its bytes depend on, and what its encoding therefore names.
+    shown: The test that shows it.
+    why: Why it is refused or stays local.
     """
 
     spec: str
@@ -138,7 +138,7 @@ CATALOGUE: dict[str, Entry] = {
             "the rows of the pool that is still open",
             "vllm/v1/kv_cache_interface.py (0.30)",
             shown=_TEST,
-            why="it holds only what the last tokens left over, not one row per token",
+            why="it holds only the rows left over from the last tokens, not one row per token",
         ),
         Entry(
             "CrossAttentionSpec",
@@ -165,9 +165,9 @@ _MANAGERS: dict[str, Kept] = {"FullAttentionManager": "full", "SlidingWindowMana
 def entry_of(spec: Any) -> Entry:
     """Return a spec's entry, by its exact class.
 
-    One that nobody knows is as opaque as can be, and kept as its manager keeps it.
+    For a class that is not listed, the entry says only which blocks its manager keeps.
 
-    Never raises: what cannot be moved is ``refused``, which ``groups_of`` turns into an error that names it.
+    Never raises: what cannot be moved is ``refused``, and ``groups_of`` turns that into an error that names it.
     """
     known = CATALOGUE.get(type(spec).__name__)
     if known is not None and type(spec).__module__.startswith("vllm."):
@@ -178,10 +178,10 @@ def entry_of(spec: Any) -> Entry:
 
 
 def _manager(spec: Any) -> str:
-    """Return the class that vLLM has registered for keeping such blocks."""
+    """Return the name of the class that vLLM has registered to manage such blocks; empty if there is none."""
     try:
         from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
         return getattr(KVCacheSpecRegistry.get_manager_class(spec), "__name__", "")
-    except Exception:  # no registry in this release, or not for what is no spec at all
+    except Exception:  # this release has no registry, or this is no spec at all
         return ""

@@ -1,4 +1,4 @@
-"""All that the bytes of a page depend on beside its shape, as one text. Two engines exchange pages if these are the same."""
+"""All that the bytes of a page depend on besides its shape, as one text. Two engines exchange pages only if their texts are equal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def encoding_of(
 
 
 def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig) -> str:
-    """All but the scales."""
+    """Return the encoding without the scales."""
     cached = (
         f"{_plain(spec.dtype)}/{_cache_dtype(layer, spec, config)}/{quant_of(spec)}" if hasattr(spec, "dtype") else ""
     )
@@ -45,10 +45,10 @@ def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor,
 
 
 def _cache_dtype(layer: Any, spec: Any, config: VllmConfig) -> str:
-    """Return what the stored numbers are.
+    """Return the type of the stored numbers.
 
-    The layer's own cache dtype if it has one (some layers are left out of quantisation), with names of one meaning
-    made one, and fp8 by its flavour on this device.
+    It is the layer's own cache dtype if the layer has one, since some layers are left out of quantisation. Different names for the
+    same type become one name, and fp8 is named by its flavour on this device.
     """
     stated = getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None)
     stated = str(stated or getattr(getattr(config, "cache_config", None), "cache_dtype", "auto"))
@@ -66,14 +66,14 @@ def _plain(dtype: Any) -> str:
 
 
 def _order(tensor: torch.Tensor) -> str:
-    """Whether heads are outside of tokens in a page."""
+    """Return whether a page has its tokens within each head (HN) or its heads within each token (NH); empty for one head."""
     if tensor.shape[1] == 1:
         return ""
     return "HN" if tensor.stride(1) >= tensor.stride(2) else "NH"
 
 
 def _isa() -> str:
-    """Return what the CPU kernels pack for on this machine."""
+    """Return the instruction set for which the CPU kernels pack pages on this machine."""
     import torch
 
     cpu = torch.cpu
@@ -85,7 +85,7 @@ def _isa() -> str:
 
 
 def _device(tensor: torch.Tensor) -> str:
-    """Return the sort of device whose kernels have written: pages of unknown content may be packed for it."""
+    """Return the sort of device whose kernels have written the pages: if their content is unknown, it may be packed for that device."""
     import torch
 
     if tensor.device.type == "cpu":
@@ -99,7 +99,7 @@ def _device(tensor: torch.Tensor) -> str:
 def _scales(config: VllmConfig) -> str:
     """Return how a sparse indexer's scales are stored here.
 
-    The dtype asked for, and whether kernels take powers of two (ue8m0) or fp32.
+    This is the dtype that was asked for, and whether the kernels use powers of two (ue8m0) or fp32.
     """
     asked = str(getattr(getattr(config, "attention_config", None), "indexer_kv_dtype", None))
     try:

@@ -14,7 +14,7 @@ __all__ = ["FAMILIES", "Family"]
 
 Shown = Literal["end to end", "scheduler", "planner"]
 """How far it is tested. ``end to end``: this architecture on real servers on CPUs, with tokens compared. ``scheduler``: groups
-like its own on vLLM's scheduler, with a simulated forward pass. ``planner``: its pages, from one engine's memory to
+of the same kinds on vLLM's scheduler, with a simulated forward pass. ``planner``: its pages, copied from one engine's memory to
 another's."""
 
 
@@ -22,11 +22,11 @@ another's."""
 class Family:
     """Models that vLLM treats alike.
 
-    name: what people call them; ``architectures``: their names in vLLM's registry.
-    groups: what their KV-cache groups hold, with the class of each group's spec.
-    shown, by: how far they are tested, and the test that goes furthest.
-    note: what else to know, such as what must be equal on both sides.
-    release: the last release of vLLM that it was tried on.
+    name: What people call them; ``architectures``: their names in vLLM's registry.
+    groups: What each of their KV-cache groups holds, and the class of its spec.
+    shown, by: How far they are tested, and the test that goes furthest.
+    note: What else to know, such as what must be equal on both sides.
+    release: The last release of vLLM on which they were tested.
     """
 
     name: str
@@ -58,8 +58,8 @@ _E2E_PAIR, _E2E_GROUPS = "tests/e2e/test_pair.py", "tests/e2e/test_groups.py"
 _E2E_STATES = "tests/e2e/test_states.py"
 _SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
 _STATES = "tests/vllm/test_states.py"
-_HEADS = "KV heads differ by layer"
-_EQUAL_BLOCKS = "block sizes must be equal"
+_HEADS = "the number of KV heads differs by layer"
+_EQUAL_KERNELS = "block sizes and sorts of device must be equal"
 _WHOLE = "pages of unknown content: tensor-parallel sizes and block sizes must be equal"
 _NO_CUT = "tensor-parallel sizes must be equal"
 
@@ -100,7 +100,7 @@ FAMILIES = (
         (_FULL, _WINDOW),
         "planner",
         _PAGES,
-        f"{_HEADS}; if its configuration leaves their number open, {_NO_CUT}",
+        f"{_HEADS}; if its configuration leaves it open, {_NO_CUT}",
     ),
     Family(
         "Inkling",
@@ -126,7 +126,7 @@ FAMILIES = (
         (_LATENT, _INDEXER),
         "planner",
         _PAGES,
-        f"an indexer's pages are moved whole: {_EQUAL_BLOCKS}, and so must sorts of device",
+        f"an indexer's pages are moved whole: {_EQUAL_KERNELS}",
     ),
     Family(
         "DeepSeek V4",
@@ -134,7 +134,7 @@ FAMILIES = (
         (("compressed MLA", "MLAAttentionSpec"), _INDEXER, ("window of MLA, compressors", "SlidingWindowMLASpec")),
         "planner",
         _PAGES,
-        f"pages are moved whole: {_EQUAL_BLOCKS}, and so must sorts of device, and before vLLM 0.31 tensor-parallel sizes",
+        f"pages are moved whole: {_EQUAL_KERNELS}, and before vLLM 0.31 also tensor-parallel sizes",
     ),
     Family("DeepSeek V4.1", ("DeepseekV41ForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
     Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),

@@ -1,8 +1,8 @@
 """Who writes a layer's pages, and what is therefore known of them.
 
-A spec gives a page's shape, not what lies in it: the latents of MLA and the pages of a sparse indexer, all values first and
-then all scales, have specs of one class. What lies there is the attention back end's choice, so a page may be cut only
-where the back end that writes it is in ``WRITERS``; any other is moved whole.
+A spec says what shape a page has, not what lies in it: MLA's latents and the pages of a sparse indexer (all values, then all
+scales) have specs of the same class. What lies there is the attention back end's choice, so a page may be cut only
+if the back end that writes it is in ``WRITERS``. Any other page is moved whole.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ WRITERS: dict[str, Form] = {
         ),
         "latent",
     ),
-    f"{_HERE}.mla.indexer.DeepseekV32IndexerBackend": "whole",  # listed since its pages are replicas
+    f"{_HERE}.mla.indexer.DeepseekV32IndexerBackend": "whole",  # listed because all ranks hold the same pages
 }
-"""Attention back ends by the class that names them, below ``vllm``. All of ``latent`` leave the writing to
+"""Attention back ends by the class that names them, without the leading ``vllm.``. All ``latent`` ones leave the writing to
 ``MLAAttentionImpl.do_kv_cache_update``, or write rows of their own."""
 
 _INLINE = {"INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
-"""Quantisations that keep the scales of a head's token beside it (``TritonAttentionBackend.customize_spec``)."""
+"""Quantisations that keep the scales of each head's token next to it (``TritonAttentionBackend.customize_spec``)."""
 
 
 def writer_of(layer: Any) -> str:
-    """Return the class of vLLM that stands for how this layer's pages are written; empty if it is not known.
+    """Return the name of the class in vLLM that determines how this layer's pages are written; empty if it is not known.
 
-    vLLM derives classes from its back ends that differ in how they are told what to do only
-    (``subclass_attention_backend``): they go by the one that they are derived from. One that differs in more, or comes from
-    elsewhere, may write as it likes.
+    vLLM derives some classes from its back ends that differ from them only in how they are told what to do
+    (``subclass_attention_backend``); for these, the class that they are derived from is returned. A class that differs in more, or
+    does not come from vLLM, may write in any way.
     """
     get = getattr(layer, "get_attn_backend", None)
     for cls in getattr(get(), "__mro__", ()) if get is not None else ():
@@ -81,7 +81,7 @@ def writer_of(layer: Any) -> str:
 
 
 def form_of(spec: Any, writer: str) -> Form:
-    """Return what is known of the pages of a layer, from the exact class of its spec and from who writes them."""
+    """Return what is known about a layer's pages from the exact class of its spec and from who writes them."""
     if type(spec).__name__ not in CATALOGUE or not type(spec).__module__.startswith("vllm."):
         return "whole"
     form, quant = WRITERS.get(writer, "whole"), quant_of(spec)
@@ -94,7 +94,7 @@ def form_of(spec: Any, writer: str) -> Form:
 
 
 def replicated(spec: Any, writer: str) -> bool:
-    """Whether each tensor-parallel rank holds the same pages: they are of one vector that all heads share."""
+    """Return whether all tensor-parallel ranks hold the same pages, since these hold one vector that all heads share."""
     shared = WRITERS.get(writer) == "latent" or writer.endswith(".DeepseekV32IndexerBackend")
     return getattr(spec, "max_tp_shards", None) == 1 or (shared and getattr(spec, "num_kv_heads", 0) == 1)
 

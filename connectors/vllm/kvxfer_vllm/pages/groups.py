@@ -1,4 +1,4 @@
-"""What the catalogue says of an engine's KV-cache groups: how each keeps its blocks, and how far its tokens see."""
+"""What the catalogue says about an engine's KV-cache groups: which blocks each keeps, and how far back its tokens attend."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class GroupPages:
     """One group of an engine.
 
     Attributes:
-        group: As the scheduler's block table has it; of a chunk, the window is its length. ``local`` if its blocks never
-            leave the engine.
-        specs: The specs of its layers; a uniform group has one for all.
+        group: The group as the scheduler's block table has it. For chunked attention, the window is the length of a chunk. ``local``
+            if its blocks never leave the engine.
+        specs: The specs of its layers; a uniform group has one for all of them.
     """
 
     group: Group
@@ -39,7 +39,7 @@ def group_pages(kv_cache_config: KVCacheConfig) -> tuple[GroupPages, ...]:
 
 
 def layer_specs(spec: Any) -> tuple[Any, ...]:
-    """Return the specs of a group's layers; a uniform group holds one for all."""
+    """Return the specs of a group's layers; a uniform group has one for all of them."""
     per_layer = getattr(spec, "kv_cache_specs", None)
     return tuple(per_layer.values()) if per_layer is not None else (spec,)
 
@@ -70,10 +70,10 @@ def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
 
 
 def _window(spec: Any, kept: str) -> int:
-    """Return the number of tokens that a token attends to at most, itself included; 0 for all.
+    """Return the most tokens that a token attends to, itself included; 0 if there is no limit.
 
-    A full group may hold layers with a window, where vLLM runs without its hybrid manager: it keeps all their blocks, so
-    they are full here. A chunk reaches from its first token to the one that attends, so that its length is the most.
+    Where vLLM runs without its hybrid manager, a full group may hold layers with a window. vLLM keeps all their blocks, so
+    they count as full here. In chunked attention a token attends to its chunk up to itself, so at most to a chunk's length.
     """
     if kept == "window":
         return int(spec.sliding_window)

@@ -1,10 +1,10 @@
-"""How many KV heads a layer has in all, of which this rank holds some. Models differ in that from layer to layer.
+"""How many KV heads a layer has in all; this rank holds some of them. The number may differ from layer to layer of one model.
 
-vLLM gives a rank ``max(1, total // ranks)`` heads. So a rank of several heads tells the total; of one, it can be as many as
-there are ranks, or fewer, of which ranks then hold replicas. Which it is the model's configuration tells: the numbers of
-heads that it names, for layers of this layer's kind, and that fit. Where not exactly one does, the total is not known, and
-a rank's heads go to the same rank of an engine of the same size. A mistake here could not go unnoticed: both sides find the
-total by themselves, of other numbers of ranks, and refuse each other if they differ.
+vLLM gives each rank ``max(1, total // ranks)`` heads. So if a rank has several heads, the total follows. If it has one, there are
+as many heads as ranks, or fewer, so that several ranks hold replicas of one head. The model's configuration tells which: of the
+numbers of heads that it names for layers of this kind, those that fit are considered. Unless exactly one fits, the total is not
+known, and a rank's heads go to the same rank of an engine of the same size. A mistake here could not go unnoticed: each side finds
+the total by itself, from its own number of ranks, and they refuse each other if the totals differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FULL = re.compile(r"global|full")
 
 
 def total_heads(name: str, layer: Any, spec: Any, config: VllmConfig) -> int | None:
-    """KV heads of a layer, replicas counted once; ``None`` if that is not certain."""
+    """Return the number of a layer's KV heads, with replicas counted once; ``None`` if it is not certain."""
     ranks, own = int(config.parallel_config.tensor_parallel_size), int(spec.num_kv_heads)
     shards = getattr(spec, "max_tp_shards", None)
     if shards is not None:
@@ -44,7 +44,7 @@ def _sees_window(layer: Any, spec: Any) -> bool:
 
 
 def _of_layer(name: str, config: VllmConfig) -> set[int]:
-    """Return what a configuration with one part for each layer says of this one."""
+    """Return what a configuration that has a part for each layer says about this one."""
     text, index = config.model_config.hf_text_config, re.findall(r"\.(\d+)\.", name)
     if len(index) != 1:
         return set()
@@ -58,7 +58,7 @@ def _of_layer(name: str, config: VllmConfig) -> set[int]:
 
 
 def _of_kind(window: bool, config: VllmConfig) -> set[int]:
-    """Numbers of heads that configurations name for layers of this kind: the model's, and a drafter's if there is one."""
+    """Return the numbers of heads that the configurations of the model, and of a draft model if there is one, name for such layers."""
     drafter = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     found: set[int] = set()
     for model in (config.model_config, drafter):
@@ -73,7 +73,7 @@ def _of_kind(window: bool, config: VllmConfig) -> set[int]:
 
 
 def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """(where it stands, number) of all numbers of KV heads in a configuration."""
+    """Yield (path, number) for each number of KV heads in a configuration."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _numbers(inner, f"{path}.{key}")

@@ -1,13 +1,13 @@
-"""Recurrent states as planes. What a rank holds of them is known for a few kinds of layer, and then fits other numbers of ranks.
+"""Recurrent states as planes. For a few kinds of layer it is known which part a rank holds, so that numbers of ranks may differ.
 
-A page holds a layer's states one after the other: the last inputs of a short convolution, and of most kinds a matrix for each
-head. Ranks share heads out in order, and so the channels of each section of the convolution: vLLM's own layers are listed here
-by their classes, with the sections that their weights are cut into. The convolution's rows are planes of their own and its
-channels stand where others have heads, so that either of vLLM's two orders is moved into either. Behind the rows for inputs
-vLLM keeps others for drafts, which are nobody else's.
+A page holds a layer's states one after the other: the last inputs of a short convolution and, for most kinds of layer, a matrix for
+each head. Ranks divide the heads among them in order, and likewise the channels of each section of the convolution. vLLM's own
+layers are listed here by their classes, with the sections that their weights are cut into. Each row of the convolution is a plane
+of its own, and its channels take the place of heads, so that either of vLLM's two orders can be moved into the other. After the
+rows for inputs, vLLM keeps rows for drafts, which no other engine needs.
 
-Of any other layer, the bytes go to the same rank of an engine of the same size. So do those of layers that no real servers of
-different sizes have been tried with.
+The states of any other layer go to the same rank of an engine of the same size. So do those of layers that have not been tested
+on real servers of different sizes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvxfer.geometry import Heads, Rank
 __all__ = ["Piece", "fits_other_sizes", "state_pieces"]
 
 _TRIED = frozenset({"ShortConv", "MambaMixer2"})
-"""Layers whose states real servers of different tensor parallel sizes have gone on with (``tests/e2e/test_states.py``)."""
+"""Layers whose states were moved between real servers of different tensor-parallel sizes in ``tests/e2e/test_states.py``."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """One plane of a layer.
 
-    ``offset``: in bytes from the start of a page; ``unit``: bytes of a head (of all, where it has none).
+    ``offset``: bytes from the start of a page; ``unit``: bytes of one head, or of the whole plane if it has no heads.
     """
 
     plane: str
@@ -39,9 +39,9 @@ class Piece:
 
 
 def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Piece]:
-    """Return the planes of the states of a layer, which is vLLM's object or ``None``, on one of ``size`` tensor-parallel ranks.
+    """Return the planes of a layer's states on one of ``size`` tensor-parallel ranks.
 
-    ``device`` is the sort of device whose kernels write the states.
+    ``layer`` is vLLM's layer object, or ``None``; ``device`` is the sort of device whose kernels write the states.
     """
     sections = _sections(layer, spec, rank.tp, size)
     if sections is None:
@@ -52,7 +52,7 @@ def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> l
     rows = prod(spec.shapes[0]) // channels
     outside = _channels_outside()
     row, channel = (item, rows * item) if outside else (channels * item, item)
-    # With drafts, kernels for GPUs keep the inputs in the first rows; those for CPUs need not.
+    # With drafts, GPU kernels keep the inputs in the first rows; CPU kernels need not.
     kept = rows - layer.num_spec if device == "cuda" and hasattr(layer, "num_spec") else rows
     encoding = f"{kind}/inputs/{_plain(spec.dtypes[0])}/{kept}/{device}"
     out, first = [], 0
@@ -69,7 +69,7 @@ def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> l
 
 
 def fits_other_sizes(layer: Any) -> bool:
-    """Return whether a layer's states may go to an engine of another tensor parallel size, as far as their planes fit."""
+    """Return whether a layer's states may go to an engine of another tensor-parallel size, if their planes fit."""
     kind = type(layer)
     return kind.__module__.startswith("vllm.") and kind.__name__ in _TRIED
 
@@ -84,7 +84,7 @@ class _Section:
 
 
 def _sections(layer: Any, spec: Any, rank: int, size: int) -> list[_Section] | None:
-    """Return the sections of a layer's convolution; ``None`` if it is not certain what they are."""
+    """Return the sections of a layer's convolution; ``None`` if they are not certain."""
     kind, shapes = type(layer), spec.shapes
     if not kind.__module__.startswith("vllm.") or getattr(spec, "tp_replicated", False) or len(shapes[0]) != 2:
         return None
@@ -109,7 +109,7 @@ def _sections(layer: Any, spec: Any, rank: int, size: int) -> list[_Section] | N
 
 
 def _beside_groups(layer: Any, inner: int, rest: int, state: int, rank: int, size: int) -> list[_Section] | None:
-    """Mamba 2: inputs, B and C. Of one group for all heads, each rank holds a replica."""
+    """Return the sections of Mamba 2: inputs, B and C. If there is one group for all heads, each rank holds a replica of it."""
     of_group, odd = divmod(rest, 2)
     groups = 1 if size == 1 else getattr(getattr(layer, "norm", None), "n_groups", None)
     if of_group <= 0 or odd or of_group % state or groups is None or (groups != 1 and groups % size):
@@ -130,12 +130,12 @@ def _whole(spec: Any, rank: Rank, size: int, device: str) -> Piece:
 
 
 def _channels_outside() -> bool:
-    """Whether a convolution's state is [channels, rows] and not [rows, channels]; vLLM takes it from an environment variable."""
+    """Return whether a convolution's state is [channels, rows] rather than [rows, channels]; an environment variable of vLLM's decides."""
     try:
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
         return bool(is_conv_state_dim_first())
-    except ImportError:  # releases that know one order only
+    except ImportError:  # releases that have only one order
         return False
 
 
