@@ -119,9 +119,7 @@ class LinkPolicy:
         if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
             raise misfit(f"its pieces have {welcome.piece_bytes} bytes, this side's {self.piece_bytes}")
         if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
-            raise misfit(
-                f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})"
-            )
+            raise misfit(f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})")
 
 
 def admit(
@@ -133,9 +131,7 @@ def admit(
         PeerError: The link is refused, with the reason.
     """
     if hello.protocol != m.PROTOCOL:
-        raise misfit(
-            f"{hello.engine!r} speaks protocol {hello.protocol}, this engine {m.PROTOCOL}; update one of them"
-        )
+        raise misfit(f"{hello.engine!r} speaks protocol {hello.protocol}, this engine {m.PROTOCOL}; update one of them")
     if hello.expect_epoch != epoch:
         why = f"{hello.engine!r} looks for an agent that lived here before; this one started later"
         raise PeerError(why, kind=FailureKind.PEER_LOST)

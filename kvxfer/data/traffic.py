@@ -110,11 +110,12 @@ class Traffic:
 
     def _hang_up(self, link: LinkId) -> None:
         """Close a link, and end what was moving on it."""
-        wire = self._wires.pop(link, None)
+        wire = self._wires.get(link)
         if wire is None:
             return
         wire.broken = True
-        self._transport.disconnect(wire.peer)
+        self._transport.disconnect(wire.peer)  # if it raises, the link counts as open (``exposed``)
+        del self._wires[link]
         self.poll()
         for job in [j for j in self._jobs.values() if j.ref.link == link]:
             self._aborted.setdefault(job.ref, time.monotonic() + self._limits.grace)
@@ -354,6 +355,11 @@ class Traffic:
         if self._quarantine.needs_reset(bool(self._jobs)):
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
+
+    @property
+    def exposed(self) -> set[LinkId]:
+        """The links whose peers may write into the cache."""
+        return set(self._wires) if 0 in lent(self._can, "consumer")[0] else set()
 
     def close(self) -> bool:
         """Close the back end; return whether that makes it touch nothing any more. ``void`` has to follow."""
