@@ -240,7 +240,8 @@ class Agent:
 
         Raises:
             ArgumentError: The blocks are not in the cache or too few for the tokens, the handle is that of a fetch that
-                is not released yet, or ``own`` is missing although other ranks fetch the rest.
+                is not released yet, or such a fetch fills one of the blocks, or ``own`` is missing although other ranks fetch
+                the rest.
             ClosedError: The agent has been closed.
         """
         self._check_open("fetch")
