@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -27,7 +28,7 @@ class Link:
 
     Attributes:
         broken: Why it is of no more use, or ``None``.
-        dial_by: When it must be connected; ``None`` where it is, or need not be.
+        dial_by: When it must be connected, if it dials at all.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Link:
     ) -> None:
         self.mine, self.theirs = mine, theirs
         self.broken: PeerError | None = None
-        self.dial_by: float | None = None
+        self.dial_by = math.inf
         self.reader = Reader(loop, options, mine, theirs, pipes, done, self.cut)
         most = min(mine.connections, theirs.connections)
         self.server = Server(loop, memories, frozenset(mine.lends), most, greeting(theirs.token), pipes, self.cut)
@@ -54,7 +55,7 @@ class Link:
         try:
             if isinstance(addresses, OSError):
                 raise addresses
-            self.reader.dial(addresses)
+            self.reader.dial(addresses, self.dial_by)
         except OSError as e:
             self.cut(f"it cannot be reached: {e}")
 
