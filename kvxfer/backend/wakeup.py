@@ -9,13 +9,21 @@ import ctypes
 import os
 import select
 import time
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
 
-__all__ = ["Timer", "Wakeup"]
+__all__ = ["Timer", "Wakeup", "closing"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOEXEC_NONBLOCK = os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def closing(owner: object, fd: int) -> Callable[[], object]:
+    """Return a function that closes a descriptor, once; at the latest its owner's end does, as where the constructor raises."""
+    close = weakref.finalize(owner, os.close, fd)
+    close.atexit = False  # a thread may still use it
+    return close
 
 
 class _TimerSpec(ctypes.Structure):
@@ -35,6 +43,7 @@ class Timer:
         self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._close = closing(self, self._fd)
         self._spec = _TimerSpec()
         self._at = ctypes.byref(self._spec)
         self._due: float | None = None
@@ -57,8 +66,8 @@ class Timer:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def close(self) -> None:
-        """Close the descriptor. Call it only once."""
-        os.close(self._fd)
+        """Close the descriptor. Idempotent."""
+        self._close()
 
 
 class Wakeup:
@@ -67,6 +76,7 @@ class Wakeup:
     def __init__(self) -> None:
         self._timer = Timer()
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._close_flag = closing(self, self._flag)
         self._epoll = select.epoll()
         self._epoll.register(self._timer, select.EPOLLIN)
         self._epoll.register(self._flag, select.EPOLLIN)
@@ -122,5 +132,5 @@ class Wakeup:
         """Close the descriptors. Idempotent."""
         if not self._epoll.closed:
             self._epoll.close()
-            os.close(self._flag)
+            self._close_flag()
             self._timer.close()

@@ -1,18 +1,23 @@
 """A process that has no descriptor left keeps the links that it has, and makes others once it has some again."""
 
+import gc
 import importlib
+import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvxfer import Agent, Config, KvxferError
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.participant import Runs
 from tests.conftest import require
+from tests.control.caches import make_cache
 
 
 @contextmanager
@@ -65,3 +70,53 @@ def test_a_shortage_costs_new_links_only(backend: str, kind: str, options: dict[
         world.move(world.link(a, b), way, a, b, runs)
     finally:
         world.close()
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def descriptors_left(n: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + n, hard))
+    taken: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(n):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "backend, options", [("kvxfer.testing.fake:FakeTransport", {}), ("tcp", {}), ("cma", {"mode": "shm"})]
+)
+def test_an_agent_that_cannot_be_made_for_want_of_descriptors_leaves_none(
+    backend: str, options: dict[str, Any]
+) -> None:
+    """Whichever it is that there is none for."""
+    if backend == "cma":
+        require(backend)
+    config = Config.from_mapping({"backend": backend, "backend_options": options, "staging_bytes": 1 << 20})
+    memory = np.zeros(1 << 16, np.uint8)
+    cache = make_cache(memory, 1, 0, 16)
+    Agent(cache, config).close()  # what the first of all opens stays
+    before = descriptors()
+    for n in range(40):
+        made = None
+        with descriptors_left(n), suppress(OSError, KvxferError):
+            made = Agent(cache, config)
+        if made is not None:
+            made.close()
+            assert n > 5
+            return
+        assert descriptors() == before, f"with {n} left"
+    raise AssertionError("never made")

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from kvxfer.backend.memories import Memories
+from kvxfer.backend.wakeup import closing
 from kvxfer.errors import PeerError
 from kvxfer.threads import NamedThread
 from kvxfer.transport.contract import Completion
@@ -87,6 +88,7 @@ class Names:
         self._lock = threading.Lock()
         self._found: list[tuple[Link, list[Address] | OSError]] = []
         self._bell: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._close_bell = closing(self, self._bell)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when ``found`` has something to tell."""
@@ -108,7 +110,7 @@ class Names:
         """Take no more answers."""
         with self._lock:
             if self._bell is not None:
-                os.close(self._bell)
+                self._close_bell()
                 self._bell = None
 
     def _run(self, link: Link) -> None:
