@@ -25,7 +25,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import IdentityError, is_ip, parse_address
 from kvxfer.security import Security
 
-__all__ = ["ControlConnection", "ControlSockets", "address"]
+__all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
 
 GUEST_FRAME = 256 << 10
 """The most bytes of a guest's frame: ten times the hello of a model with 126 layers."""
