@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sized
 from contextlib import suppress
 from functools import partial
 
-from kvxfer.control.connection import Addresses, ControlConnection, Destination
+from kvxfer.control.connection import TRY_S, Addresses, ControlConnection, Destination
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
@@ -71,6 +71,7 @@ class ControlSockets:
         # Those with frames, and those lost without the owner's knowing yet.
         self._ready: dict[ControlConnection, None] = {}
         self._more: set[ControlConnection] = set()
+        self._undecided: set[ControlConnection] = set()  # those with other addresses to try
         self._found: deque[tuple[ControlConnection, Addresses | OSError]] = deque()  # names that have been looked up
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
@@ -159,10 +160,17 @@ class ControlSockets:
         """
         self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._more or self._found)
+        if self._undecided:
+            seconds = min(seconds, TRY_S)
         events = self._epoll.poll(seconds if idle else 0, _EVENTS)
         self._asleep = False
         while self._found:
             self._begin(*self._found.popleft())
+        for conn in list(self._undecided):
+            conn.try_next(time.monotonic())
+            self._settle(conn)
+            if not conn.undecided:
+                self._undecided.discard(conn)
         more, self._more = self._more, set()
         for fd, _ in events:
             conn = self._by_fd.get(fd)
@@ -318,6 +326,8 @@ class ControlSockets:
             conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
         else:
             conn.connect(targets)
+        if conn.undecided:
+            self._undecided.add(conn)
         self._settle(conn)
 
     def _look_up(self, conn: ControlConnection, host: str, port: int) -> None:
