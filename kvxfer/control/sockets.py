@@ -166,11 +166,11 @@ class ControlSockets:
         self._asleep = False
         while self._found:
             self._begin(*self._found.popleft())
-        for conn in list(self._undecided):
-            conn.try_next(time.monotonic())
-            self._settle(conn)
-            if not conn.undecided:
-                self._undecided.discard(conn)
+        for undecided in list(self._undecided):
+            undecided.try_next(time.monotonic())
+            self._settle(undecided)
+            if not undecided.undecided:
+                self._undecided.discard(undecided)
         more, self._more = self._more, set()
         for fd, _ in events:
             conn = self._by_fd.get(fd)
