@@ -158,6 +158,12 @@ class ControlSockets:
 
         Return the connections from which something may have come.
         """
+        # Before the poll: the next address may get the last one's descriptor, and must not be taken for it.
+        for undecided in list(self._undecided):
+            undecided.try_next(time.monotonic())
+            self._settle(undecided)
+            if not undecided.undecided:
+                self._undecided.discard(undecided)
         self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._more or self._found)
         if self._undecided:
@@ -166,11 +172,6 @@ class ControlSockets:
         self._asleep = False
         while self._found:
             self._begin(*self._found.popleft())
-        for undecided in list(self._undecided):
-            undecided.try_next(time.monotonic())
-            self._settle(undecided)
-            if not undecided.undecided:
-                self._undecided.discard(undecided)
         more, self._more = self._more, set()
         for fd, _ in events:
             conn = self._by_fd.get(fd)
