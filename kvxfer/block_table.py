@@ -138,6 +138,14 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
             there = there[there != NULL]
         return not (there[1:] == there[:-1]).any()
 
+    def blocks(self, g: int, first: int, past: int) -> set[int]:
+        """Return the blocks that group ``g`` has at the positions ``[first, past)``, as far as the row goes."""
+        row = self.rows[g][first * _ID_BYTES : past * _ID_BYTES]
+        few = len(row) <= _FEW * _ID_BYTES
+        ids = set(_SHORT[len(row) // _ID_BYTES].unpack(row) if few else np.frombuffer(row, _LITTLE).tolist())
+        ids.discard(NULL)
+        return ids
+
     @property
     def nbytes(self) -> int:
         """The size of all rows in bytes."""

@@ -84,7 +84,10 @@ def make_key(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as e:
-        raise ConfigError(f"cannot write the key {str(path)!r}: {e.strerror}") from None
+        advice = "name a file in a folder that exists and that you may write to"
+        if isinstance(e, FileExistsError):
+            advice = "set 'key_file' to it if it is this deployment's key, else name a file that does not exist yet"
+        raise ConfigError(f"cannot write the key {str(path)!r}: {e.strerror}; {advice}") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(text + certificate.public_bytes(pem))
 

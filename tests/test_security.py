@@ -95,6 +95,10 @@ def test_keys_are_written_for_their_owner_and_never_over_another(tmp_path: Path)
     with pytest.raises(ConfigError, match="File exists"):
         make_key(path)
     assert path.read_text() == before
+    with pytest.raises(ConfigError, match="set 'key_file' to it if it is this deployment's key, else name a file"):
+        make_key(path)
+    with pytest.raises(ConfigError, match="No such file or directory; name a file in a folder that exists"):
+        make_key(tmp_path / "nowhere" / "key")
     make_key(tmp_path / "other")
     assert (tmp_path / "other").read_text() != before
 

@@ -199,7 +199,11 @@ class Base(Transport, Generic[E, L]):
     def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
         self.check()
         mine = self.make_endpoint(memories, writable)
-        data = mine.encode()
+        try:
+            data = mine.encode()
+        except BaseException:
+            self.drop_endpoint(mine)
+            raise
         self.unused[data] = mine
         return data
 

@@ -9,13 +9,21 @@ import ctypes
 import os
 import select
 import time
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
 
-__all__ = ["Timer", "Wakeup"]
+__all__ = ["Timer", "Wakeup", "closing"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOEXEC_NONBLOCK = os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def closing(owner: object, fd: int) -> Callable[[], object]:
+    """Return a function that closes a descriptor, once; at the latest its owner's end does, as where the constructor raises."""
+    close = weakref.finalize(owner, os.close, fd)
+    close.atexit = False  # a thread may still use it
+    return close
 
 
 class _TimerSpec(ctypes.Structure):
@@ -36,6 +44,7 @@ class Timer:
         self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._close = closing(self, self._fd)
         self._spec = _TimerSpec()
         self._at = ctypes.byref(self._spec)
         self._due: float | None = None
@@ -59,11 +68,7 @@ class Timer:
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    __del__ = close
+        self._close()
 
 
 class Wakeup:
@@ -78,6 +83,7 @@ class Wakeup:
     def __init__(self) -> None:
         self._timer, self._epoll = Timer(), select.epoll()
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._close_flag = closing(self, self._flag)
         self._epoll.register(self._timer, select.EPOLLIN)
         self._epoll.register(self._flag, select.EPOLLIN)
         self._keys: dict[int, Hashable] = {}
@@ -132,9 +138,5 @@ class Wakeup:
         """Close the descriptors. Idempotent."""
         if not self._epoll.closed:
             self._epoll.close()
-            os.close(self._flag)
+            self._close_flag()
             self._timer.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_flag"):  # which was made last; the others close themselves
-            self.close()

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 
 from msgspec.structs import replace
@@ -88,40 +89,35 @@ class Agent:
         self._backends = candidates(config, (r.device for r in cache.regions))
         self._events = EventQueue()
         self._revocations = SharedRevocationCounter()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._revocations.close)
             self._loop = ControlLoop(Security.of(config), self._revocations.close)
-        except BaseException:
-            self._revocations.close()
-            raise
-        self._data = DataPlane(tuple(self._backends), self._data_thread, self._policy)
-        self._hasher = Hasher(cache, self._post)
-        try:
+            undo.callback(self._loop.sockets.close)
+            self._hasher = Hasher(cache, self._post)
+            undo.callback(self._hasher.close, CLOSE_S)
+            self._data = DataPlane(tuple(self._backends), self._data_thread, self._policy)
+            undo.callback(self._data.close, CLOSE_S)
             if config.integrity != "off":
                 self._hasher.get_ready()
             self._data.start(START_S)
             self._data.policy(self._data.candidates[0])  # so that the log tells at start how an elastic cache moves
             port = self._loop.sockets.listen(config.listen, 0)
-        except BaseException:
-            self._revocations.close()
-            self._hasher.close(CLOSE_S)
-            self._data.close(CLOSE_S)
-            self._loop.sockets.close()
-            raise
-        address = sockets.address(config.advertise or config.listen, port)
-        self.descriptor = m.RankDescriptor(address, self.epoch, cache, self._data.candidates)
-        self._shell = Shell(
-            self._loop,
-            self._data,
-            self._hasher,
-            self._revocations,
-            self.descriptor,
-            config,
-            engine,
-            stated,
-            self._calls,
-            self._events,
-        )
-        self._loop.start(self._shell)
+            address = sockets.address(config.advertise or config.listen, port)
+            self.descriptor = m.RankDescriptor(address, self.epoch, cache, self._data.candidates)
+            self._shell = Shell(
+                self._loop,
+                self._data,
+                self._hasher,
+                self._revocations,
+                self.descriptor,
+                config,
+                engine,
+                stated,
+                self._calls,
+                self._events,
+            )
+            self._loop.start(self._shell)
+            undo.pop_all()
         close_at_exit(self)
 
     def __reduce__(self) -> str:
@@ -240,7 +236,8 @@ class Agent:
 
         Raises:
             ArgumentError: The blocks are not in the cache or too few for the tokens, the handle is that of a fetch that
-                is not released yet, or ``own`` is missing although other ranks fetch the rest.
+                is not released yet, or such a fetch fills one of the blocks, or ``own`` is missing although other ranks fetch
+                the rest.
             ClosedError: The agent has been closed.
         """
         self._check_open("fetch")

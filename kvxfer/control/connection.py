@@ -37,6 +37,8 @@ _UNTAKEN = 64 << 10
 """While so many bytes of answers wait for a peer that dialled, nothing more is received from it."""
 _QUEUE = 64 << 20
 """The most bytes that may wait for a slow peer; beyond, it counts as lost."""
+TRY_S = 0.5
+"""Seconds after which an address that does not answer is left for the next of the same name."""
 _DREGS = 1 << 20
 """The most bytes that are read and dropped after the last message to a peer; beyond, it is cut off."""
 
@@ -84,6 +86,8 @@ class ControlConnection:
         self._dirty, self._secure = dirty, secure
         self._socket: socket.socket | None = None
         self._targets: Addresses = []  # still to be tried
+        self._tried = 0.0  # when the present one was begun with
+        self._silent = False  # one has not answered, where somebody may listen all the same
         self._connected = self._open = False
         self._in = bytearray()
         self._frames: deque[bytes] = deque()  # complete ones, taken from the front of ``_in``
@@ -193,16 +197,29 @@ class ControlConnection:
                 self._unreachable(e.errno or errno.EMFILE)
                 continue
             self.moved = True
+            self._tried = time.monotonic()
             error = self._socket.connect_ex(where)
             if error in (0, errno.EINPROGRESS):
                 return
             self._unreachable(error)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether no address has answered yet, and there are others to be tried."""
+        return self.lost is None and not self._connected and bool(self._targets)
+
+    def try_next(self, now: float) -> None:
+        """Leave an address that has been silent for ``TRY_S`` for the next, if there is one."""
+        if self.undecided and now - self._tried >= TRY_S:
+            self._silent = True
+            self._unreachable(errno.ETIMEDOUT)
+            self.connect(self._targets)
+
     def _unreachable(self, error: int) -> None:
         if self._targets:
             self._shut()
         else:
-            self.refused = error == errno.ECONNREFUSED
+            self.refused = error == errno.ECONNREFUSED and not self._silent
             self.lose(f"it cannot be reached: {os.strerror(error)}")
 
     def pump(self) -> bool:

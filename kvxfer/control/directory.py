@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 import msgspec
@@ -50,8 +50,8 @@ MOST_TOLD = 100_000
 MOST_AWAITED = 100_000
 """The most transfers whose beginning other engines wait for here."""
 _UNPUBLISHED = m.encode(m.Refused(FailureKind.NOT_PUBLISHED, "its ranks are not published yet", again=True))
-TOGETHER = 1000
-"""The most transfers in one notice; more are sent in several."""
+TOGETHER, TOGETHER_BYTES = 1000, sockets.GUEST_FRAME // 2
+"""The most transfers in one notice, and bytes of them, with room for what else it says; more are sent in several."""
 
 
 class Unheard(msgspec.Struct, frozen=True):
@@ -203,9 +203,8 @@ class Directory:
         arguments.instance("source", source, Source)
         if not isinstance(message, m.Renew | m.Decline | m.Await):
             raise ArgumentError(f"message must be a notice, not {arguments.shown(message)}")
-        named = message.transfers
-        for i in range(0, len(named), TOGETHER):
-            self._outbox.append((source, msgspec.structs.replace(message, transfers=named[i : i + TOGETHER])))
+        for named in _together(message.transfers):
+            self._outbox.append((source, msgspec.structs.replace(message, transfers=named)))
         self._sockets.wake()
 
     def close(self, timeout: float = 2.0) -> None:
@@ -349,3 +348,16 @@ class Directory:
         self._idle.set(key, time.monotonic() + IDLE_S)
         if not connection.send(message):
             self._complain("directory: %s does not read the notices sent to it", source)
+
+
+def _together(named: tuple[m.Named, ...]) -> Iterator[tuple[m.Named, ...]]:
+    """Yield the transfers of a notice, as many together as a peer takes, which hangs up on longer ones."""
+    first = nbytes = 0
+    for i, one in enumerate(named):
+        size = len(msgspec.msgpack.encode(one))
+        if i - first == TOGETHER or nbytes + size > TOGETHER_BYTES:
+            yield named[first:i]
+            first, nbytes = i, 0
+        nbytes += size
+    if named:
+        yield named[first:]

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.revocations import RevocationView
-from kvxfer.control.sockets import ControlConnection, ControlSockets
+from kvxfer.control.sockets import GUEST_FRAME, ControlConnection, ControlSockets
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
@@ -22,6 +22,8 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import LinkId, LinkInfo, Role, link_name
 
 __all__ = ["Outbound", "Target"]
+
+FEWER = "describe the cache by fewer, longer regions, or choose another back end"
 
 log = logging.getLogger("kvxfer.links")
 
@@ -137,7 +139,11 @@ class Outbound(LinkTable[_Dial]):
             link.mine, link.connection.heard = news.endpoint, now
             t = link.target
             policy = self._data.policy(link.backend)
-            self.send(link.id, policy.hello(link.mine, t.epoch, self._epoch, self._engine, t.assignments, self._facts))
+            hello = policy.hello(link.mine, t.epoch, self._epoch, self._engine, t.assignments, self._facts)
+            if (nbytes := len(m.encode(hello))) > GUEST_FRAME:
+                what = f"with its endpoint, of {len(link.mine)} bytes, the hello has {nbytes}, and a peer takes {GUEST_FRAME}"
+                return self._without(link, Failure(K.BACKEND_FAILED, what, link.name, FEWER), now)
+            self.send(link.id, hello)
             self._clock.set(link.id, now + self._silence / 4)
             return None
         link.up = True

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 from kvxfer import facts as f
 from kvxfer.control import sockets
 from kvxfer.control.outbound import Target
+from kvxfer.data.policy import unlinkable
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Incompatible, ShardAssignment, route
@@ -242,7 +243,7 @@ class Resolver:
         ours = [rank.cache for rank in own or (self._me,)]
         try:
             if (why := f.difference(self.facts, descriptor.facts, "at the producer")) is not None:
-                raise _misfit(why)
+                raise unlinkable(why)
             if own is None:
                 _check_alone(self._me.cache, descriptor)
             elif self._me.cache.rank not in {cache.rank for cache in ours}:
@@ -261,7 +262,7 @@ class Resolver:
         common = tuple(name for name in self._me.backends if name in rank.backends)
         if not common:
             theirs, ours = (" or ".join(map(repr, names)) for names in (rank.backends, self._me.backends))
-            raise _misfit(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
+            raise unlinkable(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
         return Target(rank.address, rank.epoch, rank.cache, assignments, common)
 
     def tick(self, now: float) -> Iterator[tuple[Source, Failure]]:
@@ -325,10 +326,6 @@ def _check_alone(mine: Cache, descriptor: m.EngineDescriptor) -> None:
                 )
 
 
-def _misfit(why: str) -> PeerError:
-    return PeerError(why, kind=K.INCOMPATIBLE)
-
-
 def _excuse(frame: bytes) -> Failure | None:
     """Return why there is no descriptor yet; ``None`` if the answer is a descriptor, or a final refusal."""
     try:
@@ -353,12 +350,12 @@ def _descriptor(frame: bytes, directory: Source) -> m.EngineDescriptor:
     if not isinstance(descriptor, m.EngineDescriptor):
         raise PeerError(f"it answered with a {type(descriptor).__name__}", kind=K.MISUSE)
     if descriptor.protocol != m.PROTOCOL:
-        raise _misfit(f"it speaks protocol {descriptor.protocol}, this side {m.PROTOCOL}; update one of them")
+        raise unlinkable(f"it speaks protocol {descriptor.protocol}, this side {m.PROTOCOL}; update one of them")
     if directory.epoch and descriptor.epoch != directory.epoch:
         raise PeerError("the engine there has restarted since it was named", kind=K.NO_SUCH_ENGINE)
     until = time.monotonic() + CHECK_S
     for rank in descriptor.ranks:
         rank.cache.check()
         if time.monotonic() > until:
-            raise _misfit(f"its descriptor describes more than can be checked in {CHECK_S:g} s")
+            raise unlinkable(f"its descriptor describes more than can be checked in {CHECK_S:g} s")
     return descriptor

@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sized
 from contextlib import suppress
 from functools import partial
 
-from kvxfer.control.connection import Addresses, ControlConnection, Destination
+from kvxfer.control.connection import TRY_S, Addresses, ControlConnection, Destination
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import IdentityError, is_ip, parse_address
 from kvxfer.security import Security
 
-__all__ = ["ControlConnection", "ControlSockets", "address"]
+__all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
 
 GUEST_FRAME = 256 << 10
 """The most bytes of a guest's frame: ten times the hello of a model with 126 layers."""
@@ -71,6 +71,7 @@ class ControlSockets:
         # Those with frames, and those lost without the owner's knowing yet.
         self._ready: dict[ControlConnection, None] = {}
         self._more: set[ControlConnection] = set()
+        self._undecided: set[ControlConnection] = set()  # those with other addresses to try
         self._found: deque[tuple[ControlConnection, Addresses | OSError]] = deque()  # names that have been looked up
         self._names = Worker("kvxfer-names", _LOOKUPS)
 
@@ -157,8 +158,16 @@ class ControlSockets:
 
         Return the connections from which something may have come.
         """
+        # Before the poll: the next address may get the last one's descriptor, and must not be taken for it.
+        for undecided in list(self._undecided):
+            undecided.try_next(time.monotonic())
+            self._settle(undecided)
+            if not undecided.undecided:
+                self._undecided.discard(undecided)
         self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._more or self._found)
+        if self._undecided:
+            seconds = min(seconds, TRY_S)
         events = self._epoll.poll(seconds if idle else 0, _EVENTS)
         self._asleep = False
         while self._found:
@@ -318,6 +327,8 @@ class ControlSockets:
             conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
         else:
             conn.connect(targets)
+        if conn.undecided:
+            self._undecided.add(conn)
         self._settle(conn)
 
     def _look_up(self, conn: ControlConnection, host: str, port: int) -> None:

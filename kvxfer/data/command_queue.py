@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from kvxfer.backend.wakeup import Timer
+from kvxfer.backend.wakeup import Timer, closing
 
 __all__ = ["CommandQueue"]
 
@@ -27,8 +27,9 @@ class CommandQueue(Generic[C]):
 
     def __init__(self) -> None:
         self._waiting: deque[C] = deque()
-        self._timer = Timer()  # first, since it closes itself where there is no descriptor left for the other
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._close_flag = closing(self, self._flag)
+        self._timer = Timer()
         self._poller = select.poll()
         self._poller.register(self._flag, select.POLLIN)
         self._poller.register(self._timer, select.POLLIN)
@@ -71,6 +72,6 @@ class CommandQueue(Generic[C]):
         """Close the queue, once no thread takes commands any more. Idempotent."""
         with self._lock:
             if not self._closed:
-                os.close(self._flag)
+                self._close_flag()
                 self._timer.close()
             self._closed = True

@@ -81,7 +81,7 @@ class Disconnect(msgspec.Struct, frozen=True):
 
 
 class Disconnected(msgspec.Struct, frozen=True):
-    """Nothing comes over the link into memory here any more."""
+    """Nothing comes over the link into memory here any more, unless its back end could not be closed (``DataThread.exposes``)."""
 
     link: LinkId
 
@@ -110,7 +110,7 @@ class PieceTaken(msgspec.Struct, frozen=True):
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """The back end has been closed and made again: its links are void, and all memory is quiet."""
+    """The back end has been closed and made again: its links are void, and each part has ended."""
 
     backend: str
     failure: Failure

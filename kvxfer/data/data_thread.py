@@ -39,7 +39,7 @@ from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.protocol.parts import most_bytes
-from kvxfer.protocol.values import Abort, Move, PartRef, RemoteWritesEnded
+from kvxfer.protocol.values import Abort, LinkId, Move, PartRef, RemoteWritesEnded
 from kvxfer.threads import NamedThread
 from kvxfer.transport import Capabilities, Transport
 
@@ -90,6 +90,7 @@ class DataThread:
         self._asked: list[MakeEndpoint] = []  # while the back end is down
         self._quarantine: dict[PartRef, Job] = {}
         self._closed = True  # each back end that was to close has, and touches nothing any more
+        self._exposed: set[LinkId] = set()
         self._abandoned: list[Job] = []  # were in quarantine when one did not
         self._checks = Checks(regions, post)
         self._stopping = False
@@ -151,6 +152,10 @@ class DataThread:
     def quarantined_bytes(self) -> int:
         """Bytes of parts that have ended but whose memory the back end may still touch."""
         return sum(job.nbytes for job in [*self._quarantine.values(), *self._abandoned])
+
+    def exposes(self, link: LinkId) -> bool:
+        """Return whether the peer of a link may write into the cache for good, since a back end could not be closed."""
+        return link in self._exposed
 
     # --- the data thread -------------------------------------------------------------------------------------------
 
@@ -316,7 +321,9 @@ class DataThread:
     def _void(self, why: Failure) -> bool:
         """Close the back end, which ends all parts; return whether all memory is quiet."""
         traffic, self._traffic = self._traffic, None
-        self._closed &= traffic is None or traffic.close()
+        if traffic is not None and not traffic.close():
+            self._closed = False
+            self._exposed |= traffic.exposed
         quiet = self._device_done() and self._closed
         if traffic is not None:
             traffic.void(why, quiet)

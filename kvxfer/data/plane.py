@@ -112,14 +112,14 @@ class DataPlane:
         data.post(command)
 
     def disconnected(self, link: LinkId) -> bool:
-        """Record an answer to ``Disconnect``; return whether it was the last, so that nothing comes over the link by any back end."""
+        """Record an answer to ``Disconnect``; return whether nothing comes over the link any more, by any back end."""
         self._closing[link] -= 1
         if self._closing[link]:
             return False
         del self._closing[link]
         if link in self._held:
             self._endpoint(self._held.pop(link))
-        return True
+        return not any(data.exposes(link) for data in list(self._threads.values()))
 
     def close(self, timeout: float) -> None:
         """End all data threads, within ``timeout`` seconds."""

@@ -17,7 +17,7 @@ from kvxfer.protocol.parts import on_host
 from kvxfer.protocol.values import LinkInfo, Mode, Role
 from kvxfer.transport import Capabilities, Verb
 
-__all__ = ["LinkPolicy", "admit", "check_facts", "lent", "stager"]
+__all__ = ["LinkPolicy", "admit", "check_facts", "lent", "stager", "unlinkable"]
 
 ALWAYS = 1 << 48
 STRICTNESS = get_args(Integrity)
@@ -98,12 +98,14 @@ class LinkPolicy:
             PeerError: The link is refused, with the reason.
         """
         if hello.mode != self.mode:
-            raise _misfit(
+            raise unlinkable(
                 f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "
                 "the same on both"
             )
         if hello.piece_bytes < LEAST_PIECE:
-            raise _misfit(f"{hello.engine!r} asks for pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least")
+            raise unlinkable(
+                f"{hello.engine!r} asks for pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least"
+            )
         integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
         # Either side may have memory that its back end cannot move.
@@ -117,9 +119,9 @@ class LinkPolicy:
             PeerError: It does not fit what this side asked for.
         """
         if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
-            raise _misfit(f"its pieces have {welcome.piece_bytes} bytes, this side's {self.piece_bytes}")
+            raise unlinkable(f"its pieces have {welcome.piece_bytes} bytes, this side's {self.piece_bytes}")
         if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
-            raise _misfit(
+            raise unlinkable(
                 f"it checks bytes less ({welcome.integrity!r}) than this engine asks for ({self.integrity!r})"
             )
 
@@ -133,7 +135,7 @@ def admit(
         PeerError: The link is refused, with the reason.
     """
     if hello.protocol != m.PROTOCOL:
-        raise _misfit(
+        raise unlinkable(
             f"{hello.engine!r} speaks protocol {hello.protocol}, this engine {m.PROTOCOL}; update one of them"
         )
     if hello.expect_epoch != epoch:
@@ -141,7 +143,7 @@ def admit(
         raise PeerError(why, kind=FailureKind.PEER_LOST)
     check_facts(hello, facts)
     if hello.backend not in candidates:
-        raise _misfit(
+        raise unlinkable(
             f"{hello.engine!r} uses back end {hello.backend!r}, this engine {' or '.join(map(repr, candidates))}; configure the "
             "same on both"
         )
@@ -149,7 +151,7 @@ def admit(
         hello.cache.check()
         return Planner(cache, hello.cache, hello.assignments)
     except (Incompatible, ValueError) as e:
-        raise _misfit(f"the caches do not fit: {e}") from None
+        raise unlinkable(f"the caches do not fit: {e}") from None
 
 
 def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
@@ -162,7 +164,7 @@ def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
     """
     why = None if facts is None else f.difference(facts, hello.facts, "at the consumer")
     if why is not None:
-        raise _misfit(f"{hello.engine!r} asks for KV of this engine, but {why}")
+        raise unlinkable(f"{hello.engine!r} asks for KV of this engine, but {why}")
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
@@ -194,7 +196,8 @@ def lent(caps: Capabilities, role: Role) -> tuple[frozenset[int], bool]:
     return frozenset(), False
 
 
-def _misfit(why: str) -> PeerError:
+def unlinkable(why: str) -> PeerError:
+    """Return the error of a peer with which there can be no link."""
     return PeerError(why, kind=FailureKind.INCOMPATIBLE)
 
 

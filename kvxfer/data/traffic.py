@@ -21,6 +21,7 @@ from kvxfer.data.policy import lent
 from kvxfer.data.quarantine import Limits, Quarantine
 from kvxfer.data.slot_queue import PATIENCE_S, SlotQueue
 from kvxfer.data.staging import Staging
+from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.protocol.parts import most_bytes
@@ -30,6 +31,9 @@ from kvxfer.transport import Completion, Quieted, Transport, Verb
 __all__ = ["LOOK_S", "Traffic"]
 
 log = logging.getLogger("kvxfer.data")
+
+MOST_ENDPOINT = 1 << 20
+"""The most bytes of an endpoint (``Transport.endpoint``)."""
 
 LOOK_S = 0.00003
 """Seconds between two checks of whether a device is done, if nothing else tells; it packs a piece in twice that time."""
@@ -77,9 +81,16 @@ class Traffic:
     # --- links -----------------------------------------------------------------------------------------------------
 
     def endpoint(self, link: LinkId, role: Role) -> bytes:
-        """Return a fresh endpoint for a link on which this agent has this role."""
+        """Return a fresh endpoint for a link on which this agent has this role.
+
+        Raises:
+            TransportError: It is longer than back ends may make one.
+        """
         self._withdraw(link)
         self._unused[link] = mine = self._transport.endpoint_lending(*lent(self._can, role))
+        if len(mine) > MOST_ENDPOINT:
+            self._withdraw(link)
+            raise TransportError(f"the back end made an endpoint of {len(mine)} bytes, more than {MOST_ENDPOINT}")
         return mine
 
     def _withdraw(self, link: LinkId) -> None:
@@ -110,11 +121,12 @@ class Traffic:
 
     def _hang_up(self, link: LinkId) -> None:
         """Close a link, and end what was moving on it."""
-        wire = self._wires.pop(link, None)
+        wire = self._wires.get(link)
         if wire is None:
             return
         wire.broken = True
-        self._transport.disconnect(wire.peer)
+        self._transport.disconnect(wire.peer)  # if it raises, the link counts as open (``exposed``)
+        del self._wires[link]
         self.poll()
         for job in [j for j in self._jobs.values() if j.ref.link == link]:
             job.stop(_hung_up())
@@ -360,6 +372,11 @@ class Traffic:
         if self._quarantine.needs_reset(bool(self._jobs)):
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
+
+    @property
+    def exposed(self) -> set[LinkId]:
+        """The links whose peers may write into the cache."""
+        return set(self._wires) if 0 in lent(self._can, "consumer")[0] else set()
 
     def close(self) -> bool:
         """Close the back end; return whether that makes it touch nothing any more. ``void`` has to follow."""

@@ -261,8 +261,8 @@ class Cache(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Refuse a malformed description. Call it once for a cache that came from a peer, before planning with it.
 
-        It takes only milliseconds, whatever it is given. Views of different groups may occupy the same memory, since their
-        block ids are disjoint.
+        It takes only milliseconds, whatever it is given. Views of different groups may occupy the same memory if these
+        share one pool of blocks, each of which is in the table of one group only.
 
         Raises:
             ArgumentError: A number is impossible, a view leaves its region, two pieces of content of one group share

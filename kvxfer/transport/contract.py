@@ -268,7 +268,7 @@ class Transport(ABC):
 
     @abstractmethod
     def endpoint(self) -> bytes:
-        """Return what a peer needs to connect, fresh for every link, as at most 1 MiB."""
+        """Return what a peer needs to connect, fresh for every link, as at most 1 MiB; a consumer's must fit into a hello, of 256 KiB."""
 
     def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
         """Return an ``endpoint`` for a link whose peer only reads these memories, or writes to them if ``writable``.

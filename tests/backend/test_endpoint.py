@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.errors import TransportError
+from kvxfer.testing.fake import FakeTransport
 
 
 class Ours(EndpointBase, frozen=True):
@@ -130,3 +131,14 @@ for i in range(300):
 def test_threads_may_decode_a_class_that_none_has_decoded() -> None:
     """The data threads of two agents in one process, at their first links. It must not crash the process."""
     subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=120)
+
+
+def test_an_endpoint_that_is_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = []
+    monkeypatch.setattr(FakeTransport, "make_endpoint", lambda *_: Ours("a", bytes(1 << 20), 1))
+    monkeypatch.setattr(FakeTransport, "drop_endpoint", lambda _, mine: dropped.append(mine))
+    transport = FakeTransport("a", {})
+    with pytest.raises(TransportError, match="more than 1048576; register fewer, longer regions"):
+        transport.endpoint()
+    assert len(dropped) == 1
+    transport.close()

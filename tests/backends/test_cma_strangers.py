@@ -112,6 +112,21 @@ def test_requests_inside_are_answered(shared: World, victim: tuple[LocalParticip
     assert participant.content(0)[16:24].tobytes() in bytes(stranger.memory)
 
 
+def test_a_link_whose_socket_alone_has_died_is_lost(shared: World) -> None:
+    """Both processes live, so that nothing else would tell: the link would fail all batches and never be made anew."""
+    a, b = shared.local(), shared.local()
+    shared.allocate(a, b)
+    mine, theirs = a.endpoint(), b.endpoint()
+    a.connect(mine, theirs)
+    peer = b.connect(theirs, mine)
+    shared.run(0.05)
+    assert b.transport.lost(peer) is None
+    taken = Stranger(a, Endpoint.decode(mine).link)  # takes the place of b
+    shared.run(0.05)
+    assert b.transport.lost(peer) is not None
+    taken.socket.close()
+
+
 def test_a_request_that_was_given_up_is_not_served(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
     """Whoever stood still meanwhile must not write into memory that is another request's by now."""
     participant, link = victim

@@ -6,16 +6,19 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvxfer import Agent, Config, KvxferError
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.participant import Runs
 from tests.conftest import require
+from tests.control.caches import make_cache
 
 
 @contextmanager
@@ -103,3 +106,34 @@ def test_what_cannot_be_made_keeps_none(backend: str | None, kind: str, options:
         gc.collect()
         assert set(os.listdir("/proc/self/fd")) == before, f"with {but} descriptors"
     assert 2 < refused < 12
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    "backend, options", [("kvxfer.testing.fake:FakeTransport", {}), ("tcp", {}), ("cma", {"mode": "shm"})]
+)
+def test_an_agent_that_cannot_be_made_for_want_of_descriptors_leaves_none(
+    backend: str, options: dict[str, Any]
+) -> None:
+    """Whichever it is that there is none for."""
+    if backend == "cma":
+        require(backend)
+    config = Config.from_mapping({"backend": backend, "backend_options": options, "staging_bytes": 1 << 20})
+    memory = np.zeros(1 << 16, np.uint8)
+    cache = make_cache(memory, 1, 0, 16)
+    Agent(cache, config).close()  # what the first of all opens stays
+    before = descriptors()
+    for n in range(40):
+        made = None
+        with no_descriptor_left(n), suppress(OSError, KvxferError):
+            made = Agent(cache, config)
+        if made is not None:
+            made.close()
+            assert n > 5
+            return
+        assert descriptors() == before, f"with {n} left"
+    raise AssertionError("never made")

@@ -134,6 +134,23 @@ def test_a_peer_that_does_not_answer_holds_up_nobody(world: World) -> None:
     b.resume()
 
 
+def test_peers_that_are_gone_are_forgotten(world: World) -> None:
+    """Each engine that is restarted is another peer."""
+    a = world.local()
+    a.allocate([1000], 1)
+    known = []
+    for _ in range(3):
+        b = world.mortal()
+        b.allocate([1000], 2)
+        link = world.link(a, b)
+        world.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
+        known.append(len(a.transport._peers))  # type: ignore[attr-defined]
+        b.kill()
+        a.disconnect(link.peers[a.name])
+        world.run(0.1)
+    assert known == [1, 1, 1]
+
+
 def test_a_failed_batch_tells_that_its_link_is_lost(world: World) -> None:
     a, b = world.local(), world.mortal()
     for participant in (a, b):

@@ -501,3 +501,30 @@ def test_the_advertised_name_is_what_peers_dial(world: World) -> None:
     world.allocate(a, b)
     assert Endpoint.decode(a.endpoint()).host == "localhost"
     world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_an_address_that_is_silent_leaves_time_for_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch, connections: int
+) -> None:
+    """As one from which a firewall drops everything."""
+    options = {"listen": "127.0.0.1", "advertise": "kv.test", "connections": connections}
+    a = LocalParticipant(TcpTransport, options, "named", "cpu")
+    world.adopt(a)
+    b = LocalParticipant(TcpTransport, {"connect_timeout_s": 2.0, "connections": connections}, "dials", "cpu")
+    world.adopt(b)
+    world.allocate(a, b)
+    port = Endpoint.decode(a.endpoint()).port
+    found = socket.getaddrinfo
+
+    def addresses(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host != "kv.test":
+            return found(host, *args, **kwargs)
+        if kwargs.get("flags"):
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.3", "127.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    with socket.create_server(("127.0.0.3", port), backlog=0), socket.create_connection(("127.0.0.3", port)):
+        # No more fit into its queue, so that it does not answer.
+        world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))

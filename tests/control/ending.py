@@ -25,7 +25,7 @@ CONFIG = {"transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 5.0, "staging
 
 
 def engine(backend: str, seed: int = 0) -> Engine:
-    return Engine(backend, {}, 0, 64, seed, CONFIG)
+    return Engine(backend, {}, 0, 256, seed, CONFIG)
 
 
 def wait(e: Engine, seen: list[object], transfer: TransferId, sort: type = Ended) -> Ended:
@@ -56,7 +56,7 @@ def live(backend: str) -> tuple[Engine, Engine]:
 def use(
     p: Engine, d: Engine, names: str, k: int, offered: list[str], fetched: list[str], stop: threading.Event
 ) -> None:
-    """Offer and fetch a block over and over; the lists get the names of what was taken, not refused as closed."""
+    """Offer a block and fetch it into others in turn; the lists get the names of what was taken, not refused, as where it is closed."""
     for i in count():
         if stop.is_set():
             return
@@ -65,7 +65,7 @@ def use(
             p.offer(name(t), [20 + k], 4, 1, True)
             offered.append(t)
         with suppress(KvxferError):
-            d.fetch(name(t), p.source(), [30 + k], 4)
+            d.fetch(name(t), p.source(), [64 + 8 * k + i % 8], 4)
             fetched.append(t)
         time.sleep(0.001)
 
@@ -161,7 +161,7 @@ def fork(backend: str) -> None:
         assert os.waitpid(pid, 0)[1] == 0, how
         assert p.agent._revocations.declared == sight
         p.offer(name(how), [3, 1], 8, 1, True)
-        d.fetch(name(how), p.source(), [5, 2], 8)
+        d.fetch(name(how), p.source(), [20, 21], 8)
         assert wait(d, [], name(how)).outcome.delivered
     for i in range(8):  # those that waited go on
         p.offer(name(i), [2 * i, 2 * i + 1], 8, 1, True)

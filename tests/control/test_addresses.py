@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.identity import TransferId
+from kvxfer.failures import FailureKind
+from kvxfer.identity import Source, TransferId
 from kvxfer.settings import own_address
 from tests.conftest import require
 from tests.control.conftest import Ended, Engine, Released, fetch, offered
@@ -40,13 +41,20 @@ def test_engines_at_addresses_of_their_own(engine: Callable[..., Engine], backen
     check_transfer(p, d)
 
 
+@pytest.fixture
+def silent() -> Iterator[Any]:
+    """An address that does not answer, as behind a firewall that drops everything: no more fit into its queue."""
+    with socket.create_server(("127.0.0.4", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        yield full.getsockname()
+
+
 @pytest.mark.parametrize(
     "first",
-    [(socket.AF_INET, ("127.0.0.2", 1)), (socket.AF_X25, ("127.0.0.2", 1))],
-    ids=["nobody listens there", "this host lacks its family"],
+    [(socket.AF_INET, ("127.0.0.2", 1)), (socket.AF_X25, ("127.0.0.2", 1)), (socket.AF_INET, None)],
+    ids=["nobody listens there", "this host lacks its family", "it is silent"],
 )
 def test_a_name_of_several_addresses_leads_to_the_one_that_answers(
-    engine: Callable[..., Engine], first: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Engine], first: tuple[int, Any], silent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up = socket.getaddrinfo
 
@@ -56,12 +64,31 @@ def test_a_name_of_several_addresses_leads_to_the_one_that_answers(
         if kwargs.get("flags"):
             raise socket.gaierror(socket.EAI_NONAME, "no address")
         return [
-            (family, socket.SOCK_STREAM, 0, "", at) for family, at in (first, (socket.AF_INET, ("127.0.0.1", port)))
+            (family, socket.SOCK_STREAM, 0, "", at or silent)
+            for family, at in (first, (socket.AF_INET, ("127.0.0.1", port)))
         ]
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
     p = engine({"backend": "tcp"}, seed=1, advertise="node-7")
     check_transfer(p, engine({"backend": "tcp"}))
+
+
+def test_an_engine_is_not_gone_because_one_of_its_addresses_refuses(
+    engine: Callable[..., Engine], silent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another is silent, it may only be slow."""
+    looked_up, places = socket.getaddrinfo, (silent, ("127.0.0.2", 1))
+
+    def found(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "node-7":
+            return looked_up(host, port, *args, **kwargs)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", at) for at in places]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    d = engine({})
+    d.agents[0].fetch(fetch(Source("node-7", 7000, 1), [5], 4, transfer=T))
+    failure = d.wait(Ended)[0].outcome.failure
+    assert failure is not None and failure.kind is FailureKind.PEER_UNREACHABLE, failure
 
 
 def test_each_process_finds_its_own_address() -> None:

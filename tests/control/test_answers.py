@@ -1,5 +1,6 @@
 """What only the other side can know comes back with its own kind at once, though the deadlines are far."""
 
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
+from kvxfer.testing.fake import FakeTransport
 from tests.control.conftest import Ended, fetch, offered, until
 
 K = FailureKind
@@ -85,3 +87,31 @@ def test_where_a_router_named_the_engine_it_is_waited_for_and_the_reason_stays(e
     with Directory(Config(), "late") as late:
         failure = told(engine({}, peer_timeout=0.6).agents[0], late.source)
     assert failure.kind is K.NOT_PUBLISHED and "name it to others once its ranks are published" in failure.advice
+
+
+@pytest.mark.parametrize(
+    ("who", "nbytes", "words"),
+    [
+        ("engine1", 300 << 10, "with its endpoint, of .* bytes, the hello has .*, and a peer takes 262144"),
+        ("engine1", 2 << 20, "our back end: the back end made an endpoint of 2097152 bytes, more than 1048576"),
+        (
+            "engine0",
+            2 << 20,
+            "the producer's back end: the back end made an endpoint of 2097152 bytes, more than 1048576",
+        ),
+    ],
+)
+def test_an_endpoint_that_is_too_long_is_named(
+    engine, monkeypatch: pytest.MonkeyPatch, who: str, nbytes: int, words: str
+) -> None:
+    """The peer would hang up on whoever sent it, and not be able to say why."""
+    made = FakeTransport.endpoint_lending
+
+    def pad(self: FakeTransport, *args) -> bytes:
+        return made(self, *args) if not self.agent.startswith(who) else bytes(nbytes)
+
+    monkeypatch.setattr(FakeTransport, "endpoint_lending", pad)
+    p, d = engine({}, seed=1, **FAR), engine({}, **FAR)
+    failure = told(d.agents[0], p.source)
+    assert failure.kind is K.BACKEND_FAILED
+    assert re.search(words, failure.detail), failure

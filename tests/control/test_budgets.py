@@ -378,7 +378,7 @@ def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
     """Alone, and beside 200 links, 10,000 offers and 10,000 fetches that wait: counted in calls."""
     long = {"transfer_timeout": 600.0, "peer_timeout": 600.0, "lease": 600.0}
     with counted() as events:
-        p, d = engine({"verbs": ["read"]}, seed=1, **long), engine({"verbs": ["read"]}, **long)
+        p, d = engine({"verbs": ["read"]}, seed=1, **long), engine({"verbs": ["read"]}, blocks=10_016, **long)
     other = FakeTransport("other", {"verbs": ["read"]})
 
     def cost(name: str) -> float:
@@ -398,7 +398,7 @@ def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
         nobody = Source("127.0.0.1", silent.getsockname()[1], 1)
         for i in range(10_000):
             p.agents[0].offer(offered([2], 4, transfer=TransferId("own/1/waits", i)))
-            d.agents[0].fetch(fetch(nobody, [6], 4, transfer=TransferId("own/2/waits", i), handle=f"waits {i}"))
+            d.agents[0].fetch(fetch(nobody, [16 + i], 4, transfer=TransferId("own/2/waits", i), handle=f"waits {i}"))
         until(lambda: p.agents[0].stats().offers >= 10_000 and d.agents[0].stats().fetches >= 10_000, 60)
         among = cost("among others")
     assert among < 1.2 * alone, f"{among:.0f} calls a transfer, {alone:.0f} with nothing else under way"

@@ -142,7 +142,7 @@ def test_a_producer_that_does_not_know_it_answers_soon(node: Make, known: bool) 
 def test_another_peer_is_none_the_worse(node: Make) -> None:
     dead, p, d = node(seed=1), node(seed=2), node()
     with dead.stopped():
-        d.fetch(name("dead"), dead.source, [9], 4)
+        d.fetch(name("dead"), dead.source, [8], 4)
         deliver(p, d, "alive")
         d.settled(name("dead"))
         deliver(p, d, "alive still")

@@ -419,6 +419,41 @@ def test_memory_of_a_link_that_could_not_be_closed_is_not_released_while_its_pee
     assert np.array_equal(d.block(1), before)
 
 
+@pytest.mark.parametrize("failing", ["disconnect", "poll"])
+def test_memory_that_a_peer_may_go_on_writing_is_not_released_by_closing_its_link(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The back end could not be closed either, so nothing ends what the peer writes; not even a link that is made anew."""
+    options = {"verbs": ["write"], "delay_s": 0.5, "run_bytes": 1}
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=2.0) for seed in (1, None))
+    agent, left = d.agents[0], {failing: 0, "close": 0}
+    for method in ("disconnect", "abort", "poll", "close"):
+        original = getattr(FakeTransport, method)
+
+        def act(self: FakeTransport, *args: Any, method: str = method, original: Callable[..., Any] = original) -> Any:
+            if self.agent == agent._name and left.get(method):
+                left[method] -= 1
+                raise TransportError("it cannot be closed")
+            stays = self.agent == p.agents[0]._name and method in ("disconnect", "abort")
+            return None if stays else original(self, *args)
+
+        monkeypatch.setattr(FakeTransport, method, act)
+    p.agents[0].offer(offered([1], 4, transfer=name(0)))
+    agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    until(lambda: p.agents[0].stats().direct == 1)
+    left.update(dict.fromkeys(left, 1))
+    facts = {"weights": "others"} if failing == "disconnect" else None
+    if facts is not None:
+        agent.identify(facts)  # which closes all links
+    other = engine({"verbs": ["write"], "run_bytes": 1}, seed=2, facts=facts)
+    agent.prepare(other.source)  # which wakes the data thread
+    until(lambda: not any(left.values()))
+    until(lambda: np.array_equal(d.block(1), p.block(1)))  # the peer has written all the same
+    assert [e for e in d.events() if isinstance(e, Released)] == []
+    assert not d.wait(Ended)[0].outcome.delivered
+    works(other, d)
+
+
 @pytest.mark.parametrize("thread", ["kvxfer-hellos", "kvxfer-examine", "kvxfer-hash"])
 def test_where_no_thread_is_to_be_had_the_next_transfer_works(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, thread: str

@@ -15,6 +15,7 @@ from kvxfer.data.plane import DataPlane
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
+from kvxfer.protocol.values import LinkId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Completion, auto
 from tests.conftest import require
@@ -207,6 +208,9 @@ class Told:
 
     def post(self, command: Command) -> None:
         self._notes.append((self._name, command))
+
+    def exposes(self, link: LinkId) -> bool:
+        return False
 
 
 def test_a_link_waits_with_the_next_back_end_for_the_end_of_the_last() -> None:

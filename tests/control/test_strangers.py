@@ -221,6 +221,17 @@ def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) ->
     assert len(p.directory.notices()) == 4
 
 
+@pytest.mark.parametrize(("many", "length"), [(2500, 20), (1000, 300), (40, 16_000)])
+def test_notices_of_long_names_are_heard(pair: tuple[Engine, Engine], many: int, length: int) -> None:
+    """A client chooses its request's name, and must not cost others the renewal of their leases."""
+    p, d = pair
+    named = tuple(Named(TransferId(f"{i}/1/".ljust(length, "x"), 0), bytes(32)) for i in range(many))
+    d.directory.tell(p.source, Renew(p.source.epoch, named))
+    heard: list[Named] = []
+    until(lambda: bool(heard.extend(x for n in p.directory.notices() for x in n.transfers) or len(heard) >= many))
+    assert tuple(heard) == named and not d.directory.notices()
+
+
 TIMES = {1000: 100, 100: 12, 10: 12, 1: 12}
 """How often a stranger says a notice that names so many transfers."""
 

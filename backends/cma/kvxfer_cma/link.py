@@ -20,7 +20,7 @@ class Link:
     """A link to a peer.
 
     ``remote`` are the peer's memories, at the addresses that they have there, and ``processes`` a way into each, unless ``asker`` has
-    copies made through shared memory. That a link is broken is never known before a batch has failed.
+    copies made through shared memory.
     """
 
     mine: bytes
@@ -28,7 +28,11 @@ class Link:
     remote: Memories
     processes: Mapping[int, vm.Process]
     asker: Asker | None
-    broken: None = None
+
+    @property
+    def broken(self) -> PeerError | None:
+        """Why no batch can move; without an asker that is never known before one has failed."""
+        return None if self.asker is None else self.asker.broken
 
 
 def way_in(peer: Endpoint, options: Options, pid_namespace: int) -> dict[int, vm.Process] | None:

@@ -132,9 +132,14 @@ class Asker:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def broken(self) -> PeerError | None:
+        """Why nobody answers any more."""
+        return PeerError(f"{self.peer} is gone, or has closed this link; connect again") if self._broken else None
+
     def check(self) -> None:
-        if self._broken:
-            raise PeerError(f"{self.peer} is gone, or has closed this link; connect again")
+        if (error := self.broken) is not None:
+            raise error
 
     def ask(self, slot: int, copy: Relayed, write: bool, memory: int, runs: int) -> None:
         self._lent[slot] = copy

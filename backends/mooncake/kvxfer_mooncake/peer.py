@@ -34,6 +34,11 @@ class Peer:
         self._thread = threading.Thread(target=self._open, args=(engine, there), name="kvxfer-mooncake", daemon=True)
         self._thread.start()
 
+    @property
+    def settled(self) -> bool:
+        """Whether it has been opened, or cannot be: nothing is read into its cell any more."""
+        return not self._thread.is_alive()
+
     def give_up(self) -> None:
         """Have the thread end, and wait for that: a minute, if the peer does not answer."""
         self._given_up = True

@@ -106,11 +106,18 @@ class MooncakeTransport(Base[Endpoint, Link]):
             raise TransportError(
                 f"the endpoint of peer {theirs.agent!r} is in use; it must call endpoint() for every link"
             )
+        self._forget_peers(theirs.engine)
         peer = self._peers.get(theirs.engine)
         if peer is None or peer.error is not None:
             cell = self._cells.take() if peer is None else peer.cell
             peer = self._peers[theirs.engine] = Peer(theirs.engine, self._engine, theirs.cell, cell)
         return Link(number, self._offered.pop(mine.token), mine, theirs, peer, time.monotonic())
+
+    def _forget_peers(self, but: str) -> None:
+        """Forget the peers to which no link leads, apart from one: those that have died never come back under their names."""
+        used = {but, *(link.peer.name for link in self.links.values())}
+        for name in [name for name, peer in self._peers.items() if name not in used and peer.settled]:
+            self._cells.give_back(self._peers.pop(name).cell)
 
     def drop_link(self, number: int, link: Link) -> None:
         link.close("this side has closed it")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
 from collections.abc import Callable
 
 from kvxfer.backend.memories import Memories
+from kvxfer.backend.wakeup import closing
 from kvxfer.errors import PeerError
 from kvxfer.threads import NamedThread
 from kvxfer.transport.contract import Completion
@@ -27,7 +29,7 @@ class Link:
 
     Attributes:
         broken: Why it is of no more use, or ``None``.
-        dial_by: When it must be connected; ``None`` where it is, or need not be.
+        dial_by: When it must be connected, if it dials at all.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Link:
     ) -> None:
         self.mine, self.theirs = mine, theirs
         self.broken: PeerError | None = None
-        self.dial_by: float | None = None
+        self.dial_by = math.inf
         self.reader = Reader(loop, options, mine, theirs, pipes, done, self.cut)
         most = min(mine.connections, theirs.connections)
         self.server = Server(loop, memories, frozenset(mine.lends), most, greeting(theirs.token), pipes, self.cut)
@@ -54,7 +56,7 @@ class Link:
         try:
             if isinstance(addresses, OSError):
                 raise addresses
-            self.reader.dial(addresses)
+            self.reader.dial(addresses, self.dial_by)
         except OSError as e:
             self.cut(f"it cannot be reached: {e}")
 
@@ -86,6 +88,7 @@ class Names:
         self._lock = threading.Lock()
         self._found: list[tuple[Link, list[Address] | OSError]] = []
         self._bell: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._close_bell = closing(self, self._bell)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when ``found`` has something to tell."""
@@ -107,7 +110,7 @@ class Names:
         """Take no more answers."""
         with self._lock:
             if self._bell is not None:
-                os.close(self._bell)
+                self._close_bell()
                 self._bell = None
 
     def _run(self, link: Link) -> None:

@@ -7,8 +7,10 @@ that has not come yet. The bytes of an aborted batch are dropped in the kernel a
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -78,16 +80,29 @@ class Reader:
         self._asked = 0
         self.wake_bytes = WAKE_BYTES
         self._connections: list[_Incoming] = []
+        self._dial_by, self._share = math.inf, 0.0
 
-    def dial(self, addresses: list[Address]) -> None:
-        """Make the connections, to the first of these addresses that answers."""
+    def dial(self, addresses: list[Address], by: float) -> None:
+        """Make the connections, to the first of these addresses that answers; all of them have equal shares of the time until ``by``."""
         count = min(self._options.connections, self._theirs.connections)
+        self._dial_by, self._share = by, max(by - time.monotonic(), 0.0) / len(addresses)
         self.wake_bytes = WAKE_BYTES if count == 1 else SHARED_WAKE
         for number in range(count):
             hello = greeting(self._theirs.token) + Header(Kind.HELLO, chunk=number).encode()
             pipe = partial(self._pipes.dialled, number=number, ahead=hello)
             self._connections.append(_Incoming(self._loop, self, self._options, addresses, pipe))
         self.ask()
+
+    def try_next(self, now: float) -> float:
+        """Leave addresses that have been silent for their time for the next; return when to look again."""
+        for connection in self._connections:
+            if connection.dialling and connection.others and self._turn_of(connection) <= now:
+                connection.lost(TimeoutError("no answer in time"))
+        return min([self._turn_of(c) for c in self._connections if c.dialling], default=self._dial_by)
+
+    def _turn_of(self, connection: _Incoming) -> float:
+        """Return when it is the turn of the next address of a connection, or its time is over."""
+        return self._dial_by - connection.others * self._share
 
     @property
     def connected(self) -> bool:
@@ -239,6 +254,16 @@ class _Incoming(Connection):
         self._wake = 1
         self._expect_head()
         super().__init__(loop, self._open())
+
+    @property
+    def dialling(self) -> bool:
+        """Whether no address has answered yet, and it has not been closed."""
+        return not self.connected and self.pipe.socket.fileno() >= 0
+
+    @property
+    def others(self) -> int:
+        """How many addresses have not been tried yet."""
+        return len(self._addresses)
 
     def _open(self) -> Pipe:
         """Begin to connect to the next address."""

@@ -154,9 +154,8 @@ class TcpTransport(Base[Endpoint, Link]):
                 self._fenced.discard(link)
         self._turns(now + TURN_S)
         self._door.expire(now)
-        self._give_up(now)
         times = [now + FENCE_S] if self._fenced else []
-        times += [link.dial_by for link in self._dialling if link.dial_by is not None]
+        times += self._look_after_dialled(now)
         if self._door.due is not None:
             times.append(self._door.due)
         self.wakeup.at(min(times, default=None))
@@ -223,11 +222,15 @@ class TcpTransport(Base[Endpoint, Link]):
         else:
             opened.close()
 
-    def _give_up(self, now: float) -> None:
-        """End links whose peers have not answered in time."""
+    def _look_after_dialled(self, now: float) -> list[float]:
+        """Go on to other addresses of silent peers, and end links whose time is over; return when to look at the others again."""
+        times = []
         for link in list(self._dialling):
             if link.broken is not None or link.reader.connected:
                 self._dialling.discard(link)
-            elif link.dial_by is not None and link.dial_by <= now:
+            elif link.dial_by <= now:
                 self._dialling.discard(link)
                 link.cut("it cannot be reached (no answer in time)")
+            else:
+                times.append(min(link.reader.try_next(now), link.dial_by))
+        return times
