@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sized
 from contextlib import suppress
 from functools import partial
 
-from kvxfer.control.connection import TRY_S, Addresses, ControlConnection, Destination
+from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
@@ -167,7 +167,8 @@ class ControlSockets:
         self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._more or self._found)
         if self._undecided:
-            seconds = min(seconds, TRY_S)
+            due = min(undecided.try_by for undecided in self._undecided)
+            seconds = min(seconds, max(due - time.monotonic(), 0.0))
         events = self._epoll.poll(seconds if idle else 0, _EVENTS)
         self._asleep = False
         while self._found:

@@ -24,6 +24,7 @@ from kvxfer.errors import PeerError
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import Released
 from kvxfer.security import OPEN
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable, Fetch, Offer
@@ -70,7 +71,7 @@ class Rig:
         self.agent = Agent(self.cache, config, "fuzzed")
         self.directory = Directory(Config(), "fuzzed", epoch=self.agent.epoch)
         self.directory.publish((self.agent.descriptor,))
-        self.names = 0
+        self.names, self.fetching = 0, False
         # Somebody whom the agent fetches from, a directory and a rank of our own; and all of ours that speak to it.
         self.rogue, self.rogue_directory, self.ours = (ControlSockets(OPEN) for _ in range(3))
         self.rogue_port, self.directory_port = (h.listen("127.0.0.1", 0) for h in (self.rogue, self.rogue_directory))
@@ -110,8 +111,11 @@ class Rig:
         table = BlockTable.of([[3, 1, 7]])
         self.agent.offer(Offer(T, b"digest", self.names, 12, table, True))
         source = Source("127.0.0.1", self.directory_port, 77)
-        self.agent.fetch(Fetch(f"fetch {self.names}", T, b"digest", source, table, 0, 12))
-        self.agent.events()
+        for event in self.agent.events():
+            self.fetching &= not (isinstance(event, Released) and event.role == "consumer")
+        if not self.fetching:  # else its blocks are still in use
+            self.agent.fetch(Fetch(f"fetch {self.names}", T, b"digest", source, table, 0, 12))
+            self.fetching = True
         self.directory.notices()
 
     def throw(self, data: bytes) -> None:
@@ -215,7 +219,7 @@ def one(data: bytes) -> None:
         gc.collect()
         now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         first = first or now
-        print(f"{thrown} frames, {now} MiB at most, {len(rig.agent.events())} events", flush=True)
+        print(f"{thrown} frames, {now} MiB at most", flush=True)
         assert now < 2 * first + 200, f"memory grows: {first} MiB, then {now} MiB"
     if thrown % 8 == 0:
         time.sleep(0)
