@@ -130,7 +130,7 @@ bench: $(READY)
 	$(BIN)/kvxfer bench transfer $(ARGS)
 
 # For an environment that runs vLLM on GPUs; only kvxfer and what the tests need are installed into it. With a single GPU, both servers
-# share it: make gpu GPUS=0. It takes about an hour; each part is a target of its own.
+# share it: make gpu GPUS=0. Each part is a target of its own.
 GPU_PYTHON   ?= python3
 GPUS         ?= 0,1
 GPU_BACKENDS ?= cuda_ipc nccl nixl ucx
