@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import msgspec
 
 from kvxfer.errors import TransportError
+from kvxfer.transport.contract import MOST_ENDPOINT
 
 __all__ = ["TOKEN_BYTES", "EndpointBase", "Token", "check_encryption", "new_token"]
 
@@ -41,7 +42,7 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     backend: ClassVar[str]
     format: ClassVar[int]
-    most_bytes: ClassVar[int] = 1 << 20
+    most_bytes: ClassVar[int] = MOST_ENDPOINT
 
     agent: str
 

@@ -27,13 +27,11 @@ from kvxfer.geometry import Region
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
 from kvxfer.transport import Completion, Quieted, Transport, Verb
+from kvxfer.transport.contract import MOST_ENDPOINT
 
 __all__ = ["LOOK_S", "Traffic"]
 
 log = logging.getLogger("kvxfer.data")
-
-MOST_ENDPOINT = 1 << 20
-"""The most bytes of an endpoint (``Transport.endpoint``)."""
 
 LOOK_S = 0.00003
 """Seconds between two checks of whether a device is done, if nothing else tells; it packs a piece in twice that time."""

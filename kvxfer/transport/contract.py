@@ -45,6 +45,7 @@ from kvxfer.geometry.plan import CopyPlan, Ints
 __all__ = [
     "CONTRACTS",
     "CONTRACT_VERSION",
+    "MOST_ENDPOINT",
     "Batch",
     "Capabilities",
     "Completion",
@@ -55,6 +56,9 @@ __all__ = [
     "Transport",
     "Verb",
 ]
+
+MOST_ENDPOINT = 1 << 20
+"""The most bytes of an endpoint."""
 
 CONTRACT_VERSION = 2
 """The newest contract. It goes up when a back end written for it could misbehave with an older kvxfer."""
