@@ -168,6 +168,7 @@ class NcclTransport(Base[Endpoint, Link]):
     def drop_link(self, number: int, link: Link) -> None:
         link.end(TransportError("the link was closed on this side"), "the other side closed the link")
         self._ending[number] = link
+        self._wake(number)  # it may have ended before, and be over
 
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         runs = self.memories.runs(batch.local, batch.local_offsets, batch.lengths)
