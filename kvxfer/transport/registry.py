@@ -6,9 +6,9 @@ import importlib
 
 from kvxfer.errors import ConfigError
 from kvxfer.settings import near
-from kvxfer.transport.contract import CONTRACTS, Transport
+from kvxfer.transport.contract import CONTRACTS, Probe, Transport
 
-__all__ = ["GROUP", "available", "called", "known", "load"]
+__all__ = ["GROUP", "available", "called", "known", "load", "probed"]
 
 GROUP = "kvxfer.backends"
 
@@ -36,8 +36,9 @@ def load(name: str) -> type[Transport]:
     module, _, attribute = target.partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"back end {name!r} ({target}) cannot be loaded: {e}") from e
+    except Exception as e:  # whatever its module does when it is imported costs no other back end anything
+        said = str(e) if isinstance(e, (ImportError, AttributeError)) else f"{type(e).__name__}: {e}"
+        raise ConfigError(f"back end {name!r} ({target}) cannot be loaded: {said}") from e
     if not (isinstance(cls, type) and issubclass(cls, Transport)):
         raise ConfigError(f"back end {name!r} ({target}) is not a kvxfer.transport.Transport class")
     if not getattr(cls, "name", ""):
@@ -56,6 +57,17 @@ def load(name: str) -> type[Transport]:
             "install a release of it that matches"
         )
     return cls
+
+
+def probed(backend: type[Transport]) -> Probe:
+    """Ask a back end whether it works here. One whose probe raises, or returns something else, does not."""
+    try:
+        found = backend.probe()
+    except Exception as e:  # an author's mistake costs no other back end anything
+        return Probe(False, f"its probe raised {type(e).__name__}: {e}")
+    if not isinstance(found, Probe):
+        return Probe(False, f"its probe returned {found!r}, which is no kvxfer.transport.Probe")
+    return found
 
 
 def called(backend: type[Transport], name: str) -> bool:
