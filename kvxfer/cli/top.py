@@ -36,7 +36,7 @@ def top(
         list[str],
         typer.Argument(metavar="HOST:PORT...", help="Addresses of the HTTP servers on which engines serve /metrics."),
     ],
-    every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.1)] = 2.0,
+    every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.1, max=86400)] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Show one update and exit, with 1 if an engine's metrics cannot be read.")
     ] = False,
