@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -386,6 +387,41 @@ def test_a_stand_in_reports_nothing() -> None:
 def test_top_waits_no_longer_than_a_day() -> None:
     result = run("top", "127.0.0.1:1", "--every", "inf")
     assert result.exit_code == 2 and "--every" in result.stderr
+
+
+def answering(answer: bytes) -> int:
+    """The port of a server that answers one connection with these bytes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener, listener.accept()[0] as met:
+            met.recv(4096)
+            met.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
+    ids=["no HTTP", "HTTP that breaks off"],
+)
+def test_top_says_where_no_metrics_are(answer: bytes) -> None:
+    result = run("top", f"127.0.0.1:{answering(answer)}", "--once", "--json")
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert "is this the engine's HTTP port?" in json.loads(result.stdout)["engines"][0]["error"]
+
+
+def test_top_shows_what_numbers_there_are() -> None:
+    page = (
+        b"kvxfer_loads_in_hand NaN\nkvxfer_offers_in_hand 3\nkvxfer_quarantined_bytes +Inf\nkvxfer_corrupt_total many\n"
+    )
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page)
+    result = run("top", f"127.0.0.1:{answering(head + page)}", "--once", "--json")
+    assert result.exit_code == 0, result.output
+    [row] = json.loads(result.stdout)["engines"]
+    assert (row["loads_in_hand"], row["offers_in_hand"], row["quarantined_bytes"]) == (0, 3, 0)
 
 
 def test_doctor_tells_where_auto_has_a_back_end_that_is_not_installed() -> None:
