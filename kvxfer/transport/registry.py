@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from kvxfer.errors import ConfigError
 from kvxfer.settings import near
@@ -11,6 +13,9 @@ from kvxfer.transport.contract import CONTRACTS, Probe, Transport
 __all__ = ["GROUP", "available", "called", "known", "load", "probed"]
 
 GROUP = "kvxfer.backends"
+
+_INHERITED = frozenset({"listen", "advertise"})
+_GUARDED = ("always", "loopback", "never")
 
 
 def available() -> dict[str, str]:
@@ -56,6 +61,8 @@ def load(name: str) -> type[Transport]:
             f"back end {name!r} was written for transport contract {contract}, this kvxfer speaks {_contracts()}; "
             "install a release of it that matches"
         )
+    if wrong := _misdeclared(cls):
+        raise ConfigError(f"back end {name!r} ({target}) cannot be used: its class has {wrong}")
     return cls
 
 
@@ -94,6 +101,18 @@ def _declares(installed: str, name: str) -> bool:
         return load(installed).name == name
     except ConfigError:
         return False
+
+
+def _misdeclared(cls: type[Transport]) -> str | None:
+    """Return what others would stumble over in what a back end declares."""
+    costs, inherits = cls.costs, cls.inherits
+    if not isinstance(costs, Mapping) or not all(isinstance(x, (int, float)) for x in costs.values()):
+        return f"`costs = {costs!r}`, which must be a number for each kind of memory, as {{'cpu': 30}}"
+    if not isinstance(inherits, AbstractSet) or not inherits <= _INHERITED:
+        return f"`inherits = {inherits!r}`, which must be a set of {' and '.join(map(repr, sorted(_INHERITED)))}, or of one"
+    if cls.guarded not in _GUARDED:
+        return f"`guarded = {cls.guarded!r}`, which must be one of {', '.join(map(repr, _GUARDED))}"
+    return None
 
 
 def _contracts() -> str:

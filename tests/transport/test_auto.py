@@ -113,6 +113,35 @@ def test_mistakes_of_one_back_end_cost_no_other_anything(monkeypatch: pytest.Mon
     assert "its probe returned None" in choice.passed["silent"]
 
 
+class CostsANumber(One):
+    costs = 30  # type: ignore[assignment]
+
+
+class InheritsAnything(One):
+    inherits = frozenset({"port"})
+
+
+class GuardedAtTimes(One):
+    guarded = "sometimes"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "mistaken, words",
+    [
+        (CostsANumber, "`costs = 30`, which must be a number for each kind of memory"),
+        (InheritsAnything, "must be a set of 'advertise' and 'listen', or of one"),
+        (GuardedAtTimes, "`guarded = 'sometimes'`, which must be one of 'always', 'loopback', 'never'"),
+    ],
+)
+def test_declarations_that_others_would_stumble_over(
+    mistaken: type[FakeTransport], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{__name__}:{mistaken.__name__}"
+    install(monkeypatch, name, "zmq")
+    choice = choose("cpu")
+    assert list(choice.backends) == ["zmq"] and words in choice.passed[name]
+
+
 def test_none_that_works_is_an_error_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "no.such.module:Backend")
     with pytest.raises(ConfigError, match=r"none that works.*cannot be loaded"):
