@@ -16,7 +16,7 @@ from kvxfer.settings import AUTO_ADDRESS, check_dialable, hold, loopback, own_ad
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait ends
 Budget = Annotated[float, Meta(ge=0, le=1)]
-Bytes = Annotated[int, Meta(gt=0)]
+Staging = Annotated[int, Meta(ge=8 * 4096)]  # a page for each slot of `kvxfer.data.staging`
 NonEmpty = Annotated[str, Meta(min_length=1)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=TEXT)]
 Integrity = Literal["off", "sample", "full"]
@@ -76,7 +76,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     step_budget: Budget = 0.005
     lease: Seconds = 60.0
     peer_timeout: Seconds = 10.0
-    staging_bytes: Bytes | None = None
+    staging_bytes: Staging | None = None
     key_file: NonEmpty | None = None
     peers: tuple[NonEmpty, ...] | None = None
     integrity: Integrity = "off"

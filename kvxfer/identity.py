@@ -214,9 +214,12 @@ def _plain(part: object) -> object:
 
 def _token_bytes(tokens: Sequence[int] | NDArray[Any]) -> bytes:
     """Return eight bytes a token, whatever sequence and integer type the ids come in."""
-    if len(tokens) == 0:
-        return b""
-    ids = np.asarray(_quickly(tokens))
+    try:
+        if len(tokens) == 0:
+            return b""
+        ids = np.asarray(_quickly(tokens))
+    except (TypeError, ValueError):  # no sequence, or rows of several lengths
+        raise IdentityError(f"token ids must be a row of integers, not {arguments.shown(tokens)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.max()) > np.iinfo(np.int64).max:
         raise IdentityError(f"token ids must be a row of integers, not {ids.dtype} of shape {ids.shape}")
     return ids.astype("<i8").tobytes()

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -95,6 +96,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution beside kvxfer, with back ends and commands of its own; some of them broken."""
     (tmp_path / "third_party_backend.py").write_text(BACKEND)
     (tmp_path / "third_party_commands.py").write_text(COMMANDS)
+    (tmp_path / "third_party_mistake.py").write_text("raise RuntimeError('built for another driver')")
     info = tmp_path / "third_party-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
@@ -105,11 +107,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "broken = third_party_backend:Missing\n"
         "crashes = third_party_backend:Crashes\n"
         "prints = third_party_backend:Prints\n"
+        "mistaken = third_party_mistake:Backend\n"
         "[kvxfer.commands]\n"
         "hello = third_party_commands:hello\n"
         "fails = third_party_commands:fails\n"
         "family = third_party_commands:family\n"
         "lost = third_party_nowhere:command\n"
+        "mistaken = third_party_mistake:command\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -318,6 +322,7 @@ def test_settings_that_are_none_are_told() -> None:
         ("{", "neither JSON", 2),
         ("no-such-file", "neither JSON", 2),
         ('{"lissten": 1}', "did you mean 'listen'", 1),
+        ('{"staging_bytes": 1}', "32768", 1),
     ]:
         result = run("doctor", "--config", config)
         assert result.exit_code == status and words in result.stderr
@@ -349,6 +354,76 @@ def test_doctor_looks_at_what_is_named_and_not_installed(backend: str, problem: 
     assert result.exit_code == 1 and problem in found
 
 
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"tpc": {}}, "it cannot hold 'tpc'"),
+        ({"tcp": 5}, "it cannot hold 'tcp'"),
+        ({"tcp": {"conections": 2}}, "unknown option 'conections' of back end 'tcp': did you mean 'connections'?"),
+    ],
+)
+def test_doctor_fails_where_options_for_auto_are_wrong(options: dict[str, Any], problem: str) -> None:
+    result = run("doctor", "--json", "--config", json.dumps({"backend": "auto", "backend_options": options}))
+    [found] = json.loads(result.stdout)["problems"]
+    assert result.exit_code == 1 and problem in found
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_raises_when_it_is_imported_costs_nothing_else() -> None:
+    result = run("doctor", "--json", "--config", '{"backend": "tcp"}')
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)["backends"]
+    assert "RuntimeError: built for another driver" in found["mistaken"]["reason"] and found["tcp"]["usable"]
+    told = run("mistaken")
+    assert told.exit_code == 1 and "RuntimeError: built for another driver" in told.stderr
+
+
+def test_a_stand_in_reports_nothing() -> None:
+    for more in (["--json"], ["--peer", "127.0.0.1:1"]):
+        result = run("doctor", "--stand-in", "cpu", *more)
+        assert result.exit_code == 2 and "leave out --peer and --json" in " ".join(result.stderr.split())
+
+
+def test_top_waits_no_longer_than_a_day() -> None:
+    result = run("top", "127.0.0.1:1", "--every", "inf")
+    assert result.exit_code == 2 and "--every" in result.stderr
+
+
+def answering(answer: bytes) -> int:
+    """The port of a server that answers one connection with these bytes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener, listener.accept()[0] as met:
+            met.recv(4096)
+            met.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
+    ids=["no HTTP", "HTTP that breaks off"],
+)
+def test_top_says_where_no_metrics_are(answer: bytes) -> None:
+    result = run("top", f"127.0.0.1:{answering(answer)}", "--once", "--json")
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert "is this the engine's HTTP port?" in json.loads(result.stdout)["engines"][0]["error"]
+
+
+def test_top_shows_what_numbers_there_are() -> None:
+    page = (
+        b"kvxfer_loads_in_hand NaN\nkvxfer_offers_in_hand 3\nkvxfer_quarantined_bytes +Inf\nkvxfer_corrupt_total many\n"
+    )
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page)
+    result = run("top", f"127.0.0.1:{answering(head + page)}", "--once", "--json")
+    assert result.exit_code == 0, result.output
+    [row] = json.loads(result.stdout)["engines"]
+    assert (row["loads_in_hand"], row["offers_in_hand"], row["quarantined_bytes"]) == (0, 3, 0)
+
+
 def test_doctor_tells_where_auto_has_a_back_end_that_is_not_installed() -> None:
     named = {"kvxfer.testing.faults:Faulty": {"inner": "tcp"}, "no_such_module:Class": {}}
     found = run("doctor", "--json", "--config", json.dumps({"backend": "auto", "backend_options": named}))
@@ -373,3 +448,7 @@ def test_a_benchmark_says_what_is_wrong_with_its_arguments() -> None:
     for wrong in (["turns", "zmq", "{"], ["turns", "zmq", "{}", "--device", "tape"], ["pieces", "--by", "post"]):
         result = run("bench", *wrong)
         assert result.exit_code == 1 and result.stderr.startswith("kvxfer: ")
+    for few in ("-1", "0", "1"):
+        assert run("bench", "pack", "--mib", few).exit_code == 2
+    far = run("bench", "pack", "--device", "cuda:99")
+    assert far.exit_code == 1 and far.stderr.startswith("kvxfer: --device cuda:99: torch finds ")

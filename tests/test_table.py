@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvxfer.bench.table import table
+from kvxfer.errors import ConfigError
 
 PROGRAM = typer.Typer()
 PROGRAM.command()(table)
@@ -41,3 +42,10 @@ def test_what_is_no_json_is_told_by_file_and_line(tmp_path: Path) -> None:
         file.write_text(wrong)
         result = CliRunner().invoke(PROGRAM, [str(file)])
         assert result.exit_code != 0 and why in f"{result.output}{result.exception}"
+
+
+def test_what_is_no_text_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(b"\x89PNG\xff")
+    result = CliRunner().invoke(PROGRAM, [str(file)])
+    assert isinstance(result.exception, ConfigError) and str(result.exception).startswith(f"{file} is no text")

@@ -173,6 +173,11 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "a window of nothing": (lambda: Group(4, "window"), "window must be at least 1"),
     "a window of all": (lambda: Group(4, "full", 7), "window must be at most 0"),
     "a digest of no model": (lambda: digest(tokens=[1], model=None), "model must be a str"),
+    "a digest of a generator": (
+        lambda: digest(tokens=(i for i in [1]), model=""),
+        "token ids must be a row of integers",
+    ),  # type: ignore[arg-type]
+    "a digest of rows": (lambda: digest(tokens=[[1], [2, 3]], model=""), "token ids must be a row of integers"),  # type: ignore[list-item]
     "a digest of words": (lambda: digest(tokens=["a"], model=""), "token ids must be a row of integers"),
     "a digest of a number of media": (lambda: digest(tokens=[1], model="", media=5), "media must be .hash, position"),
     "a digest with a numbered salt": (lambda: digest(tokens=[1], model="", salt=5), "salt must be a str, not 5"),

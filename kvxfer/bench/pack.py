@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.devices import check_device
+from kvxfer.bench.devices import check_cuda, check_device
 
 __all__ = ["pack"]
 
@@ -15,7 +15,7 @@ __all__ = ["pack"]
 def pack(
     device: Annotated[str, typer.Option(help="Device of the cache: cpu or cuda:N.")] = "cpu",
     mib: Annotated[
-        list[int] | None, typer.Option(help="MiB of KV to move; may be repeated. [default: 64, 256]")
+        list[int] | None, typer.Option(min=2, help="MiB of KV to move; may be repeated. [default: 64, 256]")
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 9,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
@@ -27,6 +27,7 @@ def pack(
     compared with what was packed, and the program fails if any of it differs.
     """
     check_device(device, "--device")
+    check_cuda(device, "--device")
     from kvxfer.bench.packing import rows
 
     identical = True

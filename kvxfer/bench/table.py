@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
 
 __all__ = ["table", "tables"]
@@ -43,6 +44,9 @@ def table(
 ) -> None:
     """Print the JSON lines of other benchmarks as Markdown tables, with a section for each file."""
     for file in files:
-        lines = enumerate(file.read_text().splitlines(), 1)
+        try:
+            lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"{file} is no text: {e}") from None
         rows = [json_object(line, f"{file}, line {number}") for number, line in lines]
         typer.echo(f"## {file.stem}\n\n{tables(rows)}\n")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from kvxfer.errors import ConfigError, TransportError
+from kvxfer.errors import ArgumentError, ConfigError, TransportError
 from kvxfer.settings import json_object
 from kvxfer.testing.report import run_suite
 from kvxfer.transport import registry
@@ -30,7 +31,7 @@ _SETTINGS = {
 def conformance(
     backend: Annotated[str, typer.Argument(help="Name of the back end, or module:Class.")],
     options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
-    memory: Annotated[str, typer.Option(help="Kind of memory to move: cpu or cuda.")] = "cpu",
+    memory: Annotated[Literal["cpu", "cuda"], typer.Option(help="Kind of memory to move: cpu or cuda.")] = "cpu",
     suite: Annotated[
         str, typer.Option(help='Attributes of the suite, as a JSON object such as {"rounds": 1000}.')
     ] = "{}",
@@ -47,11 +48,12 @@ def conformance(
     Exits with 0 if every clause that was tested is kept, 1 if one is broken (or the process died or hung during its test), 2 if
     the arguments are wrong, 3 if the back end cannot be tested here. Needs pytest.
     """
-    subject = {"memory": memory, **_object(suite, "--suite")}
-    for name, value in subject.items():
-        if name != "memory" and not _fits(name, value):
+    attributes = _object(suite, "--suite")
+    for name, value in attributes.items():
+        if not _fits(name, value):
             known = ", ".join(f"{known} ({kind.__name__})" for known, kind in _SETTINGS.items())
-            raise typer.BadParameter(f"{name!r} cannot be {value!r}; the attributes are {known}", param_hint="--suite")
+            what = f"{name!r} cannot be {value!r}; the attributes are {known}; all numbers but closing_s are above 0"
+            raise typer.BadParameter(what, param_hint="--suite")
     for path in report or ():
         if path.suffix not in _FORMS or not path.parent.is_dir():
             raise typer.BadParameter(
@@ -62,17 +64,19 @@ def conformance(
         cls = registry.load(backend)
     except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint="BACKEND") from None
-    probe = cls.probe()
+    probe = registry.probed(cls)
     if importlib.util.find_spec("pytest") is None:
         _cannot("the suite needs pytest: pip install pytest")
     if not probe.usable or memory not in probe.memory:
         _cannot(f"back end {cls.name} does not work here on {memory} memory: {probe.reason}")
     try:
-        found = run_suite(backend, chosen, subject, only)
+        found = run_suite(backend, chosen, {"memory": memory, **attributes}, only)
     except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint="--options") from None
     except TransportError as e:
         _cannot(str(e))
+    except ArgumentError as e:
+        raise typer.BadParameter(str(e), param_hint="--only") from None
     if not found.results:
         raise typer.BadParameter(f"no clause matches {only!r}", param_hint="--only")
     for path in report or ():
@@ -97,9 +101,11 @@ def _object(text: str, hint: str) -> dict[str, Any]:
 
 def _fits(name: str, value: object) -> bool:
     kind = _SETTINGS.get(name)
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return kind is not None and type(value) is kind
+    if kind is bool:
+        return isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        return False
+    return kind is not None and 0 <= value < math.inf and (value > 0 or name == "closing_s")
 
 
 def _cannot(why: str) -> NoReturn:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
+from kvxfer.cli.addresses import address_problems
 from kvxfer.cli.installed import help_of
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
@@ -45,12 +46,14 @@ def demo_settings(backend: str, config: str) -> dict[str, Any]:
     ``config`` is a JSON object.
 
     Raises:
-        ConfigError: A setting is wrong, or the back end does not work here.
+        ConfigError: A setting is wrong, or the back end or an address does not work here.
     """
     settings = {"backend": backend, **json_object(config, "--config")}
-    checked = Config.from_mapping(settings).backend
-    if checked != AUTO:
-        probe = registry.load(checked).probe()
+    checked = Config.from_mapping(settings).located()
+    if problems := address_problems(checked):
+        raise ConfigError("; ".join(problems))
+    if checked.backend != AUTO:
+        probe = registry.probed(registry.load(checked.backend))
         if not probe.usable:
             raise ConfigError(f"back end {settings['backend']!r} does not work here: {probe.reason}")
     return settings

@@ -64,6 +64,10 @@ def doctor(
     """
     settings = _settings(config)
     _check_peer(peer)
+    if stand_in and (peer or as_json):
+        raise typer.BadParameter(
+            "stands in for an engine, and reports nothing: leave out --peer and --json", param_hint="--stand-in"
+        )
     if stand_in:
         _stand_in(settings, stand_in)
         return
@@ -128,8 +132,7 @@ def _names(config: Config) -> list[str]:
 def _backend_problems(report: Mapping[str, Any], config: Config) -> list[str]:
     """Return why an engine with these settings has no back end that works."""
     if config.backend == AUTO:
-        none = "found none that works"
-        return list(dict.fromkeys(why for why in report["auto"].values() if none in why)) if _all_fail(report) else []
+        return _auto_problems(report, config)
     out, installed = [], registry.available()
     for name, found in report["backends"].items():
         if config.backend in (name, installed.get(name)) or (
@@ -141,6 +144,21 @@ def _backend_problems(report: Mapping[str, Any], config: Config) -> list[str]:
                 row["who"] for row in report["ports"] if row["port"] == "?" and row["opened_by"] == f"back end {name}"
             ]
     return out
+
+
+def _auto_problems(report: Mapping[str, Any], config: Config) -> list[str]:
+    """Return why ``auto`` finds nothing, or why what it starts with, or has options for, cannot be opened."""
+    if _all_fail(report):
+        return list(dict.fromkeys(report["auto"].values()))
+    first = {order.partition(", else ")[0] for order in report["auto"].values()}
+    able = [name for name, found in report["backends"].items() if found["usable"]]
+    meant = {
+        f"back end {name}"
+        for name, cls in _classes(able).items()
+        if cls.name in first or any(registry.called(cls, key) for key in config.backend_options)
+    }
+    shut = (row["who"] for row in report["ports"] if row["port"] == "?" and row["opened_by"] in meant)
+    return list(dict.fromkeys(shut))
 
 
 def _all_fail(report: Mapping[str, Any]) -> bool:
@@ -168,7 +186,8 @@ def _settings(config: str) -> Config:
         raise typer.BadParameter(f"{config!r} does not hold a JSON object", param_hint="--config")
     # A connector may add settings of its own to kvxfer's.
     kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
-    kind: type[Config] = next((k for k in kinds if values.keys() <= set(k.__struct_fields__)), Config)
+    # That of which the most settings are, so that what is wrong is the setting that nobody has.
+    kind: type[Config] = max(kinds, key=lambda kind: len(values.keys() & set(kind.__struct_fields__)))
     return kind.from_mapping(values).located()
 
 

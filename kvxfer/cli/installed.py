@@ -24,8 +24,11 @@ def add_installed(program: typer.Typer, group: str) -> None:
     for name in sorted(installed):
         try:
             command = installed[name].load()
-        except (ImportError, AttributeError) as error:
-            _add_unavailable(program, name, f"cannot be loaded from {installed[name].value}: {error}")
+        except Exception as error:  # whatever its module does when it is imported costs no other command anything
+            said = (
+                str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
+            )
+            _add_unavailable(program, name, f"cannot be loaded from {installed[name].value}: {said}")
         else:
             if isinstance(command, typer.Typer):
                 program.add_typer(command, name=name)

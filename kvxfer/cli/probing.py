@@ -109,7 +109,7 @@ def _probe(name: str, config: Config, answer: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # what libraries print does not belong in the report
     try:
-        probe = registry.load(name).probe()
+        probe = registry.probed(registry.load(name))
     except ConfigError as e:
         probe = Probe(False, str(e))
     answer.send((probe.usable, probe.reason, probe.memory, dict(probe.facts)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import math
 import re
 import time
 import urllib.error
@@ -36,7 +38,7 @@ def top(
         list[str],
         typer.Argument(metavar="HOST:PORT...", help="Addresses of the HTTP servers on which engines serve /metrics."),
     ],
-    every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.1)] = 2.0,
+    every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.1, max=86400)] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Show one update and exit, with 1 if an engine's metrics cannot be read.")
     ] = False,
@@ -104,8 +106,8 @@ def look(engine: str) -> Seen:
     try:
         with urllib.request.urlopen(f"http://{engine}/metrics", timeout=ANSWER_S) as answer:
             page = answer.read(MOST_BYTES).decode(errors="replace")
-    except (OSError, ValueError) as e:
-        why = e.reason if type(e) is urllib.error.URLError else e
+    except (OSError, ValueError, http.client.HTTPException) as e:
+        why = e.reason if type(e) is urllib.error.URLError else str(e).strip() or type(e).__name__
         return Seen(
             engine, time.monotonic(), {}, f"cannot read http://{engine}/metrics: {why}; is this the engine's HTTP port?"
         )
@@ -115,12 +117,19 @@ def look(engine: str) -> Seen:
 
 
 def read_samples(page: str) -> Samples:
-    """Return the samples of kvxfer on a page in Prometheus's text format."""
+    """Return the samples of kvxfer on a page in Prometheus's text format, without those that are no finite number."""
     out: Samples = defaultdict(list)
     for line in page.splitlines():
-        if found := _SAMPLE.match(line):
-            out[found["name"]].append((dict(_LABEL.findall(found["labels"] or "")), float(found["value"])))
+        if (found := _SAMPLE.match(line)) and math.isfinite(value := _number(found["value"])):
+            out[found["name"]].append((dict(_LABEL.findall(found["labels"] or "")), value))
     return dict(out)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def row(now: Seen, before: Seen | None) -> dict[str, Any]:

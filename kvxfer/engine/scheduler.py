@@ -296,8 +296,8 @@ class SchedulerSide:
                 that are reading it may then finish with that, if it is enough for them.
 
         Returns:
-            True if the engine must keep the blocks until a ``report`` names the request as ``free``. If a load is under way,
-            the engine must keep them until the ``report`` of its end, too.
+            True if the engine must keep the blocks until a ``report`` names the request as ``free``. Whatever is returned, it
+            must keep those of a load under way until a ``report`` names the request as ``loaded`` or ``failed``.
 
         Raises:
             ArgumentError: The block table does not fit this engine's groups.

@@ -51,7 +51,7 @@ def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space
 
     Raises:
         ArgumentError: The size is not positive, or the device unknown.
-        KvxferError: Pinned or CUDA memory cannot be had.
+        KvxferError: The system or the device does not give so much, or pinned memory cannot be had.
     """
     if nbytes <= 0:
         raise ArgumentError(f"cannot allocate {nbytes} bytes")

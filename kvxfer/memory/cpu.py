@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, Region, StridedCopy
 from kvxfer.memory.checksum import Sum, logical_copies, sum_of
@@ -165,8 +166,15 @@ def even(places: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]
 
 
 def allocate(nbytes: int) -> CpuSpace:
-    """Allocate zeroed pages, which the system finds when each is first touched: what is never used takes no memory."""
-    raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+    """Allocate zeroed pages, which the system finds when each is first touched: what is never used takes no memory.
+
+    Raises:
+        KvxferError: The system does not give so much.
+    """
+    try:
+        raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as e:
+        raise KvxferError(f"cannot allocate {nbytes} bytes of staging for cpu: {e}") from e
     skip = -raw.ctypes.data % _ALIGNMENT
     return CpuSpace((Region(raw.ctypes.data + skip, nbytes),), raw)
 

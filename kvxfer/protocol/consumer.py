@@ -158,7 +158,7 @@ class ConsumerMachine:
         out = self._routes.close(link, why)
         for f, rank in self._routes.users(link):
             if rank.on(E.LINK_DOWN):
-                out += self._fail(f, why.about("", link_name(link)), now)
+                out += self._fail(f, rank.lost(why).about("", link_name(link)), now)
         return out
 
     def link_closed(self, link: LinkId, now: float) -> list[Action]:

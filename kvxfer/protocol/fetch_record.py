@@ -131,6 +131,12 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         self.checksum += done.checksum or 0
         return plan if done.checksum is None and self.state is RankFetchState.MOVING else None
 
+    def lost(self, why: Failure) -> Failure:
+        """Return why the fetch fails with its link: of a peer that was there, that it is lost, and not only out of reach."""
+        if self.broke is None or why.kind is not FailureKind.PEER_UNREACHABLE:
+            return why
+        return Failure(FailureKind.PEER_LOST, f"{self.broke.detail}, and then {why.detail}", why.peer)
+
     def __str__(self) -> str:
         return f"{self.state}, since its link broke: {self.broke.detail}" if self.broke else str(self.state)
 

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import kvxfer
+from kvxfer.errors import ArgumentError, KvxferError, TransportError
 from kvxfer.testing.recorder import SUBJECT
-from kvxfer.transport import Transport, registry
+from kvxfer.transport import Capabilities, Transport, registry
 from kvxfer.transport.contract import CONTRACT_VERSION
 
 __all__ = ["ConformanceReport", "CaseResult", "run_suite"]
 
 _WELL = tuple(f"exit status {status}" for status in (0, 1, 5))
 """How pytest ends if it was able to run: all passed, some failed, none was selected."""
+_MISUSED = "exit status 4"
+"""How it ends if it does not understand how it was called: of that, only ``only`` is not ours."""
 STUCK_S = 300.0
 """A clause that takes longer has hung, since its own timeouts are shorter."""
 _FILE = Path(__file__).with_name("under_test.py")
@@ -124,6 +127,7 @@ def run_suite(
     Raises:
         ConfigError: There is no such back end, or it refuses the options.
         TransportError: The back end cannot start.
+        ArgumentError: ``only`` is no expression.
     """
     about = _about(registry.load(backend), options, settings, only)
     begun = time.monotonic()
@@ -131,6 +135,8 @@ def run_suite(
         record = Path(folder, "record")
         record.touch()
         ended = _pytest(folder, record, {**settings, "backend": backend, "options": options}, only)
+        if only and ended == _MISUSED:
+            raise ArgumentError(f"only cannot be {only!r}, which pytest -k does not understand")
         results = _results(record.read_text().splitlines(), ended)
     return ConformanceReport({**about, "seconds": round(time.monotonic() - begun, 1)}, tuple(results))
 
@@ -183,12 +189,7 @@ def _results(lines: Iterable[str], ended: str) -> Iterable[CaseResult]:
 
 
 def _about(cls: type[Transport], options: Mapping[str, Any], settings: Mapping[str, Any], only: str) -> dict[str, Any]:
-    probe = cls.probe()
-    transport = cls("report", options)
-    try:
-        can = transport.capabilities
-    finally:
-        transport.close()
+    probe, can = registry.probed(cls), _capabilities(cls, options)
     return {
         "backend": cls.name,
         "class": f"{cls.__module__}:{cls.__qualname__}",
@@ -207,6 +208,22 @@ def _about(cls: type[Transport], options: Mapping[str, Any], settings: Mapping[s
         "host": _host(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _capabilities(cls: type[Transport], options: Mapping[str, Any]) -> Capabilities:
+    try:
+        transport = cls("report", options)
+        try:
+            can = transport.capabilities
+        finally:
+            transport.close()
+    except KvxferError:
+        raise
+    except Exception as e:  # an author's mistake, such as a method that is not there yet
+        raise TransportError(f"back end {cls.name!r} cannot be made: {type(e).__name__}: {e}") from e
+    if not isinstance(can, Capabilities):
+        raise TransportError(f"the capabilities of back end {cls.name!r} are {can!r}, no kvxfer.transport.Capabilities")
+    return can
 
 
 def _release(cls: type[Transport]) -> str:

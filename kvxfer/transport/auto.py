@@ -17,7 +17,7 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.transport.contract import Probe, Transport
 from kvxfer.transport.guard import guard
-from kvxfer.transport.registry import available, called, known, load
+from kvxfer.transport.registry import available, called, known, load, probed
 
 __all__ = ["AUTO", "Choice", "candidates", "choose", "options_for"]
 
@@ -100,11 +100,11 @@ def choose(
         if why := objection(backend):
             passed[backend.name] = why
             continue
-        probe = (probe_of and probe_of(backend)) or backend.probe()
-        if probe.usable and (memory in probe.memory or backend.last_resort):
+        found = (probe_of and probe_of(backend)) or probed(backend)
+        if found.usable and (memory in found.memory or backend.last_resort):
             rest = _beside(backend, order[i + 1 :], objection, passed)
-            return Choice({b.name: b for b in (backend, *rest)}, probe.reason, passed)
-        passed[backend.name] = probe.reason if not probe.usable else f"it does not move {memory} memory"
+            return Choice({b.name: b for b in (backend, *rest)}, found.reason, passed)
+        passed[backend.name] = found.reason if not found.usable else f"it does not move {memory} memory"
     raise ConfigError(f"backend 'auto' found none that works here for {memory} memory: {passed}")
 
 

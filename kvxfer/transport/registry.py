@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from kvxfer.errors import ConfigError
 from kvxfer.settings import near
-from kvxfer.transport.contract import CONTRACTS, Transport
+from kvxfer.transport.contract import CONTRACTS, Probe, Transport
 
-__all__ = ["GROUP", "available", "called", "known", "load"]
+__all__ = ["GROUP", "available", "called", "known", "load", "probed"]
 
 GROUP = "kvxfer.backends"
+
+_INHERITED = frozenset({"listen", "advertise"})
+_GUARDED = ("always", "loopback", "never")
 
 
 def available() -> dict[str, str]:
@@ -36,8 +41,9 @@ def load(name: str) -> type[Transport]:
     module, _, attribute = target.partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"back end {name!r} ({target}) cannot be loaded: {e}") from e
+    except Exception as e:  # whatever its module does when it is imported costs no other back end anything
+        said = str(e) if isinstance(e, (ImportError, AttributeError)) else f"{type(e).__name__}: {e}"
+        raise ConfigError(f"back end {name!r} ({target}) cannot be loaded: {said}") from e
     if not (isinstance(cls, type) and issubclass(cls, Transport)):
         raise ConfigError(f"back end {name!r} ({target}) is not a kvxfer.transport.Transport class")
     if not getattr(cls, "name", ""):
@@ -55,7 +61,20 @@ def load(name: str) -> type[Transport]:
             f"back end {name!r} was written for transport contract {contract}, this kvxfer speaks {_contracts()}; "
             "install a release of it that matches"
         )
+    if wrong := _misdeclared(cls):
+        raise ConfigError(f"back end {name!r} ({target}) cannot be used: its class has {wrong}")
     return cls
+
+
+def probed(backend: type[Transport]) -> Probe:
+    """Ask a back end whether it works here. One whose probe raises, or returns something else, does not."""
+    try:
+        found = backend.probe()
+    except Exception as e:  # an author's mistake costs no other back end anything
+        return Probe(False, f"its probe raised {type(e).__name__}: {e}")
+    if not isinstance(found, Probe):
+        return Probe(False, f"its probe returned {found!r}, which is no kvxfer.transport.Probe")
+    return found
 
 
 def called(backend: type[Transport], name: str) -> bool:
@@ -82,6 +101,18 @@ def _declares(installed: str, name: str) -> bool:
         return load(installed).name == name
     except ConfigError:
         return False
+
+
+def _misdeclared(cls: type[Transport]) -> str | None:
+    """Return what others would stumble over in what a back end declares."""
+    costs, inherits = cls.costs, cls.inherits
+    if not isinstance(costs, Mapping) or not all(isinstance(x, (int, float)) for x in costs.values()):
+        return f"`costs = {costs!r}`, which must be a number for each kind of memory, as {{'cpu': 30}}"
+    if not isinstance(inherits, AbstractSet) or not inherits <= _INHERITED:
+        return f"`inherits = {inherits!r}`, which must be a set of {' and '.join(map(repr, sorted(_INHERITED)))}, or of one"
+    if cls.guarded not in _GUARDED:
+        return f"`guarded = {cls.guarded!r}`, which must be one of {', '.join(map(repr, _GUARDED))}"
+    return None
 
 
 def _contracts() -> str:

@@ -64,8 +64,9 @@ def test_killed_amid_a_load(node: Make) -> None:
     until(lambda: d.blocks([15]) == p.blocks([13]))
     at = time.monotonic()
     p.kill()
-    d.settled(name("half"))
+    end = d.settled(name("half"))
     assert time.monotonic() - at < SILENCE + 1
+    assert end.outcome.kind is K.PEER_LOST, "it was there"
     known_to_be_dead(d, p.source)
 
 

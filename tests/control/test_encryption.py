@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.security import make_key
 from kvxfer.transport.registry import load
@@ -58,3 +59,16 @@ def test_both_sides_encrypt_or_neither(backend: str) -> None:
     finally:
         a.close()
         b.close()
+
+
+@pytest.mark.parametrize("here, there", [("", "a"), ("a", ""), ("a", "b")], ids=["only there", "only here", "another"])
+def test_who_is_turned_away_for_the_key_is_told_to_look_at_it(
+    engine: Callable[..., Engine], here: str, there: str, tmp_path: Path
+) -> None:
+    for key in {here, there} - {""}:
+        make_key(tmp_path / key)
+    d, p = (engine({}, peer_timeout=1.0, key_file=str(tmp_path / key) if key else None) for key in (here, there))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+    failure = d.wait(Ended)[0].outcome.failure
+    assert failure is not None and failure.kind is FailureKind.PEER_UNREACHABLE
+    assert "'key_file'" in failure.advice

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer import memory
+from kvxfer.errors import KvxferError
 from kvxfer.geometry import CopyPattern, CopyPlan, Region, StridedCopy
 from tests.geometry.engines import Case, cases
 from tests.geometry.test_law import links, plan, rows
@@ -170,6 +171,12 @@ def test_spaces_of_many_regions_are_flat() -> None:
 def test_what_cannot_be_memory(call, words: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
+def test_memory_that_the_system_has_not_is_told_in_words(nbytes: int) -> None:
+    with pytest.raises(KvxferError, match=f"cannot allocate {nbytes} bytes of staging for cpu"):
+        memory.allocate(nbytes)
 
 
 def test_host_memory_needs_no_torch() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from abc import abstractmethod
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,22 @@ class Idle(TellsEarly):
     @classmethod
     def probe(cls) -> Probe:
         return Probe(False, "no such card")
+
+
+class AsksInVain(TellsEarly):
+    @classmethod
+    def probe(cls) -> Probe:
+        raise RuntimeError("the driver does not answer")
+
+
+class HalfWritten(TellsEarly):
+    @abstractmethod
+    def what_is_to_come(self) -> None:
+        """Nobody has written it yet."""
+
+
+class SaysNothing(TellsEarly):
+    capabilities = None  # type: ignore[assignment]
 
 
 def run(*arguments: str):
@@ -86,12 +103,21 @@ def test_a_process_that_dies_has_broken_the_clause(tmp_path: Path) -> None:
         ([GOOD, "--options", '{"lose_": 1}'], 2),
         ([GOOD, "--suite", '{"round": 1}'], 2),
         ([GOOD, "--suite", '{"rounds": true}'], 2),
+        ([GOOD, "--suite", '{"rounds": 0}'], 2),
+        ([GOOD, "--suite", '{"patience_s": NaN}'], 2),
+        ([GOOD, "--suite", '{"memory": "cuda"}'], 2),
+        ([GOOD, "--only", "((("], 2),
+        ([GOOD, "--memory", "tape"], 2),
         ([GOOD, "--report", "report.txt"], 2),
         ([GOOD, "--report", "no-such-folder/report.md"], 2),
         ([GOOD, "--only", "no_such_clause"], 2),
         ([GOOD, "--memory", "cuda"], 3),
         (["tests.testing.test_report:Idle"], 3),
+        (["tests.testing.test_report:AsksInVain"], 3),
+        (["tests.testing.test_report:HalfWritten"], 3),
+        (["tests.testing.test_report:SaysNothing"], 3),
     ],
 )
 def test_what_cannot_be_tried_is_no_broken_clause(arguments: list[str], code: int) -> None:
-    assert run(*arguments).exit_code == code
+    ran = run(*arguments)
+    assert ran.exit_code == code and isinstance(ran.exception, SystemExit), ran.exception

@@ -33,7 +33,13 @@ def test_two_processes_make_the_tokens_of_a_plain_run() -> None:
 
 @pytest.mark.parametrize(
     ("config", "word"),
-    [("{", "--config"), ("[1]", "--config"), ('{"leese": 3}', "did you mean 'lease'"), ('{"backend": "x"}', "'x'")],
+    [
+        ('{"listen": "192.0.2.1"}', "set 'listen' to an address of this host"),
+        ("{", "--config"),
+        ("[1]", "--config"),
+        ('{"leese": 3}', "did you mean 'lease'"),
+        ('{"backend": "x"}', "'x'"),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(config: str, word: str) -> None:
     result = demo("--config", config)

@@ -86,6 +86,62 @@ def test_what_does_not_work_is_passed_over_with_its_reason(monkeypatch: pytest.M
     assert "zmq" in str(choice) and "nixxl not" in str(choice)
 
 
+class Mistaken(Idle):
+    name = "mistaken"
+
+    @classmethod
+    def probe(cls) -> Probe:
+        raise RuntimeError("no such driver")
+
+
+class Silent(Idle):
+    name = "silent"
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return None  # type: ignore[return-value]
+
+
+def test_mistakes_of_one_back_end_cost_no_other_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "third_party_mistake.py").write_text("raise RuntimeError('built for another driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    install(monkeypatch, "third_party_mistake:Backend", f"{__name__}:Mistaken", f"{__name__}:Silent", "zmq")
+    choice = choose("cpu")
+    assert list(choice.backends) == ["zmq"]
+    assert "RuntimeError: built for another driver" in choice.passed["third_party_mistake:Backend"]
+    assert choice.passed["mistaken"] == "its probe raised RuntimeError: no such driver"
+    assert "its probe returned None" in choice.passed["silent"]
+
+
+class CostsANumber(One):
+    costs = 30  # type: ignore[assignment]
+
+
+class InheritsAnything(One):
+    inherits = frozenset({"port"})
+
+
+class GuardedAtTimes(One):
+    guarded = "sometimes"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "mistaken, words",
+    [
+        (CostsANumber, "`costs = 30`, which must be a number for each kind of memory"),
+        (InheritsAnything, "must be a set of 'advertise' and 'listen', or of one"),
+        (GuardedAtTimes, "`guarded = 'sometimes'`, which must be one of 'always', 'loopback', 'never'"),
+    ],
+)
+def test_declarations_that_others_would_stumble_over(
+    mistaken: type[FakeTransport], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{__name__}:{mistaken.__name__}"
+    install(monkeypatch, name, "zmq")
+    choice = choose("cpu")
+    assert list(choice.backends) == ["zmq"] and words in choice.passed[name]
+
+
 def test_none_that_works_is_an_error_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "no.such.module:Backend")
     with pytest.raises(ConfigError, match=r"none that works.*cannot be loaded"):

@@ -88,3 +88,5 @@ def test_doctor_reads_the_settings_of_connectors(monkeypatch: pytest.MonkeyPatch
     assert isinstance(read, ConnectorConfig) and read.port == 7
     with pytest.raises(ConfigError, match="did you mean 'port'"):
         doctor._settings('{"ports": 7}')
+    with pytest.raises(ConfigError, match="'ports'.*did you mean 'port'"):
+        doctor._settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')

@@ -27,6 +27,8 @@ def demo(
         float | None,
         typer.Option(
             metavar="SECONDS",
+            min=1,
+            max=86400,
             help="Instead put servers under load, and kill, pause and restart them at random this long.",
         ),
     ] = None,
