@@ -202,6 +202,8 @@ class Network:
             self.fail(post, "the link was closed here", closing=True)
         if side.other is not None:
             self.cut(side.other, f"{side.owner.agent!r} closed the link")
+        for token in [t for t in side.tokens if self._owners.get(t) is side.owner]:
+            del self._owners[token]  # a peer that connects from now on finds nobody
 
     def settled(self, member: NetworkMember) -> list[int]:
         """Return the failed batches of a member that have become quiet by now."""

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from kvxfer.testing import Network
+from kvxfer.testing import FakeTransport, Network
 from tests.testing.on_fake import OnFake
 
 
@@ -32,3 +32,13 @@ class TestFakeThatGetsQuietLater(OnFake):
     """A failed batch goes on for a while, and then it is said that it has become quiet."""
 
     options: ClassVar[dict[str, Any]] = {"network": Network(), "quiet": "later"}
+
+
+def test_who_connects_to_a_link_that_was_closed_finds_nobody() -> None:
+    """As anywhere else. It had waited for ever, and the network had kept the ends of all links that were closed."""
+    options = {"network": Network()}
+    a, b = FakeTransport("a", options), FakeTransport("b", options)
+    mine, theirs = a.endpoint(), b.endpoint()
+    a.disconnect(a.connect(mine, theirs))
+    lost = b.lost(b.connect(theirs, mine))
+    assert lost is not None and "'a'" in lost.detail

@@ -221,6 +221,47 @@ for i in range(200):
     assert child.returncode == 0, child.stderr[-2000:]
 
 
+A_SENDER_THAT_GOES = """
+import faulthandler, sys, time
+from kvxfer.testing.conformance import Suite, TransferMode, World
+from kvxfer.testing.participant import Runs
+from kvxfer_ucx import UcxTransport
+faulthandler.dump_traceback_later(20, exit=True)
+class Ours(Suite):
+    backend, options, __test__ = UcxTransport, {options}, False
+world = World(Ours())
+receiver, sender = world.local(), {sender}
+world.allocate(receiver, sender)
+link = world.link(receiver, sender)
+world.move(link, TransferMode.SEND, sender, receiver, Runs.of([0], [5], [1000]))
+sender._idle = lambda: time.sleep(0.001)  # the receiver has other things to do meanwhile
+sender.submit(link.halves(TransferMode.SEND, sender, receiver, Runs.of([0], [0], [3_000_000]))[0][1])
+{comes}
+receiver.turn(True)
+{goes}
+receiver.disconnect(link.peers[receiver.name])
+world.run(0.5)
+world.close()
+"""
+
+
+@pytest.mark.parametrize("options", [{}, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("sender", "comes", "goes"),
+    [
+        ("world.local()", "sender.turn(True)", "sender.close()"),
+        ("world.process('sender')", "time.sleep(0.05)", "sender.kill()"),
+    ],
+    ids=["closed", "killed"],
+)
+def test_a_send_that_nobody_received_and_whose_sender_is_gone_holds_nobody_up(
+    options: dict[str, Any], sender: str, comes: str, goes: str
+) -> None:
+    """ucxx receives what is left at the end of a worker, and waits for its bytes: the data thread had hung there for ever."""
+    child = run_script(A_SENDER_THAT_GOES.format(options=options, sender=sender, comes=comes, goes=goes))
+    assert child.returncode == 0, child.stderr[-2000:]
+
+
 def test_strangers_who_flood_a_worker_are_swept_out() -> None:
     """Over TCP anybody who reaches the port can send tagged messages; they must not pile up, and the link goes on."""
     stranger = """

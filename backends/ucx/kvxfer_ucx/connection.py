@@ -119,4 +119,7 @@ class Connection:
 
     def destroy(self) -> None:
         """Give all of it back, once nothing is in flight any more."""
-        self._endpoint = self._worker = None
+        self._endpoint = None
+        # ucxx receives what nobody has, and waits until it has come: of a peer that is gone, for ever.
+        self.messages.discard(0, 0)
+        self._worker = None

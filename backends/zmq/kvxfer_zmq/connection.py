@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Hashable
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer_zmq.curve import Keys
@@ -120,7 +120,8 @@ class Connection:
     def watch(self, now: float) -> None:
         """See what became of the connection; may set ``lost``."""
         while waiting(self._monitor):
-            event = recv_monitor_message(self._monitor, NOBLOCK)["event"]
+            # Its first two bytes. pyzmq's own decoder keeps an object for ever for each value that comes with one, such as descriptors.
+            event = int.from_bytes(self._monitor.recv_multipart(NOBLOCK)[0][:2], sys.byteorder)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._reached = True
             elif event == zmq.EVENT_DISCONNECTED:

@@ -8,7 +8,10 @@ import gc
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+
+import pytest
 
 from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance.fences import HostFence
@@ -16,7 +19,7 @@ from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.conformance.participant_link import PARTS, Started
 from kvxfer.testing.conformance.suite import Suite
 from kvxfer.testing.conformance.world import World
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
@@ -35,6 +38,12 @@ MAPPED = 2048
 which allocators grow come to less for each batch."""
 HEAP = 100
 """The same for what is allocated."""
+
+LINKS, LINK_STRETCHES = 40, 3
+"""Links that end in one way, and how often: the stretch after which least is kept counts for all."""
+
+ENDS_S, FORGETS_S = 0.2, 1.0
+"""How long to wait until this side knows that its links have ended, and then until a back end has forgotten those it has closed."""
 
 _mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
@@ -130,6 +139,12 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
+def _objects() -> Counter[str]:
+    """Count the objects that Python's collector knows, by their classes."""
+    gc.collect()
+    return Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects())
+
+
 def _children() -> set[int]:
     found: set[int] = set()
     for task in os.listdir("/proc/self/task"):
@@ -203,6 +218,67 @@ class Resources(Suite):
                 world.run(self.closing_s)
 
         self._stays(world, rounds, "a link")
+
+    @pytest.mark.parametrize("end", ["peer closed", "aborted", "never made"])
+    @old_objects_aside()
+    def test_links_that_have_ended_do_not_leak(self, world: World, end: str) -> None:
+        """A link that has ended before it is closed here leaves nothing behind either.
+
+        The peer has closed it, a batch on it was aborted, or it never was made. Do not wait for an event before you forget it:
+        there may be none to come.
+        """
+        a, b = world.local(), world.other()
+        world.allocate(a, b)
+        self._kept_of_links(world, a, b, end, 0.0)  # what is kept on first use
+        kept: list[Counter[str]] = []
+        while len(kept) < LINK_STRETCHES and min(map(Counter.total, kept), default=LINKS) >= LINKS // 2:
+            kept.append(self._kept_of_links(world, a, b, end, FORGETS_S))
+        least = min(kept, key=Counter.total)
+        by_use = sorted(least, key=lambda name: (name.startswith(("builtins.", "collections.")), -least[name]))
+        what = ", ".join(f"{least[name]} {name}" for name in by_use[:5])
+        assert least.total() < LINKS // 2, f"of {LINKS} links that had ended ({end}) these objects are kept: {what}"
+
+    def _kept_of_links(
+        self, world: World, a: LocalParticipant, b: Participant, end: str, seconds: float
+    ) -> Counter[str]:
+        """Have links end and close them; return the objects that are kept of them, after so many seconds at the latest."""
+        before = _objects()
+        self._end_links(world, a, b, end)
+        until = time.monotonic() + seconds
+        while (kept := _objects() - before).total() >= LINKS // 2 and time.monotonic() < until:
+            world.turn()
+        return kept
+
+    def _end_links(self, world: World, a: LocalParticipant, b: Participant, end: str) -> None:
+        """Have ``LINKS`` links end in one way, then close them."""
+        theirs = [b.endpoint() for _ in range(LINKS)] if end == "never made" else []
+        links = [] if theirs else [world.link(a, b) for _ in range(LINKS)]
+        peers = [link.peers[a.name] for link in links] or [a.connect(a.endpoint(), endpoint) for endpoint in theirs]
+        can, until = self.capabilities(), time.monotonic() + ENDS_S
+        if end == "aborted":
+            part = next(p for p in PARTS if p.way in self.ways())
+            started = [world.submit(a, link.half(part, a, b, Runs.of([0], [5], [5000]))) for link in links]
+            for begun in started:
+                for _, number in begun.halves:
+                    a.abort(number)
+            world.finish(*started)
+            if can.quiet == "later":
+                world.wait_for(a.quiet, "the quiet of what was aborted")
+            a.forget()
+            until = 0.0 if can.abort == "batch" else until  # then the links have not ended
+        elif end == "peer closed":
+            for link in links:
+                b.disconnect(link.peers[b.name])
+        for endpoint in theirs:
+            b.withdraw(endpoint)
+        while any(a.transport.lost(peer) is None for peer in peers) and time.monotonic() < until:
+            world.turn()
+        for peer in peers:
+            a.disconnect(peer)
+        for link in links:
+            b.disconnect(link.peers[b.name])
+        world.turn()
+        world.run(self.closing_s)
 
     @old_objects_aside()
     def test_batches_do_not_leak(self, world: World) -> None:

@@ -57,6 +57,31 @@ class KeepsEndpoints(FakeTransport):
         super().withdraw(endpoint)
 
 
+class KeepsWhatHasEnded(FakeTransport):
+    """Forgets a closed link when its end is told of, which was before where the peer had closed it."""
+
+    def drop_link(self, number: int, link: LinkEnd) -> None:
+        if link.broken is not None:
+            self.__dict__.setdefault("ending", {})[number] = link
+        super().drop_link(number, link)
+
+
+class KeepsWhatWasNeverMade(FakeTransport):
+    """Waits for the peer before it forgets a closed link."""
+
+    def drop_link(self, number: int, link: LinkEnd) -> None:
+        if link.other is None:
+            self.__dict__.setdefault("waiting", []).append(link)
+        super().drop_link(number, link)
+
+
+class KeepsWhatWasAborted(FakeTransport):
+    def complete(self, completion: Completion) -> None:
+        if completion.error is not None:
+            self.__dict__.setdefault("failed", {})[completion.batch] = completion
+        super().complete(completion)
+
+
 class TakesAnyOption(FakeTransport):
     def __init__(self, agent: str, options: Any) -> None:
         super().__init__(agent, {k: v for k, v in options.items() if k != "no_such_option"})
