@@ -26,7 +26,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
-from kvxfer.transport import Completion, Quieted, Transport, Verb
+from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MOST_ENDPOINT
 
 __all__ = ["LOOK_S", "Traffic"]
@@ -380,13 +380,21 @@ class Traffic:
         """Close the back end; return whether that makes it touch nothing any more. ``void`` has to follow."""
         return shut(self._transport) and self._can.quiet != "never"
 
-    def void(self, why: Failure, quiet: bool) -> None:
-        """End all parts, once the back end is closed; ``quiet``: whether nothing touches their memory any more."""
-        for job in list(self._jobs.values()):
+    def void(self, why: Failure, closed: bool, work: Sequence[Fence]) -> list[Job]:
+        """End all parts, once the back end is closed; return those that have ended just now and whose memory is not quiet yet.
+
+        Args:
+            why: Why they end.
+            closed: Whether no back end touches any memory any more.
+            work: What the device is still at work on.
+        """
+        jobs, quiet = list(self._jobs.values()), closed and not work
+        for job in jobs:
             job.stop(why)
             self._post(Moved(job.ref, job.error, quiet, 0, collateral=True))
-        if quiet:
-            self._quarantine.release_all()
+        if closed:
+            self._quarantine.release_all()  # the device was done with them when they ended
+        return [] if quiet else jobs
 
 
 def _hung_up() -> Failure:

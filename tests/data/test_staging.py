@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer.data.staging import Staging
-from kvxfer.geometry import Region
+from kvxfer.geometry import Cache, Planner, Region, route
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.testing.fake import FakeTransport, Network
@@ -117,6 +117,24 @@ def test_what_a_peer_already_has_a_slot_for_always_finds_one():
     expected = [staging.take(link, "consumer") for link in links]
     assert staging.take(links[0], "producer") is not None, "nor may consumers keep producers from theirs"
     assert None in expected
+
+
+def test_a_slot_that_is_being_packed_is_nobody_elses_after_a_reset(device):
+    memory = np.zeros((1, 8, 4, 1024), np.uint8)
+    cache = Cache.of_tensors(memory, "layer block token unit")
+    plan = Planner(cache, cache, route([cache], [cache])[cache.rank].assignments[cache.rank]).plan([[0]], [[0]], 0, 4)
+    staging = Staging(cache.regions, 8 * 4096, "cpu")
+    device.takes[cache.regions[0].address, "pack"] = 0.3
+    links = [bytes([n]) for n in range(8)]
+    slot = staging.take(links[0], "producer")
+    fence = staging.pack(plan, slot)
+    staging.reset()
+    taken = [staging.take(link, role) for role in ("producer", "consumer") for link in links]
+    assert not fence.passed()
+    assert sum(other is not None for other in taken) == 7
+    assert slot.offset not in [other.offset for other in taken if other is not None]
+    assert staging.wait(time.monotonic() + 5.0)
+    assert staging.take(links[7], "consumer").offset == slot.offset
 
 
 class Later:
@@ -240,3 +258,23 @@ def test_blocks_are_kept_where_the_device_does_not_end(engine, device, monkeypat
     break_while_unpacking(p, d, device, monkeypatch, times=1)
     time.sleep(1.0)
     assert not [e for e in d.events() if isinstance(e, Released)]
+
+
+@pytest.mark.parametrize("times", [1, math.inf], ids=["opened again", "down"])
+def test_blocks_and_slots_come_back_when_the_device_ends_after_a_reset(engine, device, monkeypatch, times):
+    """They were kept for ever where the device had not ended within the time that a reset waited for it."""
+    options = {"verbs": ["read"], "gathers": False}
+    times_out = {"transfer_timeout": 0.5, "peer_timeout": 0.2}
+    p, d = (engine(dict(options), blocks=400, seed=seed, **times_out, **SLOTS) for seed in (1, None))
+    device.takes[address(d), "unpack"] = 1.5
+    break_while_unpacking(p, d, device, monkeypatch, times)
+    assert d.agents[0].stats().quarantined_bytes > 0
+    d.wait(Released)
+    assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"
+    assert d.agents[0].stats().quarantined_bytes == 0
+    if times == 1:
+        device.takes.clear()
+        more = TransferId("own/1/more", 0)
+        p.agents[0].offer(offered(list(range(128)), 512, transfer=more))
+        d.agents[0].fetch(fetch(p.source, list(range(200, 328)), 512, transfer=more, handle="more"))
+        assert d.wait(Ended, count=2)[1].outcome.delivered
