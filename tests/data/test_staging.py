@@ -149,12 +149,12 @@ class Later:
 @pytest.fixture
 def device(monkeypatch):
     """Memory that is packed and unpacked by a device, in order, while the data thread goes on. ``takes``: seconds for each of the two, by
-    the address of the cache; ``begun``: what it was asked to do."""
+    the address of the cache; ``begun``: what it was asked to do; ``done``: what it has done."""
 
     streams = []
 
     class Device(CpuSpace):
-        by_itself, takes, begun = True, {}, []  # noqa: RUF012
+        by_itself, takes, begun, done = True, {}, [], []  # noqa: RUF012
 
         def __init__(self, regions, *args, **kwargs):
             super().__init__(regions, *args, **kwargs)
@@ -173,6 +173,7 @@ def device(monkeypatch):
             def run():
                 time.sleep(self.takes.get((self.regions[0].address, what), 0.0))
                 act(*args)
+                self.done.append(what)
 
             return Later(self.stream.submit(run))
 
@@ -212,7 +213,7 @@ def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
     while "pack" not in device.begun:
         time.sleep(0.001)
     b.agents[0].cancel("req", "its client left")
-    a.wait(Released)
+    a.wait(Ended)
     for i in range(8):  # whatever slot it takes
         b.agents[0].offer(offered([2 + i], 4, transfer=TransferId("own/1/other", i)))
         a.agents[0].fetch(fetch(b.source, [20 + i], 4, transfer=TransferId("own/1/other", i), handle=str(i)))
@@ -220,6 +221,27 @@ def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
     assert all(e.outcome.delivered for e in ends), ends
     for i in range(8):
         assert np.array_equal(a.block(20 + i), b.block(2 + i))
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_blocks_that_are_being_packed_are_not_given_back(engine, device, verbs):
+    """Pages of an elastic cache may be unmapped from then on, which ends an engine whose device still reads them."""
+    options = {"verbs": verbs, "gathers": False}
+    p, d = engine(dict(options), seed=1, **SLOTS), engine(dict(options), **SLOTS)
+    device.takes[address(p), "pack"] = 0.5
+    first = transfers(1)[0]
+    p.agents[0].offer(offered([1], 4, transfer=first))
+    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=first))
+    while "pack" not in device.begun:
+        time.sleep(0.001)
+    d.agents[0].cancel("req", "its client left")
+    p.wait(Released)
+    assert "pack" in device.done
+    device.takes.clear()
+    good = TransferId("own/1/good", 0)
+    p.agents[0].offer(offered([1], 4, transfer=good))
+    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=good, handle="good"))
+    assert d.wait(Ended, count=2)[1].outcome.delivered
 
 
 def break_while_unpacking(p, d, device, monkeypatch, times):
