@@ -361,9 +361,9 @@ class Traffic:
         now, grace = time.monotonic(), self._limits.grace
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
-                log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
-                if ref.link not in self._wires:
+                if self._wires.get(ref.link) is not self._jobs[ref].wire:  # where the link is open, it was made anew
                     return backend_failed("a batch did not end when its link was closed")
+                log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
                 self._aborted[ref] = now + grace
                 self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
                 self._hang_up(ref.link)
