@@ -85,12 +85,17 @@ class Quarantine:
         for ref in list(self._parts):
             self.release(ref)
 
-    def needs_reset(self, busy: bool) -> bool:
+    def needs_reset(self, busy: bool, told: Callable[[Job], bool]) -> bool:
         """Return whether the back end has to be reset now, since nothing else makes the memory quiet.
 
         A reset waits while parts are moving, or memory may get quiet by itself, unless too much is in quarantine.
+
+        Args:
+            busy: Whether parts are moving.
+            told: Returns whether the peer will say when it is done with the memory that a part has lent it.
         """
         if not self._parts or self._can.quiet not in ("later", "backend_reset"):
             return False
         waits = busy or (self._can.quiet == "later" and time.monotonic() < self._patient_until)
+        waits = waits or all(map(told, self._parts.values()))
         return not waits or sum(job.nbytes for job in self._parts.values()) > self._limits.quarantine

@@ -367,9 +367,13 @@ class Traffic:
                 self._aborted[ref] = now + grace
                 self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
                 self._hang_up(ref.link)
-        if self._quarantine.needs_reset(bool(self._jobs)):
+        if self._quarantine.needs_reset(bool(self._jobs), self._will_be_told):
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
+
+    def _will_be_told(self, job: Job) -> bool:
+        """Return whether the peer will say when it is done with memory that was lent to it, or else its link will be closed."""
+        return job.lends_memory and self._wires.get(job.ref.link) is job.wire
 
     @property
     def exposed(self) -> set[LinkId]:

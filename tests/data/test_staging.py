@@ -89,6 +89,24 @@ def test_slots_come_back_after_a_cancel(engine, verbs):
     assert np.array_equal(d.block(31), p.block(31))
 
 
+def test_a_cancelled_load_resets_no_back_end(engine, caplog):
+    """The producer says when it writes no more, if it is given the time: the consumer's back end was reset at once, with all links."""
+    options = {"verbs": ["write"], "gathers": False, "quiet": "later", "delay_s": 0.05}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    for i, t in enumerate(transfers(3)):
+        p.agents[0].offer(offered(list(range(64)), 256, transfer=t))
+        d.agents[0].fetch(fetch(p.source, list(range(64)), 256, transfer=t, handle=str(i)))
+        while not (d.agents[0].stats().staged > i and d.block(0).any()):
+            time.sleep(0.001)
+        d.agents[0].cancel(str(i), "its client left")
+        for side in (p, d):
+            side.wait(Released, count=i + 1)
+        d.memories[0][:] = 0
+    time.sleep(0.2)
+    assert "resetting" not in caplog.text
+    assert d.agents[0].stats().quarantined_bytes == 0
+
+
 @pytest.mark.parametrize(("quiet", "staged"), [("batch", 0), ("peer_close", 0), ("later", 1), ("backend_reset", 1)])
 def test_a_write_that_no_close_would_end_lands_in_staging(engine, quiet, staged):
     options = {"verbs": ["write"], "quiet": quiet, "run_bytes": 1}
