@@ -505,6 +505,25 @@ def test_where_no_thread_is_to_be_had_the_next_transfer_works(
     assert all(e.agents[0].close() for e in (d, p))
 
 
+def test_a_directory_that_gets_no_thread_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Directory(Config()) as other:
+        config = Config(port=other.source.port)
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "kvxfer-dir":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread") as failed:
+            Directory(config)
+    with Directory(config) as found:
+        assert found.source.port == config.port
+    del failed  # and what it leads to
+
+
 def test_a_plan_that_cannot_be_made_fails_its_part_alone(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
