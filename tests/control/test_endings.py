@@ -247,7 +247,9 @@ def test_an_offer_behind_a_fence_that_never_passes_ends_with_its_lease(engine: C
     for side in (p, d):
         ends = side.wait(Ended, count=2)
         assert {e.outcome.kind for e in ends} == {FailureKind.BACKEND_FAILED}, ends
-        assert all("its fence failed: it has not passed within the lease of 0.5 s" in str(e.outcome.failure) for e in ends)
+        assert all(
+            "its fence failed: it has not passed within the lease of 0.5 s" in str(e.outcome.failure) for e in ends
+        )
         side.wait(Released, count=2)
     asked = Never.asked
     works(p, d)
