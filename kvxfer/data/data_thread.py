@@ -262,6 +262,7 @@ class DataThread:
         self._post(EndpointMade(asked.link, asked.number, b"", why))
 
     def _disconnect(self, command: Disconnect) -> None:
+        self._asked = [one for one in self._asked if one.link != command.link]
         try:
             if self._traffic is not None:
                 self._traffic.disconnect(command.link)

@@ -69,11 +69,14 @@ class Quarantine:
 
     def release(self, ref: PartRef) -> None:
         """Report that the memory of a part that has ended is now quiet."""
-        job = self._parts.pop(ref)
+        self.calm(self._parts.pop(ref))
+        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
+
+    def calm(self, job: Job) -> None:
+        """Take in that the memory of a part is quiet."""
         job.calm()
         for batch in [b for b, other in self._batches.items() if other is job]:
             del self._batches[batch]
-        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
 
     def link_closed(self, link: LinkId) -> None:
         """Release the parts whose memory is made quiet by the end of their link."""

@@ -297,7 +297,7 @@ class Traffic:
         wire = self._wires.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
         if closing and wire is not job.wire:
-            job.calm()  # its link is closed, which made it quiet
+            self._quarantine.calm(job)  # its link is closed, which made it quiet
         if not job.quiet:
             self._quarantine.put(job)
             if closing and not job.lends_memory:  # the peer will tell about lent memory

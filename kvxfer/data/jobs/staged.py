@@ -202,7 +202,7 @@ class SlotAtPeer(Staged):
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
         self._plans = dict(self._rest)
-        self._named: deque[tuple[int, int]] = deque()
+        self._named: dict[int, int] = {}  # the offsets at the peer of the pieces that it has named, in that order
 
     @property
     def complete(self) -> bool:
@@ -218,17 +218,11 @@ class SlotAtPeer(Staged):
         if plan.nbytes != news.nbytes:
             self.stop(misfit(news, plan))
             return
-        self._named.append((news.piece, news.offset))
+        self._named.setdefault(news.piece, news.offset)
 
     def next_named(self) -> tuple[StagedPiece, int] | None:
         """Return the next piece that has a slot on both sides, and its offset at the peer; ``None`` if there is none now."""
-        while self.error is None and self._named:
-            slot = self.take()
-            if slot is None:
-                return None
-            number, offset = self._named.popleft()
-            plan = self._plans.pop(number, None)
-            if plan is not None:
-                return StagedPiece(number, plan, slot), offset
-            self.staging.give(slot)  # it was named twice
-        return None
+        if self.error is not None or not self._named or (slot := self.take()) is None:
+            return None
+        number = next(iter(self._named))
+        return StagedPiece(number, self._plans.pop(number), slot), self._named.pop(number)
