@@ -361,6 +361,8 @@ class Traffic:
         now, grace = time.monotonic(), self._limits.grace
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
+                if not self._jobs[ref].batches and self._staging.work():
+                    continue  # only the device is still at work, and no closing would end that
                 if self._wires.get(ref.link) is not self._jobs[ref].wire:  # where the link is open, it was made anew
                     return backend_failed("a batch did not end when its link was closed")
                 log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)

@@ -158,10 +158,15 @@ def test_a_slot_that_is_being_packed_is_nobody_elses_after_a_reset(device):
 class Later:
     """The fence of what a device has been asked to do."""
 
-    event = None
+    event, failed = None, False
 
     def __init__(self, future):
-        self.passed = future.done
+        self._future = future
+
+    def passed(self):
+        if self.failed:
+            raise RuntimeError("the device has failed")
+        return self._future.done()
 
 
 @pytest.fixture
@@ -260,6 +265,41 @@ def test_blocks_that_are_being_packed_are_not_given_back(engine, device, verbs):
     p.agents[0].offer(offered([1], 4, transfer=good))
     d.agents[0].fetch(fetch(p.source, [9], 4, transfer=good, handle="good"))
     assert d.wait(Ended, count=2)[1].outcome.delivered
+
+
+@pytest.mark.parametrize("who", ["pack", "unpack"])
+def test_a_device_that_takes_its_time_costs_no_link(engine, device, caplog, who):
+    """The load is cancelled meanwhile. The link was closed for it, and then the back end, which does not make a device end."""
+    options = {"verbs": ["read"], "gathers": False}
+    p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **SLOTS) for seed in (1, None))
+    device.takes |= {(address(e), who): 1.5 for e in (p, d)}
+    first = transfers(1)[0]
+    p.agents[0].offer(offered([1], 4, transfer=first))
+    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=first))
+    while who not in device.begun:
+        time.sleep(0.001)
+    d.agents[0].cancel("req", "its client left")
+    for side in (p, d):
+        side.wait(Released)
+    assert who in device.done
+    assert "closing its link" not in caplog.text and "resetting" not in caplog.text
+
+
+@pytest.mark.parametrize("who", ["pack", "unpack"])
+def test_a_device_that_fails_keeps_nothing(engine, device, monkeypatch, who):
+    options = {"verbs": ["read"], "gathers": False}
+    p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **SLOTS) for seed in (1, None))
+    device.takes |= {(address(e), who): 1.0 for e in (p, d)}
+
+    first = transfers(1)[0]
+    p.agents[0].offer(offered([1], 4, transfer=first))
+    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=first))
+    while who not in device.begun:
+        time.sleep(0.001)
+    monkeypatch.setattr(Later, "failed", True)
+    d.agents[0].cancel("req", "its client left")
+    for side in (p, d):
+        side.wait(Released)
 
 
 def break_while_unpacking(p, d, device, monkeypatch, times):
