@@ -164,7 +164,8 @@ class Agent:
 
         Args:
             offer: The transfer, its generation and its blocks.
-            after: The fence that passes once the blocks' content is complete; ``None`` if it is complete already.
+            after: The fence that passes once the blocks' content is complete; ``None`` if it is complete already. If it has not
+                passed within the lease, the offer fails.
 
         Raises:
             ArgumentError: The blocks are not in the cache or too few for the tokens, or the offer contradicts an earlier one of

@@ -101,13 +101,6 @@ class Directory:
         self._ranks: tuple[m.RankDescriptor, ...] = ()
         self._descriptor = b""  # as it is sent
         self._outbox: deque[tuple[Source, m.Renew | m.Decline | m.Await]] = deque(maxlen=MOST_TOLD)
-        self._sockets = sockets.ControlSockets(Security.of(config), self._outbox)
-        try:
-            bound = self._sockets.listen(config.listen, config.port)
-        except BaseException:
-            self._sockets.close()
-            raise
-        self.source = Source(config.advertise or config.listen, bound, self.epoch)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
         self._begins: deque[m.Named] = deque(maxlen=MOST_TOLD)
         self._awaited: IndexedKeep[sockets.ControlConnection, TransferId, bytes] = IndexedKeep(
@@ -122,7 +115,14 @@ class Directory:
         self._complain = Complaints(log)
         self._closing = False
         self._thread = NamedThread(target=self._run, name="kvxfer-dir")
-        self._thread.start()
+        self._sockets = sockets.ControlSockets(Security.of(config), self._outbox)
+        try:
+            bound = self._sockets.listen(config.listen, config.port)
+            self.source = Source(config.advertise or config.listen, bound, self.epoch)
+            self._thread.start()
+        except BaseException:
+            self._sockets.close()
+            raise
         close_at_exit(self)
 
     def __reduce__(self) -> str:

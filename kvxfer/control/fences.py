@@ -22,10 +22,15 @@ class Fences:
     """The offers that wait for their fences, those of each transfer in order.
 
     No offer overtakes an earlier one of its transfer, whatever their fences say. The transfers take turns.
+
+    An offer is held for a ``lease`` of so many seconds, from when it was made or its transfer was last renewed. A device that has
+    not come so far by then has failed or hangs, and nobody would ever hear of the offer again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lease: float) -> None:
+        self._lease = lease
         self._held: OrderedDict[TransferId, deque[tuple[Offer, Fence | None, float]]] = OrderedDict()
+        self._renewed: dict[TransferId, float] = {}  # of those that are held
         self._closed = False
 
     def hold(self, offer: Offer, after: Fence | None, called: float) -> bool:
@@ -38,22 +43,31 @@ class Fences:
         line.append((offer, after, called))
         return True
 
+    def renew(self, transfer: TransferId, now: float) -> None:
+        """Hold a transfer's offers for a lease from now."""
+        if transfer in self._held:
+            self._renewed[transfer] = now
+
     def forget(self, transfer: TransferId, generation: int) -> None:
         """Drop a transfer's offers up to this generation, which are void."""
         kept = deque(held for held in self._held.pop(transfer, ()) if held[0].generation > generation)
         if kept:
             self._held[transfer] = kept
+        else:
+            self._renewed.pop(transfer, None)
 
-    def passed(self) -> Iterator[tuple[Offer, float, str | None]]:
+    def passed(self, now: float) -> Iterator[tuple[Offer, float, str | None]]:
         """Take out the offers whose fence has passed or failed; yield each with the time when it was made, and the error if any.
 
-        Only some fences are checked, the others in their turn the next time.
+        A fence that has not passed within its lease has failed, too. Only some are checked, the others in their turn the next time.
         """
         until, looks = time.monotonic() + SLICE_S, min(LOOKS, len(self._held))
         while self._held and looks and time.monotonic() < until:
             transfer = next(iter(self._held))
             offer, fence, called = self._held[transfer][0]
             found = fence is None or _look(fence)
+            if found is False and now >= max(called, self._renewed.get(transfer, called)) + self._lease:
+                found = f"it has not passed within the lease of {self._lease:g} s"
             if found is False:
                 self._held.move_to_end(transfer)
                 looks -= 1
@@ -66,6 +80,7 @@ class Fences:
         line.popleft()
         if not line:
             del self._held[transfer]
+            self._renewed.pop(transfer, None)
 
     def close(self) -> list[tuple[Offer, float]]:
         """Take out all offers, with the times when they were made, and hold no more."""

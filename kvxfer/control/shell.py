@@ -94,7 +94,7 @@ class Shell:
         self._calls, self._events = calls, events
         self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
-        self._fences = Fences()
+        self._fences = Fences(config.lease)
         self._peers = AgentPeers(loop, data, revocations.place, me, config, engine, facts, self.consumer, self.producer)
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self.direct = self.staged = 0
@@ -141,6 +141,7 @@ class Shell:
         self._calls.over(transfer, generation)
 
     def renew(self, transfer: TransferId, now: float) -> list[Action]:
+        self._fences.renew(transfer, now)
         self.producer.renew(transfer, now)
         return []
 
@@ -199,7 +200,7 @@ class Shell:
         return min((t for clock in clocks if (t := clock.next_tick()) is not None), default=1e18)
 
     def due(self, now: float) -> Iterator[Step]:
-        for offer, called, error in self._fences.passed():
+        for offer, called, error in self._fences.passed(now):
             yield partial(self._unfenced, offer, called, error)
         for machine in (self.consumer, self.producer):
             at = machine.next_tick()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import assert_never
 
+from kvxfer.data.afterwork import AfterWork
 from kvxfer.data.checks import Checks
 from kvxfer.data.command_queue import CommandQueue
 from kvxfer.data.commands import (
@@ -50,6 +51,9 @@ log = logging.getLogger("kvxfer.data")
 REOPEN_S = 1.0
 """The shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
 REOPEN_MOST_S = 30.0
+
+AFTER_S = 0.01
+"""Seconds between two checks of whether the device is done with parts whose back end was closed meanwhile."""
 
 _UNENDED: list[Staging | None] = []
 """Staging memory in which a device is still at work when its thread ends; it and its tables must never be freed."""
@@ -91,7 +95,8 @@ class DataThread:
         self._quarantine: dict[PartRef, Job] = {}
         self._closed = True  # each back end that was to close has, and touches nothing any more
         self._exposed: set[LinkId] = set()
-        self._abandoned: list[Job] = []  # were in quarantine when one did not
+        self._abandoned: list[Job] = []  # parts that had not ended, or were in quarantine, when one did not
+        self._after = AfterWork(post)
         self._checks = Checks(regions, post)
         self._stopping = False
         self._thread = NamedThread(target=self._run, name="kvxfer-data")
@@ -150,8 +155,8 @@ class DataThread:
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes of parts that have ended but whose memory the back end may still touch."""
-        return sum(job.nbytes for job in [*self._quarantine.values(), *self._abandoned])
+        """Bytes of parts that have ended but whose memory the back end or the device may still touch."""
+        return sum(job.nbytes for job in [*self._quarantine.values(), *self._abandoned]) + self._after.nbytes
 
     def exposes(self, link: LinkId) -> bool:
         """Return whether the peer of a link may write into the cache for good, since a back end could not be closed."""
@@ -190,6 +195,7 @@ class DataThread:
             if self._stopping:
                 return
         self._checks.look()
+        self._after.look()
         if self._traffic is None:
             self._try_open()
             return
@@ -201,8 +207,10 @@ class DataThread:
         if self._checks:
             return LOOK_S
         if traffic is not None:
-            return traffic.wait_s
-        return 1.0 if self._unmade is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
+            wait = traffic.wait_s
+        else:
+            wait = 1.0 if self._unmade is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
+        return min(wait, AFTER_S) if self._after else wait
 
     def _do(self, command: Command) -> None:
         match command:
@@ -254,6 +262,7 @@ class DataThread:
         self._post(EndpointMade(asked.link, asked.number, b"", why))
 
     def _disconnect(self, command: Disconnect) -> None:
+        self._asked = [one for one in self._asked if one.link != command.link]
         try:
             if self._traffic is not None:
                 self._traffic.disconnect(command.link)
@@ -305,45 +314,46 @@ class DataThread:
     def _reset(self, why: Failure) -> None:
         """Close the back end, which makes all memory quiet, and open it again as soon as possible."""
         log.warning("resetting back end %s: %s", self._name, why.detail)
-        if self._void(why.about("the back end was reset: ")) and self._made is not None:
-            self._made[1].reset()  # else the slots that were in use stay lost, as the cache's blocks do
+        self._void(why.about("the back end was reset: "))
         self._post(Reset(self._name, why))
         self._try_open()
 
     def _end(self) -> None:
         """Close the back end, and report the end of each part and whether its memory is quiet."""
-        quiet = self._void(Failure(FailureKind.CANCELLED, "it was closed"))
+        self._void(Failure(FailureKind.CANCELLED, "it was closed"))
+        done = self._device_done()
+        self._after.look()
         self._checks.wait()
         self._checks.look()
-        if not quiet and self._made is not None:
+        if not (done and self._closed) and self._made is not None:
             _UNENDED.append(self._made[1])
 
-    def _void(self, why: Failure) -> bool:
-        """Close the back end, which ends all parts; return whether all memory is quiet."""
+    def _void(self, why: Failure) -> None:
+        """Close the back end, which ends all parts.
+
+        The device may still be at work for them, which takes as long as it takes: nobody waits for that here.
+        """
         traffic, self._traffic = self._traffic, None
-        if traffic is not None and not traffic.close():
+        self._checks.forget()
+        if traffic is None or self._made is None:
+            return
+        if not traffic.close():
             self._closed = False
             self._exposed |= traffic.exposed
-        quiet = self._device_done() and self._closed
-        if traffic is not None:
-            traffic.void(why, quiet)
-        if not self._closed:
-            self._abandoned += self._quarantine.values()
+        staging = self._made[1]
+        work = staging.work()
+        unquiet = traffic.void(why, self._closed, work)
+        if self._closed:
+            staging.reset()
+            self._after.put(unquiet, work)
+        else:  # the slots that were in use stay lost, as the cache's blocks do
+            self._abandoned += [*unquiet, *self._quarantine.values()]
             self._quarantine.clear()
-        self._checks.forget()
-        return quiet
 
     def _device_done(self) -> bool:
-        """Wait up to ``grace`` seconds until the device neither packs nor unpacks; return whether that is so.
-
-        A device that has failed does neither.
-        """
+        """Wait up to ``grace`` seconds until the device neither packs nor unpacks; return whether that is so."""
         grace = self._limits.grace
-        try:
-            done = self._made is None or self._made[1].wait(time.monotonic() + grace)
-        except BaseException:
-            log.exception("the device failed while it packed or unpacked")
-            return True
+        done = self._made is None or self._made[1].wait(time.monotonic() + grace)
         if not done:
             log.error("the device did not finish packing or unpacking within %g s", grace)
         return done

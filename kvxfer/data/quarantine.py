@@ -69,11 +69,14 @@ class Quarantine:
 
     def release(self, ref: PartRef) -> None:
         """Report that the memory of a part that has ended is now quiet."""
-        job = self._parts.pop(ref)
+        self.calm(self._parts.pop(ref))
+        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
+
+    def calm(self, job: Job) -> None:
+        """Take in that the memory of a part is quiet."""
         job.calm()
         for batch in [b for b, other in self._batches.items() if other is job]:
             del self._batches[batch]
-        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
 
     def link_closed(self, link: LinkId) -> None:
         """Release the parts whose memory is made quiet by the end of their link."""
@@ -85,12 +88,17 @@ class Quarantine:
         for ref in list(self._parts):
             self.release(ref)
 
-    def needs_reset(self, busy: bool) -> bool:
+    def needs_reset(self, busy: bool, told: Callable[[Job], bool]) -> bool:
         """Return whether the back end has to be reset now, since nothing else makes the memory quiet.
 
         A reset waits while parts are moving, or memory may get quiet by itself, unless too much is in quarantine.
+
+        Args:
+            busy: Whether parts are moving.
+            told: Returns whether the peer will say when it is done with the memory that a part has lent it.
         """
         if not self._parts or self._can.quiet not in ("later", "backend_reset"):
             return False
         waits = busy or (self._can.quiet == "later" and time.monotonic() < self._patient_until)
+        waits = waits or all(map(told, self._parts.values()))
         return not waits or sum(job.nbytes for job in self._parts.values()) > self._limits.quarantine

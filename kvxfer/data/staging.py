@@ -17,6 +17,7 @@ device is done, or it could overwrite what a peer sends into it next.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ from kvxfer.protocol.values import LinkId, Role
 from kvxfer.transport import Fence
 
 __all__ = ["SLOTS", "Slot", "Staging"]
+
+log = logging.getLogger("kvxfer.data")
 
 SLOTS = 8
 """The number of slots: enough to overlap packing, moving and unpacking, few enough to keep pieces long."""
@@ -81,6 +84,7 @@ class Staging:
             raise ConfigError(f"kvxfer setting 'staging_bytes' cannot be {nbytes}: at least {SLOTS * 4096} are needed")
         pinned = device == "cpu" and any(r.device != "cpu" for r in regions)
         self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, pinned=pinned)
+        self._busy: dict[int, Fence] = {}  # by slot: the device's last work there, until it is done
         self.reset()
 
     @property
@@ -88,9 +92,8 @@ class Staging:
         return self._buffer.region
 
     def reset(self) -> None:
-        """Free all slots, once no back end can touch them any more."""
+        """Free all slots, once no back end can touch them any more. Those in which the device is at work are taken after that."""
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
-        self._busy: dict[int, Fence] = {}  # by slot: the device's last work there, until it is done
         self._held: dict[Role, Counter[LinkId]] = {"producer": Counter(), "consumer": Counter()}
         self._since: dict[Slot, float] = {}  # producer: when a slot was taken, the oldest first
         self._spent: dict[LinkId, tuple[float, float]] = {}  # producer: seconds that slots were held, and as of when
@@ -163,15 +166,21 @@ class Staging:
         """Whether the device is still at work in a slot that is otherwise free, so that it pays to ask again soon."""
         return bool(self._busy) and any(not self._idle(at) for at in self._free)
 
+    def work(self) -> list[Fence]:
+        """Return the fences of all that the device has still to do. One that has failed does nothing any more."""
+        try:
+            return [self._busy[at] for at in list(self._busy) if not self._idle(at)]
+        except BaseException:
+            log.exception("the device failed while it packed or unpacked")
+            self._busy.clear()
+            return []
+
     def wait(self, until: float) -> bool:
         """Block until the device has done all its work, which takes as long as one copy of the slots.
 
         Stop waiting at this time of ``time.monotonic``. Return whether the device is done.
-
-        Raises:
-            Exception: The device has failed.
         """
-        while not all(self._idle(at) for at in list(self._busy)):
+        while self.work():
             if time.monotonic() >= until:
                 return False
             time.sleep(TICK_S)

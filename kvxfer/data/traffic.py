@@ -26,7 +26,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
-from kvxfer.transport import Completion, Quieted, Transport, Verb
+from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MOST_ENDPOINT
 
 __all__ = ["LOOK_S", "Traffic"]
@@ -297,7 +297,7 @@ class Traffic:
         wire = self._wires.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
         if closing and wire is not job.wire:
-            job.calm()  # its link is closed, which made it quiet
+            self._quarantine.calm(job)  # its link is closed, which made it quiet
         if not job.quiet:
             self._quarantine.put(job)
             if closing and not job.lends_memory:  # the peer will tell about lent memory
@@ -361,15 +361,21 @@ class Traffic:
         now, grace = time.monotonic(), self._limits.grace
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
-                log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
-                if ref.link not in self._wires:
+                if not self._jobs[ref].batches and self._staging.work():
+                    continue  # only the device is still at work, and no closing would end that
+                if self._wires.get(ref.link) is not self._jobs[ref].wire:  # where the link is open, it was made anew
                     return backend_failed("a batch did not end when its link was closed")
+                log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
                 self._aborted[ref] = now + grace
                 self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
                 self._hang_up(ref.link)
-        if self._quarantine.needs_reset(bool(self._jobs)):
+        if self._quarantine.needs_reset(bool(self._jobs), self._will_be_told):
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
+
+    def _will_be_told(self, job: Job) -> bool:
+        """Return whether the peer will say when it is done with memory that was lent to it, or else its link will be closed."""
+        return job.lends_memory and self._wires.get(job.ref.link) is job.wire
 
     @property
     def exposed(self) -> set[LinkId]:
@@ -380,13 +386,21 @@ class Traffic:
         """Close the back end; return whether that makes it touch nothing any more. ``void`` has to follow."""
         return shut(self._transport) and self._can.quiet != "never"
 
-    def void(self, why: Failure, quiet: bool) -> None:
-        """End all parts, once the back end is closed; ``quiet``: whether nothing touches their memory any more."""
-        for job in list(self._jobs.values()):
+    def void(self, why: Failure, closed: bool, work: Sequence[Fence]) -> list[Job]:
+        """End all parts, once the back end is closed; return those that have ended just now and whose memory is not quiet yet.
+
+        Args:
+            why: Why they end.
+            closed: Whether no back end touches any memory any more.
+            work: What the device is still at work on.
+        """
+        jobs, quiet = list(self._jobs.values()), closed and not work
+        for job in jobs:
             job.stop(why)
             self._post(Moved(job.ref, job.error, quiet, 0, collateral=True))
-        if quiet:
-            self._quarantine.release_all()
+        if closed:
+            self._quarantine.release_all()  # the device was done with them when they ended
+        return [] if quiet else jobs
 
 
 def _hung_up() -> Failure:

@@ -126,7 +126,11 @@ class WorkerChannel:
         self._strangers: dict[int, socket.socket] = {}  # connections that have not sent the token yet
         self._closing = self._deaf = False
         self._thread = NamedThread(target=self._run, name="kvxfer-channel")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._listener.close()
+            raise
 
     def wake(self) -> None:
         """Have ``results`` called soon. Any thread; never blocks."""

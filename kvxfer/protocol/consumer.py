@@ -118,7 +118,8 @@ class ConsumerMachine:
         out: list[Action] = []
         for f in self._routes.resolved(source, route):
             out += self._start(f, route, now) if isinstance(route, Resolved) else self._fail(f, route, now)
-        return out + self._routes.prepared(source)
+        out += self._routes.prepared(source)
+        return out + (self._routes.unused(route) if isinstance(route, Resolved) else [])
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
         """Use a link that was dialled and is up now."""

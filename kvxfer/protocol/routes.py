@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvxfer.failures import Failure
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
 from kvxfer.protocol.index import Index
@@ -65,6 +65,14 @@ class Routes:
         self._prepared.remove(source)
         route = self._routes.get(source)
         return [] if route is None else self.dial(rank.link for rank in route.ranks)
+
+    def unused(self, route: Resolved) -> list[Action]:
+        """Give up the links of a route that are not made, since whoever looked it up needs it no more.
+
+        A route is otherwise forgotten with its links, so that this one would never be.
+        """
+        why = Failure(FailureKind.CANCELLED, "nobody needs it any more")
+        return [action for rank in route.ranks if rank.link not in self.links for action in self.close(rank.link, why)]
 
     def dial(self, links: Iterable[LinkId]) -> list[Action]:
         """Make those of these links that do not exist."""

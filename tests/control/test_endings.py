@@ -226,6 +226,36 @@ def test_an_offer_behind_its_fence_ends_and_is_not_announced(engine: Callable[..
     assert not d.block(1).any()
 
 
+def test_an_offer_behind_a_fence_that_never_passes_ends_with_its_lease(engine: Callable[..., Engine]) -> None:
+    """Of an engine's device that hangs: nobody heard of the offer again, its blocks were kept, and its fence asked for ever."""
+
+    class Never:
+        event = None
+        asked = 0
+
+        def passed(self) -> bool:
+            Never.asked += 1
+            return False
+
+    p, d = engine({}, seed=1, lease=0.5), engine({})
+    p.agents[0].offer(offered([1], 4, transfer=name(0)), after=Never())
+    p.agents[0].offer(offered([2], 4, transfer=name(1), final=False))
+    d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0), handle="first"))
+    d.agents[0].fetch(fetch(p.source, [2, 3], 8, transfer=name(1), handle="amid"))
+    until(lambda: d.block(2).any())
+    p.agents[0].offer(offered([2, 3], 8, transfer=name(1)), after=Never())
+    for side in (p, d):
+        ends = side.wait(Ended, count=2)
+        assert {e.outcome.kind for e in ends} == {FailureKind.BACKEND_FAILED}, ends
+        assert all(
+            "its fence failed: it has not passed within the lease of 0.5 s" in str(e.outcome.failure) for e in ends
+        )
+        side.wait(Released, count=2)
+    asked = Never.asked
+    works(p, d)
+    assert Never.asked == asked
+
+
 def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -475,6 +505,25 @@ def test_where_no_thread_is_to_be_had_the_next_transfer_works(
     assert refused
     works(p, d)
     assert all(e.agents[0].close() for e in (d, p))
+
+
+def test_a_directory_that_gets_no_thread_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Directory(Config()) as other:
+        config = Config(port=other.source.port)
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "kvxfer-dir":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread") as failed:
+            Directory(config)
+    with Directory(config) as found:
+        assert found.source.port == config.port
+    del failed  # and what it leads to
 
 
 def test_a_plan_that_cannot_be_made_fails_its_part_alone(

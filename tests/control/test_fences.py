@@ -26,7 +26,7 @@ def offer(i: int, tokens: int = 4) -> Offer:
 
 def test_a_turn_asks_few_and_comes_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.control.fences.SLICE_S", 60.0)  # how many are asked counts here, on a busy host as well
-    fences, flags = Fences(), [Flag() for _ in range(1000)]
+    fences, flags = Fences(60.0), [Flag() for _ in range(1000)]
     for i, flag in enumerate(flags):
         assert fences.hold(offer(i), flag, 0.0)
     for i in (0, 500, 999):
@@ -34,23 +34,38 @@ def test_a_turn_asks_few_and_comes_to_each(monkeypatch: pytest.MonkeyPatch) -> N
     found = []
     for _ in range(1000 // LOOKS + 1):
         before = sum(flag.asked for flag in flags)
-        found += [o.transfer.prompt for o, _, _ in fences.passed()]
+        found += [o.transfer.prompt for o, _, _ in fences.passed(0.0)]
         assert sum(flag.asked for flag in flags) - before <= LOOKS + 3
     assert sorted(found) == [0, 500, 999] and len(fences) == 997
 
 
 def test_those_of_one_fence_pass_together_and_in_order() -> None:
-    fences, one, later = Fences(), Flag(), Flag()
+    fences, one, later = Fences(60.0), Flag(), Flag()
     for i in range(100):
         assert fences.hold(offer(i), one, 0.0)
         assert fences.hold(offer(i, 8), None, 0.0)
     assert fences.hold(offer(0, 12), later, 0.0)
-    assert list(fences.passed()) == []
+    assert list(fences.passed(0.0)) == []
     one.up = True
     found = []
     while len(fences) > 1:
-        found += [(o.transfer.prompt, o.tokens) for o, _, _ in fences.passed()]
+        found += [(o.transfer.prompt, o.tokens) for o, _, _ in fences.passed(0.0)]
     assert sorted(found) == [(i, tokens) for i in range(100) for tokens in (4, 8)]
     assert all(found.index((i, 4)) < found.index((i, 8)) for i in range(100))
     fences.forget(TransferId("t", 0), 1)
-    assert not fences and list(fences.passed()) == []
+    assert not fences and list(fences.passed(0.0)) == []
+
+
+def test_a_fence_that_does_not_pass_within_a_lease_has_failed() -> None:
+    fences, dead, slow = Fences(60.0), Flag(), Flag()
+    assert fences.hold(offer(0), dead, 1000.0)
+    assert fences.hold(offer(1), slow, 1000.0)
+    fences.renew(TransferId("t", 1), 1050.0)
+    fences.renew(TransferId("t", 2), 1050.0)
+    assert list(fences.passed(1059.0)) == []
+    ((late, called, error),) = fences.passed(1061.0)
+    assert (late.transfer.prompt, called) == (0, 1000.0) and error is not None and "60 s" in error
+    slow.up = True
+    assert [(o.transfer.prompt, error) for o, _, error in fences.passed(1109.0)] == [(1, None)] and not fences
+    assert fences.hold(offer(2), Flag(), 1000.0)
+    assert [error is None for _, _, error in fences.passed(1061.0)] == [False], "nothing was held when it was renewed"

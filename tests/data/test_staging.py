@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer.data.staging import Staging
-from kvxfer.geometry import Region
+from kvxfer.geometry import Cache, Planner, Region, route
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.testing.fake import FakeTransport, Network
@@ -89,6 +89,24 @@ def test_slots_come_back_after_a_cancel(engine, verbs):
     assert np.array_equal(d.block(31), p.block(31))
 
 
+def test_a_cancelled_load_resets_no_back_end(engine, caplog):
+    """The producer says when it writes no more, if it is given the time: the consumer's back end was reset at once, with all links."""
+    options = {"verbs": ["write"], "gathers": False, "quiet": "later", "delay_s": 0.05}
+    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    for i, t in enumerate(transfers(3)):
+        p.agents[0].offer(offered(list(range(64)), 256, transfer=t))
+        d.agents[0].fetch(fetch(p.source, list(range(64)), 256, transfer=t, handle=str(i)))
+        while not (d.agents[0].stats().staged > i and d.block(0).any()):
+            time.sleep(0.001)
+        d.agents[0].cancel(str(i), "its client left")
+        for side in (p, d):
+            side.wait(Released, count=i + 1)
+        d.memories[0][:] = 0
+    time.sleep(0.2)
+    assert "resetting" not in caplog.text
+    assert d.agents[0].stats().quarantined_bytes == 0
+
+
 @pytest.mark.parametrize(("quiet", "staged"), [("batch", 0), ("peer_close", 0), ("later", 1), ("backend_reset", 1)])
 def test_a_write_that_no_close_would_end_lands_in_staging(engine, quiet, staged):
     options = {"verbs": ["write"], "quiet": quiet, "run_bytes": 1}
@@ -119,24 +137,47 @@ def test_what_a_peer_already_has_a_slot_for_always_finds_one():
     assert None in expected
 
 
+def test_a_slot_that_is_being_packed_is_nobody_elses_after_a_reset(device):
+    memory = np.zeros((1, 8, 4, 1024), np.uint8)
+    cache = Cache.of_tensors(memory, "layer block token unit")
+    plan = Planner(cache, cache, route([cache], [cache])[cache.rank].assignments[cache.rank]).plan([[0]], [[0]], 0, 4)
+    staging = Staging(cache.regions, 8 * 4096, "cpu")
+    device.takes[cache.regions[0].address, "pack"] = 0.3
+    links = [bytes([n]) for n in range(8)]
+    slot = staging.take(links[0], "producer")
+    fence = staging.pack(plan, slot)
+    staging.reset()
+    taken = [staging.take(link, role) for role in ("producer", "consumer") for link in links]
+    assert not fence.passed()
+    assert sum(other is not None for other in taken) == 7
+    assert slot.offset not in [other.offset for other in taken if other is not None]
+    assert staging.wait(time.monotonic() + 5.0)
+    assert staging.take(links[7], "consumer").offset == slot.offset
+
+
 class Later:
     """The fence of what a device has been asked to do."""
 
-    event = None
+    event, failed = None, False
 
     def __init__(self, future):
-        self.passed = future.done
+        self._future = future
+
+    def passed(self):
+        if self.failed:
+            raise RuntimeError("the device has failed")
+        return self._future.done()
 
 
 @pytest.fixture
 def device(monkeypatch):
     """Memory that is packed and unpacked by a device, in order, while the data thread goes on. ``takes``: seconds for each of the two, by
-    the address of the cache; ``begun``: what it was asked to do."""
+    the address of the cache; ``begun``: what it was asked to do; ``done``: what it has done."""
 
     streams = []
 
     class Device(CpuSpace):
-        by_itself, takes, begun = True, {}, []  # noqa: RUF012
+        by_itself, takes, begun, done = True, {}, [], []  # noqa: RUF012
 
         def __init__(self, regions, *args, **kwargs):
             super().__init__(regions, *args, **kwargs)
@@ -155,6 +196,7 @@ def device(monkeypatch):
             def run():
                 time.sleep(self.takes.get((self.regions[0].address, what), 0.0))
                 act(*args)
+                self.done.append(what)
 
             return Later(self.stream.submit(run))
 
@@ -194,7 +236,7 @@ def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
     while "pack" not in device.begun:
         time.sleep(0.001)
     b.agents[0].cancel("req", "its client left")
-    a.wait(Released)
+    a.wait(Ended)
     for i in range(8):  # whatever slot it takes
         b.agents[0].offer(offered([2 + i], 4, transfer=TransferId("own/1/other", i)))
         a.agents[0].fetch(fetch(b.source, [20 + i], 4, transfer=TransferId("own/1/other", i), handle=str(i)))
@@ -202,6 +244,62 @@ def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
     assert all(e.outcome.delivered for e in ends), ends
     for i in range(8):
         assert np.array_equal(a.block(20 + i), b.block(2 + i))
+
+
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_blocks_that_are_being_packed_are_not_given_back(engine, device, verbs):
+    """Pages of an elastic cache may be unmapped from then on, which ends an engine whose device still reads them."""
+    options = {"verbs": verbs, "gathers": False}
+    p, d = engine(dict(options), seed=1, **SLOTS), engine(dict(options), **SLOTS)
+    device.takes[address(p), "pack"] = 0.5
+    first = transfers(1)[0]
+    p.agents[0].offer(offered([1], 4, transfer=first))
+    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=first))
+    while "pack" not in device.begun:
+        time.sleep(0.001)
+    d.agents[0].cancel("req", "its client left")
+    p.wait(Released)
+    assert "pack" in device.done
+    device.takes.clear()
+    good = TransferId("own/1/good", 0)
+    p.agents[0].offer(offered([1], 4, transfer=good))
+    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=good, handle="good"))
+    assert d.wait(Ended, count=2)[1].outcome.delivered
+
+
+@pytest.mark.parametrize("who", ["pack", "unpack"])
+def test_a_device_that_takes_its_time_costs_no_link(engine, device, caplog, who):
+    """The load is cancelled meanwhile. The link was closed for it, and then the back end, which does not make a device end."""
+    options = {"verbs": ["read"], "gathers": False}
+    p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **SLOTS) for seed in (1, None))
+    device.takes |= {(address(e), who): 1.5 for e in (p, d)}
+    first = transfers(1)[0]
+    p.agents[0].offer(offered([1], 4, transfer=first))
+    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=first))
+    while who not in device.begun:
+        time.sleep(0.001)
+    d.agents[0].cancel("req", "its client left")
+    for side in (p, d):
+        side.wait(Released)
+    assert who in device.done
+    assert "closing its link" not in caplog.text and "resetting" not in caplog.text
+
+
+@pytest.mark.parametrize("who", ["pack", "unpack"])
+def test_a_device_that_fails_keeps_nothing(engine, device, monkeypatch, who):
+    options = {"verbs": ["read"], "gathers": False}
+    p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **SLOTS) for seed in (1, None))
+    device.takes |= {(address(e), who): 1.0 for e in (p, d)}
+
+    first = transfers(1)[0]
+    p.agents[0].offer(offered([1], 4, transfer=first))
+    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=first))
+    while who not in device.begun:
+        time.sleep(0.001)
+    monkeypatch.setattr(Later, "failed", True)
+    d.agents[0].cancel("req", "its client left")
+    for side in (p, d):
+        side.wait(Released)
 
 
 def break_while_unpacking(p, d, device, monkeypatch, times):
@@ -240,3 +338,23 @@ def test_blocks_are_kept_where_the_device_does_not_end(engine, device, monkeypat
     break_while_unpacking(p, d, device, monkeypatch, times=1)
     time.sleep(1.0)
     assert not [e for e in d.events() if isinstance(e, Released)]
+
+
+@pytest.mark.parametrize("times", [1, math.inf], ids=["opened again", "down"])
+def test_blocks_and_slots_come_back_when_the_device_ends_after_a_reset(engine, device, monkeypatch, times):
+    """They were kept for ever where the device had not ended within the time that a reset waited for it."""
+    options = {"verbs": ["read"], "gathers": False}
+    times_out = {"transfer_timeout": 0.5, "peer_timeout": 0.2}
+    p, d = (engine(dict(options), blocks=400, seed=seed, **times_out, **SLOTS) for seed in (1, None))
+    device.takes[address(d), "unpack"] = 1.5
+    break_while_unpacking(p, d, device, monkeypatch, times)
+    assert d.agents[0].stats().quarantined_bytes > 0
+    d.wait(Released)
+    assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"
+    assert d.agents[0].stats().quarantined_bytes == 0
+    if times == 1:
+        device.takes.clear()
+        more = TransferId("own/1/more", 0)
+        p.agents[0].offer(offered(list(range(128)), 512, transfer=more))
+        d.agents[0].fetch(fetch(p.source, list(range(200, 328)), 512, transfer=more, handle="more"))
+        assert d.wait(Ended, count=2)[1].outcome.delivered

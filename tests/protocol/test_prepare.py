@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol.consumer import ConsumerMachine
-from kvxfer.protocol.values import Dial, LinkInfo, RankRoute, Resolve, Resolved, Send
+from kvxfer.protocol.values import Close, Dial, LinkInfo, RankRoute, Resolve, Resolved, Send
 from kvxfer.values import BlockTable, Fetch
 from tests.protocol.test_doors import PLANNER, RIGHT, T
 
@@ -43,3 +43,16 @@ def test_what_cannot_be_made_is_no_matter_until_it_is_needed() -> None:
     assert machine.fetch(FETCH, 2.0) == [Resolve(SOURCE, None)], "the way is looked up anew"
     machine.close(WHY, 3.0)
     assert machine.prepare(SOURCE, None) == []
+
+
+def test_a_way_that_nobody_needs_by_the_time_it_is_found_is_not_kept() -> None:
+    """That of each engine of which the first load was cancelled was, however often it restarted."""
+    machine = ConsumerMachine(50.0, 8.0)
+    machine.fetch(FETCH, 0.0)
+    machine.cancel(FETCH.handle, "its client left", 1.0)
+    assert [(type(action), action.link) for action in machine.resolved(SOURCE, ROUTE, 2.0)] == [
+        (Close, "a"),
+        (Close, "b"),
+    ]
+    assert machine.fetch(FETCH, 3.0) == [Resolve(SOURCE, None)]
+    assert machine.resolved(SOURCE, ROUTE, 4.0) == [Dial("a"), Dial("b")]

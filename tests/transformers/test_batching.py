@@ -210,6 +210,15 @@ def test_a_ticket_that_another_request_is_fetching_is_not_taken_for_fetched(full
     assert full.consumer.received > before  # by the first of them
 
 
+def test_tickets_that_nobody_asks_for_are_forgotten(full: Managers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer_transformers.batching.MOST_TICKETS", 2)
+    requests = [full.producer.add_prefill(prompt(20 + i)) for i in range(3)]
+    results(full.prefill, *requests)
+    with pytest.raises(ArgumentError, match="whose result has come"):
+        full.producer.ticket(requests[0])
+    assert all(full.producer.ticket(request) for request in requests[1:])
+
+
 def test_running_requests_come_before_offers(caplog) -> None:
     """A prefill side that nobody fetches from goes on, and what it has taken back is computed by the other."""
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers.cache_utils import QuantizedLayer
 
 from kvxfer import ArgumentError, FailureKind, KvxferError, Source, Ticket, TransferId
 from kvxfer_transformers import CacheExchange, UnsupportedCacheError
+from kvxfer_transformers.arena import Arena
 from kvxfer_transformers.demo.models import WINDOW, tiny
 from kvxfer_transformers.ticket import BatchTicket
 from tests.transformers.conftest import Pair, batch, plain, prefilled
@@ -267,6 +269,44 @@ def test_a_ticket_that_is_being_fetched_is_refused_at_once(full: Pair) -> None:
         assert first.kind is FailureKind.MISUSE and "fetching it already" in str(first)
         assert last.kind is FailureKind.PEER_UNREACHABLE
         assert exchange.room == room
+
+
+def test_the_memory_of_a_fetch_that_is_interrupted_is_free_once_it_has_ended(
+    full: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C in a notebook: the exchange had it no more, however often that was done."""
+    ids = batch(40)["input_ids"]
+    with socket.create_server(("127.0.0.1", 0)) as mute, CacheExchange(full.model) as exchange:
+        source = Source("127.0.0.1", mute.getsockname()[1], 1)
+        told = BatchTicket((Ticket(TransferId.mint(1, "left"), b"digest", source),), 39, ((int(ids[0, 39]),),))
+        room = exchange.room
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("kvxfer_transformers.exchange.select.select", interrupt)
+            exchange.fetch(told.text, ids)
+        end = time.monotonic() + 30
+        while exchange.room != room:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_the_memory_of_an_offer_that_cannot_be_stored_is_free(full: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = batch(40, 40)
+    made = prefilled(full.model, prompts)
+    room, store = full.producer.room, Arena.store
+
+    def fail(arena: Arena, index: int, side: int, *rest: Any) -> None:
+        if index == 1 and side == 1:
+            raise MemoryError("none left")
+        store(arena, index, side, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Arena, "store", fail)
+        full.producer.offer(made.past_key_values, made.sequences)
+    assert full.producer.room == room
 
 
 def test_a_full_exchange_says_so_and_goes_on(full: Pair) -> None:

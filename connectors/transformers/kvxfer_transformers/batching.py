@@ -24,6 +24,8 @@ __all__ = ["BatchingExchange"]
 
 log = logging.getLogger("kvxfer.transformers")
 
+MOST_TICKETS = 10_000
+"""The most tickets that wait to be asked for; the oldest is forgotten."""
 IDLE_S = 0.005
 """How long the manager's idle loop waits for KV before it looks for requests again."""
 
@@ -129,15 +131,19 @@ class BatchingExchange:
     def ticket(self, request_id: str) -> str:
         """Return the ticket of a request whose result has come. May be called once for each, and used for one ``add_fetch``.
 
+        Of those that nobody asks for, the last 10000 are kept. What a ticket names is offered for ``lease``
+        seconds.
+
         Raises:
-            ArgumentError: No such request was prefilled successfully.
+            ArgumentError: No such request was prefilled successfully, or too many have been since.
         """
-        try:
-            return self._tickets.pop(request_id)
-        except KeyError:
+        with self._naming:
+            found = self._tickets.pop(request_id, None)
+        if found is None:
             raise ArgumentError(
                 f"request_id must be that of a prefill whose result has come without an error, not {request_id!r}"
-            ) from None
+            )
+        return found
 
     def add_fetch(
         self,
@@ -291,7 +297,11 @@ class BatchingExchange:
             raise KvxferError(f"request {request_id} cannot be kept")
         rename(self._paged, request_id, name)
         self._held.add(name)
-        self._tickets[request_id] = BatchTicket((ticket,), tokens, (tuple(ids[tokens:]),)).text
+        with self._naming:
+            self._tickets.pop(request_id, None)  # of an earlier request of that name
+            self._tickets[request_id] = BatchTicket((ticket,), tokens, (tuple(ids[tokens:]),)).text
+            if len(self._tickets) > MOST_TICKETS:
+                del self._tickets[next(iter(self._tickets))]
         self._turn()
 
     def _admit(self, arrival: _Arrival) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["CacheExchange"]
 LOOK_S = 0.05
 """Seconds after which a waiting thread looks again, since another thread may have handled the event that it waits for."""
 GRACE_S = 30.0
-"""How much longer than a transfer's own deadline a fetch waits for its end, before it gives up its memory."""
+"""How much longer than a transfer's own deadline a fetch waits for its end."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class CacheExchange:
         self._lock = threading.Lock()
         self._offered: dict[str, list[int]] = {}
         self._ended: dict[str, Failure | None] = {}  # loads that a thread waits for
+        self._left: dict[str, _Row] = {}  # loads for which none waits any more, and that have not ended
         self._requests = 0
         self._closed = False
 
@@ -127,15 +128,20 @@ class CacheExchange:
         with self._lock:
             self._turn()
             blocks = self._take(max(0, length - pad) for pad in pads)
+            try:
+                for row, pad in enumerate(pads):
+                    if length > pad:
+                        self._store(contents[row], blocks[row], length - pad)
+            except BaseException:  # a device without memory, or a user who interrupts
+                for taken in blocks:
+                    self._arena.give_back(taken)
+                raise
             tickets: list[Ticket | None] = []
             for row, pad in enumerate(pads):
                 tokens = length - pad
                 if tokens <= 0:
                     tickets.append(None)
                     continue
-                for form, sides in zip(forms, contents[row], strict=True):
-                    for side, content in enumerate(sides):
-                        self._arena.store(form.index, side, blocks[row], tokens, content)
                 request, table = self._name("offer"), self._arena.table(blocks[row], tokens)
                 scheduler = self._side.scheduler
                 scheduler.offer(request, self._side.mint(), digests[row], tokens)
@@ -214,10 +220,12 @@ class CacheExchange:
         finally:
             with self._lock:
                 for done in moved:
-                    if done.request in self._ended:  # else something may still be written there
+                    if done.request in self._ended:
                         del self._ended[done.request]
-                        self._side.scheduler.finished(done.request, self._arena.table(done.blocks, done.tokens), True)
-                        self._arena.give_back(done.blocks)
+                        self._give_back(done)
+                    else:  # interrupted, and something may still be written there
+                        self._left[done.request] = done
+                        self._side.scheduler.preempted(done.request)
                 self._turn()
         device = self._model.device
         mask = torch.ones_like(full)
@@ -259,6 +267,12 @@ class CacheExchange:
             if behind != list(told.tail[row][: len(behind)]):
                 raise ArgumentError(f"input_ids must be the ticket's prompt: row {row} ends in other ids")
 
+    def _store(self, contents: list[list[torch.Tensor]], blocks: list[int], tokens: int) -> None:
+        """Copy what a row of so many tokens keeps, keys and values of each layer, into its blocks."""
+        for form, sides in zip(self._arena.forms, contents, strict=True):
+            for side, content in enumerate(sides):
+                self._arena.store(form.index, side, blocks, tokens, content)
+
     def _name(self, what: str) -> str:
         self._requests += 1
         return f"{what}-{self._requests}"
@@ -287,8 +301,17 @@ class CacheExchange:
         update = self._side.turn()
         for request in update.free:
             self._arena.give_back(self._offered.pop(request))
-        self._ended.update(dict.fromkeys(update.loaded))
-        self._ended.update(update.failed)
+        for request, failure in {**dict.fromkeys(update.loaded), **update.failed}.items():
+            left = self._left.pop(request, None)
+            if left is None:
+                self._ended[request] = failure
+            else:
+                self._give_back(left)
+
+    def _give_back(self, row: _Row) -> None:
+        """Free the memory of a row that has ended, into which nothing is written any more."""
+        self._side.scheduler.finished(row.request, self._arena.table(row.blocks, row.tokens), True)
+        self._arena.give_back(row.blocks)
 
     def _wait(self, rows: list[_Row]) -> Failure | None:
         """Wait until all rows have come or have failed; return the first failure, if there is one."""
@@ -307,7 +330,7 @@ class CacheExchange:
                             self._side.scheduler.preempted(row.request)
                     self._turn()
             select.select([self._side.worker], [], [], LOOK_S)
-        return Failure(FailureKind.BACKEND_FAILED, "neither the KV nor a failure has come; its memory is given up")
+        return Failure(FailureKind.BACKEND_FAILED, "neither the KV nor a failure has come")
 
     def _fill(self, target: Any, rows: list[_Row | None], pads: Iterable[int], tokens: int) -> None:
         """Write what has come into a cache, through the cache's own methods."""

@@ -56,6 +56,7 @@ class Staged(Job):
         self._ahead: tuple[int, CopyPlan] | None = None
         self.held: dict[int, StagedPiece] = {}  # batch or piece number -> the piece that holds a slot
         self.unpacking: list[StagedPiece] = []
+        self._packs: deque[Fence] = deque()  # of pieces that the device may still be packing
         self.stranded: list[StagedPiece] = []  # pieces that have ended while their slots may still be touched
         self._starving = False  # wants a slot, and there was none
         self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
@@ -87,11 +88,11 @@ class Staged(Job):
 
     @property
     def ended(self) -> bool:
-        return super().ended and not self.unpacking
+        return super().ended and not self.unpacking and not (self.error is not None and self._packs)
 
     @property
     def waiting_on_device(self) -> bool:
-        return bool(self.unpacking)
+        return bool(self.unpacking or (self.error is not None and self._packs))
 
     def stop(self, why: Failure) -> None:
         super().stop(why)
@@ -134,9 +135,21 @@ class Staged(Job):
 
     def pack(self, piece: StagedPiece) -> Fence:
         try:
-            return self.staging.pack(piece.plan, piece.slot)
+            self.settle_packs()
+            fence = self.staging.pack(piece.plan, piece.slot)
         except BaseException:
             self.staging.give(piece.slot)
+            raise
+        self._packs.append(fence)
+        return fence
+
+    def settle_packs(self) -> None:
+        """Forget the packing that is done. Once stopped, the job ends only after that, since its blocks may then be unmapped."""
+        try:
+            while self._packs and self._packs[0].passed():
+                self._packs.popleft()
+        except BaseException:
+            self._packs.clear()  # a device that has failed packs nothing
             raise
 
     def get_ready(self, expected: Iterable[tuple[int, CopyPlan]] = ()) -> None:
@@ -189,7 +202,7 @@ class SlotAtPeer(Staged):
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
         self._plans = dict(self._rest)
-        self._named: deque[tuple[int, int]] = deque()
+        self._named: dict[int, int] = {}  # the offsets at the peer of the pieces that it has named, in that order
 
     @property
     def complete(self) -> bool:
@@ -205,17 +218,11 @@ class SlotAtPeer(Staged):
         if plan.nbytes != news.nbytes:
             self.stop(misfit(news, plan))
             return
-        self._named.append((news.piece, news.offset))
+        self._named.setdefault(news.piece, news.offset)
 
     def next_named(self) -> tuple[StagedPiece, int] | None:
         """Return the next piece that has a slot on both sides, and its offset at the peer; ``None`` if there is none now."""
-        while self.error is None and self._named:
-            slot = self.take()
-            if slot is None:
-                return None
-            number, offset = self._named.popleft()
-            plan = self._plans.pop(number, None)
-            if plan is not None:
-                return StagedPiece(number, plan, slot), offset
-            self.staging.give(slot)  # it was named twice
-        return None
+        if self.error is not None or not self._named or (slot := self.take()) is None:
+            return None
+        number = next(iter(self._named))
+        return StagedPiece(number, self._plans.pop(number), slot), self._named.pop(number)

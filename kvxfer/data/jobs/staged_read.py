@@ -27,7 +27,7 @@ class StagedServe(Staged):
 
     @property
     def waiting_on_device(self) -> bool:
-        return bool(self._packing)
+        return super().waiting_on_device or bool(self._packing)
 
     @property
     def slots(self) -> list[Slot]:
@@ -38,6 +38,7 @@ class StagedServe(Staged):
         return super().complete and not self._packing
 
     def advance(self) -> None:
+        self.settle_packs()
         self._announce()
         while (piece := self.begin()) is not None:
             piece.fence = self.pack(piece)

@@ -16,6 +16,7 @@ class StagedSend(Staged):
     """Two-sided, producer: pack pieces and send them, tell the consumer which have a slot, free their slots."""
 
     def advance(self) -> None:
+        self.settle_packs()
         last = None
         try:
             while (piece := self.begin()) is not None:

@@ -18,6 +18,7 @@ class StagedWrite(SlotAtPeer):
     """One-sided write, producer: pack each piece for which a slot was lent, write it there, tell the consumer."""
 
     def advance(self) -> None:
+        self.settle_packs()
         while (named := self.next_named()) is not None:
             piece, offset = named
             self.one_run(Verb.WRITE, piece, remote=offset, after=self.pack(piece))
