@@ -131,7 +131,9 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
         end = d.wait(Ended, count=2 + i)[1 + i]
         return end.outcome.kind
 
-    assert all(late(i) is FailureKind.PEER_UNREACHABLE for i in range(3))
+    # The first may be asked for before the consumer has heard that its link is gone.
+    assert late(0) in {FailureKind.PEER_UNREACHABLE, FailureKind.PEER_LOST}
+    assert {late(i) for i in (1, 2)} == {FailureKind.PEER_UNREACHABLE}
     with socket.create_server(("127.0.0.1", int(p.agents[0].descriptor.address.rpartition(":")[2]))):
         assert late(3) is FailureKind.PEER_UNREACHABLE
     assert of_d.given >= 2
