@@ -361,9 +361,10 @@ class Traffic:
         now, grace = time.monotonic(), self._limits.grace
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
-                if not self._jobs[ref].batches and self._staging.work():
+                job = self._jobs[ref]
+                if not job.batches and job.waiting_on_device and self._staging.work():
                     continue  # only the device is still at work, and no closing would end that
-                if self._wires.get(ref.link) is not self._jobs[ref].wire:  # where the link is open, it was made anew
+                if self._wires.get(ref.link) is not job.wire:  # where the link is open, it was made anew
                     return backend_failed("a batch did not end when its link was closed")
                 log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
                 self._aborted[ref] = now + grace
