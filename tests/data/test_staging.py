@@ -261,23 +261,30 @@ def test_blocks_that_are_being_packed_are_not_given_back(engine, device, verbs):
     p.wait(Released)
     assert "pack" in device.done
     device.takes.clear()
+    d.wait(Released)  # its word from the producer may come a moment later
     good = TransferId("own/1/good", 0)
     p.agents[0].offer(offered([1], 4, transfer=good))
     d.agents[0].fetch(fetch(p.source, [9], 4, transfer=good, handle="good"))
     assert d.wait(Ended, count=2)[1].outcome.delivered
 
 
-@pytest.mark.parametrize("who", ["pack", "unpack"])
-def test_a_device_that_takes_its_time_costs_no_link(engine, device, caplog, who):
-    """The load is cancelled meanwhile. The link was closed for it, and then the back end, which does not make a device end."""
+def slow(engine, device, who, seconds):
+    """A producer and a consumer amid a load, of whom one's device packs or unpacks for so many seconds."""
     options = {"verbs": ["read"], "gathers": False}
     p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **SLOTS) for seed in (1, None))
-    device.takes |= {(address(e), who): 1.5 for e in (p, d)}
+    device.takes |= {(address(e), who): seconds for e in (p, d)}
     first = transfers(1)[0]
     p.agents[0].offer(offered([1], 4, transfer=first))
     d.agents[0].fetch(fetch(p.source, [9], 4, transfer=first))
     while who not in device.begun:
         time.sleep(0.001)
+    return p, d
+
+
+@pytest.mark.parametrize("who", ["pack", "unpack"])
+def test_a_device_that_takes_its_time_costs_no_link(engine, device, caplog, who):
+    """The load is cancelled meanwhile. The link was closed for it, and then the back end, which does not make a device end."""
+    p, d = slow(engine, device, who, 1.5)
     d.agents[0].cancel("req", "its client left")
     for side in (p, d):
         side.wait(Released)
@@ -287,15 +294,7 @@ def test_a_device_that_takes_its_time_costs_no_link(engine, device, caplog, who)
 
 @pytest.mark.parametrize("who", ["pack", "unpack"])
 def test_a_device_that_fails_keeps_nothing(engine, device, monkeypatch, who):
-    options = {"verbs": ["read"], "gathers": False}
-    p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **SLOTS) for seed in (1, None))
-    device.takes |= {(address(e), who): 1.0 for e in (p, d)}
-
-    first = transfers(1)[0]
-    p.agents[0].offer(offered([1], 4, transfer=first))
-    d.agents[0].fetch(fetch(p.source, [9], 4, transfer=first))
-    while who not in device.begun:
-        time.sleep(0.001)
+    p, d = slow(engine, device, who, 1.0)
     monkeypatch.setattr(Later, "failed", True)
     d.agents[0].cancel("req", "its client left")
     for side in (p, d):
