@@ -24,7 +24,7 @@ GRACE_S = 0.3
 class Alone:
     """A consumer's data thread over ``make(options)``, whose peer does nothing by itself."""
 
-    def __init__(self, make: Callable[[dict[str, Any]], FakeTransport], **options: Any) -> None:
+    def __init__(self, make: Callable[[dict[str, Any]], FakeTransport], grace: float = GRACE_S, **options: Any) -> None:
         options = {"network": Network(), **options}
         self._memory = np.zeros((1, 256, 4, 1024), np.uint8)
         cache = Cache.of_tensors(self._memory, "layer block token unit")
@@ -36,7 +36,7 @@ class Alone:
             cache.regions,
             stager(cache, 8 * 4096),
             self.results.append,
-            Limits(grace=GRACE_S, quarantine=1 << 40),
+            Limits(grace=grace, quarantine=1 << 40),
         )
         self.peer = FakeTransport("peer", options)
         self.peer.register(cache.regions)

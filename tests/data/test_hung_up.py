@@ -7,20 +7,16 @@ from collections.abc import Hashable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvxfer.data.commands import Connect, Disconnect, EndpointMade, MakeEndpoint, Result
-from kvxfer.data.data_thread import DataThread
-from kvxfer.data.policy import stager
-from kvxfer.data.quarantine import Limits
+from kvxfer.data.commands import Disconnect
 from kvxfer.failures import FailureKind
-from kvxfer.geometry import Cache, Planner, route
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Move, Moved, PartRef
-from kvxfer.testing.fake import FakeTransport, Network
+from kvxfer.testing.fake import FakeTransport
 from kvxfer.testing.network import LinkEnd
 from kvxfer.transport import Verb
+from tests.data.harness import Alone
 
 LINK = b"link"
 
@@ -47,48 +43,17 @@ class EndsLater(FakeTransport):
             self.wakeup.at(self._leaving[0][0])
 
 
-class Receiver:
+class Receiver(Alone):
     """A data thread that receives, and the bare back end of its peer, which sends nothing."""
 
     def __init__(self) -> None:
-        net = Network()
-        options: dict[str, Any] = {"network": net, "verbs": ["send", "recv"]}
-        self._memory = np.zeros((1, 256, 4, 1024), np.uint8)
-        cache = Cache.of_tensors(self._memory, "layer block token unit")
-        self._planner = Planner(cache, cache, route([cache], [cache])[cache.rank].assignments[cache.rank])
-        self.results: list[Result] = []
-        self.data = DataThread(
-            "fake",
-            lambda: EndsLater("receiver", options),
-            cache.regions,
-            stager(cache, 8 * 4096),
-            self.results.append,
-            Limits(grace=5.0, quarantine=1 << 40),
-        )
-        self.data.start(5.0)
-        self.data.post(MakeEndpoint(LINK, 1, "fake", "consumer"))
-        made = self.wait(EndpointMade)[0]
-        self.peer = FakeTransport("sender", options)
-        theirs = self.peer.endpoint()
-        self.data.post(Connect(LINK, 1, made.endpoint, theirs))
-        self.peer.connect(theirs, made.endpoint)
+        super().__init__(lambda options: EndsLater("receiver", options), grace=5.0, verbs=["send", "recv"])
+        self.connect(LINK, 1)
 
     def receive(self, number: int, piece_bytes: int) -> None:
         plan = self._planner.plan([range(64)], [range(64 * number, 64 * number + 64)], 0, 256)
         ref = PartRef("consumer", LINK, TransferId("own/1/x", number), 1, 1)
         self.data.post(Move(ref, Verb.RECV, plan, number + 1, piece_bytes))
-
-    def wait(self, sort: type, count: int = 1) -> list[Any]:
-        until = time.monotonic() + 5.0
-        while time.monotonic() < until:
-            if len(found := [r for r in self.results if isinstance(r, sort)]) >= count:
-                return found
-            time.sleep(0.002)
-        raise AssertionError(f"{count} x {sort.__name__} did not come: {self.results}")
-
-    def close(self) -> None:
-        self.data.close(5.0)
-        self.peer.close()
 
 
 @pytest.fixture
