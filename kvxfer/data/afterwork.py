@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from kvxfer.data.ends import quieted
 from kvxfer.data.jobs import Job
-from kvxfer.failures import Failure, FailureKind
 from kvxfer.fence import Fence
 from kvxfer.protocol.values import Moved
 
@@ -47,7 +47,7 @@ class AfterWork:
             if not work:
                 self._waiting.remove(waiting)
                 for job in jobs:
-                    self._post(Moved(job.ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
+                    self._post(quieted(job.ref))
 
 
 def _done(fence: Fence) -> bool:

@@ -8,7 +8,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol.values import Moved, PartRef
 from kvxfer.transport import Transport
 
-__all__ = ["backend_failed", "shut", "unmoved"]
+__all__ = ["backend_failed", "quieted", "shut", "unmoved"]
 
 log = logging.getLogger("kvxfer.data")
 
@@ -26,6 +26,11 @@ def shut(transport: Transport) -> bool:
 def unmoved(ref: PartRef) -> Moved:
     """Return the end of a part that has not begun because its link does not exist."""
     return Moved(ref, Failure(FailureKind.PEER_LOST, "the link is broken"), True, 0, collateral=True)
+
+
+def quieted(ref: PartRef) -> Moved:
+    """Return the second end of a part that was not quiet at its first, and is now."""
+    return Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0)
 
 
 def backend_failed(detail: str) -> Failure:

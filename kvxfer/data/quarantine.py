@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer.data.ends import quieted
 from kvxfer.data.jobs import Job
-from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol.values import LinkId, Moved, PartRef
 from kvxfer.transport import Capabilities
 
@@ -70,7 +70,7 @@ class Quarantine:
     def release(self, ref: PartRef) -> None:
         """Report that the memory of a part that has ended is now quiet."""
         self.calm(self._parts.pop(ref))
-        self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
+        self._post(quieted(ref))
 
     def calm(self, job: Job) -> None:
         """Take in that the memory of a part is quiet."""
