@@ -48,3 +48,8 @@ class PeerError(KvxferError):
     """A peer refused, disappeared or broke the protocol."""
 
     default = FailureKind.PEER_LOST
+
+
+def why_not_loaded(error: Exception) -> str:
+    """Return what to say of an error that somebody's module raised when it was imported: its type, where the words need it."""
+    return str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"

@@ -114,6 +114,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "family = third_party_commands:family\n"
         "lost = third_party_nowhere:command\n"
         "mistaken = third_party_mistake:command\n"
+        "[kvxfer.demos]\n"
+        "mistaken = third_party_mistake:demo\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -376,6 +378,8 @@ def test_what_raises_when_it_is_imported_costs_nothing_else() -> None:
     assert "RuntimeError: built for another driver" in found["mistaken"]["reason"] and found["tcp"]["usable"]
     told = run("mistaken")
     assert told.exit_code == 1 and "RuntimeError: built for another driver" in told.stderr
+    shown = run("demo", "--engine", "mistaken")
+    assert shown.exit_code == 1 and "RuntimeError: built for another driver" in " ".join(shown.stderr.split())
 
 
 def test_a_stand_in_reports_nothing() -> None:

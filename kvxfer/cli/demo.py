@@ -13,7 +13,7 @@ from typer.main import get_command
 from kvxfer.cli.addresses import address_problems
 from kvxfer.cli.installed import help_of
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, why_not_loaded
 from kvxfer.settings import json_object
 from kvxfer.transport import registry
 from kvxfer.transport.auto import AUTO
@@ -105,8 +105,8 @@ def _chosen(engine: str | None) -> Demo:
     for name in [engine] if engine is not None else sorted(installed):
         try:
             found: Demo = installed[name].load()
-        except (ImportError, AttributeError) as error:
-            lacks.append(f"{name}: cannot be loaded from {installed[name].value}: {error}")
+        except Exception as error:  # whatever its module does when it is imported costs no other demo anything
+            lacks.append(f"{name}: cannot be loaded from {installed[name].value}: {why_not_loaded(error)}")
             continue
         lack = found.lack()
         if lack is None:

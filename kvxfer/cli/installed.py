@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+from kvxfer.errors import why_not_loaded
+
 __all__ = ["add_installed", "help_of"]
 
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -25,10 +27,7 @@ def add_installed(program: typer.Typer, group: str) -> None:
         try:
             command = installed[name].load()
         except Exception as error:  # whatever its module does when it is imported costs no other command anything
-            said = (
-                str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
-            )
-            _add_unavailable(program, name, f"cannot be loaded from {installed[name].value}: {said}")
+            _add_unavailable(program, name, f"cannot be loaded from {installed[name].value}: {why_not_loaded(error)}")
         else:
             if isinstance(command, typer.Typer):
                 program.add_typer(command, name=name)

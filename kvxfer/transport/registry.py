@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, why_not_loaded
 from kvxfer.settings import near
 from kvxfer.transport.contract import CONTRACTS, Probe, Transport
 
@@ -42,8 +42,7 @@ def load(name: str) -> type[Transport]:
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except Exception as e:  # whatever its module does when it is imported costs no other back end anything
-        said = str(e) if isinstance(e, (ImportError, AttributeError)) else f"{type(e).__name__}: {e}"
-        raise ConfigError(f"back end {name!r} ({target}) cannot be loaded: {said}") from e
+        raise ConfigError(f"back end {name!r} ({target}) cannot be loaded: {why_not_loaded(e)}") from e
     if not (isinstance(cls, type) and issubclass(cls, Transport)):
         raise ConfigError(f"back end {name!r} ({target}) is not a kvxfer.transport.Transport class")
     if not getattr(cls, "name", ""):
