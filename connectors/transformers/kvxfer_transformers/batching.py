@@ -131,8 +131,7 @@ class BatchingExchange:
     def ticket(self, request_id: str) -> str:
         """Return the ticket of a request whose result has come. May be called once for each, and used for one ``add_fetch``.
 
-        Of those that nobody asks for, the last 10000 are kept. What a ticket names is offered for ``lease``
-        seconds.
+        Of those that nobody asks for, the last ``MOST_TICKETS`` are kept. What a ticket names is offered for ``lease`` seconds.
 
         Raises:
             ArgumentError: No such request was prefilled successfully, or too many have been since.
