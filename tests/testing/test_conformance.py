@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,24 @@ def test_freed_memory_hides_no_leak() -> None:
         _above = [bytes(600) for _ in range(1000)]
         del freed
     assert complaint(LeaksMemory, "test_links_do_not_leak", {}) is not None
+
+
+def test_pages_of_files_that_the_system_takes_away_hide_no_leak(tmp_path: Path) -> None:
+    """As it does when it is short of memory: as many as leak."""
+    (tmp_path / "library").write_bytes(bytes(64 << 20))
+
+    class AndLosesPages(LeaksMemory):
+        """Of whose file 1 MiB less is in memory after each link."""
+
+        def connect(self, mine: bytes, theirs: bytes) -> int:
+            if places:
+                library.madvise(mmap.MADV_DONTNEED, places.pop(), 1 << 20)
+            return super().connect(mine, theirs)
+
+    with open(tmp_path / "library", "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        assert not any(library[:: mmap.PAGESIZE])  # now they are in memory
+        places = list(range(0, len(library), 1 << 20))
+        assert complaint(AndLosesPages, "test_links_do_not_leak", {}) is not None
 
 
 def test_layouts_are_what_they_say() -> None:
