@@ -10,6 +10,7 @@ uses those that it needs:
 - ``cursor``, ``runs``: copy a batch piece by piece; cut runs that are too long.
 - ``door``: a Unix socket that peers of this host connect to, and accepting where descriptors may run out.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.
+- ``pace``: how often to look at what does not report by itself.
 - ``liveness``: tells each end of a link within one host whether the other end is alive, and carries short messages.
 - ``host``, ``ports``: where a process runs, and which ports it has open.
 - ``environment``: environment variables set only while a library is called.
@@ -21,7 +22,19 @@ from kvxfer.backend.cursor import RunCursor
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.backend.liveness import Liveness, LivenessLinks
 from kvxfer.backend.memories import Memories
+from kvxfer.backend.pace import look_again
 from kvxfer.backend.wakeup import Timer, Wakeup
 from kvxfer.memory.pool import CopyPool
 
-__all__ = ["Base", "CopyPool", "EndpointBase", "Liveness", "LivenessLinks", "Memories", "RunCursor", "Timer", "Wakeup"]
+__all__ = [
+    "Base",
+    "CopyPool",
+    "EndpointBase",
+    "Liveness",
+    "LivenessLinks",
+    "Memories",
+    "RunCursor",
+    "Timer",
+    "Wakeup",
+    "look_again",
+]

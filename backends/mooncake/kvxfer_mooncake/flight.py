@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from kvxfer.backend import look_again
 from kvxfer.backend.runs import split_long
 from kvxfer.errors import TransportError
 from kvxfer.geometry.plan import Ints
@@ -24,9 +25,6 @@ GIVE_UP_S = 0.5
 LOST_S = 3.0
 """How long one of which a request has failed waits to know whether the link is lost: Mooncake lets a second pass before it
 connects to the same peer again."""
-POLL_S = (0.0001, 0.0005)
-"""Least and greatest time between two looks at a batch; in between, a thirty-second of the time since its last post."""
-FENCE_S = 0.0002
 
 
 class Flight:
@@ -41,7 +39,8 @@ class Flight:
         self._pieces = _pieces(here, there, lengths)
         self._next = 0
         self._posted: dict[int, int] = {}  # bytes of each request
-        self._posted_bytes, self._posted_at = 0, 0.0
+        self._posted_bytes = 0
+        self._posted_at = time.monotonic()  # the last time; at first, when the batch was started
         self._after: int | None = link.looks  # of which looks a later one has to find the link up, before bytes move
         self._error: TransportError | None = None
         self._latest = 0.0
@@ -79,11 +78,10 @@ class Flight:
 
     def due(self, now: float) -> float:
         """When to advance again."""
-        if self._fence is not None:
-            return now + FENCE_S
-        if self._posted or self.link.looking:
-            return now + min(max(POLL_S[0], (now - self._posted_at) / 32), POLL_S[1])
-        return max(now + POLL_S[0], self.link.next_look)
+        soon = look_again(self._posted_at, now)
+        if self._fence is not None or self._posted or self.link.looking:
+            return soon
+        return max(soon, self.link.next_look)
 
     def _ready(self, engine: LibraryEngine, now: float) -> bool:
         """Whether memory may be touched: after the fence, and once the link was seen to be up."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvxfer.backend import CopyPool
+from kvxfer.backend import CopyPool, look_again
 from kvxfer.backend.runs import split_long
 from kvxfer.errors import TransportError
 from kvxfer.geometry.plan import Ints
@@ -34,9 +34,6 @@ GIVE_UP_S = 0.5
 """How long a batch that has failed on our side waits for NIXL to be done with it, before it ends without being quiet."""
 SETTLE_S = 0.02
 """After an error of NIXL's: time for it to flush what else is queued on the broken connection."""
-POLL_S = (0.00005, 0.0005)
-"""Least and greatest time between two looks at a batch; in between, a thirty-second of the time since its last post."""
-FENCE_S = 0.0002
 LINK_S = (0.005, 0.05)
 """How often to look for the peer's greeting: in the first second, and later."""
 
@@ -68,7 +65,7 @@ class Flight:
         self._local, self._remote, self._cuts = _pieces(local, remote, pool)
         self._start = 0
         self._handles: list[int] = []
-        self._posted = 0.0
+        self._posted = time.monotonic()  # the last time; at first, when the batch was started
         self._error: TransportError | None = None
         self._earliest, self._latest = 0.0, 0.0
 
@@ -113,12 +110,12 @@ class Flight:
     def due(self, now: float) -> float:
         """When to look again."""
         if self._handles:
-            return now + min(max(POLL_S[0], (now - self._posted) / 32), POLL_S[1])
+            return look_again(self._posted, now)
         if self._error is not None:
             return self._earliest
         if not self.link.up:
             return now + LINK_S[now > self.link.began + 1]
-        return now if self._fence is None else now + FENCE_S
+        return now if self._fence is None else look_again(self._posted, now)
 
     def _ready(self, now: float) -> bool:
         if not self.link.up:

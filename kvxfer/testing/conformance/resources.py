@@ -30,8 +30,8 @@ is too busy for it to use up ``IDLE_CPU``."""
 RSS_SLACK, RSS_STRETCHES = 16 << 20, 3
 """Bytes by which memory may grow over all rounds, and the number of stretches into which these are divided."""
 
-FENCE_CPU, FENCE_TURNS = 0.3, 6000
-"""Share of a core, and polls a second, that waiting for a fence may take: one check every 0.2 ms makes 5,000 on an idle host."""
+FENCE_CPU, FENCE_TURNS = 0.3, 4000
+"""Share of a core, and polls a second, that waiting for a fence may take: one check every 0.5 ms makes 2,000 on an idle host."""
 
 MAPPED = 2048
 """Bytes by which the memory in use may grow with each batch. A mapping that is kept is at least a page, twice as much; the jumps in
