@@ -225,6 +225,13 @@ def test_errors_of_kvxfer_are_told_without_a_traceback(command: list[str]) -> No
     assert (result.exit_code, result.stderr) == (1, "kvxfer: what happened, and what to do\n")
 
 
+@pytest.mark.parametrize("kind", [[], ["--elastic"]])
+def test_a_benchmark_for_which_there_is_no_memory_does_not_begin(kind: list[str]) -> None:
+    result = run("bench", "transfer", "--tokens", "99999999999", *kind)
+    assert result.exit_code == 1 and not result.stdout
+    assert "--tokens 99999999999 is too great" in result.stderr and "are available" in result.stderr
+
+
 @pytest.mark.usefixtures("installed")
 def test_doctor_tells_of_each_back_end_whether_it_works_and_why_not() -> None:
     result = run("doctor", "--json")

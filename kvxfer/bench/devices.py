@@ -1,14 +1,17 @@
-"""The device that an option of the command line names."""
+"""The device that an option of the command line names, and whether its memory is enough."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["check_cuda", "check_device"]
+__all__ = ["check_cuda", "check_device", "check_memory"]
 
 
 def check_device(device: str, option: str) -> None:
@@ -36,3 +39,33 @@ def check_cuda(device: str, option: str) -> None:
         raise ConfigError(
             f"{option} {device}: torch finds {f'{count} CUDA devices' if count else 'no CUDA device'} here"
         )
+
+
+def check_memory(devices: Sequence[str], nbytes: int, option: str) -> None:
+    """Refuse what would need more memory than is available: the system would end some process for it.
+
+    Args:
+        devices: Where memory is needed; twice as much where one is named twice.
+        nbytes: How much is needed at each.
+        option: What to name in the message: the option that is too great.
+
+    Raises:
+        ConfigError: There is too little.
+    """
+    for device, times in Counter(devices).items():
+        has = _available(device)
+        if times * nbytes > has:
+            raise ConfigError(
+                f"{option} is too great: it takes {times * nbytes / 1e9:.4g} GB of memory of {device}, "
+                f"of which {has / 1e9:.4g} GB are available"
+            )
+
+
+def _available(device: str) -> int:
+    if device == "cpu":
+        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        assert found is not None  # the kernel has told it since 3.14
+        return int(found[1]) * 1024
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])

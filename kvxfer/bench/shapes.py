@@ -33,13 +33,21 @@ class Model:
         """Bytes of one block of one layer."""
         return self.heads * self.head_bytes * self.block_tokens
 
+    def prompt_blocks(self, tokens: int) -> int:
+        """Return how many blocks a prompt of so many tokens fills."""
+        return -(-tokens // self.block_tokens)
+
+    def cache_blocks(self, tokens: int) -> int:
+        """Return how many blocks a cache has in which such a prompt lies scattered: a quarter more."""
+        need = self.prompt_blocks(tokens)
+        return need + need // 4 + 1
+
 
 class Request:
     """A prompt in scattered blocks, with ids ``src`` on the producer and ``dst`` on the consumer, each out of ``blocks`` blocks."""
 
     def __init__(self, model: Model, tokens: int) -> None:
-        need = -(-tokens // model.block_tokens)
-        self.blocks = need + need // 4 + 1
+        need, self.blocks = model.prompt_blocks(tokens), model.cache_blocks(tokens)
         self.nbytes = need * model.page * model.layers
         rng = np.random.default_rng(0)
         self.src, self.dst = (rng.permutation(self.blocks)[:need].astype(np.int64) for _ in range(2))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast, get_args
 import numpy as np
 import typer
 
+from kvxfer.bench.devices import check_memory
 from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
 from kvxfer.bench.progress import Say, progress, silent
 from kvxfer.bench.shapes import MODELS, Memory, Model, Request
@@ -43,8 +44,9 @@ def measure(
         (``after_pause``) 20 ms apart.
     """
     shape = MODELS[model]
-    request = Request(shape, tokens)
     where = cache_devices(device)
+    _check_room(where, shape, tokens, staging_bytes)
+    request = Request(shape, tokens)
     out = _asked(backend, device, where, model, tokens, request, repeat) | {
         "blocks": len(request),
         **({"step_ms": step_ms} if step_ms else {}),
@@ -84,9 +86,10 @@ def measure_elastic(
         round; and for elastic memory the median of each round's ratio to each of the others.
     """
     shape = MODELS[model]
-    request = Request(shape, tokens)
     where = cache_devices(device)
     ways: list[Memory] = ["elastic", "plain"] if device == "cpu" else ["elastic", "declared", "plain"]
+    _check_room(where, shape, tokens, staging_bytes, 2 * len(ways))
+    request = Request(shape, tokens)
     seconds: dict[tuple[str, str], list[float]] = {}
     out = _asked(backend, device, where, model, tokens, request, repeat)
     with ExitStack() as stack:
@@ -119,6 +122,16 @@ def measure_elastic(
             rounds = zip(seconds[other, what][2:], seconds["elastic", what][2:], strict=True)
             out[f"elastic_to_{other}_{what}"] = round(statistics.median(one / elastic for one, elastic in rounds), 3)
     return out
+
+
+def _check_room(where: tuple[str, str], shape: Model, tokens: int, staging_bytes: int, pairs: int = 1) -> None:
+    """Refuse a prompt for which there is no room in so many pairs of caches with their staging memory.
+
+    Raises:
+        ConfigError: There is too little memory.
+    """
+    cache = shape.cache_blocks(tokens) * shape.page * shape.layers
+    check_memory(where, pairs * (cache + staging_bytes), f"--tokens {tokens}")
 
 
 def _asked(

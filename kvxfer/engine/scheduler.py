@@ -97,6 +97,7 @@ class SchedulerSide:
         groups = arguments.several("groups", groups, Group, 1)
         if pins is not None:
             arguments.instance("pins", pins, BlockPins)
+        trace = Trace(config.trace, engine)
         self._ranks = ranks
         self.facts = f.check(facts)
         self._tables = TableCheck(groups)
@@ -111,7 +112,6 @@ class SchedulerSide:
         self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks, writes_early)
         self._offers = Offers(self._schedule.producer, self._offered, self._tables, self._notices)
         self._descriptors: dict[Rank, RankDescriptor] = {}
-        trace = Trace(config.trace, engine)
         self._loads = Loads(
             config, self._schedule.consumer, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Stages
@@ -42,9 +43,17 @@ class Trace:
     Args:
         path: The file that lines are appended to; None writes nothing.
         engine: The engine's name.
+
+    Raises:
+        ConfigError: That file cannot be written.
     """
 
     def __init__(self, path: str | None, engine: str) -> None:
+        if path is not None:
+            try:
+                open(path, "a", encoding="utf-8").close()
+            except OSError as e:
+                raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e
         self._path, self._engine = path, engine
         self._loads: dict[str, _Load] = {}
 

@@ -6,12 +6,26 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer import Agent, BlockTable, Cache, ClosedError, Config, Group, KvxferError, Rank, Source, Ticket, TransferId
+from kvxfer import (
+    Agent,
+    BlockTable,
+    Cache,
+    ClosedError,
+    Config,
+    ConfigError,
+    Group,
+    KvxferError,
+    Rank,
+    Source,
+    Ticket,
+    TransferId,
+)
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
 from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Named, Renew
@@ -394,3 +408,9 @@ def test_an_engine_goes_on_though_its_agents_are_closed_meanwhile() -> None:
         s.report(Report(descriptors={Rank(): w.agent.descriptor}))
     finally:
         e.close()
+
+
+def test_an_engine_whose_trace_cannot_be_written_does_not_start(tmp_path: Path) -> None:
+    config = Config(backend=CONFIG.backend, trace=str(tmp_path / "no" / "folder"))
+    with pytest.raises(ConfigError, match="'trace': .*no/folder cannot be written: No such file"):
+        SchedulerSide(config, "e", (Group(2),), 1, FACTS)

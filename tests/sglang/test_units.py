@@ -3,19 +3,22 @@
 import contextlib
 import ctypes
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvxfer import ConfigError, KvxferError, PeerError, Rank
+from kvxfer import Cache, Config, ConfigError, KvxferError, PeerError, Rank
 from kvxfer.geometry import route
 from kvxfer_sglang import notes
 from kvxfer_sglang.cache import heads_of, pool_cache
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import row_of, set_row
+from kvxfer_sglang.rank import EngineRank
 from kvxfer_sglang.settings import settings
 from kvxfer_sglang.states import States
 from kvxfer_sglang.support import UnsupportedSetupError
@@ -294,3 +297,18 @@ def test_the_script_for_a_gpu_compares_what_servers_answer(
     assert capsys.readouterr().out.count("DIFFERENT") == code
     modes = [more[1] for *_, more in started[1:]]
     assert modes == ["prefill", "decode"] and all("kvxfer" in more for *_, more in started[1:])
+
+
+def test_a_rank_that_cannot_start_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+
+    def gather(own: Any) -> list[Any]:
+        assert set(threading.enumerate()) > before
+        raise RuntimeError("another rank has died")
+
+    memory = np.zeros((LAYERS, PAGES, PAGE, UNIT), np.uint8)
+    cache = Cache.of_tensors(memory, "layer block token unit", encoding="e")
+    config = Config(backend="kvxfer.testing.fake:FakeTransport")
+    with pytest.raises(RuntimeError, match="another rank"):
+        EngineRank(cache, config, "e", {"model": "m"}, gather, lambda event: None)
+    assert not {t for t in threading.enumerate() if t.is_alive()} - before

@@ -331,10 +331,14 @@ def test_a_prefetch_that_is_refused_frees_the_producer_s_blocks(make: Make, boar
         p.step()
 
 
-def test_a_trace_that_cannot_be_written_is_no_matter(
+def test_a_trace_that_can_no_longer_be_written_is_no_matter(
     make: Make, board: Switchboard, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    p, d = make(), decoder(make, board, extra={"step_budget": 1, "trace": str(tmp_path / "no" / "folder")})
+    path = tmp_path / "folder" / "trace"
+    path.parent.mkdir()
+    p, d = make(), decoder(make, board, extra={"step_budget": 1, "trace": str(path)})
+    path.unlink()
+    path.parent.rmdir()
     for i in range(2):
         right(d, p, d.add(prompt(N, i), offered(p, i)), prompt(N, i))
     assert len([r for r in caplog.records if "no more lines are written" in r.message]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from kvxfer import Agent, Cache, Config, Directory, Event, Rank, Source
@@ -42,13 +43,18 @@ class EngineRank:
         gather: Callable[[Any], list[Any]],
         heard: Callable[[Event], None],
     ) -> None:
-        self.agent = Agent(cache, config, name, facts)
-        self._directory = Directory(config, name, facts) if cache.rank == Rank() else None
-        told = gather((self.agent.descriptor, self._directory.source if self._directory else None))
-        self.source: Source = next(source for _, source in told if source is not None)
-        if self._directory is not None:
-            self._directory.publish(tuple(descriptor for descriptor, _ in told))
         self._heard = heard
+        with ExitStack() as opened:
+            self.agent = Agent(cache, config, name, facts)
+            opened.callback(self.agent.close)
+            self._directory = Directory(config, name, facts) if cache.rank == Rank() else None
+            if self._directory is not None:
+                opened.callback(self._directory.close)
+            told = gather((self.agent.descriptor, self._directory.source if self._directory else None))
+            self.source: Source = next(source for _, source in told if source is not None)
+            if self._directory is not None:
+                self._directory.publish(tuple(descriptor for descriptor, _ in told))
+            opened.pop_all()  # all is well: ``close`` closes them
         self._closed = False
         self._thread = NamedThread(target=self._run, name="kvxfer-sglang")
         self._thread.start()
