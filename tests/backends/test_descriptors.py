@@ -16,6 +16,7 @@ import pytest
 from kvxfer import Agent, Config, KvxferError
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance import Suite, World
+from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.participant import Runs
 from tests.conftest import require
 from tests.control.caches import make_cache
@@ -87,6 +88,7 @@ def test_a_shortage_costs_new_links_only(backend: str, kind: str, options: dict[
         (None, "tests.backends.cuda_on_host:OnHost", {}),
     ],
 )
+@old_objects_aside()
 def test_what_cannot_be_made_keeps_none(backend: str | None, kind: str, options: dict[str, Any]) -> None:
     """It is tried again and again, and took with it what had come free since."""
     if backend is not None:
@@ -116,6 +118,7 @@ def descriptors() -> int:
 @pytest.mark.parametrize(
     "backend, options", [("kvxfer.testing.fake:FakeTransport", {}), ("tcp", {}), ("cma", {"mode": "shm"})]
 )
+@old_objects_aside()
 def test_an_agent_that_cannot_be_made_for_want_of_descriptors_leaves_none(
     backend: str, options: dict[str, Any]
 ) -> None:
