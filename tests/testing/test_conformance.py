@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -61,6 +61,22 @@ def test_pages_of_files_that_the_system_takes_away_hide_no_leak(tmp_path: Path) 
         assert not any(library[:: mmap.PAGESIZE])  # now they are in memory
         places = list(range(0, len(library), 1 << 20))
         assert complaint(AndLosesPages, "test_links_do_not_leak", {}) is not None
+
+
+def test_memory_that_others_give_back_meanwhile_hides_no_leak() -> None:
+    """An agent that ends late gives back its staging memory, say."""
+    staging = [b"x" * (64 << 20)]
+
+    class WhileAnotherEnds(LeaksMemory):
+        kept: ClassVar[list[bytes]] = []
+
+        def connect(self, mine: bytes, theirs: bytes) -> int:
+            if len(self.kept) == 20:
+                staging.clear()
+            return super().connect(mine, theirs)
+
+    assert complaint(WhileAnotherEnds, "test_links_do_not_leak", {}) is not None
+    assert not staging
 
 
 def test_layouts_are_what_they_say() -> None:

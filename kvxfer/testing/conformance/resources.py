@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ IDLE_TURNS = 200
 """How often in a second an idle transport may want to be polled. This finds a descriptor that is always readable on a host that
 is too busy for it to use up ``IDLE_CPU``."""
 
-RSS_SLACK, RSS_STRETCHES = 16 << 20, 3
+RSS_SLACK, RSS_STRETCHES = 16 << 20, 5
 """Bytes by which memory may grow over all rounds, and the number of stretches into which these are divided."""
 
 FENCE_CPU, FENCE_TURNS = 0.3, 4000
@@ -98,15 +99,15 @@ def _least(world: World, transports: int, cpu: float, polls: float, stretches: i
 def _lost(rounds: Callable[[int], object], count: int) -> int:
     """Return the bytes by which ``count`` rounds made the process grow.
 
-    The stretch of rounds that added least is taken for all: a leak shows in each of them, while allocators and libraries
-    grow in jumps (NCCL by 32 MiB, in the eighth round or the twentieth).
+    The median stretch of rounds is taken for all: a leak shows in each of them, while allocators and libraries grow in jumps
+    (NCCL by 32 MiB, in the eighth round or the twentieth), and others in this process may give back much at one time.
     """
-    grown = []
-    for i in range(RSS_STRETCHES):
+    stretches, grown = max(1, min(RSS_STRETCHES, count)), []
+    for i in range(stretches):
         before = _resident()
-        rounds(count * (i + 1) // RSS_STRETCHES - count * i // RSS_STRETCHES)
+        rounds(count * (i + 1) // stretches - count * i // stretches)
         grown.append(_resident() - before)
-    return RSS_STRETCHES * min(grown)
+    return stretches * int(statistics.median(grown))
 
 
 def _grown(work: Callable[[int], object], count: int) -> tuple[float, float]:
@@ -304,7 +305,7 @@ class Resources(Suite):
 
         batches(400)
         grown = [_grown(batches, 800) for _ in range(3)]
-        heap, resident = (min(column) for column in zip(*grown, strict=True))
+        heap, resident = (statistics.median(column) for column in zip(*grown, strict=True))
         assert heap < HEAP, f"{heap:.0f} bytes of memory are lost a batch"
         assert resident < MAPPED, f"{resident:.0f} bytes of mapped memory are lost a batch"
 
