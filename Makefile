@@ -165,13 +165,13 @@ gpu-engines:
 
 # A hundred restarts each, but for NCCL, which leaves threads behind when a peer is killed in its init, as one may be that has just started;
 # its communicators are closed soon, so that what device memory is left can be seen. By default UCX keeps the GPU memory of engines that are
-# gone. With the C library's usual arenas, one for each of many threads, memory that is free counts as in use.
+# gone.
 GPU_SOAK_nccl := --restart 20 --options '{"idle_close_s": 0.5}'
 GPU_SOAK_ucx  := --options '{"ucx": {"CUDA_IPC_CACHE": "n"}}'
 GPU_SOAK_nixl := $(GPU_SOAK_ucx)
 
 gpu-trouble:
-	set -e; $(foreach backend,$(GPU_BACKENDS),MALLOC_ARENA_MAX=2 $(GPU_PYTHON) -m kvxfer bench soak --backend $(backend) \
+	set -e; $(foreach backend,$(GPU_BACKENDS),$(GPU_PYTHON) -m kvxfer bench soak --backend $(backend) \
 	    --device cuda --minutes 4 --restart 1 $(GPU_SOAK_$(backend));)
 	for backend in $(filter-out nccl,$(GPU_BACKENDS)); do \
 	    $(GPU_PYTHON) -m kvxfer bench chaos --backend $$backend --device cuda --minutes 5 || exit 1; done

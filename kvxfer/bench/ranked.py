@@ -26,6 +26,7 @@ from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, GenerationReleased
+from kvxfer.testing.usage import resident
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["LoadResult", "RankedEngine"]
@@ -151,12 +152,10 @@ class RankedEngine:
 
     def vitals(self) -> dict[str, float]:
         """Return the resources that the process and its agents hold."""
-        with open("/proc/self/statm") as f:
-            pages = int(f.read().split()[1])
         stats = [agent.stats() for agent in self._agents]
         return {
             "device_MiB": 0.0 if self._words[0].device == "cpu" else device_mib(),
-            "rss_MiB": round(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 2),
+            "host_MiB": round(resident() / (1 << 20), 2),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
             "fetches": sum(s.fetches for s in stats),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from kvxfer.testing.conformance.participant_link import PARTS, Started
 from kvxfer.testing.conformance.suite import Suite
 from kvxfer.testing.conformance.world import World
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
+from kvxfer.testing.usage import allocated, resident
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
@@ -46,9 +45,6 @@ LINKS, LINK_STRETCHES = 40, 3
 ENDS_S, FORGETS_S = 0.2, 1.0
 """How long to wait until this side knows that its links have ended, and then until a back end has forgotten those it has closed."""
 
-_mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-
 
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
@@ -56,19 +52,6 @@ def _descriptors() -> int:
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-def _resident() -> int:
-    """Return the bytes of memory in use.
-
-    Garbage, and freed memory that the allocator keeps, is given back first: a leak would be served from there, unnoticed. Pages of files do
-    not count: a system that is short of memory takes them away while others leak.
-    """
-    gc.collect()
-    if _trim is not None:
-        _trim(ctypes.c_size_t(0))
-    with open("/proc/self/status") as f:
-        return 1024 * sum(int(line.split()[1]) for line in f if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def _idle(world: World, transports: int) -> tuple[float, float]:
@@ -104,17 +87,17 @@ def _lost(rounds: Callable[[int], object], count: int) -> int:
     """
     stretches, grown = max(1, min(RSS_STRETCHES, count)), []
     for i in range(stretches):
-        before = _resident()
+        before = resident()
         rounds(count * (i + 1) // stretches - count * i // stretches)
-        grown.append(_resident() - before)
+        grown.append(resident() - before)
     return stretches * int(statistics.median(grown))
 
 
 def _grown(work: Callable[[int], object], count: int) -> tuple[float, float]:
     """Return the bytes by which one of ``count`` pieces of work made the heaps (Python's and C's) and all memory in use grow."""
-    heap, resident = _heap(), _resident()
+    heap, memory = allocated(), resident()
     work(count)
-    return (_heap() - heap) / count, (_resident() - resident) / count
+    return (allocated() - heap) / count, (resident() - memory) / count
 
 
 def _abort(world: World, started: Started) -> None:
@@ -122,23 +105,6 @@ def _abort(world: World, started: Started) -> None:
     participant, number = started.halves[0]
     participant.abort(number)
     world.finish(started)
-
-
-def _heap() -> int:
-    gc.collect()
-    python = 64 * sys.getallocatedblocks()
-    if _mallinfo is None:
-        return python
-    _mallinfo.restype = _Mallinfo
-    info = _mallinfo()
-    return python + int(info.uordblks) + int(info.hblkhd)
-
-
-class _Mallinfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
 
 
 def _objects() -> Counter[str]:
@@ -305,9 +271,9 @@ class Resources(Suite):
 
         batches(400)
         grown = [_grown(batches, 800) for _ in range(3)]
-        heap, resident = (statistics.median(column) for column in zip(*grown, strict=True))
+        heap, memory = (statistics.median(column) for column in zip(*grown, strict=True))
         assert heap < HEAP, f"{heap:.0f} bytes of memory are lost a batch"
-        assert resident < MAPPED, f"{resident:.0f} bytes of mapped memory are lost a batch"
+        assert memory < MAPPED, f"{memory:.0f} bytes of mapped memory are lost a batch"
 
     def test_nothing_is_left_in_the_system(self, world: World) -> None:
         """When both sides have closed, no file of theirs is left in shared memory, and no child process."""
