@@ -35,7 +35,8 @@ LEVELS = [
     {"control"},
     {"engine"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
-    {"testing", "bench"},
+    {"testing"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]
