@@ -8,7 +8,11 @@ import sys
 
 __all__ = ["allocated", "resident"]
 
+# What glibc's ``malloc.h`` says: an option, and that freed memory at the end of a heap is given back if there is as much of it.
+M_TRIM_THRESHOLD, TRIM_BYTES = -1, 128 << 10
+
 _libc = ctypes.CDLL(None)
+_libc.malloc.argtypes, _libc.malloc.restype, _libc.free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
 _mallinfo = getattr(_libc, "mallinfo2", None)  # glibc's
 _trim = getattr(_libc, "malloc_trim", None)  # glibc's
 
@@ -32,6 +36,10 @@ def resident() -> int:
     """
     gc.collect()
     if _trim is not None:
+        # The heaps of most threads are trimmed at their ends only when something large is freed, and by default only if there are tens of
+        # megabytes. Any thread may have such a heap: it gets one when there was no memory for it once.
+        _libc.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
+        _libc.free(_libc.malloc(TRIM_BYTES))
         _trim(ctypes.c_size_t(0))
     with open("/proc/self/status") as f:
         return 1024 * sum(int(line.split()[1]) for line in f if line.startswith(("RssAnon:", "RssShmem:")))
