@@ -225,9 +225,9 @@ def test_errors_of_kvxfer_are_told_without_a_traceback(command: list[str]) -> No
     assert (result.exit_code, result.stderr) == (1, "kvxfer: what happened, and what to do\n")
 
 
-@pytest.mark.parametrize("kind", [[], ["--elastic"]])
+@pytest.mark.parametrize("kind", [["transfer"], ["transfer", "--elastic"], ["turns", "tcp", "{}"]])
 def test_a_benchmark_for_which_there_is_no_memory_does_not_begin(kind: list[str]) -> None:
-    result = run("bench", "transfer", "--tokens", "99999999999", *kind)
+    result = run("bench", *kind, "--tokens", "99999999999")
     assert result.exit_code == 1 and not result.stdout
     assert "--tokens 99999999999 is too great" in result.stderr and "are available" in result.stderr
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvxfer.bench.devices import check_memory
 from kvxfer.bench.engine import BenchEngine, Setup
 from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import Memory, Model, Request
@@ -16,7 +17,7 @@ from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
 from kvxfer.protocol.values import Role
 
-__all__ = ["ByLibrary", "Pair", "Sessions", "cache_devices", "pair"]
+__all__ = ["ByLibrary", "Pair", "Sessions", "cache_devices", "check_room", "pair"]
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,16 @@ def cache_devices(device: str) -> tuple[str, str]:
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here")
     return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+
+
+def check_room(where: tuple[str, str], model: Model, tokens: int, staging_bytes: int, pairs: int = 1) -> None:
+    """Refuse a prompt for which there is no room in so many pairs of caches with their staging memory.
+
+    Raises:
+        ConfigError: There is too little memory.
+    """
+    cache = model.cache_blocks(tokens) * model.page * model.layers
+    check_memory(where, pairs * (cache + staging_bytes), f"--tokens {tokens}")
 
 
 def _by_library(rounds: list[list[dict[str, float]]]) -> ByLibrary:

@@ -12,8 +12,7 @@ from typing import Annotated, Any, cast, get_args
 import numpy as np
 import typer
 
-from kvxfer.bench.devices import check_memory
-from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
+from kvxfer.bench.pair import Pair, Sessions, cache_devices, check_room, pair
 from kvxfer.bench.progress import Say, progress, silent
 from kvxfer.bench.shapes import MODELS, Memory, Model, Request
 from kvxfer.config import Integrity
@@ -45,7 +44,7 @@ def measure(
     """
     shape = MODELS[model]
     where = cache_devices(device)
-    _check_room(where, shape, tokens, staging_bytes)
+    check_room(where, shape, tokens, staging_bytes)
     request = Request(shape, tokens)
     out = _asked(backend, device, where, model, tokens, request, repeat) | {
         "blocks": len(request),
@@ -88,7 +87,7 @@ def measure_elastic(
     shape = MODELS[model]
     where = cache_devices(device)
     ways: list[Memory] = ["elastic", "plain"] if device == "cpu" else ["elastic", "declared", "plain"]
-    _check_room(where, shape, tokens, staging_bytes, 2 * len(ways))
+    check_room(where, shape, tokens, staging_bytes, 2 * len(ways))
     request = Request(shape, tokens)
     seconds: dict[tuple[str, str], list[float]] = {}
     out = _asked(backend, device, where, model, tokens, request, repeat)
@@ -122,16 +121,6 @@ def measure_elastic(
             rounds = zip(seconds[other, what][2:], seconds["elastic", what][2:], strict=True)
             out[f"elastic_to_{other}_{what}"] = round(statistics.median(one / elastic for one, elastic in rounds), 3)
     return out
-
-
-def _check_room(where: tuple[str, str], shape: Model, tokens: int, staging_bytes: int, pairs: int = 1) -> None:
-    """Refuse a prompt for which there is no room in so many pairs of caches with their staging memory.
-
-    Raises:
-        ConfigError: There is too little memory.
-    """
-    cache = shape.cache_blocks(tokens) * shape.page * shape.layers
-    check_memory(where, pairs * (cache + staging_bytes), f"--tokens {tokens}")
 
 
 def _asked(

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.bench.pair import Pair, Sessions, cache_devices, pair
+from kvxfer.bench.pair import Pair, Sessions, cache_devices, check_room, pair
 from kvxfer.bench.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
@@ -44,8 +44,9 @@ def measure(
         the library (at the median, the median of each round's ratio).
     """
     shape = MODELS[model]
-    request = Request(shape, tokens)
     where = cache_devices(device)
+    check_room(where, shape, tokens, staging_bytes, len(options) * (1 + sessions))
+    request = Request(shape, tokens)
     seconds: dict[tuple[str, int], list[float]] = {}
 
     def note(what: str, which: int, took: list[float]) -> None:

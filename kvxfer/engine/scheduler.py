@@ -78,7 +78,7 @@ class SchedulerSide:
 
     Raises:
         ArgumentError: An argument has the wrong type or range.
-        ConfigError: The facts are too many or too long.
+        ConfigError: The facts are too many or too long, or the file of ``trace`` cannot be written.
         OSError: The directory's address is not available.
     """
 

@@ -43,7 +43,7 @@ class EngineRank:
         gather: Callable[[Any], list[Any]],
         heard: Callable[[Event], None],
     ) -> None:
-        self._heard = heard
+        self._heard, self._closed = heard, False
         with ExitStack() as opened:
             self.agent = Agent(cache, config, name, facts)
             opened.callback(self.agent.close)
@@ -54,10 +54,9 @@ class EngineRank:
             self.source: Source = next(source for _, source in told if source is not None)
             if self._directory is not None:
                 self._directory.publish(tuple(descriptor for descriptor, _ in told))
+            self._thread = NamedThread(target=self._run, name="kvxfer-sglang")
+            self._thread.start()
             opened.pop_all()  # all is well: ``close`` closes them
-        self._closed = False
-        self._thread = NamedThread(target=self._run, name="kvxfer-sglang")
-        self._thread.start()
 
     def _run(self) -> None:
         while not self._closed:
