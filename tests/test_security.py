@@ -29,6 +29,7 @@ from kvxfer.security import Security, make_key
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.control.conftest import make_cache
 from tests.control.stranger import Stranger
+from tests.relay import Relay
 
 T = TransferId("own/1/secret", 0)
 
@@ -215,6 +216,7 @@ def test_who_dials_takes_nobody_without_the_key_for_a_producer(
     threading.Thread(target=serve, daemon=True).start()
     d = engine(key_file=key, transfer_timeout=1.0)
     end = outcome(d, d, Source("127.0.0.1", listener.getsockname()[1], 7))
+    listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves the thread in ``accept``
     listener.close()
     assert end.outcome.kind is FailureKind.PEER_UNREACHABLE and not any(heard)
 
@@ -223,39 +225,24 @@ def test_what_was_overheard_cannot_be_said_again(engine: Callable[..., Engine], 
     """A notice to a directory, recorded on its way and sent again on another connection."""
     p, d = engine(key_file=key), engine(key_file=key)
     target = ("127.0.0.1", p.directory.source.port)
-    server = socket.create_server(("127.0.0.1", 0))
-    heard: list[bytes] = []
-
-    def relay() -> None:
-        near, _ = server.accept()
-        far = socket.create_connection(target)
-
-        def back() -> None:
-            while data := far.recv(65536):
-                near.sendall(data)
-
-        threading.Thread(target=back, daemon=True).start()
-        while data := near.recv(65536):
-            heard.append(data)
-            far.sendall(data)
-
-    threading.Thread(target=relay, daemon=True).start()
+    relay = Relay(f"tcp://127.0.0.1:{target[1]}")
     notice = Renew(p.directory.source.epoch, (Named(T, b"d"),))
-    d.directory.tell(Source("127.0.0.1", server.getsockname()[1], p.directory.source.epoch), notice)
+    d.directory.tell(Source("127.0.0.1", relay.port, p.directory.source.epoch), notice)
     until = time.monotonic() + 5
     while not (got := p.directory.notices()):
         assert time.monotonic() < until
         time.sleep(0.01)
     assert got == [notice]
-    assert m.encode(notice) not in b"".join(heard), "it was readable on its way"
+    heard = bytes(relay.asked)
+    assert m.encode(notice) not in heard, "it was readable on its way"
     with socket.create_connection(target) as again:
-        again.sendall(b"".join(heard))
+        again.sendall(heard)
         again.settimeout(1.0)
         with suppress(TimeoutError, ConnectionError):
             while again.recv(65536):
                 pass
     assert not p.directory.notices()
-    server.close()
+    relay.close()
 
 
 # --- the list ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxfer.backend.wakeup import Wakeup
+from tests.leaks import descriptors_kept
 
 
 @pytest.fixture
@@ -72,12 +73,18 @@ def test_a_later_time_takes_back_one_that_has_come(wakeup: Wakeup) -> None:
 
 
 def test_close_gives_all_descriptors_back() -> None:
-    before = os.listdir("/proc/self/fd")
-    wakeup = Wakeup()
-    assert len(os.listdir("/proc/self/fd")) > len(before)
-    wakeup.close()
-    wakeup.close()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    kept = []
+
+    def make() -> None:
+        kept.append(Wakeup())
+
+    def make_and_close() -> None:
+        make()
+        kept[-1].close()
+        kept[-1].close()
+
+    assert descriptors_kept(make, 10) == 3, "one that polls, a flag, a timer"
+    assert not descriptors_kept(make_and_close, 10)
 
 
 def test_a_descriptor_that_rests_does_not_wake_and_a_time_that_was_set_does(wakeup: Wakeup) -> None:

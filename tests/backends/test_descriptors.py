@@ -1,12 +1,12 @@
 """A process that has no descriptor left keeps the links that it has, and makes others once it has some again."""
 
-import gc
 import importlib
 import os
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -16,10 +16,10 @@ import pytest
 from kvxfer import Agent, Config, KvxferError
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance import Suite, World
-from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.participant import Runs
 from tests.conftest import require
 from tests.control.caches import make_cache
+from tests.leaks import descriptors_kept
 
 
 @contextmanager
@@ -88,7 +88,6 @@ def test_a_shortage_costs_new_links_only(backend: str, kind: str, options: dict[
         (None, "tests.backends.cuda_on_host:OnHost", {}),
     ],
 )
-@old_objects_aside()
 def test_what_cannot_be_made_keeps_none(backend: str | None, kind: str, options: dict[str, Any]) -> None:
     """It is tried again and again, and took with it what had come free since."""
     if backend is not None:
@@ -96,29 +95,23 @@ def test_what_cannot_be_made_keeps_none(backend: str | None, kind: str, options:
     module, _, name = kind.partition(":")
     make = getattr(importlib.import_module(module), name)
     make("first", options).close()  # what is loaded for it is loaded now
-    refused = 0
-    for but in range(12):
-        gc.collect()
-        before = set(os.listdir("/proc/self/fd"))
+    refused = set()
+
+    def attempt(but: int) -> None:
         with no_descriptor_left(but):
             try:
                 make("short", options).close()
             except (OSError, TransportError):
-                refused += 1
-        gc.collect()
-        assert set(os.listdir("/proc/self/fd")) == before, f"with {but} descriptors"
-    assert 2 < refused < 12
+                refused.add(but)
 
-
-def descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    for but in range(12):
+        assert not descriptors_kept(partial(attempt, but), 3), f"with {but} descriptors"
+    assert 2 < len(refused) < 12
 
 
 @pytest.mark.parametrize(
     "backend, options", [("kvxfer.testing.fake:FakeTransport", {}), ("tcp", {}), ("cma", {"mode": "shm"})]
 )
-@old_objects_aside()
 def test_an_agent_that_cannot_be_made_for_want_of_descriptors_leaves_none(
     backend: str, options: dict[str, Any]
 ) -> None:
@@ -129,14 +122,18 @@ def test_an_agent_that_cannot_be_made_for_want_of_descriptors_leaves_none(
     memory = np.zeros(1 << 16, np.uint8)
     cache = make_cache(memory, 1, 0, 16)
     Agent(cache, config).close()  # what the first of all opens stays
-    before = descriptors()
-    for n in range(40):
-        made = None
-        with no_descriptor_left(n), suppress(OSError, KvxferError):
-            made = Agent(cache, config)
-        if made is not None:
-            made.close()
-            assert n > 5
-            return
-        assert descriptors() == before, f"with {n} left"
-    raise AssertionError("never made")
+    made = set()
+
+    def attempt(but: int) -> None:
+        agent = None
+        with no_descriptor_left(but), suppress(OSError, KvxferError):
+            agent = Agent(cache, config)
+        if agent is not None:
+            agent.close()
+            made.add(but)
+
+    for but in range(40):
+        assert not descriptors_kept(partial(attempt, but), 3), f"with {but} descriptors"
+        if made:
+            break
+    assert made and min(made) > 5

@@ -2,7 +2,6 @@
 
 # ruff: noqa: F811  (a fixture has the name of what is imported)
 
-import os
 import threading
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from kvxfer.testing.participant import Runs
 from kvxfer.transport import Batch, Verb
 from tests.backends.nixl_worlds import MIB, TCP, altered, cma, large, tcp, world  # noqa: F401  (fixtures)
 from tests.conftest import require
+from tests.leaks import open_files
 
 require("nixl")
 
@@ -177,14 +177,9 @@ def test_links_share_a_connection(world: World) -> None:
             world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [100]))
             a.disconnect(link.peers[a.name])
             b.disconnect(link.peers[b.name])
-        found = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)]
-        sockets[i] = sum(name.startswith("socket") for name in found)
+        sockets[i] = sum(name.startswith("socket:") for name in open_files())
     # UCX opens a lane when it first wants it, so a few may be late; one for each link is what must not be.
     assert sockets[1] - sockets[0] < links
-
-
-def _open(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
 
 
 def test_a_link_closed_before_we_connect_fails_at_once(world: World) -> None:

@@ -2,8 +2,7 @@
 
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
@@ -23,13 +22,11 @@ from kvxfer_tcp.encryption import RECORD_BYTES, Keys
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
+from tests.relay import Relay
 
 HELLO_BYTES = GREETING_BYTES + FRAME_BYTES
 N = 3_000_000
 """Bytes that are read in these tests: more than fit in one record, or in two."""
-
-Change = Callable[[bytes, int], bytes]
-"""Takes bytes that pass and how many have before them, and returns what goes on in their place."""
 
 
 class TestEncrypted(ConformanceSuite):
@@ -45,39 +42,6 @@ class Ours(Suite):
     __test__ = False
 
 
-class Relay:
-    """Stands between a reader and its source, keeps what passes, and may change it."""
-
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target, self._door = target, socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._door.getsockname()[1]
-        self.asked, self.answered = bytearray(), bytearray()
-        self.change_asked: Change = lambda data, at: data
-        self.change_answered: Change = self.change_asked
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                here, there = self._door.accept()[0], socket.create_connection(self._target)
-                for pair in ((here, there, True), (there, here, False)):
-                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
-
-    def _pass(self, source: socket.socket, target: socket.socket, asks: bool) -> None:
-        kept = self.asked if asks else self.answered
-        with suppress(OSError):
-            while some := source.recv(1 << 16):
-                at = len(kept)
-                kept += some
-                target.sendall((self.change_asked if asks else self.change_answered)(some, at))
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._door.close()
-
-
 class Tapped:
     """``b`` reads from ``a`` by way of a relay."""
 
@@ -89,7 +53,7 @@ class Tapped:
             participant.allocate([N], seed)
         mine, theirs = (p.transport.endpoint_lending(lends, False) for p, lends in ((self.a, [0]), (self.b, [])))
         self.told = Endpoint.decode(mine)
-        self.relay = Relay((self.told.host, self.told.port))
+        self.relay = Relay(f"tcp://{self.told.host}:{self.told.port}")
         self.peer_of_a = self.a.connect(mine, theirs)
         self.peer_of_b = self.b.connect(theirs, msgspec.structs.replace(self.told, port=self.relay.port).encode())
 

@@ -4,7 +4,6 @@ import gc
 import os
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,6 +27,7 @@ from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
 from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.wire import Header, Kind, password, routing_id
+from tests.relay import Relay
 
 
 class TestTcp(ConformanceSuite):
@@ -331,36 +331,6 @@ def test_unix_sockets_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any
     assert not list(tmp_path.iterdir())
 
 
-class Wiretap:
-    """Stands between two agents and keeps what passes."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self._target, self._door = (host, int(port)), socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
-        self.heard = bytearray()
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                here, there = self._door.accept()[0], socket.create_connection(self._target)
-                for pair in ((here, there), (there, here)):
-                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
-
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while some := source.recv(1 << 16):
-                self.heard += some
-                target.sendall(some)
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._door.close()
-
-
 @pytest.mark.parametrize("encrypt", [True, False])
 def test_who_listens_on_the_way_learns_nothing_from_an_encrypted_link(encrypt: bool) -> None:
     """Not the bytes, and not the tokens by which a link is known; in the clear both can be read, so the tap works."""
@@ -371,7 +341,7 @@ def test_who_listens_on_the_way_learns_nothing_from_an_encrypted_link(encrypt: b
         transport.register([Region(memory.ctypes.data, memory.nbytes)])
     mine, theirs = a.endpoint(), b.endpoint()
     told = Endpoint.decode(theirs)
-    tap = Wiretap(told.address)
+    tap = Relay(told.address)
     try:
         runs = np.array([secret.nbytes]), np.array([0])
         ends = {
@@ -387,7 +357,7 @@ def test_who_listens_on_the_way_learns_nothing_from_an_encrypted_link(encrypt: b
                     assert done.error is None
                     del waiting[transport]
         assert_equal(got, secret, "what has come")
-        heard = bytes(tap.heard)
+        heard = bytes(tap.asked + tap.answered)
         assert len(heard) > secret.nbytes
         assert (secret.tobytes() in heard) is (told.token in heard or told.token.hex().encode() in heard) is not encrypt
     finally:

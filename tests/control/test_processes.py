@@ -4,7 +4,6 @@ truthful outcome on the side that lives, its memory must come back, and the next
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +16,7 @@ from kvxfer.protocol.values import Ended, Released
 from kvxfer.transport import load
 from tests.control.conftest import until
 from tests.control.node import ALONE, Node, name
+from tests.relay import Relay
 
 DEADLINE = 6.0  # seconds, the nodes' transfer_timeout
 
@@ -183,70 +183,6 @@ def test_a_host_that_froze_blames_no_peer(node: Make) -> None:
         time.sleep(5.0)
     rest(p, 0)
     assert d.settled(name(0)).outcome.delivered
-
-
-class Relay:
-    """TCP between a port of its own and a target, which can freeze (half open: no bytes, no end) and cut."""
-
-    def __init__(self, target: str) -> None:
-        self.lead(target)
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
-        self._flow = threading.Event()
-        self._flow.set()
-        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def lead(self, target: str) -> None:
-        """Where connections that are made from now on lead."""
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = host, int(port)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._server.accept()
-                far = socket.create_connection(self._target)
-            except OSError:
-                return
-            self._open += [near, far]
-            for a, b in ((near, far), (far, near)):
-                threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                self._flow.wait()
-                sink.sendall(data)
-            self._flow.wait()  # an end does not pass either
-        except OSError:
-            pass  # cut
-        for end in (source, sink):
-            end.close()
-
-    @property
-    def connections(self) -> int:
-        return len(self._open) // 2
-
-    def freeze(self) -> None:
-        self._flow.clear()
-
-    def thaw(self) -> None:
-        self._flow.set()
-
-    def cut(self) -> None:
-        """All connections break; new ones may be made."""
-        cut, self._open = self._open, []
-        for s in cut:
-            try:
-                s.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it has gone already
-
-    def close(self) -> None:
-        self._server.close()
-        self.thaw()
-        self.cut()
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Moved, PartRef
 from kvxfer.testing.fake import Network
 from kvxfer.values import BlockTable, Offer
 from tests.control.conftest import Engine, fetch, make_cache, offered
+from tests.leaks import descriptors_kept
 
 SILENT = Failure(FailureKind.PEER_LOST, "cut")
 PREEMPTED = Failure(FailureKind.REVOKED, "preempted")
@@ -137,12 +138,12 @@ def test_nothing_that_a_peer_says_is_mistaken_for_one(place: str) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(100):
+    def look() -> None:
         made = SharedRevocationCounter()
         assert RevocationView.of(made.place) is not None
         made.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+
+    assert not descriptors_kept(look, 100)
 
 
 # --- what changes it ---------------------------------------------------------------------------------------------------
@@ -272,11 +273,12 @@ def test_nothing_that_a_closing_agent_announces_is_believed(engine) -> None:
 
 def test_an_agent_that_cannot_be_made_leaves_nothing(engine, tmp_path: Any) -> None:
     engine({"verbs": ["read"]})  # what the first of all opens stays
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
+
+    def fail() -> None:
         with pytest.raises(ConfigError):
             engine({"verbs": ["read"]}, key_file=str(tmp_path / "nowhere"))
-    assert len(os.listdir("/proc/self/fd")) <= before, "what earlier tests have left may close meanwhile, not open"
+
+    assert not descriptors_kept(fail, 5)
 
 
 @pytest.mark.parametrize("corrupt", [0.0, 1.0])
