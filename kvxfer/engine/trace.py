@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -45,12 +46,16 @@ class Trace:
         engine: The engine's name.
 
     Raises:
-        ConfigError: That file cannot be written.
+        ConfigError: That file cannot be written, or is a folder, pipe or device.
     """
 
     def __init__(self, path: str | None, engine: str) -> None:
         if path is not None:
             try:
+                if os.path.exists(path) and not os.path.isfile(
+                    path
+                ):  # a pipe would hold the scheduler up until somebody reads
+                    raise ConfigError(f"kvxfer setting 'trace': {path} is not a file")
                 open(path, "a", encoding="utf-8").close()
             except OSError as e:
                 raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -411,6 +412,12 @@ def test_an_engine_goes_on_though_its_agents_are_closed_meanwhile() -> None:
 
 
 def test_an_engine_whose_trace_cannot_be_written_does_not_start(tmp_path: Path) -> None:
-    config = Config(backend=CONFIG.backend, trace=str(tmp_path / "no" / "folder"))
-    with pytest.raises(ConfigError, match="'trace': .*no/folder cannot be written: No such file"):
-        SchedulerSide(config, "e", (Group(2),), 1, FACTS)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it would take until somebody reads
+    for path, why in (
+        (tmp_path / "no" / "folder", "no/folder cannot be written: No such file"),
+        (tmp_path, "is not a file"),
+        (pipe, "pipe is not a file"),
+    ):
+        with pytest.raises(ConfigError, match=f"'trace': .*{why}"):
+            SchedulerSide(Config(backend=CONFIG.backend, trace=str(path)), "e", (Group(2),), 1, FACTS)
