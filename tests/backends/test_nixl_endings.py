@@ -2,6 +2,8 @@
 
 # ruff: noqa: F811  (a fixture has the name of what is imported)
 
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -162,3 +164,30 @@ def test_verbs_can_be_left_out(tcp: World) -> None:
         ten, zero = np.array([10]), np.array([0])
         with pytest.raises(TransportError, match="offers WRITE"):
             transport.submit(Batch(Verb.READ, peer, 0, ten, zero, 0, zero))
+
+
+GONE = """
+import random, time
+from kvxfer.testing.conformance import World
+from tests.backends.nixl_worlds import Cma
+
+random.seed(1)
+for _ in range(40):
+    world = World(Cma())
+    a, b = world.local(), world.local()
+    mine, theirs = a.endpoint(), b.endpoint()
+    a.connect(mine, theirs)
+    if random.random() < 0.3:
+        b.connect(theirs, mine)
+    time.sleep(random.choice([0.0, 0.0, 0.0005, 0.002, 0.005]))
+    world.close()
+print("alive")
+"""
+
+
+def test_a_peer_that_goes_while_it_is_connected_takes_nobody_along() -> None:
+    """UCX's keepalive did: its first round, just then, used the connection that could not be made."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", GONE], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr[-3000:]  # UCX prints what it finds

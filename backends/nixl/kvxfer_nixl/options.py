@@ -20,7 +20,9 @@ Setting = str | int | float | bool
 
 UCX_DEFAULTS = {
     "MM_ERROR_HANDLING": "y",  # or UCX refuses to make do with shared memory
-    "KEEPALIVE_INTERVAL": "1s",  # over which nothing else tells that a peer has died; UCX's own default is 20 s
+    # Its first round comes while the first peer is being connected. If that peer goes just then, UCX (1.23) sends by a connection that
+    # it could not make, and crashes. We need none: within a host ``Liveness`` tells of a death, and TCP has a keepalive of its own.
+    "KEEPALIVE_INTERVAL": "inf",
 }
 """What we set unless the operator does, in the options or with ``UCX_*`` in the environment."""
 
