@@ -248,13 +248,15 @@ class Inbound(LinkTable[_Dialled]):
         return Lost(link, why)
 
     def drop(self, link: LinkId) -> None:
-        """Close a link without telling the consumer why."""
+        """Forget a link, without telling the consumer why; ``disconnect`` must follow."""
         known = self._links.get(link)
         if known is not None:
             self._forget(link)
             self._sockets.finish(known.connection)
-            if known.planner is not None:
-                self._data.post(Disconnect(link))
+
+    def disconnect(self, link: LinkId) -> None:
+        """Close a link that is forgotten, after all that was announced over it has been counted as revoked."""
+        self._data.post(Disconnect(link))
 
     def _forget(self, link: LinkId) -> None:
         del self._links[link]

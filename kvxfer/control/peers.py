@@ -110,7 +110,9 @@ class AgentPeers:
         if lost is None:
             return []
         if isinstance(lost.link, bytes):
-            return self._producer.link_down(lost.link, lost.why, now)
+            out = self._producer.link_down(lost.link, lost.why, now)
+            self._in.disconnect(lost.link)  # only now: it frees slots from which the consumer may still read
+            return out
         if lost.again:
             return self._consumer.link_reset(lost.link, lost.why, now)
         return self._consumer.link_down(lost.link, lost.why, now)
@@ -207,7 +209,7 @@ class AgentPeers:
             self._loop.do(partial(self._consumer.link_down, link, why))
         else:
             self._in.drop(link)
-            self._loop.do(partial(self._producer.link_down, link, why))
+            self._loop.do(partial(self._lost, Lost(link, why)))
 
     def stop(self, until: float) -> None:
         """Examine nothing more; wait for what is being examined until this time of ``time.monotonic``, at least briefly."""

@@ -71,7 +71,7 @@ class SlotQueue:
     def overstayer(self, jobs: Iterable[Job]) -> Job | None:
         """Return the job that has held a slot for longest, if for too long while a consumer waits for its first slot.
 
-        The caller must stop that job; no other is returned for a while.
+        The caller must have that job stopped; no other is returned for a while.
         """
         before = time.monotonic() - PATIENCE_S
         starved = any(

@@ -345,16 +345,12 @@ class Traffic:
                 self._advance(job)
             self._hungry.feed(self._advance)
         overstayer = self._hungry.overstayer(self._jobs.values())
-        if overstayer is not None:
-            self._give_up(overstayer.ref)
-        return self._overdue()
-
-    def _give_up(self, ref: PartRef) -> None:
-        """Stop all parts of the attempt to which a part belongs; its consumer may ask again later."""
-        for job in [j for j in self._jobs.values() if j.ref[:-1] == ref[:-1] and not j.error]:
-            job.collateral = True
+        if overstayer is not None and overstayer.error is None:
             why = f"its consumer took nothing for {PATIENCE_S:g} s, while others waited"
-            self._stop(job, Failure(FailureKind.OVERLOADED, why))
+            # It goes on until the control thread aborts its attempt, whose consumer may ask again later. By then what was announced
+            # is known to be void; a consumer that reads the slot before that must find its own bytes there.
+            self._post(Moved(overstayer.ref, Failure(FailureKind.OVERLOADED, why), False, 0, collateral=True))
+        return self._overdue()
 
     def _overdue(self) -> Failure | None:
         """Give up links on which batches outlive their abort; return why the back end must be reset if that does not help."""

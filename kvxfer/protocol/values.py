@@ -348,10 +348,10 @@ Action = Resolve | Dial | Close | Send | Move | Abort | RemoteWritesEnded | Hash
 
 
 class Moved(msgspec.Struct, frozen=True, gc=False):
-    """The end of a part on this side; if it was not quiet, this comes again once it is.
+    """The end of a part on this side, or that the data thread wants it aborted; if it was not quiet, this comes again once it is.
 
     Attributes:
-        failure: Why the part was not moved; ``None`` if it was.
+        failure: Why the part was not moved, or should be aborted; ``None`` if it was moved.
         quiet: Whether the back end no longer touches the part's memory here.
         collateral: Whether the part ended only because its link broke under something else.
         seconds: Seconds since the data thread began with the part.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -10,12 +12,14 @@ import numpy as np
 import pytest
 
 from kvxfer.data import slot_queue
+from kvxfer.data.commands import Command, Disconnect
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
-from kvxfer.testing.fake import FakeTransport
+from kvxfer.testing.fake import FakeTransport, Network
+from kvxfer.testing.network import LinkEnd
 from kvxfer.values import BlockTable
 from tests.control.conftest import Engine, fetch, make_cache, offered, until
 from tests.control.stranger import Stranger
@@ -104,6 +108,13 @@ def test_the_slot_that_was_held_for_longest_is_given_up_and_no_other(
         assert s.hears().piece == ready.piece + 1
 
 
+def test_who_says_that_it_has_everything_keeps_no_slot(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, slow, readies, d = crowd
+    monkeypatch.setattr(slot_queue, "PATIENCE_S", 0.2)
+    slow[0].say(m.Committed(name(0), 1, b"d", 1))
+    delivered(p, d)
+
+
 def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..., Engine]) -> None:
     """Counted in pieces: a consumer asks for 38, and then for one a time, before it takes any."""
     p = engine(dict(STAGED), seed=1, **CALM)
@@ -152,3 +163,97 @@ def test_a_transfer_of_many_parts_has_no_more_slots_for_that_and_they_go_in_orde
             mine += [(held[-1].part, held[-1].piece)] if held[-1].transfer == name(1) else []
         assert 5 <= len(mine) <= 7, "half of the slots, though it has three parts"
         assert mine == sorted(mine)
+
+
+class Unnoticed(FakeTransport):
+    """A back end whose peers go on reading after a link is closed here, as those do for a moment whose bytes a kernel or a card moves."""
+
+    def drop_link(self, number: int, link: LinkEnd) -> None:
+        link.other = None
+        super().drop_link(number, link)
+
+
+class Busy:
+    """A fence that keeps the control thread, which asks it, until it is told that it has passed."""
+
+    event = None
+
+    def __init__(self) -> None:
+        self.asked, self.over = threading.Event(), threading.Event()
+
+    def passed(self) -> bool:
+        self.asked.set()
+        return self.over.wait(10.0)
+
+
+Late = tuple[Engine, Engine, Callable[[], None]]
+
+
+@pytest.fixture
+def late(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    """A consumer on the producer's host that has been told of a slot, and reads it when the third says so.
+
+    Others hold all the other slots, and one waits for that slot.
+    """
+    monkeypatch.setattr(slot_queue, "PATIENCE_S", 1000.0)
+    net = Network()
+    options = {**STAGED, "network": net}
+    backend = f"{__name__}:Unnoticed"
+    p, d = (engine({**options, "backend": backend}, seed=seed, **CALM) for seed in (1, None))
+    other = FakeTransport("other", options)
+    data: Any = p.agents[0]._data._first
+    late = d.agents[0]._name
+    with ExitStack() as stack:
+        stack.callback(other.close)
+        net.stop(late)
+        p.agents[0].offer(offered(list(range(300, 304)), 16, transfer=name("late")))
+        d.agents[0].fetch(fetch(p.source, list(range(4)), 16, transfer=name("late")))
+        until(lambda: len(data._traffic._staging.since) == 1)
+        assert all(stack.enter_context(Slow(p, other, i)).hears() for i in range(3)), "they hold all the others"
+        stack.enter_context(Slow(p, other, 3))
+        until(lambda: bool(data._traffic._hungry._starved))
+        yield p, d, lambda: net.resume(late)
+
+
+def test_a_slot_that_is_given_up_is_used_again_only_once_its_reader_can_know(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader looks at the revocation counter, which goes up on the control thread; that has no time here.
+
+    The slot had been packed anew at once, and the reader was delivered what is somebody else's.
+    """
+    p, d, reads = late
+    busy = Busy()
+    p.agents[0].offer(offered([399], 4, transfer=name("fenced")), after=busy)
+    try:
+        assert busy.asked.wait(10.0)
+        monkeypatch.setattr(slot_queue, "PATIENCE_S", 0.1)
+        time.sleep(0.5)
+        reads()
+        (end,) = d.wait(Ended)
+    finally:
+        busy.over.set()
+    assert end.outcome.delivered, end
+    assert all(np.array_equal(d.block(i), p.block(300 + i)) for i in range(4))
+
+
+def test_the_slots_of_a_link_that_is_closed_are_used_again_only_once_their_reader_can_know(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control thread has no time as soon as it has told the data thread to close the link."""
+    p, d, reads = late
+    plane: Any = p.agents[0]._data
+    post, closed = plane.post, list[Command]()
+
+    def slowly(command: Command) -> None:
+        post(command)
+        if isinstance(command, Disconnect) and not closed:
+            closed.append(command)
+            time.sleep(0.5)
+            reads()
+            time.sleep(0.5)
+
+    monkeypatch.setattr(plane, "post", slowly)
+    p.agents[0].identify({"weights": "others"})
+    (end,) = d.wait(Ended)
+    assert end.outcome.failure is not None and end.outcome.failure.kind is FailureKind.INCOMPATIBLE, end

@@ -60,7 +60,8 @@ class StagedServe(Staged):
     def stop(self, why: Failure) -> None:
         """Stop, and free all slots.
 
-        The consumer may still read them, which does no harm here, since what it reads will not be confirmed.
+        The consumer may still read them, which does no harm here, since what it reads will not be confirmed: before the control
+        thread has a part aborted or its link closed, it counts a revocation.
         """
         super().stop(why)
         for piece in [*self.held.values(), *self._packing]:
