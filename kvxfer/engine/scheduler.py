@@ -317,7 +317,7 @@ class SchedulerSide:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
         renewals = self._notices.step()
         commands = self._schedule.commands()
-        self._offered.shipped(commands)
+        self._offered.shipped()
         return self._dispatch.step(commands, renewals, self._loads.copies())
 
     def short_of_blocks(self) -> None:

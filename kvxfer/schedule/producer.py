@@ -217,6 +217,8 @@ class OfferSchedule:
         if prefill is None or generation < prefill.born:
             return None
         self._revoke(prefill, "all is read", gone=True)
+        if prefill.finished and generation < prefill.generation:
+            return None  # a rank that was done with an earlier one has been offered the last, too, and will say when it is quiet
         self._forget(prefill)
         return prefill.request if prefill.finished else None
 

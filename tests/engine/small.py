@@ -240,7 +240,11 @@ class Request:
 
 
 class Engine:
-    """One engine: what an author writes around `SchedulerSide` and `WorkerSide`. `board`: it has side channels."""
+    """One engine: what an author writes around `SchedulerSide` and `WorkerSide`.
+
+    board: it has side channels.
+    late: its steps overlap, so that it hears what workers report only after the next step has been planned.
+    """
 
     def __init__(
         self,
@@ -259,8 +263,10 @@ class Engine:
         with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
             self.side = SchedulerSide(
                 Config(), "small", groups, ranks, FACTS, pins=self.pins, writes_early=writes_early
+        late: bool = False,
             )
         self.agents = [Agent(wire, groups, Rank(0, r), elastic=elastic) for r in range(ranks)]
+        self.reports, self.late = [Report()] * late, late
         more: Any = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}
         self.workers = [WorkerSide(a, **more) for a in self.agents]  # type: ignore[arg-type]
         wire.sources[self.side.source] = self.agents
@@ -326,7 +332,8 @@ class Engine:
         for worker in self.workers:
             worker.after_forward(step)
             report = report.merge(pickle.loads(pickle.dumps(worker.collect())))
-        self.take_in(report)
+        self.reports.append(report)
+        self.take_in(self.reports.pop(0))
         for request, _, end in batch:
             if not request.over and request.running and end == len(request.prompt) + request.extra:
                 self.finish(request, complete=True)
