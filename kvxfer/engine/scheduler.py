@@ -364,7 +364,7 @@ class SchedulerSide:
 
         The engine must then go on making steps, or it will not learn that they are free.
         """
-        return self._offered.waiting or self._loads.waiting
+        return self._schedule.untold or self._offered.waiting or self._loads.waiting
 
     # --- life ------------------------------------------------------------------------------------------------------
 

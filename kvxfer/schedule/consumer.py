@@ -211,6 +211,11 @@ class FetchSchedule:
         self._declines.clear()
         return drained
 
+    @property
+    def untold(self) -> bool:
+        """Whether ``commands`` or ``declines`` would return something."""
+        return bool(self._fetches or self._cancels or self._declines)
+
     def _wanted(self, table: BlockTable, start: int, end: int) -> BlockTable:
         """Return the blocks that hold a token of ``[start, end)``; earlier ones may be shared with other requests."""
         check_table(self._groups, table)

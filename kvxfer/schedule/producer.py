@@ -241,6 +241,11 @@ class OfferSchedule:
         """Whether the next ``commands`` returns revocations."""
         return bool(self._revokes)
 
+    @property
+    def untold(self) -> bool:
+        """Whether ``commands`` would return something."""
+        return bool(self._offers or self._revokes)
+
     def commands(self) -> StepCommands:
         """Return the offers and revocations since the last call. Call it once a step, after ``preempt`` and ``step``."""
         if not self._offers and not self._revokes:
