@@ -56,6 +56,13 @@ class Pool:
         return sum(map(bool, self.refs))
 
 
+class Lending(Pool):
+    """A pool for prefetches."""
+
+    def lend(self, blocks: int) -> list[int] | None:
+        return self.take(blocks)
+
+
 @dataclass(eq=False)
 class Load:
     """One rank's fetch; `offer`: what it reads, once it has begun."""
@@ -256,17 +263,17 @@ class Engine:
         board: Switchboard | None = None,
         elastic: bool = False,
         writes_early: bool = False,
+        late: bool = False,
     ) -> None:
         self.wire, self.groups = wire, list(groups)
+        self.reports, self.late = [Report()] * late, late
         self.pool = Pool(blocks)
         self.pins = BlockPins(blocks if elastic else blocks // 4, self.pool)
         with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
             self.side = SchedulerSide(
                 Config(), "small", groups, ranks, FACTS, pins=self.pins, writes_early=writes_early
-        late: bool = False,
             )
         self.agents = [Agent(wire, groups, Rank(0, r), elastic=elastic) for r in range(ranks)]
-        self.reports, self.late = [Report()] * late, late
         more: Any = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}
         self.workers = [WorkerSide(a, **more) for a in self.agents]  # type: ignore[arg-type]
         wire.sources[self.side.source] = self.agents
