@@ -30,7 +30,7 @@ class Dispatch:
         self._steps = 0
         self._fetched = 0  # the number of the next step's first fetch
         self._sent = 0  # how many of that step's fetches have gone ahead
-        self._prefetches: list[str] = []  # those of that step's fetches that are prefetches
+        self._prefetches: list[int] = []  # those of that step's fetches that are prefetches, by number
         self._revoked_in: int | None = None  # the last step with revocations
         self._begun: dict[Rank, int] = {}  # the last step with revocations that each rank has begun
         self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
@@ -93,9 +93,9 @@ class Dispatch:
         """The number of the fetch that was queued last, and that fetch."""
         return self.next - 1, self._schedule.consumer.wanted[-1]
 
-    def prefetch(self, request: str) -> None:
-        """Record that the fetch that was queued last is a prefetch for this request."""
-        self._prefetches.append(request)
+    def prefetch(self) -> None:
+        """Record that the fetch that was queued last is a prefetch."""
+        self._prefetches.append(self.last[0])
 
     def hurry(self) -> None:
         """Send the workers at once what they are to fetch, if that may overtake the steps."""

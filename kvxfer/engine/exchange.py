@@ -43,7 +43,7 @@ class Step:
         number: The number of the step; steps count up.
         first: The number of the first fetch, by which workers recognise fetches that came ahead by the side channel; None if
             none can have.
-        prefetches: The handles of those fetches that are prefetches.
+        prefetches: The numbers of those fetches that are prefetches.
         copies: What is to be copied before this step's forward pass.
     """
 
@@ -52,7 +52,7 @@ class Step:
     facts: dict[str, str] | None = None
     number: int = 0
     first: int | None = None
-    prefetches: tuple[str, ...] = ()
+    prefetches: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
 
     def __bool__(self) -> bool:

@@ -67,7 +67,8 @@ class LoadingBlocks:
         self._pins.drop(_holder(request))
         if request in self._reported:
             self._reported.remove(request)
-            self._schedule.loaded(request)
+            if request not in self._said:
+                self._schedule.loaded(request)
         if request not in self._unpinned:
             return False
         self._unpinned.remove(request)

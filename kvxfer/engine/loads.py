@@ -57,6 +57,8 @@ class Loads:
         enough: int,
     ) -> bool:
         """Accept a load; see ``SchedulerSide.load``."""
+        if request in self._prefetches and request not in self._computed:
+            return False  # what an earlier request of this name has prefetched is still being copied
         taken = self._schedule.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
         if taken:
             self._computed.setdefault(request, 0)
@@ -74,7 +76,7 @@ class Loads:
             return
         if self._prefetches.begin(request, source, computed, tokens, self._dispatch.next):
             self._trace.fetched(request, "within the step", tokens - computed)
-            self._dispatch.prefetch(request)
+            self._dispatch.prefetch()
             self._dispatch.hurry()
 
     def loadable(self, request: str, computed: int) -> int | None:
@@ -115,6 +117,10 @@ class Loads:
             self._ends.begins(request, fetch.source, external)
             self._loading.begins(request, fetch.blocks.ids(), number)
         self._dispatch.hurry()
+
+    def preempted(self, request: str) -> None:
+        """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
+        self._prefetches.give_up(request)
 
     def finished(self, request: str) -> None:
         """Record that the request is over, at whatever point."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvxfer.engine.pins import BlockPins
 from kvxfer.identity import Generation, TransferId
-from kvxfer.schedule import OfferSchedule, StepCommands
+from kvxfer.schedule import OfferSchedule
 from kvxfer.values import BlockTable, Group, Rank
 
 __all__ = ["OfferedBlocks"]
@@ -134,6 +134,7 @@ class OfferedBlocks:
         end = self._ends.pop(request, None)
         offered = self._schedule.offered(request).ids()
         elastic = self.elastic and request in self._reads
+        last = self._schedule.offering(request)  # which the revocation is about, if it is not held
         kept = not complete and found and not elastic and self._quarantine(transfer, offered)
         held = self._schedule.finish(request, table if end is None else table.filled(end), complete, kept and good)
         if transfer is None:
@@ -144,8 +145,10 @@ class OfferedBlocks:
             return True
         if elastic:
             self._hold_revoked(request)
-        elif kept or (complete and found and self._quarantine(transfer, offered)):
-            self._orphans[transfer] = sys.maxsize  # until the revocation is on its way
+        elif last is not None and (kept or (complete and found and self._quarantine(transfer, offered))):
+            self._orphans[transfer] = last[
+                1
+            ]  # known at once, since ranks that are done with it already do not say so again
         if request in self._reads:
             self._leaving.append(self._reads.pop(request).holder)
         self._pins.drop(request)  # last, since only blocks that are still in use can be pinned
@@ -155,13 +158,10 @@ class OfferedBlocks:
         """Keep blocks that others may be reading; return whether they are kept."""
         return transfer is not None and bool(blocks) and self._pins.quarantine(transfer, blocks)
 
-    def shipped(self, commands: StepCommands) -> None:
-        """Record that these commands go to the workers with a step, which has its blocks."""
+    def shipped(self) -> None:
+        """Record that what is revoked so far goes to the workers with a step, which has its blocks."""
         while self._leaving:
             self._pins.drop(self._leaving.pop())
-        for revoke in commands.revokes:
-            if revoke.gone and revoke.transfer in self._orphans:
-                self._orphans[revoke.transfer] = revoke.generation
 
     def released(self, transfer: TransferId, ranks: dict[Rank, Generation]) -> str | None:
         """Record that some ranks are done with an offer, up to a generation; return a held request that may be freed."""

@@ -25,6 +25,8 @@ class Offers:
         self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool
     ) -> bool:
         """Accept an offer; see ``SchedulerSide.offer``."""
+        if request in self._blocks.held:
+            return False
         taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
             self._transfers[request] = transfer, digest

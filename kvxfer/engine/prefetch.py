@@ -24,7 +24,7 @@ from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure
 from kvxfer.identity import Source
 from kvxfer.protocol.values import Stages
-from kvxfer.schedule import FetchSchedule
+from kvxfer.schedule import FetchSchedule, ScheduleError
 from kvxfer.values import NULL, BlockTable, Group, Rank
 
 __all__ = ["Prefetches"]
@@ -43,7 +43,7 @@ class _Prefetch:
     results: dict[Rank, RankResult] = field(default_factory=dict)
     waited: bool = False  # a step has already waited for it, in vain
     over: bool = False  # quiet on all ranks, and the schedule has been told
-    promised: bool = False  # the engine was told that it is here
+    promised: int = 0  # so many tokens are here, the engine was last told
     unwanted: bool = False
     copying: dict[Rank, float] | None = (
         None  # once admitted: the ranks that have copied, and the seconds that each took
@@ -79,9 +79,12 @@ class Prefetches:
         """Borrow blocks and queue the fetch of the tokens ``[start, tokens)``, which will have that number.
 
         Returns:
-            False if the load has to go beside the steps: it is long, its link has failed, or the pool has no blocks to lend.
+            False if the load has to go beside the steps: it is long, it begins within a block (which would be copied whole, over
+            the local tokens in front), its link has failed, or the pool has no blocks to lend.
         """
         if not self._possible or self._schedule.matched(request, start) != tokens - start or start >= tokens:
+            return False
+        if any(start % group.block_tokens for group in self._groups):
             return False
         expected = self.paces.estimate(source, tokens - start)
         if expected is None or expected > self._budget:
@@ -114,18 +117,21 @@ class Prefetches:
         step to copy them.
         """
         found = self._all[request]
+        found.promised = 0
+        if found.unwanted:
+            return 0
         self._wait(found)
         if not self._ended(found):
             return None
         came = reduce(Stages.slowest, (result.stages for result in found.results.values()))
         self._trace.seen(request, self._failure(found), came)
-        useful = found.start <= computed < found.tokens and found.copying is None and not found.unwanted
+        useful = found.start <= computed < found.tokens and found.copying is None
         if self._failure(found) is not None or not useful:
             return 0
         if self._to_copy(found.tokens - found.start) > self._left < self._budget:
             return None  # others have had the step's budget; the next one's is whole
-        found.promised = True
-        return found.tokens - computed
+        found.promised = found.tokens - computed
+        return found.promised
 
     def _wait(self, found: _Prefetch) -> None:
         """Wait for a prefetch, in one step only: one that has overrun its time may never end, and would delay all others."""
@@ -147,15 +153,30 @@ class Prefetches:
         return self._copying.estimate(tokens) or 0.0
 
     def admitted(self, request: str, table: BlockTable, computed: int, external: int) -> None:
-        """Record that the request has been given blocks, and counts on ``external`` tokens after the ``computed`` local ones."""
+        """Record that the request has been given blocks, and counts on ``external`` tokens after the ``computed`` local ones.
+
+        Raises:
+            ScheduleError: More are counted on than ``tokens`` has said are here, or so few that what a window holds behind them is
+                not, or the table has no blocks for them.
+        """
         found = self._all[request]
-        if external and found.promised and found.copying is None:
+        if external > found.promised:
+            raise ScheduleError(f"request {request} counts on {external} tokens where {found.promised} are here")
+        if external:
+            end = computed + external
+            self._schedule.fills(table, computed, end)
+            first = [self._span(group, found.start, found.tokens)[0] for group in self._groups]
+            if any(self._span(group, computed, end)[0] < here for group, here in zip(self._groups, first, strict=True)):
+                raise ScheduleError(
+                    f"request {request} counts on {external} tokens, and a window needs more than is here"
+                )
+            found.promised = 0
             found.copying = {}
             self._left = max(0.0, self._left - self._to_copy(found.tokens - found.start))
             lacking = (self._span(group, computed, found.tokens) for group in self._groups)
             # Others may share those in front.
             self._copies.append(BlockCopy(request, found.blocks, table.only(lacking)))
-        elif found.copying is None:
+        else:
             self.give_up(request)
 
     def copies(self) -> tuple[BlockCopy, ...]:
@@ -182,10 +203,13 @@ class Prefetches:
             self._settle(request, found)
 
     def give_up(self, request: str) -> None:
-        """Give up a prefetch that nobody needs any more; a copy under way is still finished."""
+        """Give up a prefetch that nobody needs any more; a copy that a step has begun is still finished."""
         found = self._all.get(request)
         if found is not None:
-            found.unwanted = True
+            found.unwanted, found.promised = True, 0
+            others = [copy for copy in self._copies if copy.request != request]
+            if len(others) < len(self._copies):  # its blocks may be somebody else's by the time of the step
+                self._copies, found.copying = others, None
             self._schedule.preempt(request)
             self._settle(request, found)
 

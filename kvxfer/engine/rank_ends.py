@@ -47,6 +47,11 @@ class RankEnds:
         else:
             self._blocks[fetch.handle] = fetch.blocks.ids()
 
+    def number(self, request: str) -> int | None:
+        """Return the number of a load that is under way; None if none of this name is."""
+        known = self._known.get(request)
+        return None if known is None else known.number
+
     def refuse(self, fetch: Fetch, why: Failure) -> None:
         """End a load that the agent has refused."""
         stages = Stages(began=time.monotonic())  # and nobody has been asked

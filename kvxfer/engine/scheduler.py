@@ -138,8 +138,8 @@ class SchedulerSide:
                 step that completes them, and otherwise once the request has finished.
 
         Returns:
-            Whether it is offered. It is not if there is nothing to offer, or if another request (such as another sample of
-            the same prompt) offers this transfer already.
+            Whether it is offered. It is not if there is nothing to offer, if another request (such as another sample of
+            the same prompt) offers this transfer already, or if the blocks of an earlier request of this name are still held.
 
         Raises:
             ArgumentError: An argument has the wrong type or range.
@@ -186,7 +186,7 @@ class SchedulerSide:
 
         Returns:
             Whether it may load. It may not if the transfer is in use for other content or from another source, or was given
-            up just now; then the request must be computed here.
+            up just now, or if something is still under way for an earlier request of this name; then it must be computed here.
 
         Raises:
             ArgumentError: An argument has the wrong type or range.
@@ -250,7 +250,7 @@ class SchedulerSide:
         Args:
             request: The engine's id of the request.
             table: The whole block table. Blocks of local tokens are not touched.
-            external: What ``loadable`` last returned, or less if no group is a ``state``.
+            external: What ``loadable`` last returned, or less if all groups are ``full``.
 
         Raises:
             ScheduleError: ``external`` is more than ``loadable`` would return, or the table has no blocks for it. The load has
@@ -282,6 +282,7 @@ class SchedulerSide:
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
         self._schedule.preempt(request)
+        self._loads.preempted(request)
         self._offered.preempted(request)
 
     @_held
@@ -317,7 +318,7 @@ class SchedulerSide:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
         renewals = self._notices.step()
         commands = self._schedule.commands()
-        self._offered.shipped(commands)
+        self._offered.shipped()
         return self._dispatch.step(commands, renewals, self._loads.copies())
 
     def short_of_blocks(self) -> None:
@@ -360,11 +361,12 @@ class SchedulerSide:
 
     @property
     def waiting(self) -> bool:
-        """Whether blocks are pinned for requests that the engine may have forgotten.
+        """Whether the next step has something to say, or blocks are pinned for requests that the engine may have forgotten.
 
-        The engine must then go on making steps, or it will not learn that they are free.
+        The engine must then go on making steps, or others will not hear what it has given up, and it will not learn that those
+        blocks are free.
         """
-        return self._offered.waiting or self._loads.waiting
+        return self._schedule.untold or self._offered.waiting or self._loads.waiting
 
     # --- life ------------------------------------------------------------------------------------------------------
 

@@ -53,13 +53,13 @@ class DirectFetches(msgspec.Struct, frozen=True):
 
     Attributes:
         first: The number of the first fetch; the others count up from it. Each comes again with its step, under its number.
-        prefetches: The handles of those fetches that are prefetches.
+        prefetches: The numbers of those fetches that are prefetches.
         prepare: The engines to make links to, each with this engine's own directory if it has several workers.
     """
 
     first: int
     fetches: tuple[Fetch, ...] = ()
-    prefetches: tuple[str, ...] = ()
+    prefetches: tuple[int, ...] = ()
     prepare: tuple[tuple[Source, Source | None], ...] = ()
 
 

@@ -154,16 +154,18 @@ class WorkerSide:
             self._begin(first, step.commands.fetches, step.prefetches)
             self._next = first + len(step.commands.fetches)
             self._direct = {number for number in self._direct if number >= self._next}
+            # A later load of the same name may have begun ahead of its step.
+            cancels = [c for c in step.commands.cancels if self._ends.number(c.handle) not in self._direct]
         with _unless_closed:
-            for cancel in step.commands.cancels:
+            for cancel in cancels:
                 self.agent.cancel(cancel.handle, cancel.reason)
 
-    def _begin(self, first: int, fetches: tuple[Fetch, ...], prefetches: tuple[str, ...]) -> None:
+    def _begin(self, first: int, fetches: tuple[Fetch, ...], prefetches: tuple[int, ...]) -> None:
         """Begin those fetches that have not begun yet."""
         for number, fetch in enumerate(fetches, first):
             if number < self._next or number in self._direct:
                 continue
-            self._ends.begin(fetch, number, fetch.handle in prefetches)
+            self._ends.begin(fetch, number, number in prefetches)
             self._direct.add(number)
             try:
                 blocks = self._own(fetch.blocks)

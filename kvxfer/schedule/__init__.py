@@ -55,6 +55,11 @@ class Schedule:
         produced, consumed = self.producer.commands(), self.consumer.commands()
         return StepCommands(produced.offers, produced.revokes, consumed.fetches, consumed.cancels)
 
+    @property
+    def untold(self) -> bool:
+        """Whether the workers, or producers, have yet to be told something."""
+        return self.producer.untold or self.consumer.untold
+
     def __len__(self) -> int:
         """Return how many transfers both halves remember."""
         return len(self.producer) + len(self.consumer)

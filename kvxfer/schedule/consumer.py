@@ -129,7 +129,7 @@ class FetchSchedule:
             if load is None or promised is None or external > promised or (partly and external < promised):
                 raise ScheduleError(f"request {request} counts on {external} tokens where {promised} can be had")
             end = computed + external
-            blocks = self._wanted(table, computed, end)
+            blocks = self.fills(table, computed, end)
             load.state, load.loader = _State.LOADING, request
             self._loading[request] = load
             names = request, load.transfer, load.digest, load.source
@@ -137,6 +137,21 @@ class FetchSchedule:
             self._fetches.append(Fetch(*names, blocks, computed, end, self._own, load.progress, load.offered, enough))
         elif load is not None and load.state is _State.OPEN:
             self._decline(load, "the consumer does not need it")
+
+    def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:
+        """Return the blocks that a load of the tokens ``[start, end)`` fills; earlier ones may be shared with other requests.
+
+        Raises:
+            ScheduleError: The table lacks one.
+        """
+        check_table(self._groups, table)
+        spans = [self._span(group, start, end) for group in self._groups]
+        filled = table.only(spans)
+        for g, (group, (first, past)) in enumerate(zip(self._groups, spans, strict=True)):
+            lacks = group.kind in ("full", "state") and NULL in filled[g][first:]
+            if filled.count(g) < past or lacks:
+                raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {table.count(g)} blocks")
+        return filled
 
     def loaded(self, request: str) -> None:
         """Record that all workers have reported the request's load: it is over, and its memory quiet.
@@ -196,6 +211,11 @@ class FetchSchedule:
         """The fetches that the next ``commands`` returns."""
         return tuple(self._fetches)
 
+    @property
+    def untold(self) -> bool:
+        """Whether ``commands`` or ``declines`` would return something."""
+        return bool(self._fetches or self._cancels or self._declines)
+
     def commands(self) -> StepCommands:
         """Return the fetches and cancels since the last call. Call it once a step."""
         if not self._fetches and not self._cancels:
@@ -210,17 +230,6 @@ class FetchSchedule:
         drained = tuple(self._declines)
         self._declines.clear()
         return drained
-
-    def _wanted(self, table: BlockTable, start: int, end: int) -> BlockTable:
-        """Return the blocks that hold a token of ``[start, end)``; earlier ones may be shared with other requests."""
-        check_table(self._groups, table)
-        spans = [self._span(group, start, end) for group in self._groups]
-        wanted = table.only(spans)
-        for g, (group, (first, past)) in enumerate(zip(self._groups, spans, strict=True)):
-            lacks = group.kind in ("full", "state") and NULL in wanted[g][first:]
-            if wanted.count(g) < past or lacks:
-                raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {table.count(g)} blocks")
-        return wanted
 
     @staticmethod
     def _span(group: Group, start: int, end: int) -> tuple[int, int]:

@@ -217,6 +217,8 @@ class OfferSchedule:
         if prefill is None or generation < prefill.born:
             return None
         self._revoke(prefill, "all is read", gone=True)
+        if prefill.finished and generation < prefill.generation:
+            return None  # a rank that was done with an earlier one has been offered the last, too, and will say when it is quiet
         self._forget(prefill)
         return prefill.request if prefill.finished else None
 
@@ -238,6 +240,11 @@ class OfferSchedule:
     def revokes(self) -> bool:
         """Whether the next ``commands`` returns revocations."""
         return bool(self._revokes)
+
+    @property
+    def untold(self) -> bool:
+        """Whether ``commands`` would return something."""
+        return bool(self._offers or self._revokes)
 
     def commands(self) -> StepCommands:
         """Return the offers and revocations since the last call. Call it once a step, after ``preempt`` and ``step``."""

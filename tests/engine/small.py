@@ -56,6 +56,13 @@ class Pool:
         return sum(map(bool, self.refs))
 
 
+class Lending(Pool):
+    """A pool for prefetches."""
+
+    def lend(self, blocks: int) -> list[int] | None:
+        return self.take(blocks)
+
+
 @dataclass(eq=False)
 class Load:
     """One rank's fetch; `offer`: what it reads, once it has begun."""
@@ -240,7 +247,11 @@ class Request:
 
 
 class Engine:
-    """One engine: what an author writes around `SchedulerSide` and `WorkerSide`. `board`: it has side channels."""
+    """One engine: what an author writes around `SchedulerSide` and `WorkerSide`.
+
+    board: it has side channels.
+    late: its steps overlap, so that it hears what workers report only after the next step has been planned.
+    """
 
     def __init__(
         self,
@@ -252,8 +263,10 @@ class Engine:
         board: Switchboard | None = None,
         elastic: bool = False,
         writes_early: bool = False,
+        late: bool = False,
     ) -> None:
         self.wire, self.groups = wire, list(groups)
+        self.reports, self.late = [Report()] * late, late
         self.pool = Pool(blocks)
         self.pins = BlockPins(blocks if elastic else blocks // 4, self.pool)
         with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
@@ -326,7 +339,8 @@ class Engine:
         for worker in self.workers:
             worker.after_forward(step)
             report = report.merge(pickle.loads(pickle.dumps(worker.collect())))
-        self.take_in(report)
+        self.reports.append(report)
+        self.take_in(self.reports.pop(0))
         for request, _, end in batch:
             if not request.over and request.running and end == len(request.prompt) + request.extra:
                 self.finish(request, complete=True)

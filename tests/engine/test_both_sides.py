@@ -90,6 +90,50 @@ def test_the_consumer_goes_on_from_what_has_come_when_the_producer_gives_up(both
         both.p.turn()
 
 
+def test_nothing_is_kept_where_an_abort_crosses_the_word_that_all_is_read(both: Both) -> None:
+    """The worker has said that nobody reads any more, once and for all, when the scheduler side begins to wait for that."""
+    both.ask(0)
+    both.begin()
+    both.p.scheduler.runs("q", 2 * TOKENS, 2 * TOKENS, BlockTable.of([HERE]))
+    both.p.worker.after_forward(both.p.scheduler.step())
+    assert both.d.until("r").loaded == {"r"}
+    word, end = both.p.worker.collect(), time.monotonic() + 30
+    while T not in word.released:
+        assert time.monotonic() < end
+        word = word.merge(both.p.worker.collect(timeout=1.0))
+    both.p.scheduler.finished("q", BlockTable.of([HERE]), complete=False)
+    both.p.scheduler.report(word)
+    for _ in range(3):
+        both.p.turn()
+    assert not both.p.scheduler.waiting and len(both.p.scheduler) == 0
+
+
+def test_an_engine_that_makes_steps_while_it_is_told_to_leaves_nobody_waiting(both: Both) -> None:
+    """Its only request is over before it has begun to load: the producer hears of that at once, not when its lease ends."""
+    both.p.scheduler.offer("q", T, DIGEST, ALL)
+    both.compute(4, 0)
+    assert both.p.scheduler.finished("q", BlockTable.of([HERE]), complete=True)
+    assert both.d.scheduler.load("r", T, DIGEST, both.p.scheduler.source, ALL)
+    while both.d.scheduler.waiting:
+        both.d.turn()
+    both.d.scheduler.finished("r", BlockTable.of([[]]), complete=False)
+    while both.d.scheduler.waiting:
+        both.d.turn()
+    began = time.monotonic()
+    assert "q" in both.p.until("q").free
+    assert time.monotonic() - began < both.p.config.lease / 4
+
+
+def test_so_does_a_producer_whose_request_never_ran(both: Both) -> None:
+    both.ask(0)
+    both.p.scheduler.finished("q", BlockTable.of([[]]), complete=False)
+    while both.p.scheduler.waiting:
+        both.p.turn()
+    both.until(lambda: both.d.scheduler.loadable("r", 0) == ALL)
+    both.d.scheduler.allocated("r", BlockTable.of([THERE]), ALL)
+    assert both.d.until("r").failed["r"].kind is FailureKind.WITHDRAWN
+
+
 @pytest.mark.parametrize("why", ["it is not good", "it is not enough"])
 def test_otherwise_it_has_nothing(both: Both, why: str) -> None:
     both.ask(TOKENS if "good" in why else 3 * TOKENS)

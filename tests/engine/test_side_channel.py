@@ -28,7 +28,7 @@ SOURCE = Source("127.0.0.1", 1, 1)
 
 def fetches(blocks: int = 3) -> DirectFetches:
     fetch = Fetch("r", TransferId("own/1/x", 0), b"d", SOURCE, BlockTable.of([range(blocks)]), 0, 16 * blocks)
-    return DirectFetches(7, (fetch,), ("r",))
+    return DirectFetches(7, (fetch,), (7,))
 
 
 @dataclass

@@ -35,13 +35,14 @@ class Machine(RuleBasedStateMachine):
         direct=st.booleans(),
         elastic=st.booleans(),
         writes_early=st.booleans(),
+        late=st.booleans(),
     )
     def start(
-        self, groups: list[Group], ranks: int, early: bool, direct: bool, elastic: bool, writes_early: bool
+        self, groups: list[Group], ranks: int, early: bool, direct: bool, elastic: bool, writes_early: bool, late: bool
     ) -> None:
         self.wire, self.elastic = Wire(), elastic
         board = Switchboard() if direct else None
-        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early, board, elastic, writes_early) for _ in "pd")
+        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early, board, elastic, writes_early, late) for _ in "pd")
         self.engines = self.p, self.d
         self.transfers = 0
 
@@ -134,7 +135,8 @@ class Machine(RuleBasedStateMachine):
                 self.wire.fail(load, "the end")
             self.lease_ends()
         for engine in self.engines:
-            engine.step(1)
+            for _ in range(1 + engine.late):
+                engine.step(1)
             assert len(engine.side) == 0 and not engine.pool.used() and not engine.side.waiting
             assert all(len(worker) == 0 for worker in engine.workers)
             engine.side.close()
@@ -278,6 +280,36 @@ def test_what_is_preempted_has_memory_until_nobody_reads_it(elastic: bool) -> No
         wire.settle(other)
         p.step(1)
         assert len(p.pins) == (3 if elastic else 0) and not any(p.pool.refs[b] for b in read - set(request.blocks()))
+    finally:
+        p.side.close()
+        d.side.close()
+
+
+def test_what_is_offered_anew_is_held_until_ranks_that_were_done_before_are_done_with_it() -> None:
+    """A lease has ended, which the scheduler side hears only once the request, preempted meanwhile, has been offered again."""
+    wire = Wire()
+    p, d = (Engine(wire, FULL, 1, 64, True, elastic=True, late=late) for late in (True, False))
+    try:
+        p.step(4)
+        request = p.add(PROMPT, 0, TransferId("own/1", 0))
+        p.step(4)
+        (first,) = p.agents[0].offers.values()
+        p.agents[0].end(first.transfer, first.generation, Outcome(LOST))
+        p.preempt(request)
+        p.step(9)
+        assert p.held and p.agents[0].offers[first.transfer].final
+        d.take(*p.tickets[0])
+        d.step(4)
+        (load,) = wire.loads
+        assert wire.begin(load) and load.offer is not None
+        read = load.offer.blocks.ids()
+        p.step(1)
+        assert all(p.pool.refs[b] for b in read)
+        p.step(1)
+        wire.settle(load)
+        for _ in range(3):
+            p.step(1)
+        assert not p.held and not p.pool.used() and len(p.side) == 0
     finally:
         p.side.close()
         d.side.close()

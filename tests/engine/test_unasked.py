@@ -24,7 +24,7 @@ from kvxfer.testing.fake import Network
 from tests.control.caches import make_cache
 from tests.control.conftest import engine, offered, until
 from tests.engine.direct import Switchboard
-from tests.engine.small import Pool
+from tests.engine.small import Lending
 from tests.engine.test_memory import FACTS, Engine
 
 __all__ = ["engine"]
@@ -122,11 +122,6 @@ def test_it_is_not_when_the_engine_says_that_it_is_over(two: Two) -> None:
 def test_what_failed_before_it_is_quiet_is_declined_all_the_same(two: Two) -> None:
     two.hear(Report(stages={"r": {A: UNASKED}}, failed={"r": WHY}), ended(B, UNASKED), ended(A, None))
     assert two.declined == [Named(T, D)]
-
-
-class Lending(Pool):
-    def lend(self, blocks: int) -> list[int] | None:
-        return self.take(blocks)
 
 
 @pytest.mark.parametrize("other", [UNASKED, ASKED], ids=["unasked", "asked"])

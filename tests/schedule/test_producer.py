@@ -369,7 +369,7 @@ class TestNames:
         assert tracker.released(T, second.generation) == "s"
 
     def test_read_in_a_generation_that_was_revoked_since(self) -> None:
-        """All ranks had confirmed before the preemption: the transfer is over, though offered again."""
+        """All ranks were done before the preemption: the transfer is over, though offered again, which others may be reading."""
         tracker = tracking(FULL, 20)
         tracker.step("r", 0, 20, table([5, 6]))
         first = only_offer(tracker)
@@ -377,8 +377,10 @@ class TestNames:
         tracker.step("r", 0, 20, table([7, 8]))
         tracker.commands()
         tracker.finish("r", table([7, 8]), True)
-        assert tracker.released(T, first.generation) == "r"
-        assert only_revoke(tracker).generation > first.generation
+        assert tracker.released(T, first.generation) is None
+        last = only_revoke(tracker)
+        assert last.gone and last.generation > first.generation
+        assert tracker.released(T, last.generation) == "r"
 
     def test_nothing_to_offer(self) -> None:
         tracker = OfferSchedule(FULL)

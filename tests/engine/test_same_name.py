@@ -1,0 +1,136 @@
+"""A request that has the name of an earlier one: what is still said about that is not taken for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
+from kvxfer.engine.side_channel import DirectFetches, RankResult
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import Source, TransferId
+from kvxfer.schedule import Cancel, StepCommands
+from kvxfer.values import BlockTable, Fetch, Group, Rank
+from tests.engine.direct import Switchboard
+from tests.engine.small import FACTS, Agent, Lending, Pool, Wire
+
+T, U, D, SOURCE = TransferId("own/1", 0), TransferId("own/2", 0), b"digest", Source("127.0.0.1", 1, 1)
+A, B = Rank(0, 0), Rank(0, 1)
+LOST = Failure(FailureKind.PEER_LOST, "it went away")
+
+
+@pytest.fixture
+def board() -> Switchboard:
+    return Switchboard()
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(12)
+
+
+@pytest.fixture
+def two(board: Switchboard, pool: Pool) -> Iterator[SchedulerSide]:
+    """The scheduler side of an engine of two ranks with side channels."""
+    with mock.patch("kvxfer.engine.dispatch.SideChannel", board.scheduler):
+        side = SchedulerSide(Config(), "d", (Group(4),), 2, FACTS, pins=BlockPins(8, pool))
+    side.listen_to({rank: board.worker(lambda _: None, list).address for rank in (A, B)})
+    side.step()
+    yield side
+    side.close()
+
+
+def load(side: SchedulerSide, transfer: TransferId, table: BlockTable) -> int:
+    """Begin the load of a request, if it may; return how many tokens are to come."""
+    side.load("r", transfer, D, SOURCE, 8)
+    external = side.loadable("r", 0)
+    assert external is not None
+    side.allocated("r", table, external)
+    side.step()
+    return external
+
+
+def test_a_load_does_not_begin_before_steps_have_said_all_of_the_one_before(
+    two: SchedulerSide, board: Switchboard, pool: Pool
+) -> None:
+    """Rank B has said by the side channel alone that it has the first; its step, whose report comes apart from A's, says so again."""
+    table = BlockTable.of([pool.take(2)])
+    assert load(two, T, table) == 8
+    board.late = [RankResult("r", B, 0, 1, None, True)]
+    assert two.report(Report(over={"r": {A}}, failed={"r": LOST}, writing={"r": {A}})).failed == {"r": LOST}
+    two.finished("r", table, False)
+    two.report(Report(quiet={"r": {A}}))
+    assert load(two, U, table) == 0, "it is computed here"
+    two.finished("r", table, True)
+    assert two.waiting
+    assert two.report(Report(over={"r": {B}}, delivered={"r": {1}})) == two.report(Report())
+    assert not two.waiting and load(two, U, table) == 8, "now it may"
+    assert not two.report(Report(over={"r": {A}}, delivered={"r": {2}})).loaded, "B has nothing of it"
+    assert two.report(Report(over={"r": {B}}, delivered={"r": {2}})).loaded == {"r"}
+
+
+def test_a_cancel_that_comes_late_does_not_hit_the_load_that_has_gone_ahead(board: Switchboard) -> None:
+    """Steps overlap: the first load has ended by itself before its cancel is there, and the next one has overtaken that step."""
+    agent: Any = Agent(Wire(), [Group(4)], A)
+    worker = WorkerSide(agent, channel=board.worker)
+    (end,) = board.ends.values()
+    table = BlockTable.of([[1, 2]])
+    one, two = (Fetch("r", transfer, D, SOURCE, table, 0, 8) for transfer in (T, U))
+    worker.begin(Step(facts=FACTS, first=0))
+    worker.load(Step(StepCommands(fetches=(one,)), first=0))
+    agent.wire.fail(agent.loads["r"], "its peer went away")
+    assert worker.collect().over == {"r": {A}}
+    end.take(DirectFetches(1, (two,)))
+    worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),)), first=1))
+    assert not agent.loads["r"].ended
+    worker.load(Step(StepCommands(fetches=(two,)), first=1))
+    worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),)), first=2))
+    assert "r" not in agent.loads and worker.collect().over == {"r": {A}}
+
+
+def test_a_load_beside_the_steps_is_none_within_one_where_an_earlier_one_of_its_name_was(board: Switchboard) -> None:
+    """Both in the time of one step: its workers would report the end of a prefetch, for which nobody waits any more."""
+    agent: Any = Agent(Wire(), [Group(4)], A)
+    worker = WorkerSide(agent, channel=board.worker, copy=lambda src, dst: None)
+    with mock.patch("kvxfer.engine.dispatch.SideChannel", board.scheduler):
+        side = SchedulerSide(Config(), "d", (Group(4),), 1, FACTS, pins=BlockPins(8, Lending(12)))
+    try:
+        worker.begin(side.step())
+        side.report(worker.collect())
+        assert side.load("r", T, D, SOURCE, 8, offered=True) and side.loadable("r", 0) is None
+        agent.wire.fail(agent.loads["r"], "its peer went away")
+        assert side.loadable("r", 0) == 0, "it was a prefetch, and has failed"
+        side.finished("r", BlockTable.of([[]]), False)
+        assert side.load("r", U, D, SOURCE, 8, offered=True) and side.loadable("r", 0) == 8 and not side.here("r")
+        side.allocated("r", BlockTable.of([[1, 2]]), 8)
+        worker.load(side.step())
+        agent.wire.fail(agent.loads["r"], "its peer went away")
+        assert side.report(worker.collect()).failed.keys() == {"r"}
+    finally:
+        side.close()
+
+
+def test_nothing_is_offered_under_the_name_of_a_request_whose_blocks_are_held() -> None:
+    """An update could not tell whose blocks are free, and what ends at the same time would not be reported at all."""
+    side = SchedulerSide(Config(), "p", (Group(4),), 1, FACTS)
+    try:
+        table = BlockTable.of([[1, 2]])
+        assert side.offer("r", T, D, 8)
+        side.runs("r", 0, 8, table)
+        (offer,) = side.step().commands.offers
+        assert side.finished("r", table, True)
+        assert not side.offer("r", U, D, 8) and side.ticket("r") is None
+        other = BlockTable.of([[3, 4]])
+        side.runs("r", 0, 8, other)
+        assert not side.finished("r", other, True), "its blocks may be freed"
+        assert side.report(Report(released={T: {A: offer.generation}})).free == {"r"}, "those of the first"
+        assert side.offer("r", U, D, 8)
+        side.finished("r", other, False)
+        side.step()
+        assert len(side) == 0
+    finally:
+        side.close()
