@@ -9,7 +9,7 @@ from tests.engine.direct import Switchboard
 from tests.control.conftest import until
 from tests.vllm.cases import CACHES, HOLDING, both, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import HYBRID, Engine, Group, answer, ours, prompt
+from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, ours, prompt
 from tests.vllm.wire import Load, Wire
 
 overlap = both_ways
@@ -28,6 +28,15 @@ def begin(d: Engine, wire: Wire, text: list[int], p: Engine) -> tuple[str, list[
 @CACHES
 def test_two_ranks(make: Make, groups: tuple[Group, ...]) -> None:
     p, d = make(groups, ranks=2), make(groups, ranks=2)
+    text = prompt(90)
+    name = decode(d, text, prefill(p, text), p)
+    assert d.computed[name] == 1 + 3
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_two_stages_that_draft(make: Make, groups: tuple[Group, ...]) -> None:
+    """Model runner 1 does not tell the first stage that a step is over: what it has is offered all the same."""
+    p, d = make(groups, ranks=2, stages=True), make(groups, ranks=2, stages=True)
     text = prompt(90)
     name = decode(d, text, prefill(p, text), p)
     assert d.computed[name] == 1 + 3
