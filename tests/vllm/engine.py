@@ -203,9 +203,9 @@ def vllm_config(
 
 class Engine:
     """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
-    `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1, which
-    calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the prefix cache has a hash, BLOCK or less.
-    `tensors`: where its layers would lie, for who asks."""
+    `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
+    which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
+    prefix cache has a hash, BLOCK or less. `tensors`: where its layers would lie, for who asks."""
 
     block = BLOCK
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.failures import Outcome
-from tests.engine.direct import Switchboard
 from tests.control.conftest import until
+from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, HOLDING, both, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, ours, prompt

@@ -127,7 +127,8 @@ class WorkerHooks:
 
         Only the last stage of a pipeline drafts. If it does, model runner 1 calls ``wait_for_save`` there alone.
         """
-        return self._on.agent.cache.rank.pp == self._vllm.parallel_config.pipeline_parallel_size - 1
+        stages: int = self._vllm.parallel_config.pipeline_parallel_size
+        return self._on.agent.cache.rank.pp == stages - 1
 
     def handshake(self) -> Handshake | None:
         """Return where the agent listens; None before there is one."""
