@@ -39,6 +39,8 @@ class Update:
         payloads: For loaded requests, what the producer sent along (``WorkerSide.after_forward``), if anything.
         short: For loaded requests that were delivered only in part since the producer gave up (``SchedulerSide.load``,
             ``enough``): up to which token. The engine computes the rest.
+
+    ``disagreed`` and ``short`` come once steps have told of every rank, ``loaded`` otherwise as soon as the side channel has.
     """
 
     free: frozenset[str] = frozenset()
