@@ -39,6 +39,8 @@ class Update:
         payloads: For loaded requests, what the producer sent along (``WorkerSide.after_forward``), if anything.
         short: For loaded requests that were delivered only in part since the producer gave up (``SchedulerSide.load``,
             ``enough``): up to which token. The engine computes the rest.
+
+    ``disagreed`` and ``short`` come once steps have told of every rank, ``loaded`` otherwise as soon as the side channel has.
     """
 
     free: frozenset[str] = frozenset()
@@ -75,7 +77,7 @@ class LoadEnds:
         if result.generation is not None:
             self._agreement.delivered(request, (result.generation,))
         self._reached(request, {result.rank: result.stages})
-        if self._loading.over_on(request, (result.rank,)) and self._agreement.agreed(request):
+        if self._loading.over_on(request, (result.rank,)) and self._whole(request):
             self._early.append(request)
 
     def report(self, report: Report) -> Update:
@@ -102,6 +104,7 @@ class LoadEnds:
                 self._reached(request, stages)
         for request, ranks in report.over.items():
             self._loading.said(request, ranks)
+        over = [request for request in over if self._may_end(request)]
         update = self._ended(dict.fromkeys([*early, *quiet, *over]))
         return replace(update, arrived=self._progress(report.arrived))
 
@@ -109,6 +112,18 @@ class LoadEnds:
         """Record without a report that a load is over on all ranks; does nothing if a report has said so."""
         self._loading.all_said(request)
         self._ended([request])
+
+    def _may_end(self, request: str) -> bool:
+        """Return whether a load that is over on all ranks may be reported as such.
+
+        What only we know to be wrong with it, the engine must not hear of before the last step has told of its ranks: an engine that
+        counts the ranks itself would take the load for whole after that.
+        """
+        return request in self._failed or self._whole(request) or self._loading.all_said_of(request)
+
+    def _whole(self, request: str) -> bool:
+        """Return whether all that is known of a load was delivered whole, and is of one generation."""
+        return self._agreement.agreed(request) and request not in self._short
 
     def _reached(self, request: str, stages: Mapping[Rank, Stages]) -> None:
         self._stages.setdefault(request, {}).update(stages)

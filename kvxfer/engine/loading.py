@@ -89,6 +89,10 @@ class LoadingBlocks:
             if len(self._said[request]) >= self._ranks:
                 self.all_said(request)
 
+    def all_said_of(self, request: str) -> bool:
+        """Return whether no step has yet to report the load as over on some rank."""
+        return request not in self._said
+
     def all_said(self, request: str) -> None:
         """Record that steps have reported the load as over on all ranks, or will not report it any more."""
         known = self._said.pop(request, None)

@@ -417,6 +417,27 @@ def test_a_load_is_as_long_as_on_the_rank_that_has_least(pair: Any) -> None:
     assert update.loaded == {name} and update.short == {name: 4}
 
 
+def test_a_rank_that_is_done_twice_is_forgotten() -> None:
+    """Its reader gave up a generation; what replaced that was read from the other rank, and is then over on this one, too."""
+    side = SchedulerSide(Config(), "p", FULL, 2, FACTS)
+    try:
+        transfer, a, b = TransferId("router/1", 0), Rank(0, 0), Rank(0, 1)
+        table = BlockTable.of([[1, 2]])
+        side.offer("r", transfer, b"digest", 8)
+        side.runs("r", 0, 8, table)
+        (first,) = side.step().commands.offers
+        assert not side.report(Report(released={transfer: {b: first.generation}})).free
+        side.preempted("r")
+        side.runs("r", 0, 8, table)
+        (second,) = side.step().commands.offers
+        assert side.finished("r", table, True)
+        assert side.report(Report(released={transfer: {a: second.generation}})).free == {"r"}
+        assert not side.report(Report(released={transfer: {b: second.generation}})).free
+        assert side.step().commands.revokes and len(side) == 0
+    finally:
+        side.close()
+
+
 def test_a_load_without_blocks_is_refused_by_the_call_that_asks_for_it(pair: Any) -> None:
     _, p, d = pair
     ticket, prompt = offered(p)

@@ -203,8 +203,9 @@ def vllm_config(
 
 class Engine:
     """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
-    `resumes_as_new`: as with model runner 2. `hashed`: tokens for which the prefix cache has a hash, BLOCK or less.
-    `tensors`: where its layers would lie, for who asks."""
+    `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
+    which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
+    prefix cache has a hash, BLOCK or less. `tensors`: where its layers would lie, for who asks."""
 
     block = BLOCK
 
@@ -218,6 +219,7 @@ class Engine:
         ranks: int = 1,
         overlap: bool = False,
         resumes_as_new: bool = False,
+        stages: bool = False,
         hashed: int = BLOCK,
         board: Switchboard | None = None,
         tensors: Callable[[Sequence[str], int], Any] = lambda layers, blocks: [],
@@ -227,7 +229,9 @@ class Engine:
         self.layers = _layers(self.groups)  # name -> group
         if any(g.aligned for g in groups):
             config.cache_config.mamba_cache_mode = "align"
-        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
+        self.stages = stages
+        config.parallel_config.world_size = ranks
+        setattr(config.parallel_config, f"{'pipeline' if stages else 'tensor'}_parallel_size", ranks)
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = overlap
         self.memory = np.zeros((blocks, BLOCK), np.int64)
@@ -258,7 +262,9 @@ class Engine:
         self.hasher = get_request_block_hasher(hashed, sha256)
         assert self.scheduler.connector is not None
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, ranks)
-        self.agents = [self._agent(ours(worker), Rank(0, rank)) for rank, worker in enumerate(self.workers)]
+        self.agents = [
+            self._agent(ours(worker), Rank(i, 0) if stages else Rank(0, i)) for i, worker in enumerate(self.workers)
+        ]
         handshakes = {(0, i): h for i, w in enumerate(self.workers) if (h := w.get_handshake_metadata()) is not None}
         if handshakes:
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
@@ -379,10 +385,13 @@ class Engine:
         for worker in self.workers:
             if not output.has_sync_kv_loads:
                 worker.start_load_kv(SimpleNamespace(attn_metadata=None))
-            worker.wait_for_save()
+            if not self.stages or not names:
+                worker.wait_for_save()
             kv = output_of(worker, output.finished_req_ids)
             kv.kv_connector_stats = worker.get_kv_connector_stats()
             kv.kv_connector_worker_meta = worker.build_connector_worker_meta()
+            if self.stages and names and worker is self.workers[-1]:
+                worker.wait_for_save()
             worker.clear_connector_metadata()
             results.append(
                 ModelRunnerOutput(

@@ -95,7 +95,9 @@ def load(
     monkeypatch.setattr("vllm.distributed.parallel_state.get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(half, "Agent", lambda *args: agent)
     monkeypatch.setattr(Layout, "of", lambda *args: described(tensors, kv))
-    vllm: Any = SimpleNamespace(kv_transfer_config=None, parallel_config=SimpleNamespace(use_ubatching=False))
+    vllm: Any = SimpleNamespace(
+        kv_transfer_config=None, parallel_config=SimpleNamespace(use_ubatching=False, pipeline_parallel_size=1)
+    )
     worker = half.WorkerHooks(Config(layout_check=False), vllm, kv)
     worker.register(tensors)
     source = Source("127.0.0.1", 1, 1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.failures import Outcome
-from tests.vllm.cases import CACHES, HOLDING, check, decode, prefill
+from tests.control.conftest import until
+from tests.engine.direct import Switchboard
+from tests.vllm.cases import CACHES, HOLDING, both, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import HYBRID, Engine, Group, answer, ours, prompt
+from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, ours, prompt
 from tests.vllm.wire import Load, Wire
 
 overlap = both_ways
@@ -26,6 +28,15 @@ def begin(d: Engine, wire: Wire, text: list[int], p: Engine) -> tuple[str, list[
 @CACHES
 def test_two_ranks(make: Make, groups: tuple[Group, ...]) -> None:
     p, d = make(groups, ranks=2), make(groups, ranks=2)
+    text = prompt(90)
+    name = decode(d, text, prefill(p, text), p)
+    assert d.computed[name] == 1 + 3
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_two_stages_that_draft(make: Make, groups: tuple[Group, ...]) -> None:
+    """Model runner 1 does not tell the first stage that a step is over: what it has is offered all the same."""
+    p, d = make(groups, ranks=2, stages=True), make(groups, ranks=2, stages=True)
     text = prompt(90)
     name = decode(d, text, prefill(p, text), p)
     assert d.computed[name] == 1 + 3
@@ -110,6 +121,43 @@ def test_ranks_are_delivered_different_generations(
     d.run(p, until=name)
     assert d.done[name].tokens == (answer(text, 4) if policy == "recompute" else [])
     assert d.computed.get(name, 0) == (90 + 3 if policy == "recompute" else 0)
+    for agent in p.agents:
+        agent.lease_ends()
+    p.run()
+
+
+@pytest.mark.parametrize("differ", ["generation", "length"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_ranks_differ_and_a_step_tells_of_one_before_the_other(
+    make: Make, wire: Wire, policy: str, first: int, differ: str
+) -> None:
+    """The side channel has told of the other by then. vLLM counts its ranks by steps: it must not hear of the last one while what
+    is wrong with the load is still on its way to the workers, or it takes the load for whole."""
+    p, d = make(ranks=2), make(ranks=2, policy=policy, board=Switchboard(), extra={"step_budget": 0})
+    text = prompt(90)
+    to_p, to_d = both(p, "job")
+    a, wire.paused = p.add(text, to_p), True
+    p.step()
+    name = d.add(text, to_d)
+    until(lambda: bool(d.step() and len(wire.loads(d)) == 2))
+    p.run(until=a)
+    loads = wire.loads(d)
+    assert all(wire.begin(load) and wire.read(load) for load in loads)
+    for i in (first, 1 - first):
+        load = loads[i]
+        if differ == "generation":
+            load.agent.end(load, Outcome(), 1 + i)
+        else:
+            load.agent.end(load, Outcome(), 1, 32 if i == first else None)
+            if i == first:
+                lost = [block for block in load.fetch.blocks[0].tolist()[2:] if block >= 0]
+                d.memory[lost] = -7
+        wire.quiet(load)
+        if i == first:
+            d.step()
+    d.run(p, until=name)
+    assert d.done[name].tokens == (answer(text, 4) if policy == "recompute" else [])
     for agent in p.agents:
         agent.lease_ends()
     p.run()

@@ -35,7 +35,7 @@ class Worker:
         cache = Cache((Region(self.pages.address, BLOCKS * PAGE),), (Group(TOKENS),), (view,))
         vllm: Any = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(engine_id="sleeper"),
-            parallel_config=SimpleNamespace(use_ubatching=False),
+            parallel_config=SimpleNamespace(use_ubatching=False, pipeline_parallel_size=1),
         )
         blocks: Any = SimpleNamespace(num_blocks=BLOCKS)
         layout: Any = SimpleNamespace(cache=cache, table=lambda logical: logical)

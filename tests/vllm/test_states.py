@@ -143,3 +143,12 @@ def test_a_prompt_that_may_grow_is_computed_whole(make: Make, groups: Any) -> No
     p.abort(name)
     p.run()
     p.lease_ends()
+
+
+@pytest.mark.parametrize("groups", [STATEFUL, ALIGNED], ids=["stateful", "aligned"])
+@pytest.mark.parametrize("transfer", [1.5, "x" * 5000, ["job"]], ids=["a fraction", "too long", "a list"])
+def test_a_prompt_that_cannot_be_offered_is_computed_whole(make: Make, groups: Any, transfer: Any) -> None:
+    p = make(groups)
+    name, text = p.add(prompt(40), OFFER | {"transfer_id": transfer}, n=4), prompt(40)
+    p.run(until=name)
+    assert p.done[name].tokens == answer(text, 4) and p.done[name].params is None

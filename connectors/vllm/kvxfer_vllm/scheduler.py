@@ -121,9 +121,9 @@ class SchedulerHooks:
         name, content = request.request_id, self._digest(request)  # of the whole prompt, before it may be cut
         external = external_id(name)
         if offers:
-            if self._recurrent:
-                leave_last_token(request)
             transfer = p.offered_id(params, self.side.source.epoch, external)
+            if self._recurrent:  # not before it is known that there will be an offer
+                leave_last_token(request)
             self.side.offer(name, transfer, content, request.num_prompt_tokens, stops=request.max_tokens == 1)
         if loads:
             want = p.wanted(params, external)

@@ -55,6 +55,7 @@ class WorkerHooks:
         self._asleep = False
         # Of a step in two halves, each calls the hook of a layer when its own half is written.
         self._halved = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
+        self._offered: StepMetadata | None = None  # the step whose offers were made last
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
         """Describe the cache, which is allocated, and start the agent."""
@@ -120,6 +121,15 @@ class WorkerHooks:
         assert self._side is not None, "register_kv_caches was not called"
         return self._side
 
+    @property
+    def _drafts(self) -> bool:
+        """Whether this rank may write KV of drafts after it has been asked for results.
+
+        Only the last stage of a pipeline drafts. If it does, model runner 1 calls ``wait_for_save`` there alone.
+        """
+        stages: int = self._vllm.parallel_config.pipeline_parallel_size
+        return self._on.agent.cache.rank.pp == stages - 1
+
     def handshake(self) -> Handshake | None:
         """Return where the agent listens; None before there is one."""
         return None if self._side is None else Handshake(self._side.agent.descriptor, self._side.address)
@@ -147,8 +157,10 @@ class WorkerHooks:
             self._on.layer_done(metadata.step, layer)
 
     def after_forward(self, metadata: StepMetadata) -> None:
-        """Offer what this step has computed."""
-        self._on.after_forward(metadata.step)
+        """Offer what this step has computed, once."""
+        if metadata is not self._offered:
+            self._offered = metadata
+            self._on.after_forward(metadata.step)
 
     def collect(self, metadata: StepMetadata) -> None:
         """Process what has ended since the last step.
@@ -156,6 +168,8 @@ class WorkerHooks:
         While nothing is computed vLLM makes an empty step every millisecond, each half a millisecond of Python in which the threads
         that move KV cannot run. So an empty step waits for something to end, but not so long that a new request would mind.
         """
+        if not self._drafts:
+            self.after_forward(metadata)
         report = self._on.collect(IDLE_S if metadata.idle else 0.0)
         self._received.update(report.over)
         self._failed.update(report.failed)
