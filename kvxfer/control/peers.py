@@ -173,10 +173,10 @@ class AgentPeers:
         for lost in self._in.tick(now):
             yield partial(self._lost, lost)
 
-    def pardon(self, seconds: float) -> None:
-        self._in.pardon(seconds)
-        self._out.pardon(seconds)
-        self._resolver.pardon(seconds)
+    def pardon(self, seconds: float, now: float) -> None:
+        self._in.pardon(seconds, now)
+        self._out.pardon(seconds, now)
+        self._resolver.pardon(seconds, now)
 
     # --- what the machines ask of them -----------------------------------------------------------------------------
 
