@@ -5,10 +5,14 @@ Every link is pinged, busy or not. If both sides have several back ends, they ar
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
+
+import msgspec
 
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.revocations import RevocationView
@@ -48,9 +52,14 @@ class Target:
     assignments: tuple[ShardAssignment, ...]
     backends: tuple[str, ...]
 
-    @property
+    @cached_property
     def link(self) -> LinkId:
-        return (self.address, self.epoch)
+        """The link to it. Only targets that are alike in everything share one: what moves over it is planned by what they say.
+
+        Whoever has a directory can name any rank's address and epoch there, and describe its cache otherwise than it is.
+        """
+        said = msgspec.msgpack.encode((self.epoch, self.cache, self.assignments, self.backends))
+        return (self.address, int.from_bytes(hashlib.blake2b(said, digest_size=16).digest()))
 
 
 @dataclass
@@ -63,7 +72,7 @@ class _Dial(LinkRecord):
 
 
 class Outbound(LinkTable[_Dial]):
-    """The links that this agent dials, by (address, epoch).
+    """The links that this agent dials, by what its targets say.
 
     Args:
         sockets: The agent's control sockets.
