@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,7 +80,6 @@ class Outbound(LinkTable[_Dial]):
         data: The agent's data plane.
         silence: Seconds without a message after which a link is lost.
         cache: The agent's cache.
-        epoch: The agent's epoch.
         engine: The engine's name.
         facts: What all KV of the engine depends on.
     """
@@ -92,12 +92,12 @@ class Outbound(LinkTable[_Dial]):
         data: DataPlane,
         silence: float,
         cache: Cache,
-        epoch: int,
         engine: str,
         facts: Mapping[str, str],
     ) -> None:
         super().__init__(sockets, data, silence)
-        self._cache, self._epoch, self._engine, self._facts = cache, epoch, engine, facts
+        self._cache, self._engine, self._facts = cache, engine, facts
+        self._secret = os.urandom(16)
         self._targets: dict[LinkId, Target] = {}
         self._unfit: dict[LinkId, dict[str, Failure]] = {}  # back ends that could not make it, and why
 
@@ -148,7 +148,7 @@ class Outbound(LinkTable[_Dial]):
             link.mine, link.connection.heard = news.endpoint, now
             t = link.target
             policy = self._data.policy(link.backend)
-            hello = policy.hello(link.mine, t.epoch, self._epoch, self._engine, t.assignments, self._facts)
+            hello = policy.hello(link.mine, t.epoch, self._reader(t), self._engine, t.assignments, self._facts)
             if (nbytes := len(m.encode(hello))) > GUEST_FRAME:
                 what = f"with its endpoint, of {len(link.mine)} bytes, the hello has {nbytes}, and a peer takes {GUEST_FRAME}"
                 return self._without(link, Failure(K.BACKEND_FAILED, what, link.name, FEWER), now)
@@ -188,6 +188,14 @@ class Outbound(LinkTable[_Dial]):
             case _:
                 pass  # a late Pong, or nonsense
         return None
+
+    def _reader(self, target: Target) -> int:
+        """Return the number by which a producer rank knows this agent, over whichever link.
+
+        Not the epoch, which directories tell to anybody, and another for each rank: who does not know it cannot speak for us.
+        """
+        number = hashlib.blake2b(target.epoch.to_bytes(8), key=self._secret, digest_size=8).digest()
+        return int.from_bytes(number) >> 1
 
     def _passed(self, link: _Dial) -> Mapping[str, str]:
         return {backend: why.detail for backend, why in dict(self._unfit.get(link.id, {})).items()}
