@@ -184,7 +184,10 @@ class ControlConnection:
 
     def accepted(self, sock: socket.socket) -> None:
         self._socket, self._connected = sock, True
-        self._greet()
+        try:
+            self._greet()
+        except OSError as e:  # with a key, of a peer that has gone again
+            self._fail(e)
 
     def connect(self, targets: Addresses) -> None:
         """Try these addresses one after the other."""
@@ -262,6 +265,8 @@ class ControlConnection:
 
     def _read(self) -> bool:
         assert self._socket is not None
+        if self._full and (error := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+            raise OSError(error, os.strerror(error))  # which no read would tell, and every poll would
         for _ in range(_READS):
             if self._full:
                 return False

@@ -226,6 +226,7 @@ class Inbound(LinkTable[_Dialled]):
 
     def hung_up(self, connection: ControlConnection) -> Lost | None:
         """Handle the loss of a connection, and thereby of its link if it had one."""
+        self._turns.remove(connection.host, connection)  # and with it what it has sent, which nobody counts any more
         link = self._links.get(connection.name)
         return None if link is None else self._lost(link, K.PEER_LOST, str(connection.lost))
 

@@ -165,10 +165,10 @@ class LinkTable(ABC, Generic[L]):
     def next_tick(self) -> float | None:
         return 0.0 if self._deaf else self._clock.next()
 
-    def pardon(self, seconds: float) -> None:
-        """Discount seconds in which this process did not run: add them to the times at which peers were last heard."""
-        for link in self._links.values():
-            link.connection.heard += seconds
+    def pardon(self, seconds: float, now: float) -> None:
+        """Discount seconds up to ``now`` in which this process did not run: add them to the times at which peers were last heard."""
+        for link in self._links.values():  # what has come since may have been read already
+            link.connection.heard = min(link.connection.heard + seconds, now)
 
     def _passed(self, link: L) -> Mapping[str, str]:
         return {}

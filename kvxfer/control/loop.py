@@ -63,8 +63,8 @@ class Work(Protocol):
     def tell(self) -> None:
         """Tell the engine what has happened; called at the end of each turn."""
 
-    def pardon(self, seconds: float) -> None:
-        """Do not count so many seconds as peers' silence."""
+    def pardon(self, seconds: float, now: float) -> None:
+        """Do not count so many seconds up to ``now`` as peers' silence."""
 
     def ends(self, why: Failure) -> Iterator[Step]:
         """Yield the steps that end all transfers."""
@@ -205,7 +205,7 @@ class ControlLoop:
         stalled, self._awake = now - self._awake - LONGEST_WAIT_S, now
         if stalled > STALL_S:
             log.warning("this process did not run for about %.1f s", stalled)
-            self._work.pardon(stalled)
+            self._work.pardon(stalled, now)
 
     def _drain(self, until: float = math.inf) -> None:
         """Do the steps that the engine and the data threads have queued, up to this time."""

@@ -5,10 +5,15 @@ Every link is pinged, busy or not. If both sides have several back ends, they ar
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
+
+import msgspec
 
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.revocations import RevocationView
@@ -48,9 +53,14 @@ class Target:
     assignments: tuple[ShardAssignment, ...]
     backends: tuple[str, ...]
 
-    @property
+    @cached_property
     def link(self) -> LinkId:
-        return (self.address, self.epoch)
+        """The link to it. Only targets that are alike in everything share one: what moves over it is planned by what they say.
+
+        Whoever has a directory can name any rank's address and epoch there, and describe its cache otherwise than it is.
+        """
+        said = msgspec.msgpack.encode((self.epoch, self.cache, self.assignments, self.backends))
+        return (self.address, int.from_bytes(hashlib.blake2b(said, digest_size=16).digest()))
 
 
 @dataclass
@@ -63,14 +73,13 @@ class _Dial(LinkRecord):
 
 
 class Outbound(LinkTable[_Dial]):
-    """The links that this agent dials, by (address, epoch).
+    """The links that this agent dials, by what its targets say.
 
     Args:
         sockets: The agent's control sockets.
         data: The agent's data plane.
         silence: Seconds without a message after which a link is lost.
         cache: The agent's cache.
-        epoch: The agent's epoch.
         engine: The engine's name.
         facts: What all KV of the engine depends on.
     """
@@ -83,12 +92,12 @@ class Outbound(LinkTable[_Dial]):
         data: DataPlane,
         silence: float,
         cache: Cache,
-        epoch: int,
         engine: str,
         facts: Mapping[str, str],
     ) -> None:
         super().__init__(sockets, data, silence)
-        self._cache, self._epoch, self._engine, self._facts = cache, epoch, engine, facts
+        self._cache, self._engine, self._facts = cache, engine, facts
+        self._secret = os.urandom(16)
         self._targets: dict[LinkId, Target] = {}
         self._unfit: dict[LinkId, dict[str, Failure]] = {}  # back ends that could not make it, and why
 
@@ -139,7 +148,7 @@ class Outbound(LinkTable[_Dial]):
             link.mine, link.connection.heard = news.endpoint, now
             t = link.target
             policy = self._data.policy(link.backend)
-            hello = policy.hello(link.mine, t.epoch, self._epoch, self._engine, t.assignments, self._facts)
+            hello = policy.hello(link.mine, t.epoch, self._reader(t), self._engine, t.assignments, self._facts)
             if (nbytes := len(m.encode(hello))) > GUEST_FRAME:
                 what = f"with its endpoint, of {len(link.mine)} bytes, the hello has {nbytes}, and a peer takes {GUEST_FRAME}"
                 return self._without(link, Failure(K.BACKEND_FAILED, what, link.name, FEWER), now)
@@ -179,6 +188,14 @@ class Outbound(LinkTable[_Dial]):
             case _:
                 pass  # a late Pong, or nonsense
         return None
+
+    def _reader(self, target: Target) -> int:
+        """Return the number by which a producer rank knows this agent, over whichever link.
+
+        Not the epoch, which directories tell to anybody, and another for each rank: who does not know it cannot speak for us.
+        """
+        number = hashlib.blake2b(target.epoch.to_bytes(8), key=self._secret, digest_size=8).digest()
+        return int.from_bytes(number) >> 1
 
     def _passed(self, link: _Dial) -> Mapping[str, str]:
         return {backend: why.detail for backend, why in dict(self._unfit.get(link.id, {})).items()}

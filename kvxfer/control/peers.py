@@ -61,7 +61,7 @@ class AgentPeers:
         self._descriptors = Examiner("kvxfer-examine", MOST_EXAMINED, loop.do)
         silence, stated = config.peer_timeout, facts or {}
         self._in = Inbound(loop.sockets, data, silence, me.epoch, revocations, self._examine_hello, producer.serving)
-        self._out = Outbound(loop.sockets, data, silence, me.cache, me.epoch, engine, stated)
+        self._out = Outbound(loop.sockets, data, silence, me.cache, engine, stated)
         patience = min(config.peer_timeout, config.transfer_timeout)
         self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
 
@@ -175,10 +175,10 @@ class AgentPeers:
         for lost in self._in.tick(now):
             yield partial(self._lost, lost)
 
-    def pardon(self, seconds: float) -> None:
-        self._in.pardon(seconds)
-        self._out.pardon(seconds)
-        self._resolver.pardon(seconds)
+    def pardon(self, seconds: float, now: float) -> None:
+        self._in.pardon(seconds, now)
+        self._out.pardon(seconds, now)
+        self._resolver.pardon(seconds, now)
 
     # --- what the machines ask of them -----------------------------------------------------------------------------
 

@@ -187,10 +187,10 @@ class Resolver:
                 self._query(source, now)
                 self._silence(self._queries[source], why)
 
-    def pardon(self, seconds: float) -> None:
-        """Do not count seconds in which this process did not run as silence of directories."""
+    def pardon(self, seconds: float, now: float) -> None:
+        """Do not count seconds up to ``now`` in which this process did not run as silence of directories."""
         for q in self._queries.values():
-            q.since += seconds
+            q.since = min(q.since + seconds, now)
 
     def _silence(self, q: _Query, why: Failure) -> None:
         q.silent = why

@@ -208,8 +208,8 @@ class Shell:
                 yield machine.tick
         yield from self._peers.due(now)
 
-    def pardon(self, seconds: float) -> None:
-        self._peers.pardon(seconds)
+    def pardon(self, seconds: float, now: float) -> None:
+        self._peers.pardon(seconds, now)
 
     # --- what the machines ask for ---------------------------------------------------------------------------------
 

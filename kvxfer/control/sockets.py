@@ -37,6 +37,8 @@ _EVENTS = 64
 """The most connections that are handled in a turn."""
 _LOOKUPS = 64
 """The most host names that may wait to be looked up."""
+REST_S = 0.1
+"""Seconds until the next try when nobody could be accepted, as where the process has no descriptor left."""
 
 
 def address(host: str, port: int) -> str:
@@ -63,7 +65,7 @@ class ControlSockets:
         self._epoll.register(self._flag, select.EPOLLIN)
         self._asleep = False
         self._listener: socket.socket | None = None
-        self._hearing = False
+        self._rests_until: float | None = None  # while the listener is not polled
         self._by_fd: dict[int, ControlConnection] = {}
         self._guests: OrderedDict[ControlConnection, None] = OrderedDict()  # the longest silent one first
         self._guest_bytes = 0
@@ -89,7 +91,7 @@ class ControlSockets:
         except OSError as e:
             raise OSError(e.errno, f"cannot listen on {host} port {port or 'any'}: {e.strerror or e}") from None
         sock.setblocking(False)
-        self._listener, self._hearing = sock, True
+        self._listener = sock
         self._epoll.register(sock, select.EPOLLIN)
         return int(sock.getsockname()[1])
 
@@ -164,6 +166,10 @@ class ControlSockets:
             self._settle(undecided)
             if not undecided.undecided:
                 self._undecided.discard(undecided)
+        if self._rests_until is not None:
+            seconds = min(seconds, REST_S)
+            if time.monotonic() >= self._rests_until:
+                self._rest(None)
         self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._more or self._found)
         if self._undecided:
@@ -248,8 +254,8 @@ class ControlSockets:
                 sock, where = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptor is left; accept none until one is
-                self._hear_knocks(False)
+            except OSError:  # most likely no descriptor is left; polled at once, the listener would be ready again
+                self._rest(time.monotonic() + REST_S)
                 return
             host = str(where[0])
             if not self._security.admits(host):
@@ -258,9 +264,9 @@ class ControlSockets:
             conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, self._security.accepted, guest=True)
             self._guests[conn] = None
             conn.accepted(sock)
+            self._settle(conn)
             if len(self._guests) > GUESTS:
                 self._lose(self._spare_guest(), f"there are more than {GUESTS} connections of strangers")
-            self._settle(conn)
 
     def _spare_guest(self) -> ControlConnection:
         """Return the guest to close when there are too many."""
@@ -268,10 +274,11 @@ class ControlSockets:
         ((most, _),) = Counter(guest.host for guest in strangers).most_common(1)
         return next(guest for guest in strangers if guest.host == most)
 
-    def _hear_knocks(self, whether: bool) -> None:
-        if self._listener is not None and self._hearing != whether:
-            self._epoll.modify(self._listener, select.EPOLLIN if whether else 0)
-            self._hearing = whether
+    def _rest(self, until: float | None) -> None:
+        """Accept nobody until then; ``None``: accept again. Nothing else tells when there is a descriptor again."""
+        assert self._listener is not None
+        self._epoll.modify(self._listener, select.EPOLLIN if until is None else 0)
+        self._rests_until = until
 
     def _lose(self, conn: ControlConnection, why: str) -> None:
         conn.lose(why)
@@ -285,7 +292,6 @@ class ControlSockets:
         self._more.discard(conn)
         if self._guests.pop(conn, True) is None:
             self._guest_bytes -= conn.counted
-        self._hear_knocks(True)
 
     def _settle(self, conn: ControlConnection) -> None:
         """Update what is polled, counted and ready after a connection has changed."""

@@ -46,9 +46,11 @@ class LeasedOffers:
         self._leases: Timers[TransferId] = Timers()
 
     def record(self, transfer: TransferId, now: float) -> OfferRecord:
+        """Return the record of what the engine offers or revokes."""
         h = self.records.get(transfer)
         if h is None:
             h = self.records[transfer] = OfferRecord(transfer, now, now)
+        if not h.known:  # a consumer may have asked for it before
             self.releases.follow(h)
         return h
 

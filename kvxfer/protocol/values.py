@@ -51,8 +51,9 @@ __all__ = [
 ]
 
 LinkId = bytes | tuple[str, int]
-"""A link as either side names it: the consumer by the producer rank's (address, epoch), which stays the same when it is dialled
-again; the producer by the name of the consumer's connection, which is new each time."""
+"""A link as either side names it: the consumer by the producer rank's address and a number for its epoch and all else that its
+directory says of it, which stay the same when it is dialled again; the producer by the name of the consumer's connection, which is
+new each time."""
 
 
 Role = Literal["producer", "consumer"]

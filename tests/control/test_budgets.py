@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from types import FrameType
 
 import pytest
 
-from kvxfer.control import sockets
+from kvxfer.control import peers, sockets
 from kvxfer.control.turns import Turns
+from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
@@ -246,6 +248,58 @@ def test_of_too_many_who_say_nothing_one_goes_of_the_host_that_has_most(
         assert isinstance(s.answer(), m.Welcome)
 
 
+def test_what_strangers_have_said_is_forgotten_with_their_connections(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are cut off for want of memory while one of them is looked at: it had stayed until then, and was not counted."""
+    p, d = pair
+    honest(p, d, "warm")
+    looked, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        looked.set()
+        assert go_on.wait(60)
+        raise PeerError("it is of no use")
+
+    monkeypatch.setattr(peers, "admit", slow)
+    before, address = resident(), p.agents[0].descriptor.address
+    with ExitStack() as stack:
+        stack.callback(go_on.set)
+        stack.enter_context(Stranger(address)).say(hello(p))
+        assert looked.wait(10)
+        said, kept = bytes(200 << 10), sockets.GUEST_BYTES // (200 << 10)
+        crowd: list[Stranger] = []
+
+        def in_hand() -> bool:
+            """Whether all that could not be kept have been cut off; these are forgotten here, too."""
+            crowd[:] = [s for s in crowd if not select.select([s.socket], [], [], 0)[0]]
+            return len(crowd) <= kept
+
+        for _ in range(500):
+            crowd.append(stack.enter_context(Stranger(address)))
+            with suppress(ConnectionError):
+                crowd[-1].send(said)
+            until(in_hand)
+        honest(p, d, "beside")
+        assert resident() - before < 64 * MIB, f"{(resident() - before) / MIB:.0f} MiB more"
+
+
+def test_silence_counts_from_the_last_word_however_long_this_side_stood_still(engine) -> None:
+    """What came meanwhile was read afterwards, and is not to be pardoned: a peer had been waited for so much longer."""
+    p, other = engine({"verbs": ["read"]}, seed=1, peer_timeout=0.5), FakeTransport("other", {"verbs": ["read"]})
+    with Stranger(p.agents[0].descriptor.address) as s:
+        s.say(hello(p, endpoint=other.endpoint()))
+        assert isinstance(s.answer(), m.Welcome)
+        fence = Sluggish(4.0)
+        p.agents[0].offer(offered([1], 4, transfer=TransferId("own/9/slow", 0)), fence)
+        assert fence.asked.wait(5)
+        s.say(m.Ping(1))
+        assert isinstance(s.answer(), m.Pong)
+        s.socket.settimeout(2.0)
+        assert s.hung_up_on()
+    other.close()
+
+
 def test_each_has_its_turn() -> None:
     turns: Turns[str, str] = Turns()
     for who, what in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
@@ -253,6 +307,11 @@ def test_each_has_its_turn() -> None:
     assert [turns.next() for _ in range(3)] == ["a1", "b1", "c1"]
     turns.add("c", "c2")
     assert [turns.next() for _ in range(5)] == ["a2", "b2", "c2", "a3", None]
+    for who, what in (("a", "a1"), ("b", "b1"), ("b", "b2")):
+        turns.add(who, what)
+    for who, what in (("a", "a1"), ("b", "b1"), ("b", "b9"), ("c", "c1")):
+        turns.remove(who, what)
+    assert [turns.next() for _ in range(2)] == ["b2", None]
 
 
 class Sluggish:

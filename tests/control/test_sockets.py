@@ -17,6 +17,8 @@ from kvxfer.control import sockets
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN, Security, make_key
+from tests.backends.test_descriptors import no_descriptor_left
+from tests.control.stranger import framed
 
 
 def polled(until: Callable[[], bool], *hubs: ControlSockets) -> None:
@@ -79,3 +81,71 @@ def test_strangers_take_the_place_of_nobody_who_has_the_key(tmp_path: Path, monk
 
         polled(hear, ours, theirs)
         assert m.decode(heard[0]) == m.Ping(1)
+
+
+def reset(knocking: socket.socket) -> None:
+    """Close a connection without a goodbye."""
+    knocking.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    knocking.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0"])
+def test_a_stranger_that_has_gone_before_it_is_looked_at_costs_nobody_a_turn(said: bytes, tmp_path: Path) -> None:
+    """As a port scanner does. With a key, Python refuses to wrap its socket, which had ended the poll, and so the turn."""
+    make_key(tmp_path / "key")
+    security = Security.of(Config(key_file=str(tmp_path / "key")))
+    with ExitStack() as stack:
+        ours, theirs = ControlSockets(security), ControlSockets(security)
+        stack.callback(ours.close)
+        stack.callback(theirs.close)
+        port = theirs.listen("127.0.0.1", 0)
+        stranger = socket.create_connection(("127.0.0.1", port))
+        stranger.sendall(said)
+        reset(stranger)
+        connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
+        polled(lambda: connection.opened and any(c.authenticated for c in theirs._guests), ours, theirs)
+        assert len(theirs._guests) == 1
+
+
+def test_who_comes_when_no_descriptor_is_left_is_heard_once_there_is_one() -> None:
+    """Though no connection ends meanwhile: what the process had opened otherwise is closed again."""
+    with ExitStack() as stack:
+        hub = ControlSockets(OPEN)
+        stack.callback(hub.close)
+        port = hub.listen("127.0.0.1", 0)
+        knocking = stack.enter_context(socket.socket())
+        with no_descriptor_left():
+            knocking.connect(("127.0.0.1", port))
+            for _ in range(3):
+                hub.poll(0.01)
+        knocking.sendall(framed(b"hello"))
+        heard: list[bytes] = []
+
+        def hear() -> bool:
+            heard.extend(frame for c in hub.ready() if (frame := c.receive()) is not None)
+            return bool(heard)
+
+        polled(hear, hub)
+        assert heard == [b"hello"]
+
+
+def test_a_stranger_that_breaks_off_while_its_frame_waits_is_let_go() -> None:
+    """Its socket had woken the thread again and again until its turn came."""
+    with ExitStack() as stack:
+        hub = ControlSockets(OPEN)
+        stack.callback(hub.close)
+        knocking = socket.create_connection(("127.0.0.1", hub.listen("127.0.0.1", 0)))
+        knocking.sendall(framed(b"hello"))
+        waiting: list[sockets.ControlConnection] = []
+
+        def wait() -> bool:
+            for c in hub.ready():
+                if (frame := c.receive()) is not None:
+                    hub.put_back(c, frame)
+                    waiting.append(c)
+            return bool(waiting)
+
+        polled(wait, hub)
+        reset(knocking)
+        polled(lambda: waiting[0].lost is not None, hub)
+        assert not hub._guests

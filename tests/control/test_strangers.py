@@ -393,3 +393,24 @@ def test_pieces_of_a_size_that_was_not_agreed_on(engine, pair: tuple[Engine, Eng
     assert end.outcome.kind is FailureKind.MISUSE, end
     honest(pair[0], d, TransferId("own/2/y", 0))
     other.close()
+
+
+def test_who_takes_the_public_number_of_a_consumer_is_not_taken_for_it(pair: tuple[Engine, Engine]) -> None:
+    """A directory tells anybody the epochs of its ranks: in their name, what they had not asked for yet could be said to be over."""
+    p, d = pair
+    with Stranger(f"tcp://127.0.0.1:{d.source.port}") as asking:
+        asking.say(m.Lookup(m.PROTOCOL))
+        found = asking.answer()
+    assert isinstance(found, m.EngineDescriptor)
+    other = FakeTransport("other", {"verbs": ["read"]})
+    with Stranger(p.agents[0].descriptor.address) as s:
+        layers = hello(p).cache.views[0].layers
+        who = {"epoch": found.ranks[0].epoch, "assignments": (ShardAssignment(0, 0, layers, 0, 4),)}
+        s.say(hello(p, endpoint=other.endpoint(), **who))
+        assert isinstance(s.answer(), m.Welcome)
+        for attempt in range(1, 20):
+            s.say(m.Committed(T, attempt, b"guessed"))
+        s.say(m.Ping(1))
+        assert isinstance(s.answer(), m.Pong)
+        honest(p, d)
+    other.close()

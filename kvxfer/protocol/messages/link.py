@@ -20,7 +20,7 @@ class Hello(WireMessage, frozen=True, tag="hello"):
 
     Attributes:
         expect_epoch: The epoch of the agent that the consumer wants to reach.
-        epoch: The consumer's epoch.
+        epoch: The consumer's number, which it tells to this producer rank alone.
         endpoint: The endpoint of the consumer's back end.
         assignments: What the consumer will read of the producer rank's cache.
         mode: How the consumer uses the back end.

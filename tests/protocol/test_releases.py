@@ -1,0 +1,56 @@
+"""The blocks of a transfer that is offered again are released only once nothing of its earlier offer moves any more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Planner, ShardAssignment
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.values import Abort, Action, Emit, LinkInfo, Move, Moved, Released
+from kvxfer.values import BlockTable, Offer
+from tests.control.conftest import make_cache
+
+T = TransferId("own/1/again", 0)
+CACHES = [make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2)]
+PLANNER = Planner(CACHES[0], CACHES[1], (ShardAssignment(0, 0, CACHES[0].views[0].layers, 0, 4),))
+GONE = Failure(FailureKind.WITHDRAWN, "aborted")
+LEASE = 5.0
+
+
+def released(actions: list[Action]) -> list[int | None]:
+    return [a.event.generation for a in actions if isinstance(a, Emit) and isinstance(a.event, Released)]
+
+
+@pytest.mark.parametrize("asked", ["before it is offered again", "after that", "once its end is forgotten", "never"])
+def test_an_offer_made_again_is_released_after_the_earlier_one(asked: str) -> None:
+    """Whether or not a consumer has asked for it in between, as for a generation that another rank has announced."""
+    machine = ProducerMachine(LEASE, 30.0)
+    for peer in (1, 2):
+        machine.link_up(b"%d" % peer, LinkInfo("write", PLANNER, peer=peer), 0.0)
+
+    def ask(peer: int, least: int, now: float) -> None:
+        machine.message(b"%d" % peer, m.FetchRequest(T, 1, b"d", 0, 4, BlockTable.of([[1]]), 1, 60.0, least=least), now)
+
+    ask(1, 0, 0.0)
+    (move,) = [a for a in machine.offer(Offer(T, b"d", 0, 4, BlockTable.of([[2]]), True), 0.0) if isinstance(a, Move)]
+    assert not released(machine.revoke(T, 0, GONE, True, 1.0)), "it is still being written from"
+    now = 2.0
+    if asked == "once its end is forgotten":
+        now = 1.0 + 2 * LEASE
+        machine.tick(now)
+    if asked in ("before it is offered again", "once its end is forgotten"):
+        ask(2, 1, now)
+    machine.offer(Offer(T, b"d", 1, 4, BlockTable.of([[2]]), True), now)
+    if asked == "after that":
+        ask(2, 1, now)
+    again = machine.revoke(T, 1, GONE, True, now)
+    again += machine.link_down(b"2", GONE, now)
+    for ref in [a.ref for a in again if isinstance(a, Abort)]:
+        again += machine.moved(Moved(ref, GONE, True, 0), now)
+    assert not released(again), "the blocks of both may still be read for the earlier one"
+    assert released(machine.moved(Moved(move.ref, GONE, True, 0), now)) == [0, 1]
+    assert len(machine) == 0
