@@ -170,8 +170,6 @@ class OfferedBlocks:
         for rank, generation in ranks.items():
             done[rank] = max(generation, done.get(rank, generation))
         if len(done) < self._ranks:
-            if not self._remembered(transfer):  # over since: this rank had said so of an earlier generation, too
-                del self._done[transfer]
             return None
         reached = min(done.values())
         if transfer in self._orphans and reached >= self._orphans[transfer]:
@@ -187,11 +185,6 @@ class OfferedBlocks:
         if request is not None or len(set(done.values())) == 1:
             del self._done[transfer]  # else a rank spoke of an earlier request with this id, and will speak again
         return request
-
-    def _remembered(self, transfer: TransferId) -> bool:
-        """Return whether a transfer is offered, or blocks of it are kept."""
-        read = any(reads.offering[0] == transfer for reads in self._reads.values())
-        return read or self._schedule.knows(transfer) or transfer in self._orphans
 
     def freed(self, request: str) -> None:
         """Record that the engine frees a held request, on its own authority: nobody may be reading its blocks any more."""

@@ -92,10 +92,6 @@ class OfferSchedule:
         """Return whether this request is tracked; the block tables of others need not be looked up."""
         return request in self._running
 
-    def knows(self, transfer: TransferId) -> bool:
-        """Return whether a request that is tracked or held offers this transfer."""
-        return transfer in self._transfers
-
     def offered(self, request: str) -> BlockTable:
         """Return the blocks of a running request that other engines may be reading."""
         prefill = self._running.get(request)
