@@ -19,7 +19,8 @@ from tests.conftest import require
 
 require("nixl")
 
-from kvxfer_nixl import NixlTransport, reach  # noqa: E402  (only where it can be used)
+from kvxfer_nixl import NixlTransport, carriers, reach  # noqa: E402  (only where it can be used)
+from kvxfer_nixl.options import Options  # noqa: E402
 
 # --- where reads are offered ------------------------------------------------------------------------------------------
 
@@ -147,6 +148,31 @@ def test_ucx_settings_with_a_list_reach_ucx(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TransportError):
         NixlTransport("agent", {"ucx": {"TLS": "cma,posix", "MM_ERROR_HANDLING": False}})
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel", "interval"),
+    [
+        ({}, True, "inf"),
+        ({"listen": "0.0.0.0"}, True, "inf"),
+        ({"ucx": {"TLS": "^tcp"}}, True, "inf"),
+        ({}, False, "1s"),
+        ({"ucx": {"TLS": "self,posix,sysv"}}, True, "1s"),
+        ({"ucx": {"TLS": "^sm"}}, True, "1s"),
+        ({"ucx": {"KEEPALIVE_INTERVAL": "5s"}}, True, "5s"),
+    ],
+)
+def test_a_keepalive_is_there_only_where_peers_copy_for_us(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kernel: bool, interval: str
+) -> None:
+    """Its first round may end the process; without one a dead peer would owe its part for ever."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(carriers, "_kernel_copies", lambda: kernel)
+    assert Options.parse(options).ucx_settings["KEEPALIVE_INTERVAL"] == interval
+
+
+def test_this_kernel_copies() -> None:
+    assert carriers.copies_directly("sm"), "or UCX would have nothing to read with in these tests"
 
 
 def test_an_environment_that_contradicts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

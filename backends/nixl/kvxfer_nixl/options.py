@@ -12,6 +12,7 @@ from msgspec import Meta
 from kvxfer.backend.options import BackendOptions
 from kvxfer.backend.ucx import confined
 from kvxfer.errors import ConfigError
+from kvxfer_nixl.carriers import copies_directly
 from kvxfer_nixl.library import has_gpu
 
 __all__ = ["Options"]
@@ -19,10 +20,7 @@ __all__ = ["Options"]
 Setting = str | int | float | bool
 
 UCX_DEFAULTS = {
-    "MM_ERROR_HANDLING": "y",  # or UCX refuses to make do with shared memory
-    # Its first round comes while the first peer is being connected. If that peer goes just then, UCX (1.23) sends by a connection that
-    # it could not make, and crashes. We need none: within a host ``Liveness`` tells of a death, and TCP has a keepalive of its own.
-    "KEEPALIVE_INTERVAL": "inf",
+    "MM_ERROR_HANDLING": "y"  # or UCX refuses to make do with shared memory
 }
 """What we set unless the operator does, in the options or with ``UCX_*`` in the environment."""
 
@@ -93,8 +91,21 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.plugin != "UCX":
             return {}
         given = {key.removeprefix("UCX_"): text(value) for key, value in self.ucx.items()}
-        ours = UCX_DEFAULTS | confined(self.listen, given, gpus=has_gpu())
+        confining = confined(self.listen, given, gpus=has_gpu())
+        carriers = given.get("TLS") or os.environ.get("UCX_TLS") or confining.get("TLS", "all")
+        ours = UCX_DEFAULTS | confining | {"KEEPALIVE_INTERVAL": _keepalive(carriers)}
         return {key: value for key, value in ours.items() if f"UCX_{key}" not in os.environ} | given
+
+
+def _keepalive(carriers: str) -> str:
+    """Choose how often UCX asks whether peers are there, for this setting of ``TLS``.
+
+    Its first round comes while the first peer is being connected. If that peer goes just then, UCX (1.23) sends by a connection over
+    shared memory that it could not make, and crashes. So there is none where it is not needed: a peer on this host that ends is
+    noticed by ``Liveness``, TCP has a keepalive of its own, and what UCX copies by itself is never left half done. What it has the
+    peer copy is, and then nothing else tells it of the peer's death; its own default is 20 s.
+    """
+    return "inf" if copies_directly(carriers) else "1s"
 
 
 def text(value: Setting) -> str:

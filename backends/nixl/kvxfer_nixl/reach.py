@@ -8,30 +8,15 @@ harm. NIXL does not say what UCX has chosen for a link, so this is what it can c
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.backend.host import host, pid_namespace
+from kvxfer_nixl.carriers import GROUPS, HOST, NETWORK, allowed_by
 from kvxfer_nixl.options import Options
 
 __all__ = ["Reach"]
-
-_HOST = frozenset({"cma", "cuda_ipc"})
-_NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5"})
-_GROUPS = {
-    "all": _HOST | _NETWORK,
-    "sm": {"cma"},
-    "shm": {"cma"},
-    "cuda": {"cuda_ipc"},
-    "ib": _NETWORK,
-    "rc": {"rc_verbs", "rc_mlx5"},
-    "rc_v": {"rc_verbs"},
-    "rc_x": {"rc_mlx5"},
-    "dc": {"dc_mlx5"},
-    "dc_x": {"dc_mlx5"},
-}
-"""What UCX reads with by itself, and its names for several of them at once."""
 
 _CARDS = Path("/sys/class/infiniband")
 
@@ -60,9 +45,9 @@ class Reach:
             options.ucx_settings.get(name) or os.environ.get(f"UCX_{name}") or "all" for name in ("TLS", "NET_DEVICES")
         )
         cards = set(os.listdir(_CARDS)) if _CARDS.is_dir() else set()
-        allowed = _allowed(carriers, _GROUPS["all"])
-        network = bool(allowed & _NETWORK and _allowed(devices, cards))
-        return cls(here, network or bool(allowed & (_HOST if "cuda" in memory else {"cma"})), network)
+        allowed = allowed_by(carriers, GROUPS["all"])
+        network = bool(allowed & NETWORK and allowed_by(devices, cards))
+        return cls(here, network or bool(allowed & (HOST if "cuda" in memory else {"cma"})), network)
 
     @property
     def words(self) -> str:
@@ -74,12 +59,3 @@ class Reach:
     def includes(self, host: str) -> bool:
         """Whether it includes peers of this host (their ``here``)."""
         return self.host if host == self.here else self.network
-
-
-def _allowed(setting: str, there: Set[str]) -> Set[str]:
-    """Return what a list as UCX reads it (``rc,cuda``, ``^tcp``, ``mlx5_0:1``) allows of what is there."""
-    named: set[str] = set()
-    for item in setting.removeprefix("^").split(","):
-        name = item.strip().lstrip("\\").partition(":")[0]
-        named |= there if name == "all" else _GROUPS.get(name, {name})
-    return there - named if setting.startswith("^") else there & named
