@@ -168,36 +168,39 @@ def connect():
         transport.submit(Batch(Verb.READ, transport.connect(one, other), 0, lot, nothing, 0, nothing))
 
 calls.append(connect)
-time.sleep(float(sys.argv[1]))
+if sys.argv[1:]:
+    time.sleep(float(sys.argv[1]))
+else:
+    sys.stdin.read()
 """
 
 
 def test_leaving_the_interpreter_with_fresh_links_of_nixl() -> None:
-    """A thread that came back from NIXL into an interpreter that had ended took the process down (SIGABRT), about every second time."""
+    """A thread that came back from NIXL into an interpreter that had ended took the process down (SIGABRT), about every second time.
+
+    Of each pair one stays until the other has left, and is then killed: a peer that ends amid a read can end a process, too, inside UCX.
+    """
     require("nixl")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+    def child(*arguments: str) -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([sys.executable, "-c", EXIT, *arguments], env=environment, text=True, **pipes)
+
     codes: list[int] = []
-    for _ in range(2):
-        waits = [0.02, 0.05, 0.2]
-        pairs = [
-            [
-                subprocess.Popen(
-                    [sys.executable, "-c", EXIT, str(wait)],
-                    env=environment,
-                    text=True,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
-                for _ in range(2)
-            ]
-            for wait in waits
-        ]
-        for pair in pairs:
-            said = [child.stdout.readline() for child in pair if child.stdout is not None]
-            for child, theirs in zip(pair, reversed(said), strict=True):
-                assert child.stdin is not None
-                child.stdin.write(theirs)
-                child.stdin.flush()
-        codes += [child.wait(120) for pair in pairs for child in pair]
+    for _ in range(3):
+        pairs = [(child(str(wait)), child()) for wait in (0.02, 0.05, 0.2)]
+        try:
+            for pair in pairs:
+                said = [one.stdout.readline() for one in pair if one.stdout is not None]
+                for one, theirs in zip(pair, reversed(said), strict=True):
+                    assert one.stdin is not None
+                    one.stdin.write(theirs)
+                    one.stdin.flush()
+            codes += [leaver.wait(120) for leaver, _ in pairs]
+        finally:
+            for pair in pairs:
+                for one in pair:
+                    one.kill()
+                    one.communicate()
     assert codes == [0] * len(codes)
