@@ -146,9 +146,7 @@ class OfferedBlocks:
         if elastic:
             self._hold_revoked(request)
         elif last is not None and (kept or (complete and found and self._quarantine(transfer, offered))):
-            self._orphans[transfer] = last[
-                1
-            ]  # known at once, since ranks that are done with it already do not say so again
+            self._orphans[transfer] = last[1]  # at once, since ranks that are done with it already do not say so again
         if request in self._reads:
             self._leaving.append(self._reads.pop(request).holder)
         self._pins.drop(request)  # last, since only blocks that are still in use can be pinned

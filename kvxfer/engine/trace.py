@@ -52,9 +52,8 @@ class Trace:
     def __init__(self, path: str | None, engine: str) -> None:
         if path is not None:
             try:
-                if os.path.exists(path) and not os.path.isfile(
-                    path
-                ):  # a pipe would hold the scheduler up until somebody reads
+                # A pipe would hold the scheduler up until somebody reads.
+                if os.path.exists(path) and not os.path.isfile(path):
                     raise ConfigError(f"kvxfer setting 'trace': {path} is not a file")
                 open(path, "a", encoding="utf-8").close()
             except OSError as e:

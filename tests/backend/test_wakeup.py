@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxfer.backend.wakeup import Wakeup
-from tests.leaks import descriptors_kept
+from tests.descriptors import descriptors_kept
 
 
 @pytest.fixture

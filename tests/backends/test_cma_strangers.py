@@ -15,7 +15,7 @@ from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
 from tests.conftest import require
-from tests.leaks import open_files, sockets
+from tests.descriptors import open_files, sockets
 
 require("cma")
 

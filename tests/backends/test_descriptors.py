@@ -1,13 +1,9 @@
 """A process that has no descriptor left keeps the links that it has, and makes others once it has some again."""
 
 import importlib
-import os
-import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -19,22 +15,7 @@ from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.participant import Runs
 from tests.conftest import require
 from tests.control.caches import make_cache
-from tests.leaks import descriptors_kept
-
-
-@contextmanager
-def no_descriptor_left(but: int = 0) -> Iterator[None]:
-    """Let this process open ``but`` descriptors more than it has."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = {int(fd) for fd in os.listdir("/proc/self/fd")} - {(spare := os.dup(0))}
-    os.close(spare)
-    unused = (fd for fd in count() if fd not in used)
-    limit = 3 if not but else next(islice(unused, but - 1, None)) + 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from tests.descriptors import descriptors_kept, no_descriptor_left
 
 
 @pytest.mark.parametrize(

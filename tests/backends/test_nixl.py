@@ -20,7 +20,7 @@ from kvxfer.testing.participant import Runs
 from kvxfer.transport import Batch, Verb
 from tests.backends.nixl_worlds import MIB, TCP, altered, cma, large, tcp, world  # noqa: F401  (fixtures)
 from tests.conftest import require
-from tests.leaks import open_files
+from tests.descriptors import open_files
 
 require("nixl")
 

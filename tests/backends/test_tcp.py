@@ -25,7 +25,7 @@ from kvxfer_tcp.read import ASK_RUNS
 from kvxfer_tcp.reader import LEAST_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
-from tests.leaks import sockets
+from tests.descriptors import sockets
 
 NODELAY, KEEPALIVE = (socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 UNSENT = (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)

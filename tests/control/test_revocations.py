@@ -26,7 +26,7 @@ from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Moved, PartRef
 from kvxfer.testing.fake import Network
 from kvxfer.values import BlockTable, Offer
 from tests.control.conftest import Engine, fetch, make_cache, offered
-from tests.leaks import descriptors_kept
+from tests.descriptors import descriptors_kept
 
 SILENT = Failure(FailureKind.PEER_LOST, "cut")
 PREEMPTED = Failure(FailureKind.REVOKED, "preempted")

@@ -6,8 +6,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,8 @@ from kvxfer.control import sockets
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN, Security, make_key
-from tests.backends.test_descriptors import no_descriptor_left
 from tests.control.stranger import framed
+from tests.descriptors import no_descriptor_left
 
 
 def polled(until: Callable[[], bool], *hubs: ControlSockets) -> None:
@@ -30,42 +30,49 @@ def polled(until: Callable[[], bool], *hubs: ControlSockets) -> None:
             hub.poll(0.01)
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-def test_a_connection_that_breaks_under_what_is_being_sent_is_lost_and_closed(keyed: bool, tmp_path: Path) -> None:
-    """The error of a failed send holds on to what could not be sent, which must not keep the connection from its end."""
-    security = OPEN
-    if keyed:
-        make_key(tmp_path / "key")
-        security = Security.of(Config(key_file=str(tmp_path / "key")))
+def reset(knocking: socket.socket) -> None:
+    """Close a connection without a goodbye."""
+    knocking.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    knocking.close()
+
+
+def with_key(folder: Path) -> Security:
+    make_key(folder / "key")
+    return Security.of(Config(key_file=str(folder / "key")))
+
+
+@contextmanager
+def pair(security: Security) -> Iterator[tuple[ControlSockets, ControlSockets, int]]:
+    """Those of two sides, and the port at which the second one's listen."""
     ours, theirs = ControlSockets(security), ControlSockets(security)
     try:
-        port = theirs.listen("127.0.0.1", 0)
-        connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
-        polled(lambda: connection.opened, ours, theirs)
-        descriptor = connection.fileno()
-        (peer,) = theirs._by_fd.values()
-        assert peer._socket is not None
-        peer._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        peer._socket.close()  # a reset, which our end has not looked at
-        select.select([descriptor], [], [], 5.0)
-        connection.send(m.Ping(1))
-        ours.flush()
-        assert connection.lost is not None and "the connection broke" in connection.lost
-        assert connection.fileno() == -1 and not connection.unsent
+        yield ours, theirs, theirs.listen("127.0.0.1", 0)
     finally:
         ours.close()
         theirs.close()
 
 
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_connection_that_breaks_under_what_is_being_sent_is_lost_and_closed(keyed: bool, tmp_path: Path) -> None:
+    """The error of a failed send holds on to what could not be sent, which must not keep the connection from its end."""
+    with pair(with_key(tmp_path) if keyed else OPEN) as (ours, theirs, port):
+        connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
+        polled(lambda: connection.opened, ours, theirs)
+        descriptor = connection.fileno()
+        (peer,) = theirs._by_fd.values()
+        assert peer._socket is not None
+        reset(peer._socket)  # which our end has not looked at
+        select.select([descriptor], [], [], 5.0)
+        connection.send(m.Ping(1))
+        ours.flush()
+        assert connection.lost is not None and "the connection broke" in connection.lost
+        assert connection.fileno() == -1 and not connection.unsent
+
+
 def test_strangers_take_the_place_of_nobody_who_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "GUESTS", 4)
-    make_key(tmp_path / "key")
-    security = Security.of(Config(key_file=str(tmp_path / "key")))
     with ExitStack() as stack:
-        ours, theirs = ControlSockets(security), ControlSockets(security)
-        stack.callback(ours.close)
-        stack.callback(theirs.close)
-        port = theirs.listen("127.0.0.1", 0)
+        ours, theirs, port = stack.enter_context(pair(with_key(tmp_path)))
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
         polled(lambda: connection.opened and any(c.authenticated for c in theirs._guests), ours, theirs)
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]
@@ -83,22 +90,10 @@ def test_strangers_take_the_place_of_nobody_who_has_the_key(tmp_path: Path, monk
         assert m.decode(heard[0]) == m.Ping(1)
 
 
-def reset(knocking: socket.socket) -> None:
-    """Close a connection without a goodbye."""
-    knocking.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    knocking.close()
-
-
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0"])
 def test_a_stranger_that_has_gone_before_it_is_looked_at_costs_nobody_a_turn(said: bytes, tmp_path: Path) -> None:
     """As a port scanner does. With a key, Python refuses to wrap its socket, which had ended the poll, and so the turn."""
-    make_key(tmp_path / "key")
-    security = Security.of(Config(key_file=str(tmp_path / "key")))
-    with ExitStack() as stack:
-        ours, theirs = ControlSockets(security), ControlSockets(security)
-        stack.callback(ours.close)
-        stack.callback(theirs.close)
-        port = theirs.listen("127.0.0.1", 0)
+    with pair(with_key(tmp_path)) as (ours, theirs, port):
         stranger = socket.create_connection(("127.0.0.1", port))
         stranger.sendall(said)
         reset(stranger)

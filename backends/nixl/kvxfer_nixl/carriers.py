@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from functools import cache
 
-__all__ = ["GROUPS", "HOST", "NETWORK", "allowed_by", "copies_directly"]
+__all__ = ["GROUPS", "HOST", "NETWORK", "allowed_by", "copies_directly", "in_force"]
 
 HOST = frozenset({"cma", "cuda_ipc"})
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5"})
@@ -24,6 +24,11 @@ GROUPS = {
     "dc_x": {"dc_mlx5"},
 }
 """What UCX reads with by itself, and its names for several of them at once."""
+
+
+def in_force(settings: Mapping[str, str], name: str) -> str:
+    """Return what UCX goes by for ``TLS`` or ``NET_DEVICES``: what it is given, or else the environment."""
+    return settings.get(name) or os.environ.get(f"UCX_{name}") or "all"
 
 
 def allowed_by(setting: str, there: Set[str]) -> Set[str]:

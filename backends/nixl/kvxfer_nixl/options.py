@@ -12,7 +12,7 @@ from msgspec import Meta
 from kvxfer.backend.options import BackendOptions
 from kvxfer.backend.ucx import confined
 from kvxfer.errors import ConfigError
-from kvxfer_nixl.carriers import copies_directly
+from kvxfer_nixl.carriers import copies_directly, in_force
 from kvxfer_nixl.library import has_gpu
 
 __all__ = ["Options"]
@@ -91,9 +91,8 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.plugin != "UCX":
             return {}
         given = {key.removeprefix("UCX_"): text(value) for key, value in self.ucx.items()}
-        confining = confined(self.listen, given, gpus=has_gpu())
-        carriers = given.get("TLS") or os.environ.get("UCX_TLS") or confining.get("TLS", "all")
-        ours = UCX_DEFAULTS | confining | {"KEEPALIVE_INTERVAL": _keepalive(carriers)}
+        ours = UCX_DEFAULTS | confined(self.listen, given, gpus=has_gpu())
+        ours["KEEPALIVE_INTERVAL"] = _keepalive(in_force(ours | given, "TLS"))
         return {key: value for key, value in ours.items() if f"UCX_{key}" not in os.environ} | given
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.backend.host import host, pid_namespace
-from kvxfer_nixl.carriers import GROUPS, HOST, NETWORK, allowed_by
+from kvxfer_nixl.carriers import GROUPS, HOST, NETWORK, allowed_by, in_force
 from kvxfer_nixl.options import Options
 
 __all__ = ["Reach"]
@@ -41,12 +41,10 @@ class Reach:
         here = f"{host()}/{pid_namespace()}"
         if options.plugin != "UCX" or options.verbs is not None:
             return cls(here, True, True)
-        carriers, devices = (
-            options.ucx_settings.get(name) or os.environ.get(f"UCX_{name}") or "all" for name in ("TLS", "NET_DEVICES")
-        )
+        settings = options.ucx_settings
         cards = set(os.listdir(_CARDS)) if _CARDS.is_dir() else set()
-        allowed = allowed_by(carriers, GROUPS["all"])
-        network = bool(allowed & NETWORK and allowed_by(devices, cards))
+        allowed = allowed_by(in_force(settings, "TLS"), GROUPS["all"])
+        network = bool(allowed & NETWORK and allowed_by(in_force(settings, "NET_DEVICES"), cards))
         return cls(here, network or bool(allowed & (HOST if "cuda" in memory else {"cma"})), network)
 
     @property

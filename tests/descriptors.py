@@ -1,16 +1,21 @@
-"""What a test's own work leaves open in a process in which other tests have run, whose threads may still open and close theirs."""
+"""The descriptors of a process in which other tests have run, whose threads may still open and close theirs.
+
+What a test's own work leaves open, which sockets there are, and how to have no descriptor left.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import count, islice
 
 from kvxfer.testing.conformance.garbage import old_objects_aside
 
-__all__ = ["descriptors_kept", "open_files", "sockets"]
+__all__ = ["descriptors_kept", "no_descriptor_left", "open_files", "sockets"]
 
 
 def descriptors_kept(act: Callable[[], object], times: int) -> int:
@@ -23,6 +28,21 @@ def descriptors_kept(act: Callable[[], object], times: int) -> int:
         for _ in range(times):
             act()
         return max(0, _opened() - before) // times
+
+
+@contextmanager
+def no_descriptor_left(but: int = 0) -> Iterator[None]:
+    """Let this process open ``but`` descriptors more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(fd) for fd in os.listdir("/proc/self/fd")} - {(spare := os.dup(0))}
+    os.close(spare)
+    unused = (fd for fd in count() if fd not in used)
+    limit = 3 if not but else next(islice(unused, but - 1, None)) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def open_files() -> list[str]:
