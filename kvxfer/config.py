@@ -16,7 +16,7 @@ from kvxfer.settings import AUTO_ADDRESS, check_dialable, hold, loopback, own_ad
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait ends
 Budget = Annotated[float, Meta(ge=0, le=1)]
-Staging = Annotated[int, Meta(ge=8 * 4096)]  # a page for each slot of `kvxfer.data.staging`
+Staging = Annotated[int, Meta(ge=4 * 4096)]  # a page for each slot of `kvxfer.data.staging`
 NonEmpty = Annotated[str, Meta(min_length=1)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=TEXT)]
 Integrity = Literal["off", "sample", "full"]

@@ -331,7 +331,7 @@ def test_settings_that_are_none_are_told() -> None:
         ("{", "neither JSON", 2),
         ("no-such-file", "neither JSON", 2),
         ('{"lissten": 1}', "did you mean 'listen'", 1),
-        ('{"staging_bytes": 1}', "32768", 1),
+        ('{"staging_bytes": 1}', "16384", 1),
     ]:
         result = run("doctor", "--config", config)
         assert result.exit_code == status and words in result.stderr

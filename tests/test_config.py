@@ -80,7 +80,7 @@ def test_unknown_key_without_a_near_one_lists_them_all() -> None:
         ("backend_options", ["a"], "object"),
         ("advertise", 1, "str"),
         ("staging_bytes", 1.5, "int"),
-        ("staging_bytes", 32767, ">= 32768"),
+        ("staging_bytes", 16383, ">= 16384"),
         ("integrity", "some", "'off', 'sample', 'full'"),
     ],
 )

@@ -18,12 +18,13 @@ Bands = tuple[int, int]
 """The first of some bands of layers, and the one after the last (``kvxfer.geometry.bands``)."""
 
 PIECE_LEAST = 8 << 20
-"""The least bytes of a piece, below which its fixed costs show; or half a slot if that is more, since slots are sized for the link."""
+"""The least bytes of a piece, below which its fixed costs show; or a quarter of a slot if that is more, since slots are sized for the
+link."""
 CHECKED, CHECKED_LEAST = 4, 16 << 20
 """The number of parts that a large one is cut into if parts are hashed, and the least bytes of each to be worth its messages."""
 HOST_BYTES, CUDA_BYTES = 32 << 20, 512 << 20
 """The most bytes of a part, by where it lies: these take the link some milliseconds, far more than a part or a batch costs."""
-STAGED = 8
+STAGED = 4
 """The most pieces of a staged part from a GPU: as many as its staging memory holds. If that is host memory, whose link is slower,
 pieces are shorter."""
 AHEAD = 2
@@ -195,4 +196,4 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     if not rows or plan.nbytes >= info.stage_below * rows:
         return 0
     longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
-    return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 2, plan.nbytes // DEPTH, longest))
+    return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 4, plan.nbytes // DEPTH, longest))

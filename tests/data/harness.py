@@ -12,6 +12,7 @@ from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint,
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import stager
 from kvxfer.data.quarantine import Limits
+from kvxfer.data.staging import SLOTS
 from kvxfer.geometry import Cache, Planner, route
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import LinkId, Move, PartRef
@@ -34,7 +35,7 @@ class Alone:
             "fake",
             lambda: make(options),
             cache.regions,
-            stager(cache, 8 * 4096),
+            stager(cache, SLOTS * 4096),
             self.results.append,
             Limits(grace=grace, quarantine=1 << 40),
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvxfer.data.staging import SLOTS
 from kvxfer.identity import TransferId
 from kvxfer.protocol import parts
 from kvxfer.protocol.values import Ended, Progress
@@ -30,7 +31,7 @@ def test_a_short_load_waits_for_the_parts_under_way(
     most = 16 * block
     monkeypatch.setattr(parts, "HOST_BYTES", most)
     slow = {"backend": "kvxfer.testing.faults:Faulty", "inner": "zmq", "bytes_per_s": most / PART_S}
-    config = {"blocks": 16 * PARTS + 2, "staging_bytes": 8 * 4096, "transfer_timeout": 20.0, "lease": 20.0}
+    config = {"blocks": 16 * PARTS + 2, "staging_bytes": SLOTS * 4096, "transfer_timeout": 20.0, "lease": 20.0}
     p, d = engine(dict(slow), seed=1, **config), engine(dict(slow), **config)
     long, short = [*range(16 * PARTS)], [16 * PARTS]
     for transfer, blocks in ((WARM, [16 * PARTS + 1]), (LONG, long), (SHORT, short)):

@@ -13,6 +13,7 @@ import pytest
 
 from kvxfer.data import slot_queue
 from kvxfer.data.commands import Command, Disconnect
+from kvxfer.data.staging import CREDITS, RESERVED, SLOTS
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import TransferId
@@ -26,8 +27,8 @@ from tests.control.stranger import Stranger
 from tests.control.test_strangers import hello
 
 STAGED = {"verbs": ["read"], "gathers": False}
-CALM = {"staging_bytes": 8 * 4096, "peer_timeout": 60.0, "transfer_timeout": 60.0, "lease": 60.0, "blocks": 400}
-SLOW = 6
+CALM = {"staging_bytes": SLOTS * 4096, "peer_timeout": 60.0, "transfer_timeout": 60.0, "lease": 60.0, "blocks": 400}
+SLOW = SLOTS - RESERVED
 """Consumers that have a slot each, and all slots that a producer may use."""
 
 
@@ -63,17 +64,17 @@ Crowd = tuple[Engine, list[Slow], list[m.SlotReady], Engine]
 
 @pytest.fixture
 def crowd(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
-    """A producer all of whose slots are held, by six consumers that have one each, and a consumer in need of one."""
+    """A producer all of whose slots are held, by consumers that have one each, and a consumer in need of one."""
     monkeypatch.setattr(slot_queue, "PATIENCE_S", 1000.0)
     p = engine(dict(STAGED), seed=1, **CALM)
     other = FakeTransport("other", STAGED)
     with ExitStack() as stack:
         stack.callback(other.close)
         slow = [stack.enter_context(Slow(p, other, i)) for i in range(SLOW)]
-        first = [slow[0].hears() for _ in range(4)]  # while it was alone
-        for ready in first[:3]:
+        first = [slow[0].hears() for _ in range(CREDITS)]  # while it was alone
+        for ready in first[:-1]:
             slow[0].takes(ready)
-        readies = [first[3], *(s.hears() for s in slow[1:])]
+        readies = [first[-1], *(s.hears() for s in slow[1:])]
         d = engine(dict(STAGED), **CALM)
         p.agents[0].offer(offered(list(range(100, 160)), 240, transfer=name("quick")))
         d.agents[0].fetch(fetch(p.source, list(range(60)), 240, transfer=name("quick")))
@@ -91,7 +92,10 @@ def delivered(p: Engine, d: Engine) -> None:
 def test_one_slot_that_comes_free_is_enough_for_who_takes_pieces_at_once(crowd: Crowd) -> None:
     """Twelve pieces pass through it before it goes back to one of those that hold theirs."""
     p, slow, readies, d = crowd
-    slow[3].takes(readies[3])
+    time.sleep(
+        0.5
+    )  # so that it has held its slot for longer than the other needs for all twelve, also on a busy machine
+    slow[-1].takes(readies[-1])
     delivered(p, d)
 
 
@@ -122,7 +126,7 @@ def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..
     with ExitStack() as stack:
         stack.callback(other.close)
         long = stack.enter_context(Slow(p, other, 0))
-        held = [long.hears() for _ in range(4)]  # all that one consumer may have
+        held = [long.hears() for _ in range(CREDITS)]  # all that one consumer may have
         shorts = 5
         for i in range(1, 1 + shorts):
             long.say(m.FetchRequest(name(i), 1 + i, b"d", 0, 4, BlockTable.of([[200 + i]]), 1, 50.0))
@@ -149,7 +153,7 @@ def test_a_transfer_of_many_parts_has_no_more_slots_for_that_and_they_go_in_orde
     with ExitStack() as stack:
         stack.callback(other.close)
         long = stack.enter_context(Slow(p, other, 0))
-        held = [long.hears() for _ in range(4)]
+        held = [long.hears() for _ in range(CREDITS)]
         long.say(m.FetchRequest(name(1), 2, b"d", 0, 480, BlockTable.of([list(range(200, 320))]), 1, 50.0))
         for tokens in (160, 320, 480):
             p.agents[0].offer(
@@ -209,8 +213,8 @@ def late(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iter
         p.agents[0].offer(offered(list(range(300, 304)), 16, transfer=name("late")))
         d.agents[0].fetch(fetch(p.source, list(range(4)), 16, transfer=name("late")))
         until(lambda: len(data._traffic._staging.since) == 1)
-        assert all(stack.enter_context(Slow(p, other, i)).hears() for i in range(3)), "they hold all the others"
-        stack.enter_context(Slow(p, other, 3))
+        assert all(stack.enter_context(Slow(p, other, i)).hears() for i in range(SLOW - 1)), "they hold all the others"
+        stack.enter_context(Slow(p, other, SLOW - 1))
         until(lambda: bool(data._traffic._hungry._starved))
         yield p, d, lambda: net.resume(late)
 

@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvxfer.data.staging import Staging
+from kvxfer.data.staging import SLOTS, Staging
 from kvxfer.geometry import Cache, Planner, Region, route
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.testing.fake import FakeTransport, Network
 from tests.control.conftest import Ended, Released, fetch, offered
 
-SLOTS = {"staging_bytes": 8 * 4096}
+STAGED = {"staging_bytes": SLOTS * 4096}
 
 
 def transfers(n: int) -> list[TransferId]:
@@ -27,7 +27,7 @@ def transfers(n: int) -> list[TransferId]:
 def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
     """Rows of whole blocks go direct here, those of a partial last block do not; a part has more pieces than slots."""
     options = {"verbs": verbs, "run_bytes": 256}
-    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    p, d = engine(dict(options), blocks=400, seed=1, **STAGED), engine(dict(options), blocks=400, **STAGED)
     names = transfers(12)
     for i, t in enumerate(names):
         blocks = list(range(32 * i, 32 * i + 32))
@@ -47,7 +47,7 @@ def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
 def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     net = Network()
     options = {"verbs": verbs, "gathers": False, "quiet": quiet, "network": net}
-    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    p, d = engine(dict(options), blocks=400, seed=1, **STAGED), engine(dict(options), blocks=400, **STAGED)
     for i, t in enumerate(transfers(failures)):
         net.disturb("fail", 1)
         p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
@@ -73,7 +73,7 @@ def test_slots_come_back_after_a_cancel(engine, verbs):
     net, times = Network(), 9
     net.delay_s = 60.0
     options = {"verbs": verbs, "gathers": False, "network": net}
-    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    p, d = engine(dict(options), blocks=400, seed=1, **STAGED), engine(dict(options), blocks=400, **STAGED)
     for i, t in enumerate(transfers(times)):
         p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
         d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=t, handle=str(i)))
@@ -92,7 +92,7 @@ def test_slots_come_back_after_a_cancel(engine, verbs):
 def test_a_cancelled_load_resets_no_back_end(engine, caplog):
     """The producer says when it writes no more, if it is given the time: the consumer's back end was reset at once, with all links."""
     options = {"verbs": ["write"], "gathers": False, "quiet": "later", "delay_s": 0.05}
-    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    p, d = engine(dict(options), blocks=400, seed=1, **STAGED), engine(dict(options), blocks=400, **STAGED)
     for i, t in enumerate(transfers(3)):
         p.agents[0].offer(offered(list(range(64)), 256, transfer=t))
         d.agents[0].fetch(fetch(p.source, list(range(64)), 256, transfer=t, handle=str(i)))
@@ -120,15 +120,15 @@ def test_a_write_that_no_close_would_end_lands_in_staging(engine, quiet, staged)
 
 def test_what_a_peer_already_has_a_slot_for_always_finds_one():
     """Or a circle of engines could wait for each other's slots: see ``test_stress.py``, where it happened."""
-    memory = np.zeros(8 * 4096, np.uint8)
+    memory = np.zeros(SLOTS * 4096, np.uint8)
     staging = Staging((Region(memory.ctypes.data, memory.nbytes),), memory.nbytes, "cpu")
-    links = [bytes([n]) for n in range(8)]
+    links = [bytes([n]) for n in range(SLOTS)]
     held = [slot for link in links if (slot := staging.take(link, "producer")) is not None]
     held += [slot for link in links if (slot := staging.take(link, "consumer", sure=False)) is not None]
-    assert 0 < len(held) < 8
-    sure = staging.take(links[7], "consumer")
+    assert 0 < len(held) < SLOTS
+    sure = staging.take(links[-1], "consumer")
     assert sure is not None
-    assert staging.take(links[7], "consumer", sure=False) is None
+    assert staging.take(links[-1], "consumer", sure=False) is None
     staging.give(sure)
     for slot in held:
         staging.give(slot)
@@ -141,18 +141,18 @@ def test_a_slot_that_is_being_packed_is_nobody_elses_after_a_reset(device):
     memory = np.zeros((1, 8, 4, 1024), np.uint8)
     cache = Cache.of_tensors(memory, "layer block token unit")
     plan = Planner(cache, cache, route([cache], [cache])[cache.rank].assignments[cache.rank]).plan([[0]], [[0]], 0, 4)
-    staging = Staging(cache.regions, 8 * 4096, "cpu")
+    staging = Staging(cache.regions, SLOTS * 4096, "cpu")
     device.takes[cache.regions[0].address, "pack"] = 0.3
-    links = [bytes([n]) for n in range(8)]
+    links = [bytes([n]) for n in range(SLOTS)]
     slot = staging.take(links[0], "producer")
     fence = staging.pack(plan, slot)
     staging.reset()
     taken = [staging.take(link, role) for role in ("producer", "consumer") for link in links]
     assert not fence.passed()
-    assert sum(other is not None for other in taken) == 7
+    assert sum(other is not None for other in taken) == SLOTS - 1
     assert slot.offset not in [other.offset for other in taken if other is not None]
     assert staging.wait(time.monotonic() + 5.0)
-    assert staging.take(links[7], "consumer").offset == slot.offset
+    assert staging.take(links[-1], "consumer").offset == slot.offset
 
 
 class Later:
@@ -214,13 +214,13 @@ def address(engine):
 def test_a_device_packs_and_unpacks_by_itself(engine, device, verbs):
     """More pieces than there are slots."""
     options = {"verbs": verbs, "gathers": False}
-    p, d = engine(dict(options), blocks=400, seed=1, **SLOTS), engine(dict(options), blocks=400, **SLOTS)
+    p, d = engine(dict(options), blocks=400, seed=1, **STAGED), engine(dict(options), blocks=400, **STAGED)
     device.takes |= {(address(e), what): 0.002 for e in (p, d) for what in ("pack", "unpack")}
     blocks, t = list(range(128)), transfers(1)[0]
     p.agents[0].offer(offered(blocks, 512, transfer=t))
     d.agents[0].fetch(fetch(p.source, blocks[::-1], 512, transfer=t))
     assert d.wait(Ended)[0].outcome.delivered
-    assert device.begun.count("pack") == device.begun.count("unpack") > 8
+    assert device.begun.count("pack") == device.begun.count("unpack") > SLOTS
     assert all(np.array_equal(d.block(127 - b), p.block(b)) for b in blocks)
 
 
@@ -228,7 +228,7 @@ def test_a_device_packs_and_unpacks_by_itself(engine, device, verbs):
 def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
     """Given up by its transfer, it was lent to the next one, whose bytes the device then overwrote."""
     options = {"verbs": verbs, "gathers": False}
-    a, b = (engine(dict(options), blocks=64, seed=seed, **SLOTS) for seed in (1, 2))
+    a, b = (engine(dict(options), blocks=64, seed=seed, **STAGED) for seed in (1, 2))
     device.takes[address(a), "pack"] = 0.3
     first = transfers(1)[0]
     a.agents[0].offer(offered([1], 4, transfer=first))
@@ -250,7 +250,7 @@ def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
 def test_blocks_that_are_being_packed_are_not_given_back(engine, device, verbs):
     """Pages of an elastic cache may be unmapped from then on, which ends an engine whose device still reads them."""
     options = {"verbs": verbs, "gathers": False}
-    p, d = engine(dict(options), seed=1, **SLOTS), engine(dict(options), **SLOTS)
+    p, d = engine(dict(options), seed=1, **STAGED), engine(dict(options), **STAGED)
     device.takes[address(p), "pack"] = 0.5
     first = transfers(1)[0]
     p.agents[0].offer(offered([1], 4, transfer=first))
@@ -271,7 +271,7 @@ def test_blocks_that_are_being_packed_are_not_given_back(engine, device, verbs):
 def slow(engine, device, who, seconds):
     """A producer and a consumer amid a load, of whom one's device packs or unpacks for so many seconds."""
     options = {"verbs": ["read"], "gathers": False}
-    p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **SLOTS) for seed in (1, None))
+    p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **STAGED) for seed in (1, None))
     device.takes |= {(address(e), who): seconds for e in (p, d)}
     first = transfers(1)[0]
     p.agents[0].offer(offered([1], 4, transfer=first))
@@ -344,7 +344,7 @@ def test_blocks_and_slots_come_back_when_the_device_ends_after_a_reset(engine, d
     """They were kept for ever where the device had not ended within the time that a reset waited for it."""
     options = {"verbs": ["read"], "gathers": False}
     times_out = {"transfer_timeout": 0.5, "peer_timeout": 0.2}
-    p, d = (engine(dict(options), blocks=400, seed=seed, **times_out, **SLOTS) for seed in (1, None))
+    p, d = (engine(dict(options), blocks=400, seed=seed, **times_out, **STAGED) for seed in (1, None))
     device.takes[address(d), "unpack"] = 1.5
     break_while_unpacking(p, d, device, monkeypatch, times)
     assert d.agents[0].stats().quarantined_bytes > 0

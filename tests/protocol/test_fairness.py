@@ -158,7 +158,7 @@ def test_what_is_read_or_written_is_announced_whole(mode: Mode) -> None:
 
 @pytest.mark.parametrize(
     ("device", "piece", "most"),
-    [("cpu", 0, 32), ("cpu", 8, 32), ("cuda:0", 0, 512), ("cuda:0", 8, 64), ("cuda:0", 1, 32), ("cuda:0", 256, 512)],
+    [("cpu", 0, 32), ("cpu", 8, 32), ("cuda:0", 0, 512), ("cuda:0", 16, 64), ("cuda:0", 1, 32), ("cuda:0", 256, 512)],
 )
 def test_parts_are_as_long_as_their_way_is_fast(device: str, piece: int, most: int) -> None:
     """A GPU's cache may go through the host's staging memory, which has shorter pieces; all sizes are in MiB."""
