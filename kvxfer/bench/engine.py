@@ -55,7 +55,7 @@ class Setup:
         model: Shape of the cache.
         blocks: Blocks of the cache.
         device: Where the cache is.
-        staging_bytes: Staging memory.
+        staging_bytes: Bytes of staging memory; None for an engine's default.
         memory: Kind of memory of the cache.
         step_ms: Milliseconds of Python that a thread of the engine runs in each of its steps, all the time, with 1 ms of sleep between.
     """
@@ -66,7 +66,7 @@ class Setup:
     model: Model
     blocks: int
     device: str
-    staging_bytes: int
+    staging_bytes: int | None
     memory: Memory = "plain"
     step_ms: float = 0.0
 

@@ -13,6 +13,7 @@ from kvxfer.bench.devices import check_memory
 from kvxfer.bench.engine import BenchEngine, Setup
 from kvxfer.bench.remote import Remote
 from kvxfer.bench.shapes import Memory, Model, Request
+from kvxfer.data.policy import default_staging
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
 from kvxfer.protocol.values import Role
@@ -140,7 +141,7 @@ def pair(
     model: Model,
     blocks: int,
     where: tuple[str, str],
-    staging_bytes: int,
+    staging_bytes: int | None,
     memory: Memory = "plain",
     step_ms: float = 0.0,
 ) -> Iterator[Pair]:
@@ -175,14 +176,14 @@ def cache_devices(device: str) -> tuple[str, str]:
     return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
 
 
-def check_room(where: tuple[str, str], model: Model, tokens: int, staging_bytes: int, pairs: int = 1) -> None:
+def check_room(where: tuple[str, str], model: Model, tokens: int, staging_bytes: int | None, pairs: int = 1) -> None:
     """Refuse a prompt for which there is no room in so many pairs of caches with their staging memory.
 
     Raises:
         ConfigError: There is too little memory.
     """
     cache = model.cache_blocks(tokens) * model.page * model.layers
-    check_memory(where, pairs * (cache + staging_bytes), f"--tokens {tokens}")
+    check_memory(where, pairs * (cache + (staging_bytes or default_staging(where[0]))), f"--tokens {tokens}")
 
 
 def _by_library(rounds: list[list[dict[str, float]]]) -> ByLibrary:

@@ -31,7 +31,7 @@ def measure(
     tokens: int,
     model: str,
     repeat: int,
-    staging_bytes: int,
+    staging_bytes: int | None,
     integrity: Integrity = "off",
     step_ms: float = 0.0,
     say: Say = silent,
@@ -74,7 +74,7 @@ def measure(
 
 
 def measure_elastic(
-    backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int
+    backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int | None
 ) -> dict[str, Any]:
     """Move a request between two elastic caches and, in turns, between two plain ones.
 
@@ -239,7 +239,10 @@ def transfer(
     model: Annotated[str, typer.Option(help=f"Shape of the cache: {', '.join(MODELS)}.")] = "llama-3-8b",
     repeat: Annotated[int, typer.Option(help="Rounds that count, after two that warm up.", min=1)] = 5,
     options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
-    staging_bytes: Annotated[int, typer.Option(help="Staging memory on each side, in bytes.")] = 64 << 20,
+    staging_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Staging memory on each side, in bytes; as much as engines take by default."),
+    ] = None,
     integrity: Annotated[
         str, typer.Option(help="Also measure transfers that are checked: sample or full, or off for none.")
     ] = "off",

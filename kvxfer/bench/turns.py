@@ -31,7 +31,7 @@ def measure(
     model: str,
     tokens: int,
     rounds: int,
-    staging_bytes: int,
+    staging_bytes: int | None,
     sessions: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Move the same scattered blocks once per round with each set of options, and with the library by itself.
@@ -103,7 +103,10 @@ def turns(
     model: Annotated[str, typer.Option(help=f"Shape of the cache: {', '.join(MODELS)}.")] = "llama-3-8b",
     tokens: Annotated[int, typer.Option(min=1, help="Length of the request, in tokens.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 60,
-    staging_bytes: Annotated[int, typer.Option(min=1, help="Staging memory on each side, in bytes.")] = 64 << 20,
+    staging_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Staging memory on each side, in bytes; as much as engines take by default."),
+    ] = None,
 ) -> None:
     """Compare options of one back end round by round: the back end alone, transfers between agents, and its library.
 

@@ -17,7 +17,7 @@ from kvxfer.protocol.parts import on_host
 from kvxfer.protocol.values import LinkInfo, Mode, Role
 from kvxfer.transport import Capabilities, Verb
 
-__all__ = ["LinkPolicy", "admit", "check_facts", "lent", "stager", "unlinkable"]
+__all__ = ["LinkPolicy", "admit", "check_facts", "default_staging", "lent", "stager", "unlinkable"]
 
 ALWAYS = 1 << 48
 STRICTNESS = get_args(Integrity)
@@ -167,6 +167,11 @@ def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
         raise unlinkable(f"{hello.engine!r} asks for KV of this engine, but {why}")
 
 
+def default_staging(device: str) -> int:
+    """Return the bytes of staging memory on a device if nobody says how many."""
+    return HOST_STAGING if device == "cpu" else CUDA_STAGING
+
+
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
     """Return a function that makes staging memory of so many bytes (``None``: the default) for a back end's capabilities."""
 
@@ -178,7 +183,7 @@ def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging
             device = "cpu"
         else:
             raise ConfigError(f"the back end moves {sorted(caps.memory)} memory, the cache is in {sorted(kinds)}")
-        return Staging(cache.regions, nbytes or (HOST_STAGING if device == "cpu" else CUDA_STAGING), device)
+        return Staging(cache.regions, nbytes or default_staging(device), device)
 
     return make
 
