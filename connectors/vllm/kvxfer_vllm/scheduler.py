@@ -45,6 +45,10 @@ log = logging.getLogger("kvxfer.vllm")
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
+WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+"""How a request ends whose KV is good and complete: by a stop token, by its length, or since it repeats itself. Not those that vLLM
+has aborted, refused as too long or ended after an error."""
+
 
 class SchedulerHooks:
     """One engine's requests, as vLLM tells of them."""
@@ -199,7 +203,7 @@ class SchedulerHooks:
         from vllm.v1.request import RequestStatus
 
         name = request.request_id
-        whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        whole = request.status.name in WHOLE
         self._seen.discard(name)
         self._room.finished(name)
         self._retained.cached(name)
