@@ -38,7 +38,7 @@ class FailureKind(enum.StrEnum):
 ADVICE: Mapping[FailureKind, str] = MappingProxyType(
     {
         FailureKind.NEVER_OFFERED: "check that the producer's engine ran this request, and as far as was wanted",
-        FailureKind.WITHDRAWN: "look in the producer's log for why its engine gave the request up, or raise its 'lease'",
+        FailureKind.WITHDRAWN: "look in the log of the engine that gave the request up for why, or raise the producer's 'lease'",
         FailureKind.REVOKED: "the producer preempts requests: give it more memory, or fewer requests at a time",
         FailureKind.DIGEST_DIFFERS: "have the router give both engines the params of the same request",
         FailureKind.INCOMPATIBLE: "run the same model, configuration and version of kvxfer on both engines",

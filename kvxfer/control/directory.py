@@ -100,9 +100,9 @@ class Directory:
         self._facts: Mapping[str, str] = f.check(facts or {})
         self._ranks: tuple[m.RankDescriptor, ...] = ()
         self._descriptor = b""  # as it is sent
-        self._outbox: deque[tuple[Source, m.Renew | m.Decline | m.Await]] = deque(maxlen=MOST_TOLD)
+        # What is to be told to an engine, and of what is to be told to all that wait for it that it has begun.
+        self._outbox: deque[tuple[Source, m.Renew | m.Decline | m.Await] | m.Named] = deque(maxlen=MOST_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
-        self._begins: deque[m.Named] = deque(maxlen=MOST_TOLD)
         self._awaited: IndexedKeep[sockets.ControlConnection, TransferId, bytes] = IndexedKeep(
             config.lease, MOST_AWAITED
         )
@@ -190,7 +190,7 @@ class Directory:
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
         """Tell the engines that wait for it that this one has begun with a transfer; ``begun`` must already return True."""
-        self._begins.append(m.Named(transfer, digest))
+        self._outbox.append(m.Named(transfer, digest))
         self._sockets.wake()
 
     def tell(self, source: Source, message: m.Renew | m.Decline | m.Await) -> None:
@@ -236,14 +236,15 @@ class Directory:
         now = time.monotonic()
         for key in self._idle.due(now):
             self._sockets.drop(self._peers.pop(key))
+        self._awaited.forget(now)
         until = now + SLICE_S
         while self._outbox and time.monotonic() < until:
-            self._deliver(*self._outbox.popleft())
-        self._awaited.forget(now)
-        while self._begins and time.monotonic() < until:
-            named = self._begins.popleft()
-            for connection in self._awaited.owners(named.transfer):
-                self._say_begun(connection, named)
+            match self._outbox.popleft():
+                case m.Named() as named:
+                    for connection in self._awaited.owners(named.transfer):
+                        self._say_begun(connection, named)
+                case source, message:
+                    self._deliver(source, message)
         until = time.monotonic() + SLICE_S
         for connection in self._sockets.ready():
             self._hear(connection)

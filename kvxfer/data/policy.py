@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from kvxfer import facts as f
-from kvxfer.config import Integrity
+from kvxfer.config import LEAST_PIECE, Integrity
 from kvxfer.data.staging import Staging
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
@@ -21,8 +21,6 @@ __all__ = ["LinkPolicy", "admit", "check_facts", "default_staging", "lent", "sta
 
 ALWAYS = 1 << 48
 STRICTNESS = get_args(Integrity)
-LEAST_PIECE = 4096
-"""The least bytes of a staged piece that a peer may ask for; smaller ones would cost too much work."""
 HOST_STAGING, CUDA_STAGING = 64 << 20, 512 << 20
 """The default bytes of staging memory: a GPU's link is some ten times faster than a host's, and needs longer pieces."""
 CUDA_RUN = 2 << 20

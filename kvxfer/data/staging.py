@@ -25,19 +25,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvxfer import memory
-from kvxfer.errors import ConfigError
+from kvxfer.config import LEAST_PIECE, SLOTS
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.protocol.values import LinkId, Role
 from kvxfer.transport import Fence
 
-__all__ = ["SLOTS", "Slot", "Staging"]
+__all__ = ["Slot", "Staging"]
 
 log = logging.getLogger("kvxfer.data")
-
-SLOTS = 4
-"""The number of slots: enough to overlap packing, moving and unpacking, and few, since a piece costs the host as much time
-whatever its length: half a millisecond in a virtual machine, in which NVLink moves 190 MB."""
-
 
 RESERVED = SLOTS // 4
 """The number of slots that only pieces known to a consumer may take; and of those that only a producer's pieces may take."""
@@ -72,17 +67,11 @@ class Slot:
 
 
 class Staging:
-    """Staging memory for a cache, pinned if it is host memory under a GPU cache.
-
-    Raises:
-        ConfigError: ``nbytes`` is too small.
-    """
+    """Staging memory for a cache, pinned if it is host memory under a GPU cache."""
 
     def __init__(self, regions: tuple[Region, ...], nbytes: int, device: str) -> None:
         self._space = memory.space(regions)
-        self.piece_bytes = nbytes // SLOTS // 4096 * 4096
-        if self.piece_bytes <= 0:
-            raise ConfigError(f"kvxfer setting 'staging_bytes' cannot be {nbytes}: at least {SLOTS * 4096} are needed")
+        self.piece_bytes = nbytes // SLOTS // LEAST_PIECE * LEAST_PIECE
         pinned = device == "cpu" and any(r.device != "cpu" for r in regions)
         self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, pinned=pinned)
         self._busy: dict[int, Fence] = {}  # by slot: the device's last work there, until it is done

@@ -41,8 +41,14 @@ class Dispatch:
         """State with the next step what all KV depends on from now on; no fetch overtakes that step."""
         self._facts = facts
 
-    def step(self, commands: StepCommands, renewals: tuple[TransferId, ...], copies: tuple[BlockCopy, ...]) -> Step:
-        """Return the next step, with these commands, renewals and copies."""
+    def step(
+        self,
+        commands: StepCommands,
+        renewals: tuple[TransferId, ...],
+        copies: tuple[BlockCopy, ...],
+        over: tuple[TransferId, ...],
+    ) -> Step:
+        """Return the next step, with these commands, renewals, copies and transfers that are over."""
         first, self._sent = self._fetched, 0
         self._fetched += len(commands.fetches)
         prefetches, self._prefetches = tuple(self._prefetches), []
@@ -50,7 +56,7 @@ class Dispatch:
         self._steps += 1
         if commands.revokes:
             self._revoked_in = self._steps
-        return Step(commands, renewals, facts, self._steps, first, prefetches, copies)
+        return Step(commands, renewals, facts, self._steps, first, prefetches, copies, over)
 
     def begun(self, steps: Mapping[Rank, int]) -> None:
         """Record the last step with revocations that these ranks have begun."""

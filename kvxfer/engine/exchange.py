@@ -45,6 +45,8 @@ class Step:
             none can have.
         prefetches: The numbers of those fetches that are prefetches.
         copies: What is to be copied before this step's forward pass.
+        over: Transfers that had ended before the requests that offered them, which have ended now as well: workers forget what
+            they keep for them.
     """
 
     commands: StepCommands = StepCommands()
@@ -54,9 +56,10 @@ class Step:
     first: int | None = None
     prefetches: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    over: tuple[TransferId, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.commands or self.renewals or self.facts is not None or self.copies)
+        return bool(self.commands or self.renewals or self.facts is not None or self.copies or self.over)
 
 
 @dataclass(frozen=True)

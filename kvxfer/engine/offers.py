@@ -20,6 +20,7 @@ class Offers:
         self._schedule, self._blocks, self._tables, self._notices = schedule, blocks, tables, notices
         # Request -> what it offers, which may be over before it.
         self._transfers: dict[str, tuple[TransferId, bytes]] = {}
+        self._over: list[TransferId] = []  # those that were, which the workers have to hear of
 
     def arrive(
         self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool
@@ -56,7 +57,14 @@ class Offers:
         transfer, digest = self._transfers.pop(request, (None, b""))
         if transfer is not None:
             self._notices.over(transfer, digest)
+            if request not in self._schedule and transfer not in self._schedule.transfers:
+                self._over.append(transfer)
         return self._blocks.finished(request, transfer, table, complete, found=found, good=good)
+
+    def over(self) -> tuple[TransferId, ...]:
+        """Return the transfers since the last call that had ended before their requests, which are over, too."""
+        over, self._over = tuple(self._over), []
+        return over
 
     def __len__(self) -> int:
         """Return how much is remembered of running requests."""

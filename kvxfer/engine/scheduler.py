@@ -319,7 +319,7 @@ class SchedulerSide:
         renewals = self._notices.step()
         commands = self._schedule.commands()
         self._offered.shipped()
-        return self._dispatch.step(commands, renewals, self._loads.copies())
+        return self._dispatch.step(commands, renewals, self._loads.copies(), self._offers.over())
 
     def short_of_blocks(self) -> None:
         """Record that the engine cannot admit or continue a request for want of blocks. Call it before ``step``.

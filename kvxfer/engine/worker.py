@@ -125,6 +125,8 @@ class WorkerSide:
                 untold, self._untold = self._untold, []
             for direct in untold:
                 self._take(direct)
+        for transfer in step.over:
+            self._payloads.pop(transfer, None)
         for revoke in step.commands.revokes:
             self._payloads.pop(revoke.transfer, None)
             with _unless_closed:
@@ -221,7 +223,8 @@ class WorkerSide:
             step: The scheduler's step.
             payloads: What goes along with the transfers whose prompts this step completes (``Offer.payload``), the same on all
                 ranks: the first token that was sampled, say. A prompt that is computed again after a preemption needs its
-                payload again.
+                payload again. A payload for an offer that is over already is kept until its request is over,
+                too.
 
         Raises:
             ArgumentError: A payload is not ``bytes`` or too long, or a key is not a ``TransferId``. Nothing has been offered;

@@ -229,7 +229,9 @@ class OfferRecord(msgspec.Struct, eq=False):
     def unfetched(self, lease: float) -> Failure:
         """Return why it ends if its lease of so many seconds has run out."""
         whose = f", by all {self.consumers} engines that it is for" if self.consumers > 1 else ""
-        return Failure(FailureKind.TIMED_OUT, f"it was not fetched within the lease of {lease:g} s{whose}")
+        why = f"it was not fetched within the lease of {lease:g} s{whose}"
+        advice = "check that the router sends the request to an engine that loads, or raise 'lease' if it queues there for long"
+        return Failure(FailureKind.TIMED_OUT, why, advice=advice)
 
     def ended(self, outcome: Outcome, now: float) -> Ended:
         """Make the event that tells the engine of the outcome."""

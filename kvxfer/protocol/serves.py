@@ -233,7 +233,7 @@ class Serves:
                 out.append(Send(serve.link, ready))
             out += self.advance(serve, now)
         elif done.collateral:
-            stopped = self.stop(serve, done.failure.about("the link broke: "), True, now)
+            stopped = self.stop(serve, done.failure.about("the part was given up: "), True, now)
             out += stopped or serve.aborts  # of one that is over, something may still hold a slot
         else:
             # The consumer does not know of a failed write, and a link that no longer works has to be made again.

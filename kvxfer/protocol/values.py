@@ -354,7 +354,8 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         failure: Why the part was not moved, or should be aborted; ``None`` if it was moved.
         quiet: Whether the back end no longer touches the part's memory here.
-        collateral: Whether the part ended only because its link broke under something else.
+        collateral: Whether it ended for no fault of its own, so that another attempt may follow: its link broke under something else, or
+            its consumer held a slot of staging memory for too long while others waited for one.
         seconds: Seconds since the data thread began with the part.
         checksum: The checksum of ``Move.check``, if it was made on the way; ``None`` if it is still to be made.
     """

@@ -9,6 +9,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory, Unheard
+from kvxfer.control.sockets import ControlSockets
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Await, Begun, Named
 from tests.control.conftest import until
@@ -52,6 +53,26 @@ def test_whoever_asks_before_the_producer_begins_is_told_when_it_does(pair: Pair
     assert pair.hears(Named(Y, b"e"))
     pair.known[X] = b"d"
     pair.p.begins(X, b"d")
+    until(lambda: pair.hears(Named(X, b"d"), Named(Y, b"e")))
+
+
+def test_a_beginning_amid_the_directory_s_turn_needs_no_later_occasion(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had waited until the directory's thread woke for something else, or for a second, which is a minute here."""
+    poll = ControlSockets.poll
+    monkeypatch.setattr(ControlSockets, "poll", lambda self, seconds: poll(self, 60.0 if seconds > 0.5 else seconds))
+    pair.ask(Named(X, b"d"))
+    pair.settle()
+    known = pair.p.begun
+
+    def begun(transfer: TransferId, digest: bytes) -> bool:
+        pair.known[X] = b"d"
+        pair.p.begins(X, b"d")
+        return known(transfer, digest)
+
+    pair.p.begun = begun
+    pair.ask(Named(Y, b"e"))
     until(lambda: pair.hears(Named(X, b"d"), Named(Y, b"e")))
 
 

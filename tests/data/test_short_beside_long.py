@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvxfer.data.staging import SLOTS
+from kvxfer.config import SLOTS
 from kvxfer.identity import TransferId
 from kvxfer.protocol import parts
 from kvxfer.protocol.values import Ended, Progress

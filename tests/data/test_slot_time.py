@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvxfer.config import SLOTS
 from kvxfer.data import slot_queue
 from kvxfer.data.commands import Command, Disconnect
-from kvxfer.data.staging import CREDITS, RESERVED, SLOTS
+from kvxfer.data.staging import CREDITS, RESERVED
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import TransferId

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.data.staging import SLOTS
+from kvxfer.config import SLOTS
 from tests.control.node import Node, name
 from tests.control.test_processes import usable
 

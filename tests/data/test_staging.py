@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvxfer.data.staging import SLOTS, Staging
+from kvxfer.config import SLOTS
+from kvxfer.data.staging import Staging
 from kvxfer.geometry import Cache, Planner, Region, route
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace

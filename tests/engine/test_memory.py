@@ -138,6 +138,26 @@ def test_wrong_numbers_and_payloads_are_refused_by_the_call(pair: tuple[Engine, 
     move(p, d, "beside", 7)
 
 
+def test_a_payload_for_an_offer_that_nobody_wants_any_more_is_forgotten_with_its_request(
+    pair: tuple[Engine, Engine],
+) -> None:
+    """The engine need not know that its only consumer has given up before the prompt was computed."""
+    p, d = pair
+    transfer = TransferId.mint(p.scheduler.source.epoch, "declined")
+    assert p.scheduler.offer("r", transfer, b"r", 2 * TOKENS)
+    p.scheduler.runs("r", 0, TOKENS, BlockTable.of([[1]]))
+    p.turn()
+    assert d.scheduler.load("q", transfer, b"r", p.scheduler.source, 2 * TOKENS)
+    d.scheduler.finished("q", BlockTable.of([[]]), complete=False)
+    d.turn()
+    until(lambda: p.turn() is not None and p.scheduler.ticket("r") is None)
+    p.scheduler.runs("r", TOKENS, TOKENS, BlockTable.of([[1, 2]]))
+    p.worker.after_forward(p.scheduler.step(), {transfer: b"its first token"})
+    assert not p.scheduler.finished("r", BlockTable.of([[1, 2]]), complete=True)
+    p.turn()
+    until(lambda: p.turn() is not None and len(p.worker) == 0)
+
+
 def test_another_rank_is_refused(pair: tuple[Engine, Engine]) -> None:
     p, _ = pair
     with pytest.raises(KvxferError, match=r"rank .*tp=0.*, not .*tp=1"):

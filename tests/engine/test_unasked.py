@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvxfer import Agent, BlockTable, Config, Ended, FailureKind, Group, Rank, Ticket, TransferId
-from kvxfer.engine import BlockPins, Report, SchedulerSide
+from kvxfer.engine import BlockPins, Report, SchedulerSide, WorkerSide
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Source
@@ -205,6 +205,31 @@ def test_the_producer_has_its_blocks_again_at_once(make: Callable[..., Engine], 
     d.turn()  # tells it
     assert "x" in p.until("x").free
     assert time.monotonic() - began < p.config.lease / 4
+
+
+def test_the_producer_s_log_sends_nobody_to_the_producer_s_log(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the consumer has given up, the reason is in the consumer's."""
+    p, d = make(), make(facts=OTHER)
+    d.load("x", p.offer("x", [1, 2], 7), [3, 4])
+    assert "x" in d.until("x").failed
+    d.turn()
+    assert "x" in p.until("x").free
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("producer: ")]
+    assert "the consumer gave up before it could ask; look in the log of the engine that gave the request up" in line
+
+
+def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., Engine]) -> None:
+    """Most likely no engine that loads was given the request; no transfer has taken long."""
+    p = make(lease=0.2)
+    ended: list[Ended] = []
+    p.worker = WorkerSide(p.worker.agent, on_ended=ended.append)
+    p.offer("x", [1, 2], 7)
+    assert "x" in p.until("x").free
+    (failure,) = [end.outcome.failure for end in ended]
+    assert failure is not None and failure.kind is FailureKind.TIMED_OUT and "transfer_timeout" not in failure.advice
+    assert "not fetched within the lease" in failure.detail and "an engine that loads" in failure.advice
 
 
 def test_a_client_that_leaves_while_the_link_is_made(make: Callable[..., Engine]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -110,6 +111,26 @@ def test_what_no_other_engine_needs_stays_local() -> None:
 def test_what_lives_in_host_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="host's memory"):
         group_pages(groups(FullAttentionSpec(**SHAPE), host_resident=True))
+
+
+class Replayed(SlidingWindowSpec):
+    """As vLLM 0.32 has `SlidingWindowMLASpec` with `bounded_replay`, whatever the release."""
+
+    prefix_replay_tokens = 8
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_window_that_is_replayed_after_a_hit_is_refused(loaded: bool) -> None:
+    """A load would bring only what lies behind the hit, and nobody the part of the window before it."""
+    given = {**SHAPE, "sliding_window": 8}
+    latent = interface.SlidingWindowMLASpec
+    specs = [Replayed(**given), UniformTypeKVCacheSpecs(32, {"a": SlidingWindowSpec(**given), "b": Replayed(**given)})]
+    if "bounded_replay" in {field.name for field in dataclasses.fields(latent)}:
+        specs.append(latent(**given, bounded_replay=True))
+        group_pages(groups(latent(**given, bounded_replay=False)))
+    for spec in specs:
+        with pytest.raises(ConfigError, match=r"group 0 \(.*replaying tokens.*set --no-swa-bounded-replay"):
+            group_pages(groups(spec, enable_kv_transfer=loaded))
 
 
 @pytest.mark.parametrize(

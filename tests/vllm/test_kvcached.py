@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from kvxfer.engine import BlockPins
 from kvxfer_vllm.pool import VllmBlockPool
@@ -198,3 +200,40 @@ def test_a_prefix_cache_with_a_bound(world: World, monkeypatch: pytest.MonkeyPat
         decode(d, text, prefill(p, text), p)
     p.run(d)
     assert all(len(pages.in_use) <= most for pages in world.pages)
+
+
+def test_a_cache_that_others_may_still_read_is_cleared_once_they_no_longer_do(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM has preempted the requests by then, and raises; it can be asked again while they are paused."""
+    p, d = world.engine(overlap=False), world.engine(overlap=False)
+    text = prompt(90)
+    name = p.add(text, OFFER, n=30)
+    p.steps(3)
+    p.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "kvxfer.vllm"]
+    assert "the cache cannot be cleared now" in line and "pause this engine and ask again" in line
+    for _ in range(10):
+        assert not p.step().total_num_scheduled_tokens
+    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    p.scheduler.set_pause_state(PauseState.UNPAUSED)
+    p.run(until=name)
+    params = p.done[name].params
+    assert params is not None
+    decode(d, text, params, p)
+
+
+def test_a_cache_whose_requests_are_aborted_is_cleared_once_nobody_reads_what_they_have_offered(world: World) -> None:
+    p = world.engine(overlap=False)
+    p.add(prompt(90), OFFER, n=30)
+    p.steps(3)
+    p.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    p.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for _ in range(10):
+        if not p.scheduler.has_requests():  # a pause is complete then
+            break
+        p.step()
+    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    p.scheduler.set_pause_state(PauseState.UNPAUSED)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from vllm.sampling_params import RepetitionDetectionParams
 
 from tests.vllm.cases import CACHES, OFFER, decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import HYBRID, answer, prompt
+from tests.vllm.engine import FULL, HYBRID, answer, prompt
 from tests.vllm.wire import Wire
 
 
@@ -50,6 +52,19 @@ def test_more_than_one_token_on_p(make: Make, groups: Any) -> None:
     text = prompt(50)
     name = decode(d, text, prefill(p, text, n=60), p)
     assert d.computed[name] == 1 + 3
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_a_request_that_repeats_itself_ends_as_well_as_any_other(make: Make, groups: Any) -> None:
+    p, d = make(groups), make(groups)
+    text = next(t for t in (prompt(50, seed) for seed in range(100)) if any(a == b for a, b in pairwise(answer(t, 60))))
+    name = p.add(text, OFFER, n=60)
+    twice = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
+    p.scheduler.requests[name].sampling_params.repetition_detection = twice
+    p.run(until=name)
+    params = p.done[name].params
+    assert p.done[name].reason == "repetition" and params is not None
+    assert d.computed[decode(d, text, params, p)] == 1 + 3
 
 
 @CACHES

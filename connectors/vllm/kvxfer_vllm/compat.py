@@ -17,7 +17,7 @@ __all__ = [
     "HOLDS_BLOCKS",
     "REPORTS_BY_REQUEST",
     "TELLS_HITS",
-    "before_reset",
+    "around_reset",
     "check_groups",
     "correct",
     "output_of",
@@ -69,8 +69,8 @@ def correct(output: Any, *, over: Set[str], still: Set[str]) -> None:
         output.finished_recving = (set(output.finished_recving or ()) | over) - still
 
 
-def before_reset(manager: Any, call: Callable[[], None]) -> None:
-    """Wrap the cache manager's ``reset_prefix_cache`` so that ``call`` runs first.
+def around_reset(manager: Any, before: Callable[[], None], refused: Callable[[], None]) -> None:
+    """Wrap the cache manager's ``reset_prefix_cache`` so that ``before`` runs first, and ``refused`` if nothing was reset.
 
     vLLM has no hook for this. With ``reset_running_requests`` it preempts all running requests and raises if a block is
     still in use, before the connector hears of the preemptions.
@@ -78,8 +78,11 @@ def before_reset(manager: Any, call: Callable[[], None]) -> None:
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache() -> Any:
-        call()
-        return reset()
+        before()
+        done = reset()
+        if not done:
+            refused()
+        return done
 
     manager.reset_prefix_cache = reset_prefix_cache
 

@@ -45,6 +45,10 @@ log = logging.getLogger("kvxfer.vllm")
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
+WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+"""How a request ends whose KV is good and complete: by a stop token, by its length, or since it repeats itself. Not those that vLLM
+has aborted, refused as too long or ended after an error."""
+
 
 class SchedulerHooks:
     """One engine's requests, as vLLM tells of them."""
@@ -199,7 +203,7 @@ class SchedulerHooks:
         from vllm.v1.request import RequestStatus
 
         name = request.request_id
-        whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        whole = request.status.name in WHOLE
         self._seen.discard(name)
         self._room.finished(name)
         self._retained.cached(name)
@@ -338,7 +342,7 @@ class SchedulerHooks:
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
         self._room.bind(manager)
         self._retained.bind(manager)
-        compat.before_reset(manager, lambda: self._let_go(manager))
+        compat.around_reset(manager, lambda: self._let_go(manager), self._say_why)
 
     def _let_go(self, manager: Any) -> None:
         """Let go of what waits for requests, and of what those have offered that vLLM has preempted and not told us of yet.
@@ -350,6 +354,13 @@ class SchedulerHooks:
             if self.side.follows(name) and not any(manager.get_block_ids(name)):
                 self.side.preempted(name)
         self._holding_back = self._writes_early
+
+    def _say_why(self) -> None:
+        """Say why vLLM cannot clear its cache, which it puts down to requests, if it is on account of what we have pinned."""
+        if self._pins:
+            log.warning(
+                "the cache cannot be cleared now: transfers may still touch some of its blocks; pause this engine and ask again"
+            )
 
     def publish(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """Record that the workers' agents are up. A sibling connector's metadata is not ours."""

@@ -50,6 +50,13 @@ def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
     names = ", ".join(sorted({type(s).__name__ for s in specs}))
     if getattr(group, "host_resident", False):
         raise ConfigError(f"kvxfer does not support KV-cache group {i} ({names}): it lives in the host's memory")
+    if any(getattr(s, "prefix_replay_tokens", 0) for s in specs):
+        # Of a window, a load brings only what lies behind the prefix hit. vLLM takes a loaded window for whole, and would not compute
+        # the rest. For one that is not loaded it would compute tokens again that it has counted as loaded.
+        raise ConfigError(
+            f"kvxfer does not support KV-cache group {i} ({names}): vLLM does not keep its window for prefix hits"
+            ", but computes it again by replaying tokens, which no load allows for; set --no-swa-bounded-replay"
+        )
     if not getattr(group, "enable_kv_transfer", True):
         return GroupPages(Group(spec.block_size, "local"), specs)
     entries = {e.spec: e for e in map(entry_of, specs)}
