@@ -56,7 +56,7 @@ AFTER_S = 0.01
 """Seconds between two checks of whether the device is done with parts whose back end was closed meanwhile."""
 
 _UNENDED: list[Staging] = []
-"""Staging memory, and its tables, that must never be freed: of a back end that did not close, and where a device is still at work at the end."""
+"""Staging memory, with its tables, that must never be freed: of a back end that did not close, or with a device at work at the end."""
 
 
 class DataThread:
