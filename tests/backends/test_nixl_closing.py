@@ -104,7 +104,7 @@ plan = Planner(cache, cache, route([cache], [cache])[cache.rank].assignments[cac
 results = []
 
 def wait(sort, n):
-    until = time.monotonic() + 15
+    until = time.monotonic() + 30
     while len(found := [r for r in results if isinstance(r, sort)]) < n:
         assert time.monotonic() < until, (sort, results)
         time.sleep(0.01)
@@ -131,7 +131,7 @@ data = DataThread(
     cache.regions,
     stager(cache, 1 << 20),
     results.append,
-    Limits(grace=0.5, quarantine=1 << 40),
+    Limits(grace=0.2, quarantine=1 << 40),
 )
 data.start(10)
 b, c = world.process("stopped"), world.process("other")

@@ -16,7 +16,8 @@ __all__ = ["come_to_rest", "threads"]
 
 LOOK_S = 0.001
 RESTS = 3
-"""In how many looks, one after the other, a thread is seen asleep that rests. One that spins may wait for a lock for a moment."""
+"""In how many looks a thread is seen asleep that rests: now and then even while peers keep it busy. One that spins for ever was never seen
+so in 20,000, but might be once, as it waits for a lock."""
 
 
 def threads() -> frozenset[str]:
@@ -25,13 +26,13 @@ def threads() -> frozenset[str]:
 
 
 def come_to_rest(some: Collection[str], within_s: float) -> bool:
-    """Wait until each of these threads has been at rest, or has ended; return whether that is so within so many seconds."""
+    """Wait until each of these threads has rested, or has ended; return whether that is so within so many seconds."""
     until = time.monotonic() + within_s
     left = dict.fromkeys(some, RESTS)
     while left and time.monotonic() < until:
         time.sleep(LOOK_S)
-        left = {t: left[t] - 1 if state == "S" else RESTS for t in left if (state := _state(t)) is not None}
-        left = {t: n for t, n in left.items() if n}
+        states = {t: _state(t) for t in left}
+        left = {t: n for t, looks in left.items() if states[t] and (n := looks - (states[t] == "S"))}
     return not left
 
 
