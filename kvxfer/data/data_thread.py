@@ -55,8 +55,8 @@ REOPEN_MOST_S = 30.0
 AFTER_S = 0.01
 """Seconds between two checks of whether the device is done with parts whose back end was closed meanwhile."""
 
-_UNENDED: list[Staging | None] = []
-"""Staging memory in which a device is still at work when its thread ends; it and its tables must never be freed."""
+_UNENDED: list[Staging] = []
+"""Staging memory, with its tables, that must never be freed: of a back end that did not close, or with a device at work at the end."""
 
 
 class DataThread:
@@ -89,11 +89,11 @@ class DataThread:
         self._ready = threading.Event()  # the back end has been made, or could not be
         self._unmade: Exception | None = None  # why it could not be
         self._made: tuple[Capabilities, Staging] | None = None
+        self._staging: Staging | None = None  # for this back end and the next; None: to be made anew
         self._traffic: Traffic | None = None  # None: the back end is down
         self._reopen, self._wait = 0.0, REOPEN_S
         self._asked: list[MakeEndpoint] = []  # while the back end is down
         self._quarantine: dict[PartRef, Job] = {}
-        self._closed = True  # each back end that was to close has, and touches nothing any more
         self._exposed: set[LinkId] = set()
         self._abandoned: list[Job] = []  # parts that had not ended, or were in quarantine, when one did not
         self._after = AfterWork(post)
@@ -277,7 +277,7 @@ class DataThread:
         transport = self._make()
         try:
             can = transport.capabilities
-            staging = self._stage(can) if self._made is None else self._made[1]
+            staging = self._staging or self._stage(can)
             # A cache that the back end cannot move is not registered: all of it goes through staging memory, number 1, and what a
             # peer moves straight all the same finds nothing.
             movable = all(map(can.moves, self._regions))
@@ -289,7 +289,7 @@ class DataThread:
         except BaseException:
             shut(transport)
             raise
-        self._made, self._traffic = (can, staging), traffic
+        self._made, self._staging, self._traffic = (can, staging), staging, traffic
 
     def _try_open(self) -> None:
         """Open the back end, unless that was tried a moment ago, or it could not be opened to begin with.
@@ -325,8 +325,8 @@ class DataThread:
         self._after.look()
         self._checks.wait()
         self._checks.look()
-        if not (done and self._closed) and self._made is not None:
-            _UNENDED.append(self._made[1])
+        if not done and self._staging is not None:
+            _UNENDED.append(self._staging)
 
     def _void(self, why: Failure) -> None:
         """Close the back end, which ends all parts.
@@ -335,25 +335,27 @@ class DataThread:
         """
         traffic, self._traffic = self._traffic, None
         self._checks.forget()
-        if traffic is None or self._made is None:
+        staging = self._staging
+        if traffic is None or staging is None:
             return
-        if not traffic.close():
-            self._closed = False
+        closed = traffic.close()
+        if not closed:
             self._exposed |= traffic.exposed
-        staging = self._made[1]
         work = staging.work()
-        unquiet = traffic.void(why, self._closed, work)
-        if self._closed:
+        unquiet = traffic.void(why, closed, work)
+        if closed:
             staging.reset()
             self._after.put(unquiet, work)
-        else:  # the slots that were in use stay lost, as the cache's blocks do
+        else:  # what it may still touch is never used again; of what comes later it knows nothing
             self._abandoned += [*unquiet, *self._quarantine.values()]
             self._quarantine.clear()
+            _UNENDED.append(staging)
+            self._staging = None if staging.used else staging
 
     def _device_done(self) -> bool:
         """Wait up to ``grace`` seconds until the device neither packs nor unpacks; return whether that is so."""
         grace = self._limits.grace
-        done = self._made is None or self._made[1].wait(time.monotonic() + grace)
+        done = self._staging is None or self._staging.wait(time.monotonic() + grace)
         if not done:
             log.error("the device did not finish packing or unpacking within %g s", grace)
         return done

@@ -127,6 +127,11 @@ class Staging:
             room = min(room, most - used["sent"] - used["expected"])
         return min(room, CREDITS - used["expected"]) if use == "expected" else room
 
+    @property
+    def used(self) -> bool:
+        """Whether any slot is in use."""
+        return self._used.total() > 0
+
     def room(self, role: Role) -> bool:
         """Return whether there is a free slot for this role."""
         return self._room("sent") > 0 if role == "producer" else max(self._room("known"), self._room("expected")) > 0

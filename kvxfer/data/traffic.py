@@ -388,7 +388,7 @@ class Traffic:
 
         Args:
             why: Why they end.
-            closed: Whether no back end touches any memory any more.
+            closed: Whether the back end touches nothing any more.
             work: What the device is still at work on.
         """
         jobs, quiet = list(self._jobs.values()), closed and not work

@@ -13,9 +13,10 @@ from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.settings import advice
 from kvxfer_nixl import ucx
-from kvxfer_nixl.gate import inside
+from kvxfer_nixl.gate import inside, keep
 from kvxfer_nixl.library import Library, load
 from kvxfer_nixl.options import Options, text
+from kvxfer_nixl.rest import come_to_rest, threads
 
 __all__ = ["LibraryAgent", "DescriptorRows", "Side"]
 
@@ -28,6 +29,9 @@ Side = tuple[bool, DescriptorRows]
 PROGRESS_US = 100_000
 """The progress thread sleeps on UCX's descriptor, and wakes by itself after so long in case an event was lost. It then
 spins for the lock that a running copy holds: with 10 ms, CMA copies are half as fast. With 0, the default, it spins."""
+
+REST_S = 2.0
+"""How long ``close`` waits for NIXL's threads to come to rest."""
 
 # What UCX's plugin reads beside what it lists; and what it lists but never reads, or must not be told.
 _UCX_UNLISTED = ("device_list", "split_batch_size", "ucx_num_device_channels")
@@ -69,6 +73,7 @@ class LibraryAgent:
             raise TransportError(f"NIXL cannot make an agent: {library.explain(e)}") from e
         self.plugins = tuple(agent.getAvailPlugins())
         parameters = _parameters(agent, library, options)
+        others = threads()
         try:
             with inside, ucx.applied(settings) as applied:
                 handle = agent.createBackend(options.plugin, parameters | applied)
@@ -79,6 +84,9 @@ class LibraryAgent:
                 f"{settings}: {library.explain(e)}"
             ) from e
         self._agent: Any = agent
+        # NIXL's, of which UCX's must rest before the end; those of other plugins may spin. One of somebody else that was started just
+        # then does no harm.
+        self._threads = threads() - others if options.plugin == "UCX" else frozenset()
         inside.before_the_end(self._drop)
         self._segments = (nixl.DRAM_SEG, nixl.VRAM_SEG)
         self._operations = {"read": nixl.NIXL_READ, "write": nixl.NIXL_WRITE}
@@ -222,12 +230,26 @@ class LibraryAgent:
                 self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """End the agent, its thread and its connections. Nothing lands in this process's memory afterwards."""
-        inside.forget(self._drop)
-        self._drop()
+        """End the agent, its threads and its connections. Nothing lands in this process's memory afterwards.
 
-    def _drop(self) -> None:
-        self._agent = None
+        Raises:
+            TransportError: NIXL would never come back from that. The agent stays until the process ends.
+        """
+        inside.forget(self._drop)
+        if not self._drop():
+            raise TransportError(
+                f"NIXL cannot be closed: its progress thread did not come to rest within {REST_S:g} s, without which it never ends. "
+                "Most likely a peer of this host has stopped or died, and not taken what we had sent it. Until this process ends, the "
+                "memory that was in use stays out of use, and that thread keeps a core busy: restart it"
+            )
+
+    def _drop(self) -> bool:
+        """Destroy the agent, unless that would take for ever; return whether it is no more."""
+        agent, self._agent = self._agent, None
+        if agent is None or come_to_rest(self._threads, REST_S):
+            return True
+        keep(agent)
+        return False
 
 
 def _parameters(agent: Any, library: Library, options: Options) -> dict[str, str]:

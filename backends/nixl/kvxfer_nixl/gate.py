@@ -16,17 +16,22 @@ from collections.abc import Callable
 
 from kvxfer.errors import TransportError
 
-__all__ = ["inside"]
+__all__ = ["inside", "keep"]
 
 PATIENCE_S = 5.0
 """How long the end of the interpreter waits for calls that are under way."""
+
+
+def keep(what: object) -> None:
+    """Never give this back, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 class _Gate:
     """``with``: a call into NIXL. Raises ``TransportError`` once the interpreter ends. Any thread, many at a time."""
 
     def __init__(self) -> None:
-        self._last: list[Callable[[], None]] = []
+        self._last: list[Callable[[], object]] = []
         self._open()
 
     def _open(self) -> None:
@@ -46,12 +51,12 @@ class _Gate:
             if self._shut:
                 self._changed.notify_all()
 
-    def before_the_end(self, call: Callable[[], None]) -> None:
+    def before_the_end(self, call: Callable[[], object]) -> None:
         """Have this called once nobody is inside any more, and take that back by ``forget``."""
         with self._changed:
             self._last.append(call)
 
-    def forget(self, call: Callable[[], None]) -> None:
+    def forget(self, call: Callable[[], object]) -> None:
         with self._changed:
             if call in self._last:
                 self._last.remove(call)
@@ -67,7 +72,7 @@ class _Gate:
     def leave(self) -> None:
         """Begin anew in a forked child, and never give back there what is the parent's, not even when the child ends."""
         for call in self._last:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))
+            keep(call)
         self._last.clear()
         self._open()
 

@@ -3,10 +3,15 @@
 The connection stays when the last link goes: each one that UCX makes anew costs both sides a socket until one of
 the processes ends. A link is up once the other side has greeted us, and down once it has said goodbye or the
 connection has failed. Greeting and goodbye are NIXL notifications that name the receiver's end of the link.
+
+A peer of this host is told nothing just to find out whether it is there, for a socket tells that (``Liveness``): UCX notices no death
+there, and once a peer that has died or stopped has been sent some 250 messages, more than its queue in shared memory takes, NIXL
+cannot be closed (``rest.py``).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 
@@ -20,14 +25,14 @@ __all__ = ["Link", "Peer", "Peers"]
 
 GREETING, GOODBYE, NOTHING = "+", "-", "."
 GREET_AGAIN_S = 0.25
-"""A peer that dies before it has greeted us is noticed by greeting it again."""
+"""A peer of another host that dies before it has greeted us is noticed by greeting it again."""
 
 
 class Peer:
-    """``name``: NIXL's. ``error``: why the connection has failed; it never comes back."""
+    """``name``: NIXL's. ``here``: whether a socket tells of its end. ``error``: why the connection has failed; it never comes back."""
 
-    def __init__(self, name: str, agent: LibraryAgent) -> None:
-        self.name = name
+    def __init__(self, name: str, here: bool, agent: LibraryAgent) -> None:
+        self.name, self.here = name, here
         self.error: TransportError | None = None
         self._agent = agent
 
@@ -54,16 +59,16 @@ class Peers:
         self._known: dict[str, Peer] = {}
         self._metadata: dict[str, bytes] = {}
 
-    def connect(self, metadata: bytes) -> Peer:
-        """Return the peer with these metadata: the one we know, or a new one.
+    def connect(self, metadata: bytes, here: bool) -> Peer:
+        """Return the peer with these metadata: the one we know, or a new one, of whose end a socket tells if it is ``here``.
 
         Raises:
             TransportError: NIXL does not take them.
         """
         for peer in list(self._known.values()):
-            # Nobody says when an idle connection has failed; the next message does.
-            with suppress(TransportError):
-                peer.tell(NOTHING)
+            if not peer.here:  # nobody says when an idle connection has failed; the next message does
+                with suppress(TransportError):
+                    peer.tell(NOTHING)
             if peer.error is not None:
                 self._agent.remove(peer.name)
                 del self._known[peer.name], self._metadata[peer.name]
@@ -71,14 +76,14 @@ class Peers:
         if name is None:
             name = self._agent.add(metadata)
             self._metadata[name] = metadata
-        return self._known.setdefault(name, Peer(name, self._agent))
+        return self._known.setdefault(name, Peer(name, here, self._agent))
 
 
 class Link:
     """``end``: our end. ``liveness``: of a peer of this host, whose end NIXL may not tell of. ``broken``: why nothing can move any more."""
 
-    def __init__(self, number: int, end: str, theirs: Endpoint, peers: Peers) -> None:
-        """Greet the peer.
+    def __init__(self, number: int, end: str, theirs: Endpoint, here: bool, peers: Peers) -> None:
+        """Greet the peer, which may be ``here``: on this host, where a socket tells of its end.
 
         Raises:
             TransportError: Its description or metadata make no sense.
@@ -86,11 +91,11 @@ class Link:
         self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
         self.liveness: Liveness | None = None
         self.space = RegisteredSpace.of_peer(theirs.memories)
-        self.peer = peers.connect(theirs.metadata)
+        self.peer = peers.connect(theirs.metadata, here)
         self.up = False
         self._broken: PeerError | None = None
         self.began = time.monotonic()
-        self._greeted = 0.0
+        self._greet_at, self._again_s = self.began, math.inf if here else GREET_AGAIN_S
         self.greet(self.began)
 
     def __str__(self) -> str:
@@ -107,12 +112,12 @@ class Link:
         return self._broken
 
     def greet(self, now: float) -> None:
-        """Tell the peer that this end is there, if it is time to.
+        """Tell the peer that this end is there, if it is time to: at once, and again where no socket tells of its end.
 
         The first greeting also makes the connection, so that no transfer has to wait for it.
         """
-        if not self.up and self.broken is None and now >= self._greeted + GREET_AGAIN_S:
-            self._greeted = now
+        if not self.up and self.broken is None and now >= self._greet_at:
+            self._greet_at = now + self._again_s
             with suppress(TransportError):  # it is in ``broken`` now
                 self.peer.tell(GREETING + self.their_end)
 

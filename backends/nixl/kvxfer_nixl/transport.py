@@ -159,11 +159,12 @@ class NixlTransport(Base[Endpoint, Link]):
             raise TransportError(
                 f"the endpoint of peer {theirs.agent!r} is in use; it must call endpoint() for every link"
             )
+        here = (mine.host, mine.within) == (theirs.host, theirs.within)
         try:
-            link = Link(number, mine.name, theirs, self._peers)
+            link = Link(number, mine.name, theirs, here, self._peers)
         except TransportError as e:
             raise TransportError(f"cannot connect to peer {theirs.agent!r}: {e}") from e
-        if (mine.host, mine.within) == (theirs.host, theirs.within):
+        if here:
             link.liveness = self._liveness.connect(mine.end, theirs.end, theirs.line, repr(theirs.agent))
         self._ends[link.end] = link
         for message in self._issued.pop(link.end):
@@ -223,8 +224,10 @@ class NixlTransport(Base[Endpoint, Link]):
         for flight in going:
             flight.drop(self._nixl)
         self._pool.close()
-        self._nixl.close()
-        self._liveness.close()
+        try:
+            self._nixl.close()
+        finally:
+            self._liveness.close()
 
     def _advance(self, flight: Flight, now: float) -> None:
         end = flight.advance(self._nixl, now, now + BUDGET_S)
