@@ -16,7 +16,7 @@ from kvxfer.settings import AUTO_ADDRESS, check_dialable, hold, loopback, own_ad
 SLOTS, LEAST_PIECE = 4, 4096
 """Into how many slots staging memory is cut: enough to overlap packing, moving and unpacking, and few, since a piece costs the host
 as much time whatever its length: half a millisecond in a virtual machine, in which NVLink moves 190 MB. And of how many bytes each
-is a multiple."""
+is a multiple, the least of a piece that a peer may ask for: shorter ones would cost too much work."""
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait ends

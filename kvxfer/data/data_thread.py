@@ -55,7 +55,7 @@ REOPEN_MOST_S = 30.0
 AFTER_S = 0.01
 """Seconds between two checks of whether the device is done with parts whose back end was closed meanwhile."""
 
-_UNENDED: list[Staging] = []
+_UNENDED: set[Staging] = set()
 """Staging memory, with its tables, that must never be freed: of a back end that did not close, or with a device at work at the end."""
 
 
@@ -326,7 +326,7 @@ class DataThread:
         self._checks.wait()
         self._checks.look()
         if not done and self._staging is not None:
-            _UNENDED.append(self._staging)
+            _UNENDED.add(self._staging)
 
     def _void(self, why: Failure) -> None:
         """Close the back end, which ends all parts.
@@ -349,7 +349,7 @@ class DataThread:
         else:  # what it may still touch is never used again; of what comes later it knows nothing
             self._abandoned += [*unquiet, *self._quarantine.values()]
             self._quarantine.clear()
-            _UNENDED.append(staging)
+            _UNENDED.add(staging)
             self._staging = None if staging.used else staging
 
     def _device_done(self) -> bool:

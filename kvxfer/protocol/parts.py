@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvxfer.config import SLOTS
 from kvxfer.geometry import Cache, CopyPlan, Planner, Region
 from kvxfer.memory import sample
 from kvxfer.protocol.values import LinkInfo, PartRef
@@ -24,9 +25,6 @@ CHECKED, CHECKED_LEAST = 4, 16 << 20
 """The number of parts that a large one is cut into if parts are hashed, and the least bytes of each to be worth its messages."""
 HOST_BYTES, CUDA_BYTES = 32 << 20, 512 << 20
 """The most bytes of a part, by where it lies: these take the link some milliseconds, far more than a part or a batch costs."""
-STAGED = 4
-"""The most pieces of a staged part from a GPU: as many as its staging memory holds. If that is host memory, whose link is slower,
-pieces are shorter."""
 AHEAD = 2
 """The most parts of a transfer in flight when sending: while one ends, the next moves, and other transfers on the link wait for
 these only. (Reads and writes are cut by the side that submits them; for sends both sides must agree.)"""
@@ -171,7 +169,8 @@ def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
     if info.mode == "sendrecv":
         most = most_bytes(info.planner.src.regions)
         if piece_bytes(plan, info):
-            most = min(most, max(HOST_BYTES, STAGED * info.piece_bytes))
+            # As much as staging memory holds. If that is host memory, whose link is slower than a GPU's, its slots are shorter.
+            most = min(most, max(HOST_BYTES, SLOTS * info.piece_bytes))
         parts = max(parts, -(-plan.nbytes // most))
     if parts < 2:
         return [span]

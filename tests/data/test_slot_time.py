@@ -93,9 +93,8 @@ def delivered(p: Engine, d: Engine) -> None:
 def test_one_slot_that_comes_free_is_enough_for_who_takes_pieces_at_once(crowd: Crowd) -> None:
     """Twelve pieces pass through it before it goes back to one of those that hold theirs."""
     p, slow, readies, d = crowd
-    time.sleep(
-        0.5
-    )  # so that it has held its slot for longer than the other needs for all twelve, also on a busy machine
+    # So that it has held its slot for longer than the other needs for all twelve, also on a busy machine.
+    time.sleep(0.5)
     slow[-1].takes(readies[-1])
     delivered(p, d)
 
