@@ -141,7 +141,7 @@ class BenchEngine:
         assert self._data is not None
         producer, mode = self._setup.role == "producer", self._policy.mode
         plan = self._plan(src, dst)
-        info = _Info(self._policy.piece_bytes, self._policy.stage_below)
+        info = _Info(self._policy.piece_bytes, self._policy.stage_below, self._planner)
         piece = piece_bytes(plan, info)  # type: ignore[arg-type]
         incoming = {"read": Verb.READ, "write": Verb.WRITE if piece else None, "sendrecv": Verb.RECV}[mode]
         outgoing = {"read": Verb.READ if piece else None, "write": Verb.WRITE, "sendrecv": Verb.SEND}[mode]
@@ -278,30 +278,32 @@ class BenchEngine:
 
     def _fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source, pause: float) -> dict[str, float]:
         agent, _ = self._agents[integrity]
-        tokens = len(dst) * self._pool.cache.groups[0].block_tokens
-        spec = Fetch(str(number), TransferId("bench", number), b"d", source, BlockTable.of([dst]), 0, tokens)
+        spec = self._spec(number, dst, source)
         time.sleep(pause)
         begun = time.perf_counter()
         agent.fetch(spec)
         called = time.perf_counter()
-        out: dict[str, float] = {}
-        released = False
-        while not (out and released):
-            for event in agent.events():
-                released |= isinstance(event, Released)
-                if isinstance(event, Ended):
-                    if not event.outcome.delivered:
-                        raise RuntimeError(str(event.outcome))
-                    out = {
-                        "fetch_s": event.seconds,
-                        "session_s": event.seconds - event.waited,
-                        "call_s": called - begun,
-                        "bytes": event.nbytes,
-                    }
-            if time.perf_counter() > begun + WAIT_S:
-                raise TimeoutError("the fetch did not end")
-            time.sleep(0.0001)
-        return out
+        [event] = _delivered(agent, 1)
+        return {
+            "fetch_s": event.seconds,
+            "session_s": event.seconds - event.waited,
+            "call_s": called - begun,
+            "bytes": event.nbytes,
+        }
+
+    def fetch_at_once(self, numbers: Sequence[int], dsts: Sequence[Ints], source: Source) -> float:
+        """Fetch unchecked transfers at once; return the seconds from before the first call to the last outcome."""
+        agent, _ = self._agents["off"]
+        specs = [self._spec(number, dst, source) for number, dst in zip(numbers, dsts, strict=True)]
+        begun = time.perf_counter()
+        for spec in specs:
+            agent.fetch(spec)
+        _delivered(agent, len(specs))
+        return time.perf_counter() - begun
+
+    def _spec(self, number: int, dst: Ints, source: Source) -> Fetch:
+        tokens = len(dst) * self._pool.cache.groups[0].block_tokens
+        return Fetch(str(number), TransferId("bench", number), b"d", source, BlockTable.of([dst]), 0, tokens)
 
     # --- both ------------------------------------------------------------------------------------------------------
 
@@ -339,10 +341,34 @@ class BenchEngine:
             directory.close()
 
 
+def _delivered(agent: Agent, count: int) -> list[Ended]:
+    """Return how so many fetches ended, once their blocks are released.
+
+    Raises:
+        RuntimeError: One was not delivered.
+        TimeoutError: They do not end.
+    """
+    until = time.perf_counter() + WAIT_S
+    ended: list[Ended] = []
+    released = 0
+    while len(ended) < count or released < count:
+        for event in agent.events():
+            released += isinstance(event, Released)
+            if isinstance(event, Ended):
+                if not event.outcome.delivered:
+                    raise RuntimeError(str(event.outcome))
+                ended.append(event)
+        if time.perf_counter() > until:
+            raise TimeoutError("the fetch did not end")
+        time.sleep(0.0001)
+    return ended
+
+
 @dataclass(frozen=True)
 class _Info:
     piece_bytes: int
     stage_below: int
+    planner: Planner
 
 
 def _news(ref: PartRef, piece: int, offset: int | None, nbytes: int | None) -> PieceNews:

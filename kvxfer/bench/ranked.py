@@ -157,7 +157,7 @@ class RankedEngine:
             "device_MiB": 0.0 if self._words[0].device == "cpu" else device_mib(),
             "host_MiB": round(resident() / (1 << 20), 2),
             "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": threading.active_count(),
+            "threads": len(os.listdir("/proc/self/task")),
             "fetches": sum(s.fetches for s in stats),
             "leases": sum(s.offers for s in stats),
             "quarantined_bytes": sum(s.quarantined_bytes for s in stats),

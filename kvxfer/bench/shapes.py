@@ -44,13 +44,17 @@ class Model:
 
 
 class Request:
-    """A prompt in scattered blocks, with ids ``src`` on the producer and ``dst`` on the consumer, each out of ``blocks`` blocks."""
+    """A prompt in scattered blocks, with ids ``src`` on the producer and ``dst`` on the consumer, each out of ``blocks`` blocks.
 
-    def __init__(self, model: Model, tokens: int) -> None:
-        need, self.blocks = model.prompt_blocks(tokens), model.cache_blocks(tokens)
+    It may be one of ``count`` prompts in the same caches, which have no block in common.
+    """
+
+    def __init__(self, model: Model, tokens: int, number: int = 0, count: int = 1) -> None:
+        need = model.prompt_blocks(tokens)
+        self.blocks = model.cache_blocks(need * model.block_tokens * count)
         self.nbytes = need * model.page * model.layers
-        rng = np.random.default_rng(0)
-        self.src, self.dst = (rng.permutation(self.blocks)[:need].astype(np.int64) for _ in range(2))
+        rng, mine = np.random.default_rng(0), slice(number * need, (number + 1) * need)
+        self.src, self.dst = (rng.permutation(self.blocks)[mine].astype(np.int64) for _ in range(2))
 
     def __len__(self) -> int:
         """Return how many blocks it fills."""

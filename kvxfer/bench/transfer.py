@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Annotated, Any, cast, get_args
@@ -17,6 +18,7 @@ from kvxfer.bench.progress import Say, progress, silent
 from kvxfer.bench.shapes import MODELS, Memory, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
+from kvxfer.identity import Source
 from kvxfer.settings import json_object
 
 __all__ = ["measure", "measure_elastic", "transfer"]
@@ -34,9 +36,12 @@ def measure(
     staging_bytes: int | None,
     integrity: Integrity = "off",
     step_ms: float = 0.0,
+    at_once: int = 1,
     say: Say = silent,
 ) -> dict[str, Any]:
     """Run the benchmark, and its session part also with ``integrity``; ``say`` is told what is being measured.
+
+    If ``at_once`` is more than 1, also fetch as many requests at once, of ``tokens`` each.
 
     Returns:
         Figures with their unit in the key (GB means 1e9 bytes): medians of ``repeat`` rounds, back to back or
@@ -44,8 +49,9 @@ def measure(
     """
     shape = MODELS[model]
     where = cache_devices(device)
-    check_room(where, shape, tokens, staging_bytes)
-    request = Request(shape, tokens)
+    check_room(where, shape, tokens * at_once, staging_bytes)
+    requests = [Request(shape, tokens, number, at_once) for number in range(at_once)]
+    request = requests[0]
     out = _asked(backend, device, where, model, tokens, request, repeat) | {
         "blocks": len(request),
         **({"step_ms": step_ms} if step_ms else {}),
@@ -58,7 +64,7 @@ def measure(
         say("with its library alone")
         out |= _library(both, request.src, request.dst, repeat, request.nbytes)
         say("between two agents")
-        out |= _session(both, request.src, request.dst, repeat, integrity)
+        out |= _session(both, requests, repeat, integrity)
     # The same bytes as one run in one block: what the back end can do when nothing is scattered.
     say("with the back end alone, as one message")
     whole = Model(1, 1, out["kv_bytes"], 1)
@@ -174,9 +180,10 @@ def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[s
     return out
 
 
-def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) -> dict[str, Any]:
-    """Measure transfers between agents; those that are checked take turns with those that are not."""
+def _session(both: Pair, requests: list[Request], repeat: int, integrity: Integrity) -> dict[str, Any]:
+    """Measure transfers between agents: of one request, those that are checked in turns with those that are not; then all at once."""
     p, d = both.producer, both.consumer
+    src, dst = requests[0].src, requests[0].dst
     d("clear")
     ways: tuple[Integrity, ...] = ("off",) if integrity == "off" else ("off", integrity)
     sources = {way: p("open_agent", way) for way in ways}
@@ -203,7 +210,30 @@ def _session(both: Pair, src: Any, dst: Any, repeat: int, integrity: Integrity) 
         out["integrity"] = integrity
         out["checked_fetch_ms"] = round(1e3 * fetch[integrity], 3)
         out["checked_to_unchecked"] = round(fetch["off"] / fetch[integrity], 3)
+    if len(requests) > 1:
+        out |= _at_once(both, requests, sources["off"], range(2 * repeat + 2, 3 * repeat + 4))
     return out
+
+
+def _at_once(both: Pair, requests: list[Request], source: Source, rounds: Sequence[int]) -> dict[str, Any]:
+    """Measure all requests at once, as often as there are ``rounds``, of which two warm up."""
+    p, d = both.producer, both.consumer
+    d("clear")
+    took = []
+    for r in rounds:
+        numbers = [r * len(requests) + i for i in range(len(requests))]
+        for number, request in zip(numbers, requests, strict=True):
+            p("offer", [number], request.src)
+        time.sleep(0.05)  # as above
+        took.append(d("fetch_at_once", numbers, [request.dst for request in requests], source))
+    for request in requests:
+        both.expect(request.dst, request.src, "session")
+    seconds = statistics.median(took[2:])
+    return {
+        "at_once": len(requests),
+        "at_once_ms": round(1e3 * seconds, 3),
+        "at_once_GB_per_s": round(sum(request.nbytes for request in requests) / seconds / 1e9, 3),
+    }
 
 
 def _raw_copy(where: tuple[str, str], nbytes: int) -> float:
@@ -255,6 +285,9 @@ def transfer(
             min=0, help="Python work that each engine does in every step meanwhile, in milliseconds; 0 for no steps."
         ),
     ] = 0.0,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Also fetch so many requests at once, of as many tokens each; 1 for none.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Move a request's scattered blocks between two processes, check them, and print how fast they were moved.
@@ -268,7 +301,11 @@ def transfer(
         raise ConfigError(f"--integrity must be one of {', '.join(get_args(Integrity))}, not {integrity!r}")
     chosen = json_object(options, "--options")
     given = backend, chosen, device, tokens, model, repeat, staging_bytes
-    out = measure_elastic(*given) if elastic else measure(*given, cast(Integrity, integrity), step_ms, progress())
+    out = (
+        measure_elastic(*given)
+        if elastic
+        else measure(*given, cast(Integrity, integrity), step_ms, at_once, progress())
+    )
     if as_json:
         typer.echo(json.dumps(out))
         return

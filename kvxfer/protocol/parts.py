@@ -28,9 +28,9 @@ HOST_BYTES, CUDA_BYTES = 32 << 20, 512 << 20
 AHEAD = 2
 """The most parts of a transfer in flight when sending: while one ends, the next moves, and other transfers on the link wait for
 these only. (Reads and writes are cut by the side that submits them; for sends both sides must agree.)"""
-DEPTH = 2
-"""The number of pieces that a small part is cut into, so that packing, moving and unpacking overlap. Not more, since each costs
-threads on both sides the time in which a fast link moves tens of MiB."""
+HOST_DEPTH, CUDA_DEPTH = 2, 1
+"""The number of pieces that a small part is cut into, by where it lies. In host memory two, so that packing, moving and unpacking
+overlap. A GPU packs a part in a fraction of the time that a piece costs threads on both sides (docs/decisions/0016)."""
 
 
 class Span(NamedTuple):
@@ -195,4 +195,5 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     if not rows or plan.nbytes >= info.stage_below * rows:
         return 0
     longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
-    return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 4, plan.nbytes // DEPTH, longest))
+    depth = HOST_DEPTH if on_host(info.planner.src.regions) else CUDA_DEPTH
+    return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 4, plan.nbytes // depth, longest))

@@ -25,7 +25,7 @@ STEPS = ("prepare", "post", "transfer")
 
 @pytest.mark.parametrize(("backend", "library"), [("zmq", False), ("cma", True), ("nixl", True), ("ucx", True)])
 def test_what_is_measured(backend: str, library: bool) -> None:
-    out = measure(backend, {}, "cpu", 16 * 64, "pages-of-16k", 2, 16 << 20, "sample")
+    out = measure(backend, {}, "cpu", 16 * 64, "pages-of-16k", 2, 16 << 20, "sample", at_once=3)
     assert out["kv_bytes"] == 64 << 14
     timed = {k: v for k, v in out.items() if k.endswith(("_ms", "_GB_per_s", "_us"))}
     assert all(v > 0 for v in timed.values())
@@ -35,7 +35,11 @@ def test_what_is_measured(backend: str, library: bool) -> None:
         "session_ms",
         "session_after_pause_ms",
         "checked_fetch_ms",
+        "at_once_ms",
     } <= set(timed)
+    assert out["at_once"] == 3 and out["at_once_GB_per_s"] == pytest.approx(
+        3 * out["kv_bytes"] / out["at_once_ms"] / 1e6, rel=0.01
+    )
     assert ("raw_one_message_GB_per_s" in timed) == ("transport_to_raw_runs" in out) == library
     steps = {
         f"raw_{way}_{step}{which}_us" for way in ("one_message", "runs") for step in STEPS for which in ("", "_p99")

@@ -223,6 +223,16 @@ def test_an_idle_communicator_gives_its_memory_back(world: World) -> None:
     assert max(left) <= 1, f"{left} MiB a communicator are not given back"
 
 
+def test_communicators_keep_no_memory_of_torch(world: World) -> None:
+    """It keeps what it gives to a stream for that stream: 2 MiB for each communicator that there has ever been."""
+    a, b = (participant(world, MIB) for _ in range(2))
+    world.succeed(world.link(a, b).start(TransferMode.SEND, a, b, SMALL))
+    before = [torch.cuda.memory_reserved(d) for d in (0, 1)]
+    links = [world.link(a, b) for _ in range(6)]
+    world.succeed(*(link.start(TransferMode.SEND, a, b, SMALL) for link in links))
+    assert [torch.cuda.memory_reserved(d) for d in (0, 1)] == before
+
+
 def test_submitting_is_quick(world: World) -> None:
     """Printed: what a message costs the data thread, both halves."""
     a, b = (participant(world, 64 * MIB) for _ in range(2))

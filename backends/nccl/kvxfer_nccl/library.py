@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,19 +22,22 @@ PIP_LINE = "pip install 'kvxfer-nccl'"
 TICK_S = 0.0005
 """How often a thread that waits for the device asks."""
 
+WORD = 128
+"""Bytes of the first operation of a communicator."""
+
 # ncclResult_t
 _FINE = (0, 7)  # success, in progress
 
 
 class NcclPipe:
-    """Fulfils ``Pipe``.
+    """Fulfils ``Pipe``. ``word``: returns memory of ``WORD`` bytes whose contents nobody needs; it may block.
 
     The communicator blocks (in NCCL's sense), for then an operation costs a tenth of what it costs on one that does
     not; what can block for long, init and the first operation, is done in ``open``.
     """
 
-    def __init__(self, nccl: Any, bindings: Any, torch: Any, spec: PipeSpec) -> None:
-        self._nccl, self._bindings, self._torch, self._spec = nccl, bindings, torch, spec
+    def __init__(self, nccl: Any, bindings: Any, torch: Any, spec: PipeSpec, word: Callable[[], int]) -> None:
+        self._nccl, self._bindings, self._torch, self._spec, self._word = nccl, bindings, torch, spec, word
         self._byte = int(nccl.UINT8)
         self._device = torch.device(spec.device)
         self._peer = 1 if spec.sends else 0
@@ -65,10 +68,8 @@ class NcclPipe:
             comm.abort()
             raise TransportError("the communicator was aborted")
         # The first operation connects the two, and waits for that on the host.
-        with torch.cuda.stream(self._stream):
-            word = torch.zeros(128, dtype=torch.uint8, device=self._device)
         try:
-            self._act(word.data_ptr(), word.numel())
+            self._act(self._word(), WORD)
             mark = self.mark()
             while not mark.passed():
                 if self._aborted:
@@ -156,6 +157,7 @@ class NcclBinding:
 
     def __init__(self, nccl: Any, bindings: Any, torch: Any) -> None:
         self._nccl, self._bindings, self._torch = nccl, bindings, torch
+        self._words: dict[str, Any] = {}
         found = nccl.get_version()
         if found.libnccl is None:
             raise TransportError("back end 'nccl' found no libnccl; it comes with torch for CUDA, or nvidia-nccl-cu13")
@@ -177,7 +179,21 @@ class NcclBinding:
         return bytes(self._nccl.get_unique_id())
 
     def pipe(self, spec: PipeSpec) -> Pipe:
-        return NcclPipe(self._nccl, self._bindings, self._torch, spec)
+        return NcclPipe(self._nccl, self._bindings, self._torch, spec, lambda: self._word(spec.device))
+
+    def _word(self, device: str) -> int:
+        """Return the address of ``WORD`` bytes that all communicators of a device move first.
+
+        They are not of a communicator's own stream: torch keeps what it gives to a stream for that stream, 2 MiB at least, even when
+        the stream is no more.
+        """
+        word = self._words.get(device)
+        if word is None:
+            word = self._torch.empty(WORD, dtype=self._torch.uint8, device=device)
+            # Who had this memory before may still be at work in it, on the stream for which torch gave it.
+            self._torch.cuda.current_stream(word.device).synchronize()
+            word = self._words.setdefault(device, word)
+        return int(word.data_ptr())
 
 
 @cache
