@@ -22,7 +22,7 @@ from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline, Named, Renew
-from kvxfer.protocol.values import Ended
+from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable
 from tests.control.conftest import Engine, fetch, make_cache, offered, until
@@ -56,6 +56,7 @@ def honest(p: Engine, d: Engine, transfer: TransferId = T) -> None:
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=str(transfer)))
     end = d.wait(Ended, count=so_far + 1)[so_far]
     assert end.transfer == transfer and end.outcome.delivered, end
+    d.wait(Released, count=so_far + 1)  # the next fetch fills the same block
     assert np.array_equal(d.block(5), p.block(3))
 
 
