@@ -16,7 +16,7 @@ from kvxfer.facts import MOST, NAME, TEXT, difference, sealed
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from tests.control.conftest import Ended, Engine, engine, fetch, offered, until
+from tests.control.conftest import Ended, Engine, Released, engine, fetch, offered, until
 
 __all__ = ["engine"]
 
@@ -33,7 +33,8 @@ def deliver(p: Engine, d: Engine) -> Outcome:
     t = TransferId(next(_names), 0)
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle=t.base))
     p.agents[0].offer(offered([3, 1], 8, transfer=t))
-    until(lambda: any(isinstance(e, Ended) and e.handle == t.base for e in d.events()), 20.0)
+    # And its blocks can be filled again.
+    until(lambda: any(isinstance(e, Released) and e.handle == t.base for e in d.events()), 20.0)
     return next(e.outcome for e in d.events() if isinstance(e, Ended) and e.handle == t.base)
 
 

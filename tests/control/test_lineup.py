@@ -19,7 +19,7 @@ from kvxfer.protocol.values import LinkId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Completion, auto
 from tests.conftest import require
-from tests.control.conftest import Ended, Engine, engine, fetch, offered
+from tests.control.conftest import Ended, Engine, Released, engine, fetch, offered, until
 
 __all__ = ["engine"]
 
@@ -103,6 +103,8 @@ def deliver(p: Engine, d: Engine, name: str) -> Any:
     (end,) = [
         e for e in d.wait(Ended, count=1 + sum(isinstance(e, Ended) for e in d.seen.get(0, []))) if e.handle == name
     ]
+    # And its blocks can be filled again.
+    until(lambda: any(isinstance(e, Released) and e.handle == name for e in d.events()))
     if end.outcome.delivered:
         assert (d.block(5) == p.block(3)).all() and (d.block(2) == p.block(1)).all()
     return end.outcome

@@ -130,6 +130,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
     def late(i: int) -> FailureKind:
         d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/late", i), handle=f"late {i}"))
         end = d.wait(Ended, count=2 + i)[1 + i]
+        d.wait(Released, count=2 + i)
         return end.outcome.kind
 
     # The first may be asked for before the consumer has heard that its link is gone.
