@@ -48,6 +48,12 @@ class Engine:
             time.sleep(0.002)
         raise AssertionError(f"{count} x {sort.__name__} did not come within {timeout} s: {self.events(rank)}")
 
+    def over(self, handle: str, timeout: float = 10.0) -> Ended:
+        """How a fetch has ended, once its blocks can be filled again."""
+        until(lambda: any(isinstance(e, Released) and e.handle == handle for e in self.events()), timeout)
+        (end,) = (e for e in self.events() if isinstance(e, Ended) and e.handle == handle)
+        return end
+
     def block(self, block: int, rank: int = 0) -> np.ndarray:
         """The bytes of one block in all layers, ``[layers, heads, tokens, unit]``."""
         view = self.memories[rank].reshape(len(LAYERS), -1, HEADS // len(self.agents), TOKENS, caches.UNIT)

@@ -16,7 +16,7 @@ from kvxfer.facts import MOST, NAME, TEXT, difference, sealed
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from tests.control.conftest import Ended, Engine, Released, engine, fetch, offered, until
+from tests.control.conftest import Engine, engine, fetch, offered
 
 __all__ = ["engine"]
 
@@ -33,9 +33,7 @@ def deliver(p: Engine, d: Engine) -> Outcome:
     t = TransferId(next(_names), 0)
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle=t.base))
     p.agents[0].offer(offered([3, 1], 8, transfer=t))
-    # And its blocks can be filled again.
-    until(lambda: any(isinstance(e, Released) and e.handle == t.base for e in d.events()), 20.0)
-    return next(e.outcome for e in d.events() if isinstance(e, Ended) and e.handle == t.base)
+    return d.over(t.base, 20.0).outcome
 
 
 def test_the_same_facts_in_another_order(engine: Make) -> None:  # noqa: F811
@@ -97,8 +95,7 @@ def test_a_fetch_under_way_does_not_survive_a_change(engine: Make) -> None:  # n
     assert deliver(p, d).delivered
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle="waits"))
     d.agents[0].identify(THEIRS)
-    until(lambda: any(isinstance(e, Ended) and e.handle == "waits" for e in d.events()))
-    end = next(e.outcome for e in d.events() if isinstance(e, Ended) and e.handle == "waits")
+    end = d.over("waits").outcome
     assert end.kind is FailureKind.INCOMPATIBLE
 
 

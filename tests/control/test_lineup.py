@@ -19,7 +19,7 @@ from kvxfer.protocol.values import LinkId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Completion, auto
 from tests.conftest import require
-from tests.control.conftest import Ended, Engine, Released, engine, fetch, offered, until
+from tests.control.conftest import Engine, engine, fetch, offered
 
 __all__ = ["engine"]
 
@@ -100,11 +100,7 @@ def deliver(p: Engine, d: Engine, name: str) -> Any:
     t = TransferId(name, 0)
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle=name))
     p.agents[0].offer(offered([3, 1], 8, transfer=t))
-    (end,) = [
-        e for e in d.wait(Ended, count=1 + sum(isinstance(e, Ended) for e in d.seen.get(0, []))) if e.handle == name
-    ]
-    # And its blocks can be filled again.
-    until(lambda: any(isinstance(e, Released) and e.handle == name for e in d.events()))
+    end = d.over(name)
     if end.outcome.delivered:
         assert (d.block(5) == p.block(3)).all() and (d.block(2) == p.block(1)).all()
     return end.outcome
