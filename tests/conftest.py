@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator
+from ctypes.util import find_library
 
 import pytest
 from hypothesis import settings
@@ -19,7 +20,7 @@ from hypothesis import settings
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.transitions import IllegalTransition
 from kvxfer.transport import registry
-from tests import networks
+from tests import networks, system_libraries
 from tests.sglang import overlay
 from tests.vllm import kvcached, stacks
 
@@ -33,8 +34,8 @@ def require(name: str) -> None:
     Args:
         name: a back end, which must be installed and usable here, or one of the packages `vllm`, `torch`, `transformers`, `atheris`,
             `kubernetes_validate`, `grafana_foundation_sdk`, and `sglang`, `kvcached` and `stacks` (Ray and Dynamo), of which the
-            Python code in a folder of the environment will do; the program `vllm_router`; or `networks`,
-            which is that this user may play several hosts.
+            Python code in a folder of the environment will do; the program `vllm_router`; `networks`, which is that this
+            user may play several hosts; or `system_libraries`, the distribution's RDMA, UCX and ZeroMQ.
     """
     lack = _lack(name)
     if lack is None:
@@ -59,6 +60,8 @@ def _lack(name: str) -> str | None:
         return None if stacks.router() else f"vllm-router is neither in {stacks.ROUTER} nor a program here"
     if name == "networks":
         return networks.lack()
+    if name == "system_libraries":
+        return system_libraries.lack()
     try:
         probe = registry.load(name).probe()
     except ConfigError as error:
@@ -73,6 +76,12 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_report_header() -> str:
+    """Which libraries of the system a back end's own copies may meet in this environment."""
+    found = [name for name in ("efa", "ibverbs", "nl-route-3", "rdmacm", "ucp", "zmq") if find_library(name)]
+    return f"libraries of the system: {', '.join(found) or 'none of those that back ends bring along'}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -15,7 +15,7 @@ import logging.config
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +25,8 @@ from typing import Any
 from kvxfer.errors import TransportError
 
 __all__ = ["Library", "has_gpu", "load"]
+
+SYSTEM_LIBNL = "libnl-route-3.so.200"
 
 PIP_LINE = "pip install 'kvxfer[nixl]' (install torch first: NIXL asks for it, and for any build of it)"
 
@@ -103,6 +105,7 @@ def load(log_level: str | None = None) -> Library:
     loaded = sys.modules.get("nixl._bindings")
     if loaded is not None and log_level is not None:
         logging.getLogger("kvxfer.nixl").info("NIXL is loaded already; its log level stays as it is")
+    _bind_system_libnl()
     with _unnoticed(log_level):
         try:
             import nixl
@@ -112,6 +115,17 @@ def load(log_level: str | None = None) -> Library:
             raise TransportError(f"back end 'nixl' needs NIXL 1.5, which cannot be imported ({e}); {PIP_LINE}") from e
     own = [c for n, c in vars(bindings).items() if n.startswith("nixl") and n.endswith("Error")]
     return Library(bindings, (*own, RuntimeError, ValueError))
+
+
+def _bind_system_libnl() -> None:
+    """Bind the system's libnl to itself, if there is one, before NIXL loads the copy of libnl in its wheel.
+
+    Where the system has libibverbs, UCX loads a module that needs the system's libefa, and so the system's libnl. By then the
+    wheel's libnl is visible to all libraries of the process. The system's libnl would call its functions, and the process would
+    end with SIGSEGV in a destructor of the two.
+    """
+    with suppress(OSError):
+        ctypes.CDLL(SYSTEM_LIBNL, mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 @contextmanager
