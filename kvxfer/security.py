@@ -22,10 +22,11 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Address, IdentityError, allowed
+from kvxfer.logs import logger
 
 __all__ = ["OPEN", "Complaints", "Security", "make_key"]
 
-log = logging.getLogger("kvxfer.security")
+log = logger("kvxfer.security")
 
 _NAME = "kvxfer"
 _LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")

@@ -167,7 +167,7 @@ class BenchEngine:
     def _until_moved(self, ref: PartRef, peer: Meeting) -> tuple[float, float]:
         """Pass messages about staged pieces between the two data threads until a part has moved; return its start and end."""
         assert self._data is not None
-        while ready := wait([self._news, peer.pipe], WAIT_S):
+        while ready := wait([self._news.fileno(), peer.pipe], WAIT_S):
             if peer.pipe in ready and (words := peer.hear()) is not None:
                 self._data.post(_news(ref, *words))
             for at, result in self._heard():
@@ -189,7 +189,7 @@ class BenchEngine:
             yield self._results.popleft()
 
     def _take(self, kind: type) -> Any:
-        wait([self._news], WAIT_S)
+        wait([self._news.fileno()], WAIT_S)
         _, result = next(self._heard(), (0.0, None))
         error = getattr(result, "failure", None)
         if not isinstance(result, kind) or error:

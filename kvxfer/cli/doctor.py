@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
 import kvxfer
@@ -21,6 +20,7 @@ from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.cli.stand_in import StandIn
+from kvxfer.cli.terminal import shown
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
@@ -280,8 +280,8 @@ def _show(report: dict[str, Any]) -> None:
     console.print(
         f"kvxfer {report['kvxfer']}, Python {host['python']}, {host['system']} {host['machine']}, "
         f"{host['cpus']} CPUs, {host['memory_bytes'] >> 30} GiB, "
-        f"GPUs: {', '.join(host['nvidia_gpus']) or 'none'}, "
-        f"InfiniBand: {', '.join(host['infiniband']) or 'none'}",
+        f"GPUs: {shown(', '.join(host['nvidia_gpus'])) or 'none'}, "
+        f"InfiniBand: {shown(', '.join(host['infiniband'])) or 'none'}",
         highlight=False,
     )
     memlock = "unlimited" if host["memlock_bytes"] is None else f"{host['memlock_bytes']} bytes"
@@ -294,31 +294,32 @@ def _show(report: dict[str, Any]) -> None:
     for nic in host["nics"]:
         speed = "unknown speed" if nic["gbit_per_s"] is None else f"{nic['gbit_per_s']:g} Gbit/s"
         node = "" if nic["numa_node"] is None else f", NUMA node {nic['numa_node']}"
-        console.print(f"network card {nic['name']}: {nic['state']}, {speed}{node}", highlight=False)
+        console.print(f"network card {shown(nic['name'])}: {nic['state']}, {speed}{node}", highlight=False)
     for gpu in host["gpus"]:
         console.print(f"GPU {gpu['pci']}: NUMA node {gpu['numa_node']}", highlight=False)
-    console.print(", ".join(version or f"no {name}" for name, version in report["versions"].items()), highlight=False)
+    versions = ", ".join(version or f"no {name}" for name, version in report["versions"].items())
+    console.print(shown(versions), highlight=False)
     table = Table("back end", "usable", "memory", "details", title="Back ends", title_justify="left")
     for name, found in report["backends"].items():
-        facts = "".join(f"\n{key}: {value}" for key, value in found["facts"].items())
+        details = [found["reason"], *(f"{key}: {value}" for key, value in found["facts"].items())]
         usable = "[green]yes[/]" if found["usable"] else "[red]no[/]"
-        table.add_row(name, usable, ", ".join(found["memory"]), escape(found["reason"] + facts))
+        table.add_row(shown(name), usable, ", ".join(found["memory"]), "\n".join(map(shown, details)))
     console.print(table)
     port = Column("port", overflow="fold")
     ports = Table(port, "opened by", "who may speak to it", title="Ports", title_justify="left")
     for row in report["ports"]:
-        ports.add_row(*(escape(row[key]) for key in ("port", "opened_by", "who")))
+        ports.add_row(*(shown(row[key]) for key in ("port", "opened_by", "who")))
     console.print(ports)
     for memory, order in report["auto"].items():
-        console.print(f"backend auto, {memory} memory: {escape(order)}", highlight=False)
-    console.print(f"elastic caches: {escape(report['elastic'])}", highlight=False)
+        console.print(f"backend auto, {memory} memory: {shown(order)}", highlight=False)
+    console.print(f"elastic caches: {shown(report['elastic'])}", highlight=False)
     for name, bulk in report["encryption"].items():
         whether = "encrypted" if bulk["encrypted"] else "not encrypted"
         advice = f"; {bulk['advice']}" if bulk["advice"] else ""
-        console.print(f"KV that {name} moves is {whether}{escape(advice)}", highlight=False)
+        console.print(f"KV that {shown(name)} moves is {whether}{shown(advice)}", highlight=False)
     if "peer" in report:
         show_visit(console, report["peer"])
     for advice in host["advice"]:
-        console.print(f"advice: {escape(advice)}", highlight=False)
+        console.print(f"advice: {shown(advice)}", highlight=False)
     for problem in report["problems"]:
-        console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
+        console.print(f"[red]problem:[/] {shown(problem)}", highlight=False)

@@ -6,7 +6,6 @@ what goes over the opened back end. Neither this thread nor those that post to i
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from kvxfer.data.traffic import LOOK_S, Traffic
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
+from kvxfer.logs import logger
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import Abort, LinkId, Move, PartRef, RemoteWritesEnded
 from kvxfer.threads import NamedThread
@@ -46,7 +46,7 @@ from kvxfer.transport import Capabilities, Transport
 
 __all__ = ["DataThread"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 REOPEN_S = 1.0
 """The shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""

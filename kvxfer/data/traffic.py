@@ -7,7 +7,6 @@ abort, its link is closed, and if memory does not get quiet, the back end may be
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
+from kvxfer.logs import logger
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
@@ -31,7 +31,7 @@ from kvxfer.transport.contract import MOST_ENDPOINT
 
 __all__ = ["LOOK_S", "Traffic"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 LOOK_S = 0.00003
 """Seconds between two checks of whether a device is done, if nothing else tells; it packs a piece in twice that time."""

@@ -9,7 +9,6 @@ costs only time.
 from __future__ import annotations
 
 import hmac
-import logging
 import secrets
 import select
 import socket
@@ -21,13 +20,14 @@ import msgspec
 from kvxfer.failures import Failure
 from kvxfer.flag import Flag
 from kvxfer.identity import Generation, Source
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Stages
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
 __all__ = ["ChannelAddress", "DirectFetches", "RankResult", "Results", "SideChannel", "Take", "WorkerChannel"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 NAMES = "kvxfer-side-"
 """The prefix of the sockets' names in the abstract namespace."""

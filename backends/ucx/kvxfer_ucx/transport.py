@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import secrets
 import time
@@ -16,6 +15,7 @@ import numpy as np
 from kvxfer.backend import Base, ucx
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
+from kvxfer.logs import logger
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
@@ -51,7 +51,7 @@ _kept: list[object] = []
 # One reference more, so that the end of the process leaves to the system what is still in here.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
-_log = logging.getLogger("kvxfer.ucx")
+_log = logger("kvxfer.ucx")
 
 
 class UcxTransport(Base[Endpoint, Link]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import msgspec
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.logs import logger
 from kvxfer.settings import AUTO_ADDRESS, everywhere, loopback
 
 __all__ = ["HOST", "PORT", "defaults", "located"]
@@ -19,7 +19,7 @@ HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 C = TypeVar("C", bound=Config)
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 
 def defaults(settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
