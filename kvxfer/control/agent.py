@@ -91,7 +91,8 @@ class Agent:
         self._revocations = SharedRevocationCounter()
         with ExitStack() as undo:
             undo.callback(self._revocations.close)
-            self._loop = ControlLoop(Security.of(config), self._revocations.close)
+            self._security = Security.of(config)
+            self._loop = ControlLoop(self._security, self._revocations.close)
             undo.callback(self._loop.sockets.close)
             self._hasher = Hasher(cache, self._post)
             undo.callback(self._hasher.close, CLOSE_S)
@@ -147,6 +148,7 @@ class Agent:
             stager(self.cache, self.config.staging_bytes),
             self._post,
             Limits(grace=self.config.peer_timeout, quarantine=sum(r.nbytes for r in regions) // 4),
+            self._security,
         )
 
     def _transport(self, name: str) -> Transport:

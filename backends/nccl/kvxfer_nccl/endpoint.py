@@ -33,5 +33,9 @@ class Endpoint(EndpointBase, frozen=True):
     channels: Annotated[int, Meta(ge=1, le=32)]
     release: str
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (self.host,)
+
     def __str__(self) -> str:
         return f"{self.agent!r} at {self.host}:{self.port}"
