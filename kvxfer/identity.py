@@ -105,7 +105,7 @@ class Source(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, name, checked)
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return str(Address(self.host, self.port))
 
 
 def parse_address(text: str) -> Address:

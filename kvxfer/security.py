@@ -125,7 +125,7 @@ class Security:
         except IdentityError as e:
             raise ConfigError(f"kvxfer setting 'peers': {e}") from None
         if config.key_file is None:
-            if not allowed(Address(config.listen.strip("[]").lower(), 1), _LOOPBACK):
+            if not allowed(Address(config.listen.lower(), 1), _LOOPBACK):
                 log.warning(
                     "control sockets listen on %s without a key: whoever can reach them can read and free KV cache. "
                     "Make one with `kvxfer keys` and set 'key_file' on all engines",

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvxfer.cli.main import app
-from kvxfer.cli.terminal import shown
+from kvxfer.cli.terminal import verbatim
 from kvxfer.cli.visit import show_visit
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.facts import difference
@@ -197,7 +197,7 @@ def test_a_directory_that_answers_with_anything(engine, lines: Lines) -> None:
 def test_what_is_shown_in_a_terminal() -> None:
     written = io.StringIO()
     console = Console(file=written, width=4000, force_terminal=True, color_system="truecolor", highlight=False)
-    console.print(shown(EVIL))
+    console.print(verbatim(EVIL))
     found = {
         "peer": EVIL,
         "engine": EVIL,

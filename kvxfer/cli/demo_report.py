@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvxfer.cli.terminal import shown
+from kvxfer.cli.terminal import verbatim
 from kvxfer.text import escaped
 
 __all__ = ["finish", "report_of", "say_failed", "show_requests"]
@@ -40,7 +40,7 @@ def show_requests(report: dict[str, Any], console: Console, plain: str, prefill:
 
     ``plain`` names what computed the expected tokens, and ``prefill`` what computed the KV.
     """
-    table = Table(title=f"KV moved from prefill to decode by {shown(report['backend'])}", title_justify="left")
+    table = Table(title=f"KV moved from prefill to decode by {verbatim(report['backend'])}", title_justify="left")
     table.add_column("prompt", no_wrap=True)
     timed = all(request["transfer_seconds"] for request in report["requests"])
     for column in ("tokens", "fetched", "KV", "time", *(["GB/s"] if timed else [])):
@@ -49,7 +49,7 @@ def show_requests(report: dict[str, Any], console: Console, plain: str, prefill:
     for request in report["requests"]:
         seconds, size = request["transfer_seconds"], request["kv_bytes"]
         table.add_row(
-            shown(request["prompt"]),
+            verbatim(request["prompt"]),
             str(request["prompt_tokens"]),
             str(request["external_kv_tokens"]),
             f"{size / 1e6:.2f} MB",

@@ -25,7 +25,7 @@ import msgspec
 from rich.console import Console
 
 from kvxfer.cli import stand_in
-from kvxfer.cli.terminal import shown
+from kvxfer.cli.terminal import verbatim
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -97,7 +97,7 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
     """Print what was found, for people."""
 
     def say(text: str) -> None:
-        console.print(shown(text), highlight=False)
+        console.print(verbatim(text), highlight=False)
 
     if "engine" in found:
         console.print()

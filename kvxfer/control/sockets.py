@@ -79,9 +79,8 @@ class ControlSockets:
         Raises:
             OSError: The address is not available.
         """
-        plain = host.strip("[]")
         try:
-            family, *_, where = socket.getaddrinfo(plain, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             both = family is socket.AF_INET6 and where[0] == "::"
             sock = socket.create_server(where[:2], family=family, backlog=256, dualstack_ipv6=both)
         except OSError as e:

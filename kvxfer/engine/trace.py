@@ -84,7 +84,7 @@ class Trace:
             "engine": self._engine,
             "request": request,
             "transfer": str(load.transfer),
-            "source": f"{load.source.host}:{load.source.port}",
+            "source": str(load.source),
             "way": load.way,
             "tokens": load.tokens,
             "failure": None if failure is None else str(failure),

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvxfer.backend.endpoint import EndpointBase, Token
+from kvxfer.identity import Address
 
 __all__ = ["MOST_BYTES", "Endpoint"]
 
@@ -38,4 +39,4 @@ class Endpoint(EndpointBase, frozen=True):
         return (self.host,)
 
     def __str__(self) -> str:
-        return f"{self.agent!r} at {self.host}:{self.port}"
+        return f"{self.agent!r} at {Address(self.host, self.port)}"

@@ -11,7 +11,7 @@ import msgspec
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.logs import logger
-from kvxfer.settings import AUTO_ADDRESS, everywhere, loopback
+from kvxfer.settings import AUTO_ADDRESS, bare, everywhere, loopback
 
 __all__ = ["HOST", "PORT", "defaults", "located"]
 
@@ -102,7 +102,7 @@ def _own_address() -> str:
 def _is_here(host: str) -> bool:
     """Whether this process can listen on an address or name."""
     try:
-        family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, where = socket.getaddrinfo(bare(host), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as s:
             s.bind(where)
     except (OSError, UnicodeError):
