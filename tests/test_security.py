@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -379,3 +380,18 @@ def test_a_file_is_opened_only_by_whoever_uses_files() -> None:
                 ours.connect(ours.endpoint(), Endpoint("b", odd, b"t" * 16).encode())
     finally:
         ours.close()
+
+
+def test_a_directory_that_names_ranks_elsewhere_has_them_not_dialled(engine: Callable[..., Engine]) -> None:
+    victim = Knocked("127.0.0.2")
+    p, d = engine(), engine(peers=["127.0.0.1"])
+    p.directory.publish((msgspec.structs.replace(p.agent.descriptor, address=f"tcp://127.0.0.2:{victim.port}"),))
+    failure = outcome(p, d).outcome.failure
+    assert failure is not None and failure.kind is FailureKind.REFUSED and not victim.heard
+
+
+def test_nobody_elsewhere_is_told_of_requests(engine: Callable[..., Engine]) -> None:
+    victim = Knocked("127.0.0.2")
+    d = engine(peers=["127.0.0.1"])
+    d.directory.tell(Source("127.0.0.2", victim.port, 1), Renew(1, (Named(T, b"d"),)))
+    assert not victim.heard
