@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from kvxfer import identity
 from kvxfer.errors import ConfigError
 from kvxfer.facts import TEXT
-from kvxfer.settings import AUTO_ADDRESS, check_dialable, hold, loopback, own_address, read
+from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, own_address, read
 
 SLOTS, LEAST_PIECE = 4, 4096
 """Into how many slots staging memory is cut: enough to overlap packing, moving and unpacking, and few, since a piece costs the host
@@ -38,7 +38,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         backend: A name from the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: each link then uses the
             first back end, in a fixed order, that both engines have and that can make it (see `kvxfer.transport.auto`).
         backend_options: Handed to the back end, which checks them itself; with `auto`, a mapping from back end to options.
-        listen: Address that control sockets bind to.
+        listen: Address that control sockets bind to; an IPv6 one with or without brackets.
         port: Port of the engine's directory; 0 takes any free one.
         advertise: Host name or address given to peers. None gives them `listen`; `auto` lets each process find its host's
             own address, and listen there if `listen` is a loopback address.
@@ -92,10 +92,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def __post_init__(self) -> None:
         hold(self, NAMING)
+        msgspec.structs.force_setattr(self, "listen", bare(self.listen))
         check_dialable(self.listen, self.advertise, NAMING)
         if self.advertise is not None:
             try:
-                identity.canonical_host(self.advertise)
+                msgspec.structs.force_setattr(self, "advertise", identity.canonical_host(self.advertise))
             except identity.IdentityError as e:
                 raise ConfigError(f"{NAMING.format('advertise')}: {e}; peers could not dial it") from None
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvxfer.failures import FailureKind
+from kvxfer.text import escaped
 
 
 class KvxferError(Exception):
     """Base of all errors that kvxfer raises on purpose.
 
     Args:
-        message: What happened.
+        message: What happened. It is kept as one line of printable characters, since it may quote a peer.
         kind: The failure kind of a transfer that ends because of this error; by default that of the class.
     """
 
     default: ClassVar[FailureKind] = FailureKind.MISUSE
 
     def __init__(self, message: object = "", *, kind: FailureKind | None = None) -> None:
-        super().__init__(message)
+        super().__init__(escaped(str(message)))
         self.kind = self.default if kind is None else kind
 
 

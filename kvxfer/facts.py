@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from kvxfer.errors import ConfigError
 from kvxfer.identity import key
+from kvxfer.text import escaped
 
 __all__ = ["Facts", "check", "difference", "sealed", "settings_hash"]
 
@@ -61,7 +62,7 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not names:
         return None
-    told = "; ".join(f"{_shown(name)}: {_value(ours, name)} here, {_value(theirs, name)} {there}" for name in names)
+    told = "; ".join(f"{escaped(name)}: {_value(ours, name)} here, {_value(theirs, name)} {there}" for name in names)
     return f"the models differ: {told}; {ADVICE}"
 
 
@@ -87,9 +88,4 @@ def settings_hash(settings: Mapping[str, Any], without: Collection[str]) -> str:
 
 
 def _value(facts: Mapping[str, str], name: str) -> str:
-    return _shown(facts[name]) if name in facts else "not stated"
-
-
-def _shown(text: str) -> str:
-    """Return a peer's text for people to read, escaped so that it cannot forge a line of the log."""
-    return text if text.isprintable() else ascii(text)
+    return escaped(facts[name]) if name in facts else "not stated"

@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from kvxfer.text import escaped
+
 __all__ = ["ADVICE", "DELIVERED", "Failure", "FailureKind", "Outcome"]
 
 
@@ -60,7 +62,7 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why something did not happen. Its text is for people, and never parsed.
+    """Why something did not happen. Its text is for people, never parsed, and one printable line, whatever a peer put into it.
 
     Attributes:
         kind: What programs may act upon.
@@ -75,6 +77,9 @@ class Failure(msgspec.Struct, frozen=True):
     advice: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("detail", "peer", "advice"):
+            if not (text := getattr(self, name)).isprintable():
+                msgspec.structs.force_setattr(self, name, escaped(text))
         if not self.advice:
             msgspec.structs.force_setattr(self, "advice", ADVICE[self.kind])
 

@@ -30,15 +30,6 @@ _LONGEST = 1 << 14
 """The most characters of a transfer's name."""
 
 
-LONGEST_SHOWN = 200
-"""The most characters of a name in the log."""
-
-
-def printable(name: object) -> str:
-    """Return a request's or transfer's name cut and escaped for the log, since clients choose it freely."""
-    return str(name)[:LONGEST_SHOWN].encode(errors="backslashreplace").decode()
-
-
 class IdentityError(ArgumentError):
     """An id, or an ingredient of a digest, is invalid: no transfer may be made from it."""
 
@@ -114,7 +105,7 @@ class Source(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, name, checked)
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return str(Address(self.host, self.port))
 
 
 def parse_address(text: str) -> Address:

@@ -21,11 +21,12 @@ from pathlib import Path
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Address, IdentityError, allowed
+from kvxfer.identity import Address, IdentityError, allowed, canonical_host
+from kvxfer.logs import logger
 
-__all__ = ["OPEN", "Complaints", "Security", "make_key"]
+__all__ = ["OPEN", "Complaints", "Security", "make_key", "plain"]
 
-log = logging.getLogger("kvxfer.security")
+log = logger("kvxfer.security")
 
 _NAME = "kvxfer"
 _LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
@@ -124,7 +125,7 @@ class Security:
         except IdentityError as e:
             raise ConfigError(f"kvxfer setting 'peers': {e}") from None
         if config.key_file is None:
-            if not allowed(Address(config.listen.strip("[]").lower(), 1), _LOOPBACK):
+            if not allowed(Address(config.listen.lower(), 1), _LOOPBACK):
                 log.warning(
                     "control sockets listen on %s without a key: whoever can reach them can read and free KV cache. "
                     "Make one with `kvxfer keys` and set 'key_file' on all engines",
@@ -155,12 +156,32 @@ class Security:
             why = "it is not in the list of allowed peers; see the setting 'peers'"
             raise PeerError(why, kind=FailureKind.REFUSED)
 
+    def check_host(self, host: str, met: str) -> None:
+        """Refuse to have a back end dial a host that a peer names.
+
+        The list must cover the host, on any port, unless the peer itself was met there: ``met`` is the address of the other end of
+        its control connection.
+
+        Raises:
+            PeerError: The host is neither.
+        """
+        if self.peers is None:
+            return
+        try:
+            named = canonical_host(host)
+            covered = named == met or allowed(Address(named, 1), [_portless(entry) for entry in self.peers])
+        except IdentityError:
+            covered = False
+        if not covered:
+            why = f"it would dial {host!r:.300}, which is not in the list of allowed peers; see the setting 'peers'"
+            raise PeerError(why, kind=FailureKind.REFUSED)
+
     def admits(self, host: str) -> bool:
         """Return whether a peer from this address may connect; log it if not."""
         if self.peers is None:
             return True
         try:
-            admitted = allowed(Address(_plain(host), 1), [_portless(entry) for entry in self.peers])
+            admitted = allowed(Address(plain(host), 1), [_portless(entry) for entry in self.peers])
         except IdentityError:
             admitted = False
         if not admitted:
@@ -206,7 +227,7 @@ def _context(side: int, path: Path) -> ssl.SSLContext:
     return context
 
 
-def _plain(address: str) -> str:
+def plain(address: str) -> str:
     """Return an address that a socket reported without its scope, and an IPv4-mapped one as IPv4."""
     return address.partition("%")[0].removeprefix("::ffff:")
 

@@ -23,6 +23,7 @@ __all__ = [
     "AUTO_ADDRESS",
     "WILDCARDS",
     "advice",
+    "bare",
     "check_dialable",
     "everywhere",
     "hold",
@@ -113,7 +114,7 @@ def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
     Raises:
         ConfigError: ``listen`` is a wildcard, and ``advertise`` is not set.
     """
-    if listen in WILDCARDS and advertise is None:
+    if everywhere(listen) and advertise is None:
         raise ConfigError(
             f"{naming.format('listen')} is {listen!r}, which peers cannot dial; "
             "set 'advertise' to this host's name or address, or to 'auto'"
@@ -133,18 +134,25 @@ def own_address() -> str:
     raise ConfigError("this host's own address cannot be found, since no route leads out of it: set 'advertise'")
 
 
+def bare(address: str) -> str:
+    """Return an IP address in its one written form, without brackets; anything else, such as a host name, unchanged."""
+    try:
+        return str(ipaddress.ip_address(address.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        return address
+
+
 def everywhere(address: str) -> bool:
     """Return whether an address is a wildcard: all addresses of this host."""
-    return address.strip("[]") in WILDCARDS
+    return bare(address) in WILDCARDS
 
 
 def loopback(address: str) -> bool:
     """Return whether an address can be reached from this host only. Of names, only ``localhost`` counts as such."""
-    plain = address.strip("[]").lower()
     try:
-        return unmapped(ipaddress.ip_address(plain.partition("%")[0])).is_loopback
+        return unmapped(ipaddress.ip_address(bare(address).partition("%")[0])).is_loopback
     except ValueError:
-        return plain == "localhost"
+        return address.lower() == "localhost"
 
 
 def unmapped(address: IpAddress) -> IpAddress:

@@ -102,6 +102,28 @@ class _IllegalTransitions(logging.Handler):
             self.seen.append(str(error))
 
 
+class _Unprintable(logging.Handler):
+    """What would be more than one line of a log, or an escape of a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not (said := record.getMessage()).isprintable():
+            self.seen.append(said)
+
+
+@pytest.fixture(autouse=True)
+def printable_lines() -> Iterator[None]:
+    """Whatever is logged while a test runs is one printable line."""
+    handler = _Unprintable()
+    logging.getLogger("kvxfer").addHandler(handler)
+    yield
+    logging.getLogger("kvxfer").removeHandler(handler)
+    assert not handler.seen, "log through kvxfer.logs.logger"
+
+
 @pytest.fixture(autouse=True)
 def illegal_transitions() -> Iterator[list[str]]:
     """Those of this process while the test runs, which fails for any; a test that brings one about takes it out."""

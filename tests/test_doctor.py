@@ -279,6 +279,18 @@ def test_people_and_programs_are_told_whether_the_bulk_is_encrypted(
     assert json.loads(told)["encryption"]["tcp"]["encrypted"] is False
 
 
+@pytest.mark.parametrize("peers", [None, ["10.0.0.0/8"]])
+def test_back_ends_that_dial_beyond_the_list_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: list[str] | None
+) -> None:
+    installed = registry.available()
+    monkeypatch.setattr(registry, "available", lambda: {name: installed[name] for name in ("tcp", "nixl")})
+    for backend, named in (("tcp", False), ("nixl", peers is not None)):
+        config = json.dumps({"backend": backend, **({"peers": peers} if peers else {})})
+        told = CliRunner().invoke(build(), ["doctor", "--config", config], env={"COLUMNS": "400"}).stdout
+        assert (f"back end {backend} may dial hosts that are not in 'peers'" in told) is named
+
+
 def test_it_says_what_becomes_of_elastic_caches(node: Any) -> None:
     """Which memory counts as elastic by these settings, and which back ends move it straight; and that the engine there has such."""
     p = node("tcp", seed=1, elastic=True)

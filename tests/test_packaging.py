@@ -21,7 +21,8 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
-    {"failures"},
+    {"text", "flag"},
+    {"failures", "logs"},
     {"errors", "threads"},
     {"arguments"},
     {"settings", "identity", "fence", "block_table"},

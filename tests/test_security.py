@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ from kvxfer.cli.keys import keys
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, PeerError, TransportError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
@@ -271,3 +272,126 @@ def test_who_is_in_the_list_is_welcome(engine: Callable[..., Engine], key: str) 
 def test_an_entry_that_is_none_is_named_before_anything_starts(engine: Callable[..., Engine]) -> None:
     with pytest.raises(ConfigError, match="10.0.0.0/99"):
         engine(peers=["127.0.0.1", "10.0.0.0/99"])
+
+
+# --- what a back end dials -----------------------------------------------------------------------------------------
+
+
+class Knocked:
+    """Somebody who listens at an address, and hears whether anybody connects."""
+
+    def __init__(self, host: str) -> None:
+        self.socket = socket.create_server((host, 0))
+        self.socket.settimeout(0.5)
+        self.port = self.socket.getsockname()[1]
+
+    @property
+    def heard(self) -> bool:
+        try:
+            self.socket.accept()[0].close()
+        except TimeoutError:
+            return False
+        finally:
+            self.socket.close()
+        return True
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["tcp", "zmq"])
+
+
+@BACKENDS
+def test_an_endpoint_names_a_host_that_is_not_in_the_list(engine: Callable[..., Engine], backend: str) -> None:
+    elsewhere = {"listen": "127.0.0.2"}
+    p = engine(backend=backend, backend_options=elsewhere)
+    d = engine(backend=backend, backend_options={}, peers=["127.0.0.1"])
+    failure = outcome(p, d).outcome.failure
+    assert failure is not None and failure.kind is FailureKind.REFUSED
+    assert "it would dial '127.0.0.2', which is not in the list of allowed peers" in failure.detail
+    listed = engine(backend=backend, backend_options={}, peers=["127.0.0.1", "127.0.0.2:9"])
+    assert outcome(p, listed).outcome.delivered, (
+        "a back end's own port is any, so an entry's port does not count for it"
+    )
+
+
+def test_a_producer_dials_no_consumer_elsewhere_either(engine: Callable[..., Engine]) -> None:
+    p = engine(backend="zmq", backend_options={}, peers=["127.0.0.1"])
+    d = engine(backend="zmq", backend_options={"listen": "127.0.0.2"})
+    failure = outcome(p, d).outcome.failure
+    assert failure is not None and failure.kind is FailureKind.REFUSED and "127.0.0.2" in failure.detail
+
+
+@BACKENDS
+def test_nobody_is_knocked_at(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    victim = Knocked("127.0.0.2")
+    p = engine(backend=backend, backend_options={"advertise": "127.0.0.2"})
+    monkeypatch.setattr(
+        f"kvxfer_{backend}.transport.{backend.capitalize()}Transport.make_endpoint", _naming(p, victim.port)
+    )
+    d = engine(backend=backend, backend_options={}, peers=["127.0.0.1"])
+    assert not outcome(p, d).outcome.delivered
+    assert not victim.heard
+
+
+def _naming(p: Engine, port: int) -> Callable[..., object]:
+    """Make endpoints that name a port of somebody else at the host that ``p`` names."""
+    import msgspec
+
+    from kvxfer_tcp.transport import TcpTransport
+    from kvxfer_zmq.transport import ZmqTransport
+
+    originals = {kind: kind.make_endpoint for kind in (TcpTransport, ZmqTransport)}
+
+    def make(self: TcpTransport | ZmqTransport, memories: object, writable: bool) -> object:
+        mine = originals[type(self)](self, memories, writable)
+        if "127.0.0.2" not in mine.hosts:
+            return mine
+        if isinstance(self, TcpTransport):
+            return msgspec.structs.replace(mine, port=port)
+        return msgspec.structs.replace(mine, address=f"tcp://127.0.0.2:{port}")
+
+    return make
+
+
+@BACKENDS
+def test_where_the_peer_itself_is_met_its_back_end_may_be_too(engine: Callable[..., Engine], backend: str) -> None:
+    p = engine(backend=backend, backend_options={"advertise": "127.0.0.1"}, advertise="localhost")
+    d = engine(backend=backend, backend_options={}, peers=["localhost"])
+    source = Source("localhost", p.directory.source.port, p.directory.source.epoch)
+    assert outcome(p, d, source).outcome.delivered, "the list names the host, the endpoint its address"
+
+
+@pytest.mark.parametrize("host", ["127.1", "0x7f000001", "::ffff:10.0.0.1", "fe80::1%eth0", "a\nb", "", "127.0.0.1 "])
+def test_odd_ways_to_write_a_host_are_covered_by_no_entry(host: str) -> None:
+    with pytest.raises(PeerError, match="which is not in the list of allowed peers"):
+        Security(None, ("127.0.0.0/8", "10.0.0.0/8", "10.0.0.1")).check_host(host, "127.0.0.1")
+
+
+def test_a_file_is_opened_only_by_whoever_uses_files() -> None:
+    from kvxfer_zmq.endpoint import Endpoint
+    from kvxfer_zmq.transport import ZmqTransport
+
+    ours = ZmqTransport("a", {})
+    try:
+        theirs = Endpoint("b", "ipc:///tmp/kvxfer-zmq-x/inbox", b"t" * 16)
+        with pytest.raises(TransportError, match="is reached over ipc"):
+            ours.connect(ours.endpoint(), theirs.encode())
+        for odd in ("ipc:///run/docker.sock", "tcp://10.0.0.1:5;10.0.0.2:5", "inproc://x", "tcp://a/b:1"):
+            with pytest.raises(TransportError, match="not an endpoint of back end 'zmq'"):
+                ours.connect(ours.endpoint(), Endpoint("b", odd, b"t" * 16).encode())
+    finally:
+        ours.close()
+
+
+def test_a_directory_that_names_ranks_elsewhere_has_them_not_dialled(engine: Callable[..., Engine]) -> None:
+    victim = Knocked("127.0.0.2")
+    p, d = engine(), engine(peers=["127.0.0.1"])
+    p.directory.publish((msgspec.structs.replace(p.agent.descriptor, address=f"tcp://127.0.0.2:{victim.port}"),))
+    failure = outcome(p, d).outcome.failure
+    assert failure is not None and failure.kind is FailureKind.REFUSED and not victim.heard
+
+
+def test_nobody_elsewhere_is_told_of_requests(engine: Callable[..., Engine]) -> None:
+    victim = Knocked("127.0.0.2")
+    d = engine(peers=["127.0.0.1"])
+    d.directory.tell(Source("127.0.0.2", victim.port, 1), Renew(1, (Named(T, b"d"),)))
+    assert not victim.heard

@@ -13,6 +13,7 @@ uses those that it needs:
 - ``pace``: how often to look at what does not report by itself.
 - ``liveness``: tells each end of a link within one host whether the other end is alive, and carries short messages.
 - ``host``, ``ports``: where a process runs, and which ports it has open.
+- ``inheritance``: keeps the sockets that a library opens from programs that this process starts.
 - ``environment``: environment variables set only while a library is called.
 - ``ucx``: settings with which UCX opens no ports but those that the operator wants.
 """

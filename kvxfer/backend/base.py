@@ -207,6 +207,9 @@ class Base(Transport, Generic[E, L]):
         self.unused[data] = mine
         return data
 
+    def dials(self, theirs: bytes) -> Collection[str]:
+        return self.endpoint_type.decode(theirs).hosts
+
     def connect(self, mine: bytes, theirs: bytes) -> int:
         self.check()
         own, their = self.unused.get(mine), self.endpoint_type.decode(theirs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import zlib
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
@@ -45,6 +46,11 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     most_bytes: ClassVar[int] = MOST_ENDPOINT
 
     agent: str
+
+    @property
+    def hosts(self) -> Collection[str]:
+        """The hosts that a peer dials because of this endpoint; a subclass that names some must say so."""
+        return ()
 
     def encode(self) -> bytes:
         """Return the endpoint as bytes.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.errors import ConfigError
-from kvxfer.settings import unmapped
+from kvxfer.settings import bare, unmapped
 
 __all__ = ["Port", "device_of", "listening"]
 
@@ -43,7 +43,7 @@ def device_of(address: str) -> str:
     try:
         wanted = {
             ipaddress.ip_address(str(found[4][0]).partition("%")[0])
-            for found in socket.getaddrinfo(address.strip("[]"), None)
+            for found in socket.getaddrinfo(bare(address), None)
         }
     except (OSError, UnicodeError) as e:
         raise ConfigError(

@@ -6,7 +6,6 @@ unless told otherwise, it opens one on every network device of the host.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Collection
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from kvxfer.backend.ports import device_of
+from kvxfer.logs import logger
 from kvxfer.settings import everywhere, loopback
 
 __all__ = ["TELLS", "carried_by", "confined"]
@@ -24,7 +24,7 @@ TELLS = {"UCX_LOG_LEVEL": "info"}
 _CHOSEN = re.compile(r"(intra-node|inter-node) cfg#\d+ (.*)")
 _CARDS = Path("/sys/class/infiniband")
 
-_log = logging.getLogger("kvxfer.transport")
+_log = logger("kvxfer.transport")
 
 
 def carried_by(log: str) -> str | None:

@@ -10,20 +10,15 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
-__all__ = ["Timer", "Wakeup", "closing"]
+from kvxfer.flag import Flag
+
+__all__ = ["Timer", "Wakeup"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOEXEC_NONBLOCK = os.O_CLOEXEC | os.O_NONBLOCK
-
-
-def closing(owner: object, fd: int) -> Callable[[], object]:
-    """Return a function that closes a descriptor, once; at the latest its owner's end does, as where the constructor raises."""
-    close = weakref.finalize(owner, os.close, fd)
-    close.atexit = False  # a thread may still use it
-    return close
 
 
 class _TimerSpec(ctypes.Structure):
@@ -44,7 +39,8 @@ class Timer:
         self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
-        self._close = closing(self, self._fd)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # a thread may still use it
         self._spec = _TimerSpec()
         self._at = ctypes.byref(self._spec)
         self._due: float | None = None
@@ -82,8 +78,7 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._timer, self._epoll = Timer(), select.epoll()
-        self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._close_flag = closing(self, self._flag)
+        self._flag = Flag()
         self._epoll.register(self._timer, select.EPOLLIN)
         self._epoll.register(self._flag, select.EPOLLIN)
         self._keys: dict[int, Hashable] = {}
@@ -111,14 +106,14 @@ class Wakeup:
         self.at(self._due)
 
     def set(self) -> None:
-        """Wake now. Any thread."""
-        os.eventfd_write(self._flag, 1)
+        """Wake now. Any thread, even after ``close``, when it does nothing."""
+        self._flag.set()
 
     def clear(self) -> AbstractSet[Hashable]:
         """Reset ``set`` and a time that has come; return the keys of the descriptors that are readable."""
         fired = {fd for fd, _ in self._epoll.poll(0)}
-        if self._flag in fired:
-            os.eventfd_read(self._flag)
+        if self._flag.fileno() in fired:
+            self._flag.clear()
         if self._timer.fileno() in fired:
             now = time.monotonic()
             for fd in [fd for fd, until in self._resting.items() if until <= now]:
@@ -138,5 +133,5 @@ class Wakeup:
         """Close the descriptors. Idempotent."""
         if not self._epoll.closed:
             self._epoll.close()
-            self._close_flag()
+            self._flag.close()
             self._timer.close()

@@ -8,12 +8,10 @@ that has been idle for milliseconds hold somebody else's data, and what runs nex
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -31,6 +29,7 @@ from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint,
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.data.quarantine import Limits
+from kvxfer.flag import Flag
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
@@ -106,7 +105,7 @@ class BenchEngine:
         """Start a data thread; return the endpoint for the other side."""
         backend = load(self._config.backend)
         self._results: deque[tuple[float, Any]] = deque()
-        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._news = Flag()
         cache = self._pool.cache
         self._data = DataThread(
             self._config.backend,
@@ -163,12 +162,12 @@ class BenchEngine:
     def _note(self, result: Any) -> None:
         """On the data thread."""
         self._results.append((time.monotonic(), result))  # a clock that all processes of a host share
-        os.eventfd_write(self._news, 1)
+        self._news.set()
 
     def _until_moved(self, ref: PartRef, peer: Meeting) -> tuple[float, float]:
         """Pass messages about staged pieces between the two data threads until a part has moved; return its start and end."""
         assert self._data is not None
-        while ready := wait([self._news, peer.pipe], WAIT_S):
+        while ready := wait([self._news.fileno(), peer.pipe], WAIT_S):
             if peer.pipe in ready and (words := peer.hear()) is not None:
                 self._data.post(_news(ref, *words))
             for at, result in self._heard():
@@ -185,13 +184,12 @@ class BenchEngine:
 
     def _heard(self) -> Iterator[tuple[float, Any]]:
         """Yield the data thread's results, with their times."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._news)
+        self._news.clear()
         while self._results:
             yield self._results.popleft()
 
     def _take(self, kind: type) -> Any:
-        wait([self._news], WAIT_S)
+        wait([self._news.fileno()], WAIT_S)
         _, result = next(self._heard(), (0.0, None))
         error = getattr(result, "failure", None)
         if not isinstance(result, kind) or error:

@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvxfer.cli.terminal import verbatim
+from kvxfer.text import escaped
+
 __all__ = ["finish", "report_of", "say_failed", "show_requests"]
 
 
@@ -37,7 +40,7 @@ def show_requests(report: dict[str, Any], console: Console, plain: str, prefill:
 
     ``plain`` names what computed the expected tokens, and ``prefill`` what computed the KV.
     """
-    table = Table(title=f"KV moved from prefill to decode by {report['backend']}", title_justify="left")
+    table = Table(title=f"KV moved from prefill to decode by {verbatim(report['backend'])}", title_justify="left")
     table.add_column("prompt", no_wrap=True)
     timed = all(request["transfer_seconds"] for request in report["requests"])
     for column in ("tokens", "fetched", "KV", "time", *(["GB/s"] if timed else [])):
@@ -46,7 +49,7 @@ def show_requests(report: dict[str, Any], console: Console, plain: str, prefill:
     for request in report["requests"]:
         seconds, size = request["transfer_seconds"], request["kv_bytes"]
         table.add_row(
-            request["prompt"],
+            verbatim(request["prompt"]),
             str(request["prompt_tokens"]),
             str(request["external_kv_tokens"]),
             f"{size / 1e6:.2f} MB",
@@ -76,4 +79,5 @@ def finish(report: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]
 
 def say_failed(why: object) -> None:
     """Print to standard error what failed."""
-    Console(stderr=True, highlight=False).print(f"FAILED: {why}", style="red", markup=False, soft_wrap=True)
+    lines = "\n".join(map(escaped, str(why).split("\n")))
+    Console(stderr=True, highlight=False).print(f"FAILED: {lines}", style="red", markup=False, soft_wrap=True)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
 import kvxfer
@@ -21,11 +20,12 @@ from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.cli.stand_in import StandIn
+from kvxfer.cli.terminal import verbatim
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
 from kvxfer.errors import ConfigError
-from kvxfer.identity import IdentityError, parse_address
+from kvxfer.identity import Address, IdentityError, parse_address
 from kvxfer.transport import Probe, Transport, registry
 from kvxfer.transport.auto import AUTO, choose
 from kvxfer.transport.guard import who
@@ -76,6 +76,7 @@ def doctor(
     classes = _classes(found)
     wanted = {**_VERSIONS, **{library: names for cls in classes.values() for library, names in cls.libraries.items()}}
     by_class = {cls: probes[name] for name, cls in classes.items()}
+    used = _used(by_class, settings)
     report: dict[str, Any] = {
         "kvxfer": kvxfer.__version__,
         "host": host_facts(),
@@ -83,7 +84,8 @@ def doctor(
         "backends": {name: {**_facts(f.probe), "elastic": f.elastic} for name, f in found.items()},
         "auto": {memory: _auto(memory, by_class, settings) for memory in _kinds(classes.values())},
         "elastic": _elastic(found, settings),
-        "encryption": encryption(settings, _used(by_class, settings), by_class),
+        "encryption": encryption(settings, used, by_class),
+        "unlisted": _unlisted(used, settings),
         "ports": _ports(found, classes, settings),
     }
     report["problems"] = [*address_problems(settings), *_backend_problems(report, settings)]
@@ -200,8 +202,8 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
     if config.peers is not None:
         anybody += " from the addresses in 'peers'"
     rows = [
-        {"port": f"{config.listen}:0", "opened_by": "control, in each worker", "who": anybody},
-        {"port": f"{config.listen}:{config.port}", "opened_by": "directory, in the scheduler", "who": anybody},
+        {"port": str(Address(config.listen, 0)), "opened_by": "control, in each worker", "who": anybody},
+        {"port": str(Address(config.listen, config.port)), "opened_by": "directory, in the scheduler", "who": anybody},
         {
             "port": f"unix:@{NAMES}*",
             "opened_by": "side channel, in each worker of an engine that has one",
@@ -221,6 +223,11 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
         if later := classes[name].opens_later:
             rows.append({"port": later, "opened_by": f"{by}, later", "who": who(classes[name], config.listen)})
     return rows
+
+
+def _unlisted(used: Iterable[type[Transport]], config: Config) -> list[str]:
+    """Return the back ends that dial what the list of peers does not cover, if there is a list."""
+    return [] if config.peers is None else [cls.name for cls in used if not cls.tells_hosts]
 
 
 def _elastic(found: Mapping[str, Found], config: Config) -> str:
@@ -280,8 +287,8 @@ def _show(report: dict[str, Any]) -> None:
     console.print(
         f"kvxfer {report['kvxfer']}, Python {host['python']}, {host['system']} {host['machine']}, "
         f"{host['cpus']} CPUs, {host['memory_bytes'] >> 30} GiB, "
-        f"GPUs: {', '.join(host['nvidia_gpus']) or 'none'}, "
-        f"InfiniBand: {', '.join(host['infiniband']) or 'none'}",
+        f"GPUs: {verbatim(', '.join(host['nvidia_gpus'])) or 'none'}, "
+        f"InfiniBand: {verbatim(', '.join(host['infiniband'])) or 'none'}",
         highlight=False,
     )
     memlock = "unlimited" if host["memlock_bytes"] is None else f"{host['memlock_bytes']} bytes"
@@ -294,31 +301,38 @@ def _show(report: dict[str, Any]) -> None:
     for nic in host["nics"]:
         speed = "unknown speed" if nic["gbit_per_s"] is None else f"{nic['gbit_per_s']:g} Gbit/s"
         node = "" if nic["numa_node"] is None else f", NUMA node {nic['numa_node']}"
-        console.print(f"network card {nic['name']}: {nic['state']}, {speed}{node}", highlight=False)
+        console.print(f"network card {verbatim(nic['name'])}: {nic['state']}, {speed}{node}", highlight=False)
     for gpu in host["gpus"]:
         console.print(f"GPU {gpu['pci']}: NUMA node {gpu['numa_node']}", highlight=False)
-    console.print(", ".join(version or f"no {name}" for name, version in report["versions"].items()), highlight=False)
+    versions = ", ".join(version or f"no {name}" for name, version in report["versions"].items())
+    console.print(verbatim(versions), highlight=False)
     table = Table("back end", "usable", "memory", "details", title="Back ends", title_justify="left")
     for name, found in report["backends"].items():
-        facts = "".join(f"\n{key}: {value}" for key, value in found["facts"].items())
+        details = [found["reason"], *(f"{key}: {value}" for key, value in found["facts"].items())]
         usable = "[green]yes[/]" if found["usable"] else "[red]no[/]"
-        table.add_row(name, usable, ", ".join(found["memory"]), escape(found["reason"] + facts))
+        table.add_row(verbatim(name), usable, ", ".join(found["memory"]), "\n".join(map(verbatim, details)))
     console.print(table)
     port = Column("port", overflow="fold")
     ports = Table(port, "opened by", "who may speak to it", title="Ports", title_justify="left")
     for row in report["ports"]:
-        ports.add_row(*(escape(row[key]) for key in ("port", "opened_by", "who")))
+        ports.add_row(*(verbatim(row[key]) for key in ("port", "opened_by", "who")))
     console.print(ports)
     for memory, order in report["auto"].items():
-        console.print(f"backend auto, {memory} memory: {escape(order)}", highlight=False)
-    console.print(f"elastic caches: {escape(report['elastic'])}", highlight=False)
+        console.print(f"backend auto, {memory} memory: {verbatim(order)}", highlight=False)
+    console.print(f"elastic caches: {verbatim(report['elastic'])}", highlight=False)
     for name, bulk in report["encryption"].items():
         whether = "encrypted" if bulk["encrypted"] else "not encrypted"
         advice = f"; {bulk['advice']}" if bulk["advice"] else ""
-        console.print(f"KV that {name} moves is {whether}{escape(advice)}", highlight=False)
+        console.print(f"KV that {verbatim(name)} moves is {whether}{verbatim(advice)}", highlight=False)
+    for name in report["unlisted"]:
+        console.print(
+            f"back end {verbatim(name)} may dial hosts that are not in 'peers', since its library reads them out of what a peer sends: "
+            "let a firewall keep it to the hosts of the list",
+            highlight=False,
+        )
     if "peer" in report:
         show_visit(console, report["peer"])
     for advice in host["advice"]:
-        console.print(f"advice: {escape(advice)}", highlight=False)
+        console.print(f"advice: {verbatim(advice)}", highlight=False)
     for problem in report["problems"]:
-        console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
+        console.print(f"[red]problem:[/] {verbatim(problem)}", highlight=False)

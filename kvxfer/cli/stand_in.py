@@ -9,7 +9,6 @@ them from the visitor.
 from __future__ import annotations
 
 import json
-import logging
 import queue
 import statistics
 import time
@@ -24,6 +23,7 @@ from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry import Cache, Group, View
 from kvxfer.identity import Source, TransferId
+from kvxfer.logs import logger
 from kvxfer.memory import allocate
 from kvxfer.protocol.messages import Await, Named
 from kvxfer.protocol.values import Ended
@@ -32,7 +32,7 @@ from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["NAME", "StandIn", "measure"]
 
-log = logging.getLogger("kvxfer.doctor")
+log = logger("kvxfer.doctor")
 
 NAME = "kvxfer-stand-in"
 """The engine's name, by which a visitor knows it."""

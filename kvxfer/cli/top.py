@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Column, Table
 
+from kvxfer.cli.terminal import verbatim
 from kvxfer.identity import IdentityError, parse_address
 
 __all__ = ["top"]
@@ -166,14 +166,14 @@ def _table(rows: list[dict[str, Any]]) -> Group:
         ends = [f"load {k} {n}" for k, n in r["loads"].items() if k != "delivered"]
         ends += [f"offer {k} {n}" for k, n in r["offers"].items() if k != "delivered"]
         table.add_row(
-            r["engine"],
-            ", ".join(f"{n} {kind}" for kind, n in r["links"].items()) or "none",
+            verbatim(r["engine"]),
+            ", ".join(f"{n} {verbatim(kind)}" for kind, n in r["links"].items()) or "none",
             str(r["loads_in_hand"]),
             str(r["offers_in_hand"]),
             f"{r['quarantined_bytes'] / 1e6:g} MB",
             str(r.get("loads_per_s", "")),
             str(r.get("mb_per_s", "")),
-            ", ".join(ends) or "none",
+            verbatim(", ".join(ends)) or "none",
         )
-    errors = [escape(f"{r['engine']}: {r['error']}") for r in rows if "error" in r]
+    errors = [verbatim(f"{r['engine']}: {r['error']}") for r in rows if "error" in r]
     return Group(*([table] if table.rows else []), *errors)

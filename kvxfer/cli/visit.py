@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 
 from kvxfer.cli import stand_in
+from kvxfer.cli.terminal import verbatim
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -97,11 +97,12 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
     """Print what was found, for people."""
 
     def say(text: str) -> None:
-        console.print(escape(text), highlight=False)
+        console.print(verbatim(text), highlight=False)
 
     if "engine" in found:
+        console.print()
         say(
-            f"\nengine {found['engine']!r} at {found['peer']}: {found['ranks']} rank(s), first answer after "
+            f"engine {found['engine']!r} at {found['peer']}: {found['ranks']} rank(s), first answer after "
             f"{found['first_answer_ms']} ms, then round trips of {found['round_trip_ms']} ms"
         )
     for link in found.get("links", ()):

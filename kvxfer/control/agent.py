@@ -7,7 +7,6 @@ sleep in a poll.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache
 from kvxfer.identity import Source, TransferId, new_epoch
+from kvxfer.logs import logger
 from kvxfer.memory import with_elastic
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Action, Event, Hashed, Stats
@@ -48,7 +48,7 @@ from kvxfer.values import MOST_REASON, Fetch, Offer
 
 __all__ = ["Agent"]
 
-log = logging.getLogger("kvxfer.agent")
+log = logger("kvxfer.agent")
 
 START_S = 60.0
 
@@ -91,7 +91,8 @@ class Agent:
         self._revocations = SharedRevocationCounter()
         with ExitStack() as undo:
             undo.callback(self._revocations.close)
-            self._loop = ControlLoop(Security.of(config), self._revocations.close)
+            self._security = Security.of(config)
+            self._loop = ControlLoop(self._security, self._revocations.close)
             undo.callback(self._loop.sockets.close)
             self._hasher = Hasher(cache, self._post)
             undo.callback(self._hasher.close, CLOSE_S)
@@ -147,6 +148,7 @@ class Agent:
             stager(self.cache, self.config.staging_bytes),
             self._post,
             Limits(grace=self.config.peer_timeout, quarantine=sum(r.nbytes for r in regions) // 4),
+            self._security,
         )
 
     def _transport(self, name: str) -> Transport:

@@ -21,6 +21,7 @@ from typing import Any
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import LinkId
+from kvxfer.security import plain
 
 __all__ = ["Addresses", "ControlConnection", "Destination"]
 
@@ -98,6 +99,14 @@ class ControlConnection:
 
     def fileno(self) -> int:
         return -1 if self._socket is None else self._socket.fileno()
+
+    @property
+    def address(self) -> str:
+        """The IP address of the other end; empty while it is not connected."""
+        try:
+            return "" if self._socket is None else plain(self._socket.getpeername()[0])
+        except OSError:
+            return ""
 
     @property
     def held(self) -> int:

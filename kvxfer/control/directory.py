@@ -6,7 +6,6 @@ them (``Decline``), say when you have begun with them (``Await``, answered by ``
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
+from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import IndexedKeep, PeerBudgets
 from kvxfer.protocol.timers import Timers
@@ -31,7 +31,7 @@ from kvxfer.threads import NamedThread
 
 __all__ = ["Directory", "Unheard"]
 
-log = logging.getLogger("kvxfer.directory")
+log = logger("kvxfer.directory")
 
 ANY_EPOCH = 0
 """The epoch of a source that a router named without knowing the engine's. Only the transfer's id and digest can then tell the

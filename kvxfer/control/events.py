@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import select
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 from kvxfer import arguments
+from kvxfer.flag import Flag
 from kvxfer.protocol.values import Event
 
 __all__ = ["EventQueue", "Readable", "readable"]
@@ -36,13 +35,12 @@ class EventQueue:
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self.heard: Callable[[], None] | None = None
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._flag = Flag()  # never closed earlier: events may come, and be taken, after the end
         self._new = False  # an event was put since the last ``tell``
         self._told = (
             False  # the descriptor is readable, about to be, or was read by a thread that has yet to take events
         )
         self._over = False
-        weakref.finalize(self, os.close, self._fd)  # not earlier: events may come, and be taken, after the end
 
     def put(self, event: Event) -> None:
         """Add an event. Call ``tell`` afterwards."""
@@ -56,7 +54,7 @@ class EventQueue:
             return
         if not self._told:  # once is enough until events are taken
             self._told = True
-            os.eventfd_write(self._fd, 1)
+            self._flag.set()
         heard = self.heard
         if heard is not None:
             heard()
@@ -64,7 +62,7 @@ class EventQueue:
     def end(self) -> None:
         """Mark the end: from now on ``take`` does not wait and the descriptor stays readable, though late events may come."""
         self._over = True
-        os.eventfd_write(self._fd, 1)
+        self._flag.set()
 
     def take(self, timeout: float) -> list[Event]:
         """Return what there is. If that is nothing, wait up to ``timeout`` seconds for something, unless ``end`` was called."""
@@ -72,21 +70,20 @@ class EventQueue:
         until = time.monotonic() + min(timeout, _LONGEST_S)
         while not out and not self._over and (left := until - time.monotonic()) > 0:
             poll = select.poll()
-            poll.register(self._fd, select.POLLIN)
+            poll.register(self._flag, select.POLLIN)
             poll.poll(left * 1e3)
             out = self._taken()
         return out
 
     def fileno(self) -> int:
         """Return a descriptor that polls readable while there is something to take, and for good after the end."""
-        return self._fd
+        return self._flag.fileno()
 
     def _taken(self) -> list[Event]:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        self._flag.clear()
         self._told = False  # before the events are taken, so that later ones are announced anew
         if self._over:
-            os.eventfd_write(self._fd, 1)
+            self._flag.set()
         out: list[Event] = []
         while True:
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -11,11 +10,12 @@ from kvxfer.control.loop import Step
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Action
 
 __all__ = ["Examiner"]
 
-log = logging.getLogger("kvxfer.agent")
+log = logger("kvxfer.agent")
 
 T = TypeVar("T")
 

@@ -180,7 +180,7 @@ class LinkTable(ABC, Generic[L]):
 
     def _connect(self, link: L, theirs: bytes) -> None:
         assert link.mine is not None
-        self._data.post(Connect(link.id, link.number, link.mine, theirs))
+        self._data.post(Connect(link.id, link.number, link.mine, theirs, link.connection.address))
 
     @abstractmethod
     def _result(self, link: L, news: LinkNews, now: float) -> LinkInfo | Lost | None: ...

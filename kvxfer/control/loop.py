@@ -5,7 +5,6 @@ It sleeps in a poll, and never blocks otherwise. How each is handled is up to it
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -17,13 +16,14 @@ from typing import Protocol
 from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Action
 from kvxfer.security import Complaints, Security
 from kvxfer.threads import NamedThread
 
 __all__ = ["CLOSED", "CLOSE_S", "LINGER_S", "ControlLoop", "Step"]
 
-log = logging.getLogger("kvxfer.agent")
+log = logger("kvxfer.agent")
 
 LONGEST_WAIT_S = 1.0
 STALL_S = 0.5

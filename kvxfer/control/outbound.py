@@ -6,7 +6,6 @@ Every link is pinged, busy or not. If both sides have several back ends, they ar
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner, ShardAssignment
+from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import LinkId, LinkInfo, Role, link_name
 
@@ -30,7 +30,7 @@ __all__ = ["Outbound", "Target"]
 
 FEWER = "describe the cache by fewer, longer regions, or choose another back end"
 
-log = logging.getLogger("kvxfer.links")
+log = logger("kvxfer.links")
 
 K = FailureKind
 

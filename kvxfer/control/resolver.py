@@ -8,7 +8,6 @@ asks for it is told so at once, while the question is repeated until it is answe
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Incompatible, ShardAssignment, route
 from kvxfer.geometry.assignment import name
 from kvxfer.identity import Source
+from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, RankRoute, Resolved
@@ -33,7 +33,7 @@ __all__ = ["Path", "Paths", "Resolver"]
 K = FailureKind
 T = TypeVar("T")
 
-log = logging.getLogger("kvxfer.resolver")
+log = logger("kvxfer.resolver")
 
 REPEAT_S = 0.5
 SHORT = 4096

@@ -5,7 +5,6 @@ Used by the control thread (``ControlLoop``) only.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,7 +34,8 @@ from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Generation, Source, TransferId, printable
+from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
@@ -57,12 +57,13 @@ from kvxfer.protocol.values import (
     Role,
     Send,
 )
+from kvxfer.text import printable
 from kvxfer.transport import Fence
 from kvxfer.values import Fetch, Offer
 
 __all__ = ["Shell"]
 
-log = logging.getLogger("kvxfer.agent")
+log = logger("kvxfer.agent")
 
 
 class Shell:

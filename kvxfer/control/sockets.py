@@ -8,20 +8,18 @@ it does not make room for one that has not.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import time
-import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sized
-from contextlib import suppress
 from functools import partial
 
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
+from kvxfer.flag import Flag
 from kvxfer.identity import IdentityError, is_ip, parse_address
 from kvxfer.security import Security
 
@@ -59,9 +57,7 @@ class ControlSockets:
     def __init__(self, security: Security, inbox: Sized = ()) -> None:
         self._security, self._inbox = security, inbox
         self._epoll = select.epoll()
-        self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not before: a late wake must not write to another's descriptor. No lock instead: a signal's handler may wake us, too.
-        weakref.finalize(self, os.close, self._flag)
+        self._flag = Flag()
         self._epoll.register(self._flag, select.EPOLLIN)
         self._asleep = False
         self._listener: socket.socket | None = None
@@ -83,9 +79,8 @@ class ControlSockets:
         Raises:
             OSError: The address is not available.
         """
-        plain = host.strip("[]")
         try:
-            family, *_, where = socket.getaddrinfo(plain, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             both = family is socket.AF_INET6 and where[0] == "::"
             sock = socket.create_server(where[:2], family=family, backlog=256, dualstack_ipv6=both)
         except OSError as e:
@@ -184,9 +179,8 @@ class ControlSockets:
             conn = self._by_fd.get(fd)
             if conn is not None:
                 more.add(conn)
-            elif fd == self._flag:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._flag)
+            elif fd == self._flag.fileno():
+                self._flag.clear()
             elif self._listener is not None and fd == self._listener.fileno():
                 self._accept()
         for conn in more:
@@ -225,7 +219,7 @@ class ControlSockets:
         """Let ``poll`` return. Any thread; does nothing after ``close``."""
         if self._asleep:
             self._asleep = False  # one word is enough
-            os.eventfd_write(self._flag, 1)
+            self._flag.set()
 
     def linger(self, seconds: float) -> None:
         """Send what is queued, and wait up to ``seconds`` for peers to read it."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import threading
 from collections.abc import Callable
 from itertools import count
 
+from kvxfer.logs import logger
 from kvxfer.threads import NamedThread
 
 __all__ = ["Worker"]
 
-log = logging.getLogger("kvxfer.worker")
+log = logger("kvxfer.worker")
 
 
 class Worker:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from kvxfer.data.ends import quieted
 from kvxfer.data.jobs import Job
 from kvxfer.fence import Fence
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Moved
 
 __all__ = ["AfterWork"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 
 class AfterWork:

@@ -5,7 +5,6 @@ That wakes two threads fewer than ``hasher.py`` would. A checksum that fails her
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -13,12 +12,13 @@ import msgspec
 
 from kvxfer import memory
 from kvxfer.geometry import Region
+from kvxfer.logs import logger
 from kvxfer.memory import Checksum, Fence, Space
 from kvxfer.protocol.values import Move, Moved, PartRef
 
 __all__ = ["Checks"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 
 class Checks:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from kvxfer.backend.wakeup import Timer, closing
+from kvxfer.backend.wakeup import Timer
+from kvxfer.flag import Flag
 
 __all__ = ["CommandQueue"]
 
@@ -27,16 +26,13 @@ class CommandQueue(Generic[C]):
 
     def __init__(self) -> None:
         self._waiting: deque[C] = deque()
-        self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._close_flag = closing(self, self._flag)
+        self._flag = Flag()
         self._timer = Timer()
         self._poller = select.poll()
         self._poller.register(self._flag, select.POLLIN)
         self._poller.register(self._timer, select.POLLIN)
         self._other: int | None = None  # the other descriptor that is polled
-        self._closed = False
         self._asleep = False
-        self._lock = threading.Lock()
 
     def sleep(self, fd: int | None, seconds: float) -> None:
         """Sleep until there is a command, ``fd`` is readable, or so many seconds have passed."""
@@ -49,8 +45,8 @@ class CommandQueue(Generic[C]):
         self._asleep = True  # before the queue is checked, so that whoever adds a command later wakes this thread
         if not self._waiting:
             self._timer.at(time.monotonic() + seconds)
-            if any(ready == self._flag for ready, _ in self._poller.poll()):
-                os.eventfd_read(self._flag)
+            if any(ready == self._flag.fileno() for ready, _ in self._poller.poll()):
+                self._flag.clear()
         self._asleep = False
 
     def post(self, command: C) -> None:
@@ -59,9 +55,7 @@ class CommandQueue(Generic[C]):
         if not self._asleep:
             return
         self._asleep = False  # waking once is enough
-        with self._lock:  # so that this never writes to a descriptor that has been closed and reused
-            if not self._closed:
-                os.eventfd_write(self._flag, 1)
+        self._flag.set()
 
     def take(self) -> Iterator[C]:
         """Yield the commands that have come, including those that come meanwhile."""
@@ -70,8 +64,5 @@ class CommandQueue(Generic[C]):
 
     def close(self) -> None:
         """Close the queue, once no thread takes commands any more. Idempotent."""
-        with self._lock:
-            if not self._closed:
-                self._close_flag()
-                self._timer.close()
-            self._closed = True
+        self._flag.close()
+        self._timer.close()

@@ -50,12 +50,16 @@ class EndpointMade(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Make the link between these two endpoints; answered with ``Connected``."""
+    """Make the link between these two endpoints; answered with ``Connected``.
+
+    ``host``: the address of the other end of the link's control connection, which the back end may dial as well.
+    """
 
     link: LinkId
     number: int
     mine: bytes
     theirs: bytes
+    host: str = ""
 
 
 class Connected(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ what goes over the opened back end. Neither this thread nor those that post to i
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -39,14 +38,16 @@ from kvxfer.data.traffic import LOOK_S, Traffic
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
+from kvxfer.logs import logger
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import Abort, LinkId, Move, PartRef, RemoteWritesEnded
+from kvxfer.security import OPEN, Security
 from kvxfer.threads import NamedThread
 from kvxfer.transport import Capabilities, Transport
 
 __all__ = ["DataThread"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 REOPEN_S = 1.0
 """The shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
@@ -71,6 +72,7 @@ class DataThread:
         stage: Makes staging memory, number 1, given the back end's capabilities.
         post: Called on the data thread with each result; must not block.
         limits: When a link or the back end is given up.
+        security: Which hosts the back end may dial because a peer names them.
     """
 
     def __init__(
@@ -81,8 +83,9 @@ class DataThread:
         stage: Callable[[Capabilities], Staging],
         post: Callable[[Result], None],
         limits: Limits,
+        security: Security = OPEN,
     ) -> None:
-        self._name, self._limits = name, limits
+        self._name, self._limits, self._security = name, limits, security
         self._make, self._regions, self._stage, self._post = make, regions, stage, post
         self._most = most_bytes(regions)
         self._commands: CommandQueue[Command] = CommandQueue()
@@ -225,7 +228,7 @@ class DataThread:
             case Move():
                 self._traffic.move(command)
             case Connect():
-                self._traffic.connect(command.link, command.number, command.mine, command.theirs)
+                self._traffic.connect(command)
             case Abort():
                 self._traffic.abort(command.ref)
             case RemoteWritesEnded():
@@ -284,7 +287,14 @@ class DataThread:
             transport.register(self._regions if movable else ())
             transport.register((staging.region,))
             traffic = Traffic(
-                transport, self._regions, staging, self._checks, self._post, self._quarantine, self._limits
+                transport,
+                self._regions,
+                staging,
+                self._checks,
+                self._post,
+                self._quarantine,
+                self._limits,
+                self._security,
             )
         except BaseException:
             shut(transport)

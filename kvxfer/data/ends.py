@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Moved, PartRef
 from kvxfer.transport import Transport
 
 __all__ = ["backend_failed", "quieted", "shut", "unmoved"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 
 def shut(transport: Transport) -> bool:

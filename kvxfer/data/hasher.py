@@ -6,7 +6,6 @@ part, so that an agent whose links check nothing has no such thread.
 
 from __future__ import annotations
 
-import logging
 import queue
 from collections.abc import Callable
 
@@ -14,12 +13,13 @@ from kvxfer import memory
 from kvxfer.data.commands import ThreadDied
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner, route
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Hash, Hashed, PartRef
 from kvxfer.threads import NamedThread
 
 __all__ = ["Hasher"]
 
-log = logging.getLogger("kvxfer.hasher")
+log = logger("kvxfer.hasher")
 
 
 class Hasher:

@@ -6,7 +6,6 @@ started at once, another when a link first asks for it. Used by the control thre
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import assert_never
@@ -16,12 +15,13 @@ from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import LinkPolicy
 from kvxfer.data.staging import Staging
 from kvxfer.errors import ConfigError
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Abort, LinkId, Move, RemoteWritesEnded
 from kvxfer.transport import Capabilities
 
 __all__ = ["DataPlane"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 
 class DataPlane:

@@ -17,7 +17,6 @@ device is done, or it could overwrite what a peer sends into it next.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,12 +26,13 @@ from typing import Literal
 from kvxfer import memory
 from kvxfer.config import LEAST_PIECE, SLOTS
 from kvxfer.geometry import CopyPlan, Region
+from kvxfer.logs import logger
 from kvxfer.protocol.values import LinkId, Role
 from kvxfer.transport import Fence
 
 __all__ = ["Slot", "Staging"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 RESERVED = SLOTS // 4
 """The number of slots that only pieces known to a consumer may take; and of those that only a producer's pieces may take."""

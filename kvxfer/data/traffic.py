@@ -7,14 +7,13 @@ abort, its link is closed, and if memory does not get quiet, the back end may be
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvxfer.data.checks import Checks
-from kvxfer.data.commands import Connected, LinkBroken, PieceNews, Result
+from kvxfer.data.commands import Connect, Connected, LinkBroken, PieceNews, Result
 from kvxfer.data.ends import backend_failed, shut, unmoved
 from kvxfer.data.jobs import SHARED, Direct, Job, Wire, make_job, shares, submit_together
 from kvxfer.data.policy import lent
@@ -24,14 +23,16 @@ from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
+from kvxfer.logs import logger
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
+from kvxfer.security import Security
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MOST_ENDPOINT
 
 __all__ = ["LOOK_S", "Traffic"]
 
-log = logging.getLogger("kvxfer.data")
+log = logger("kvxfer.data")
 
 LOOK_S = 0.00003
 """Seconds between two checks of whether a device is done, if nothing else tells; it packs a piece in twice that time."""
@@ -49,6 +50,7 @@ class Traffic:
         quarantine: The parts that have ended but whose memory a back end may still touch; they outlive this object if a
             back end never lets go.
         limits: When a link or the back end is given up.
+        security: Which hosts the back end may dial because a peer names them.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class Traffic:
         post: Callable[[Result], None],
         quarantine: dict[PartRef, Job],
         limits: Limits,
+        security: Security,
     ) -> None:
         self._transport, self._can = transport, transport.capabilities
         self._most, self._staging = most_bytes(regions), staging
-        self._checks, self._post, self._limits = checks, post, limits
+        self._checks, self._post, self._limits, self._security = checks, post, limits, security
         self._quarantine = Quarantine(quarantine, self._can, limits, post)
         self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
         self._wires: dict[LinkId, Wire] = {}  # links that are connected
@@ -96,10 +99,13 @@ class Traffic:
         if unused is not None:
             self._transport.withdraw(unused)
 
-    def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes) -> None:
+    def connect(self, asked: Connect) -> None:
+        link, number = asked.link, asked.number
         try:
             self._hang_up(link)
-            peer = self._transport.connect(mine, theirs)
+            for host in self._transport.dials(asked.theirs):
+                self._security.check_host(host, asked.host)
+            peer = self._transport.connect(asked.mine, asked.theirs)
             self._wires[link] = Wire(
                 self._transport, self._can, peer, number, self._most, self._staging, self._batches, self._post
             )

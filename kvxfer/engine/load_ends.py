@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -13,14 +12,16 @@ from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Source, printable
+from kvxfer.identity import Source
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Stages
 from kvxfer.schedule import RankAgreement
+from kvxfer.text import printable
 from kvxfer.values import Rank
 
 __all__ = ["LoadEnds", "Update"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.starts import Starts
-from kvxfer.identity import Source, TransferId, printable
+from kvxfer.identity import Source, TransferId
+from kvxfer.logs import logger
 from kvxfer.protocol.messages import Begun, Decline, Named, Renew
 from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import Schedule
+from kvxfer.text import printable
 
 __all__ = ["Notices"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 MOST_OVER = 100_000
 """The most ended offers that are remembered."""

@@ -7,15 +7,15 @@ read or write.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvxfer import arguments
+from kvxfer.logs import logger
 
 __all__ = ["BlockPins", "BlockPool", "ElasticPool", "LendingPool"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 
 @runtime_checkable

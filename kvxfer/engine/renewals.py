@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Container, Mapping
 
 from kvxfer.identity import Source, TransferId
+from kvxfer.logs import logger
 from kvxfer.protocol.messages import Named, Renew
 from kvxfer.threads import NamedThread
 
 __all__ = ["RENEWED", "Renewals"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 RENEWED = 10
 """A transfer that no worker begins to fetch is renewed for so many leases. Then its producer may free the blocks; two engines

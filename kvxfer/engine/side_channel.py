@@ -9,26 +9,25 @@ costs only time.
 from __future__ import annotations
 
 import hmac
-import logging
-import os
 import secrets
 import select
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
 from kvxfer.failures import Failure
+from kvxfer.flag import Flag
 from kvxfer.identity import Generation, Source
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Stages
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
 __all__ = ["ChannelAddress", "DirectFetches", "RankResult", "Results", "SideChannel", "Take", "WorkerChannel"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 NAMES = "kvxfer-side-"
 """The prefix of the sockets' names in the abstract namespace."""
@@ -116,12 +115,10 @@ class WorkerChannel:
             self._listener.bind("\0" + name)  # no file, so it vanishes with the process
             self._listener.listen(128)
             self._listener.setblocking(False)
-            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._wake = Flag()
         except BaseException:
             self._listener.close()
             raise
-        # Not in close: a thread inside ``wake`` just then must not write to another file.
-        weakref.finalize(self, os.close, self._wake)
         self._peer: socket.socket | None = None  # our scheduler side
         self._strangers: dict[int, socket.socket] = {}  # connections that have not sent the token yet
         self._closing = self._deaf = False
@@ -135,19 +132,19 @@ class WorkerChannel:
     def wake(self) -> None:
         """Have ``results`` called soon. Any thread; never blocks."""
         if not self._closing:
-            os.eventfd_write(self._wake, 1)
+            self._wake.set()
 
     def close(self) -> None:
         """Stop listening; may be called more than once."""
         if not self._closing:
             self._closing = True
-            os.eventfd_write(self._wake, 1)
+            self._wake.set()
             self._thread.join(2.0)
 
     def _run(self) -> None:
         poll = select.poll()
-        for fd in (self._listener.fileno(), self._wake):
-            poll.register(fd, select.POLLIN)
+        for waited in (self._listener, self._wake):
+            poll.register(waited, select.POLLIN)
         try:
             while not self._closing:
                 events = poll.poll(PAUSE_MS if self._deaf else None)
@@ -172,8 +169,8 @@ class WorkerChannel:
     def _ready(self, fd: int, poll: select.poll) -> None:
         if self._closing:
             return
-        if fd == self._wake:
-            os.eventfd_read(self._wake)
+        if fd == self._wake.fileno():
+            self._wake.clear()
             for result in self._results():
                 if self._peer is not None:
                     self._peer.send(_encode(result), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

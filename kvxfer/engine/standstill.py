@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 
-from kvxfer.identity import TransferId, printable
+from kvxfer.identity import TransferId
+from kvxfer.logs import logger
+from kvxfer.text import printable
 
 __all__ = ["Standstill"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 STANDSTILL_S = 2.0
 """Once nothing could run for want of blocks for so long, blocks that are held for others are given up."""

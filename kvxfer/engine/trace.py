@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from typing import Literal
 from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure
 from kvxfer.identity import Source, TransferId
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Stages
 
 __all__ = ["Trace"]
 
 STAGES = [name for name in Stages.__struct_fields__ if name != "moving"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 _Way = Literal["within the step", "beside the steps"]
 
@@ -84,7 +84,7 @@ class Trace:
             "engine": self._engine,
             "request": request,
             "transfer": str(load.transfer),
-            "source": f"{load.source.host}:{load.source.port}",
+            "source": str(load.source),
             "way": load.way,
             "tokens": load.tokens,
             "failure": None if failure is None else str(failure),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,13 +18,15 @@ from kvxfer.engine.rank_ends import RankEnds
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure
-from kvxfer.identity import TransferId, printable
+from kvxfer.identity import TransferId
+from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
+from kvxfer.text import printable
 from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
 
-log = logging.getLogger("kvxfer.engine")
+log = logger("kvxfer.engine")
 
 _unless_closed = suppress(ClosedError)
 """For calls that are moot if another thread (such as a signal's handler) closes the agent amid a step: its events tell the rest."""

@@ -6,7 +6,6 @@ It is compiled where numba is installed, and done by numpy elsewhere, which take
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvxfer.logs import logger
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -22,7 +23,7 @@ __all__ = ["Keys", "Rows", "best", "by_numba", "by_numpy", "mix", "sum_rows"]
 
 Keys = np.ndarray[Any, np.dtype[np.uint64]]
 
-log = logging.getLogger("kvxfer.memory")
+log = logger("kvxfer.memory")
 
 # Of ``mix``.
 FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

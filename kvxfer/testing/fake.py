@@ -79,6 +79,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
     name = "fake"
     contract = 2
     guarded = "always"
+    tells_hosts = True
     endpoint_type = Endpoint
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:

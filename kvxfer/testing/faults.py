@@ -13,7 +13,7 @@ import ctypes
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -123,6 +123,9 @@ class Faulty(Transport):
 
     def endpoint(self) -> bytes:
         return self._inner.endpoint()
+
+    def dials(self, theirs: bytes) -> Collection[str]:
+        return self._inner.dials(theirs)
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         return self._inner.connect(mine, theirs)

@@ -8,13 +8,13 @@ directly and others over a network. The libraries of later ones are loaded only 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.logs import logger
 from kvxfer.transport.contract import Probe, Transport
 from kvxfer.transport.guard import guard
 from kvxfer.transport.registry import available, called, known, load, probed
@@ -25,7 +25,7 @@ AUTO = "auto"
 
 Backend = type[Transport]
 
-_log = logging.getLogger("kvxfer.transport")
+_log = logger("kvxfer.transport")
 
 
 @dataclass(frozen=True)

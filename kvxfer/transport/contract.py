@@ -216,6 +216,9 @@ class Transport(ABC):
     """When its ports and sockets are of no use to anyone but peers who know a secret from this side's endpoint: ``always``; only
     while its ``listen`` is a ``loopback`` address; or ``never``, also for a back end that opens ports elsewhere. An agent that
     has a key, or listens beyond loopback, uses a back end that is not guarded there only if the operator has named it."""
+    tells_hosts: ClassVar[bool] = False
+    """Whether ``dials`` tells of every host that it may dial. If not, the operator's list of peers does not cover all that it
+    dials, which ``kvxfer doctor`` says."""
     opens_later: ClassVar[str] = ""
     """Ports that it opens only once links are made and used: where and by whom, in words for ``kvxfer doctor``."""
     encrypted_by: ClassVar[str] = ""
@@ -280,6 +283,16 @@ class Transport(ABC):
         A back end that can keep all other memory from the peer does so; this default does not.
         """
         return self.endpoint()
+
+    def dials(self, theirs: bytes) -> Collection[str]:
+        """Return the hosts, addresses or names, that a peer's endpoint would have this process dial, as far as that is known.
+
+        Whoever calls ``connect`` asks first, and connects only if the operator's list of peers covers all of them.
+
+        Raises:
+            TransportError: The endpoint is malformed.
+        """
+        return ()
 
     @abstractmethod
     def connect(self, mine: bytes, theirs: bytes) -> int:

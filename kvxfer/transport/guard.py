@@ -5,17 +5,17 @@ These are the back ends whose connections also demand a secret, and those that t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from kvxfer.config import Config
+from kvxfer.logs import logger
 from kvxfer.settings import loopback
 from kvxfer.transport.contract import Transport
 from kvxfer.transport.registry import called
 
 __all__ = ["guard", "who"]
 
-_log = logging.getLogger("kvxfer.transport")
+_log = logger("kvxfer.transport")
 
 _ANYBODY = "whoever reaches the ports that it opens {where} needs no key, and can read and write this process's memory, or end it"
 

@@ -50,6 +50,7 @@ class CmaTransport(Base[Endpoint, Link]):
     name = "cma"
     contract = 2
     guarded = "always"
+    tells_hosts = True
     costs = {"cpu": 10}
     capabilities = Capabilities(
         verbs=frozenset({Verb.READ, Verb.WRITE}),

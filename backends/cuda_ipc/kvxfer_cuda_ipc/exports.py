@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
+from kvxfer.logs import logger
 from kvxfer_cuda_ipc.driver import Context
 from kvxfer_cuda_ipc.endpoint import Allocation, Endpoint, Exported, process
 from kvxfer_cuda_ipc.library import CudaError
 
 __all__ = ["Opened", "export"]
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 # What this process has exported: its own handles cannot be opened in it, and need not be.
 _ours: dict[bytes, tuple[Context, int]] = {}

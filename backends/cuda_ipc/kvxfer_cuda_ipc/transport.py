@@ -45,6 +45,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
     name = "cuda_ipc"
     contract = 2
     guarded = "always"
+    tells_hosts = True
     costs = {"cuda": 10}
     capabilities = Capabilities(
         verbs=frozenset({Verb.READ, Verb.WRITE}),

@@ -34,6 +34,10 @@ class Endpoint(EndpointBase, frozen=True):
     token: Token
     memories: tuple[Regions | None, ...]
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (self.engine.rpartition(":")[0],)
+
     def space(self) -> Memories:
         """Return the memories at the addresses that they have at the peer."""
         memories = Memories()

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvxfer.backend import Base
 from kvxfer.backend.endpoint import new_token
+from kvxfer.backend.inheritance import Uninherited
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
@@ -46,7 +47,9 @@ class MooncakeTransport(Base[Endpoint, Link]):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
+        self._uninherited = Uninherited()
         self._engine = LibraryEngine(self._options)
+        self._uninherited.look()
         self._capabilities = Capabilities(
             verbs=frozenset({Verb.READ, Verb.WRITE}),
             elastic=self._options.protocol == "tcp",  # a card pins
@@ -111,6 +114,7 @@ class MooncakeTransport(Base[Endpoint, Link]):
         if peer is None or peer.error is not None:
             cell = self._cells.take() if peer is None else peer.cell
             peer = self._peers[theirs.engine] = Peer(theirs.engine, self._engine, theirs.cell, cell)
+        self._uninherited.soon()
         return Link(number, self._offered.pop(mine.token), mine, theirs, peer, time.monotonic())
 
     def _forget_peers(self, but: str) -> None:
@@ -141,6 +145,7 @@ class MooncakeTransport(Base[Endpoint, Link]):
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
+        self._uninherited.look(now)
         for number in list(self._flights):
             flight = self._flights.pop(number)
             end = flight.advance(self._engine, now, now + BUDGET_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+from kvxfer.settings import everywhere
 from kvxfer_nccl.wire import Message, decode, encode
 
 __all__ = ["Channel", "dial", "listen"]
@@ -101,6 +102,7 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: The address cannot be used.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    sock = socket.create_server((host, port), family=family, backlog=512)
+    both = family is socket.AF_INET6 and everywhere(host)
+    sock = socket.create_server((host, port), family=family, backlog=512, dualstack_ipv6=both)
     sock.setblocking(False)
     return sock

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvxfer.backend.endpoint import EndpointBase, Token
+from kvxfer.identity import Address
 
 __all__ = ["MOST_BYTES", "Endpoint"]
 
@@ -33,5 +34,9 @@ class Endpoint(EndpointBase, frozen=True):
     channels: Annotated[int, Meta(ge=1, le=32)]
     release: str
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (self.host,)
+
     def __str__(self) -> str:
-        return f"{self.agent!r} at {self.host}:{self.port}"
+        return f"{self.agent!r} at {Address(self.host, self.port)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import msgspec
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.failures import FailureKind
+from kvxfer.logs import logger
 from kvxfer.transport.contract import Completion, Verb
 from kvxfer_nccl.binding import Binding, Pipe, PipeSpec
 from kvxfer_nccl.channel import Channel, dial
@@ -25,7 +25,7 @@ from kvxfer_nccl.wire import Bye, Greeting, Id, KeepOpen, Message, Opened, Ready
 
 __all__ = ["Link"]
 
-log = logging.getLogger("kvxfer.nccl")
+log = logger("kvxfer.nccl")
 
 T = TypeVar("T")
 
@@ -210,7 +210,7 @@ class Link:
             case KeepOpen(n):
                 self._receiver.take_answer(n, keep=True)
             case Bye(reason, kind):
-                self._fail(PeerError(_printable(reason), kind=kind))
+                self._fail(PeerError(reason or "the peer gave no reason", kind=kind))
 
     # Threads
 
@@ -282,7 +282,7 @@ class Link:
             if isinstance(message, Ready | Id | Opened | Retire | Retired | KeepOpen):
                 self._take(message)
             elif isinstance(message, Bye):
-                raise PeerError(_printable(message.reason))
+                raise PeerError(message.reason or "the peer gave no reason")
         if self._channel.lost is not None:
             raise PeerError(self._channel.lost)
 
@@ -313,8 +313,3 @@ class Link:
         assert self.broken is not None
         what = f"{post.verb} of {post.nbytes} bytes (stream {post.stream}) with {self.theirs}"
         return type(self.broken)(f"{what} failed: {self.broken}", kind=self.broken.kind)
-
-
-def _printable(text: str) -> str:
-    """Return a reason from the peer, fit for a message and a log."""
-    return "".join(c if c.isprintable() else "?" for c in text[:300]) or "the peer gave no reason"

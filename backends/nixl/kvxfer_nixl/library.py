@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.errors import TransportError
+from kvxfer.logs import logger
 
 __all__ = ["Library", "has_gpu", "load"]
 
@@ -104,7 +105,7 @@ def load(log_level: str | None = None) -> Library:
     """
     loaded = sys.modules.get("nixl._bindings")
     if loaded is not None and log_level is not None:
-        logging.getLogger("kvxfer.nixl").info("NIXL is loaded already; its log level stays as it is")
+        logger("kvxfer.nixl").info("NIXL is loaded already; its log level stays as it is")
     _bind_system_libnl()
     with _unnoticed(log_level):
         try:

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvxfer.backend import Base, CopyPool, LivenessLinks, ucx
 from kvxfer.backend.host import network_namespace
+from kvxfer.backend.inheritance import Uninherited
 from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
@@ -55,9 +56,11 @@ class NixlTransport(Base[Endpoint, Link]):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
+        self._uninherited = Uninherited()
         # So that NIXL's log tells who it is, and no other process ever has the name.
         name = f"{re.sub(r'[^0-9A-Za-z_.-]', '_', agent)[:64]}~{secrets.token_hex(8)}"
         self._nixl = LibraryAgent(name, self._options)
+        self._uninherited.look()
         self._peers = Peers(self._nixl)
         memory = _memory_kinds(self._nixl)
         self._reach = Reach.of(self._options, memory)
@@ -167,6 +170,7 @@ class NixlTransport(Base[Endpoint, Link]):
         if here:
             link.liveness = self._liveness.connect(mine.end, theirs.end, theirs.line, repr(theirs.agent))
         self._ends[link.end] = link
+        self._uninherited.soon()
         for message in self._issued.pop(link.end):
             link.hear(message)
         return link
@@ -205,6 +209,7 @@ class NixlTransport(Base[Endpoint, Link]):
         self._liveness.handle(readable)
         self._listen()
         now = time.monotonic()
+        self._uninherited.look(now)
         for flight in list(self._flights.values()):
             self._advance(flight, now)
         for flight in [f for f in self._lingering if not f.linger(self._nixl)]:

@@ -36,3 +36,7 @@ class Endpoint(EndpointBase, frozen=True):
     connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)]
     lends: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=4096)]
     key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (self.host,) if self.lends else ()  # who lends nothing is not dialled

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
 import threading
 from collections.abc import Callable
 
 from kvxfer.backend.memories import Memories
-from kvxfer.backend.wakeup import closing
 from kvxfer.errors import PeerError
+from kvxfer.flag import Flag
 from kvxfer.threads import NamedThread
 from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Loop
@@ -87,13 +86,12 @@ class Names:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: list[tuple[Link, list[Address] | OSError]] = []
-        self._bell: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._close_bell = closing(self, self._bell)
+        self._news = Flag()
+        self._closed = False
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when ``found`` has something to tell."""
-        assert self._bell is not None
-        return self._bell
+        return self._news.fileno()
 
     def look_up(self, link: Link) -> None:
         """Find out where the peer of a link is."""
@@ -102,16 +100,15 @@ class Names:
     def found(self) -> list[tuple[Link, list[Address] | OSError]]:
         """Return what has been found since, or why nothing has."""
         with self._lock:
-            os.eventfd_read(self.fileno())
+            self._news.clear()
             found, self._found = self._found, []
             return found
 
     def close(self) -> None:
         """Take no more answers."""
         with self._lock:
-            if self._bell is not None:
-                self._close_bell()
-                self._bell = None
+            self._closed = True
+            self._news.close()
 
     def _run(self, link: Link) -> None:
         answer: list[Address] | OSError
@@ -120,6 +117,6 @@ class Names:
         except (OSError, UnicodeError) as e:
             answer = e if isinstance(e, OSError) else OSError(str(e))
         with self._lock:
-            if self._bell is not None:
+            if not self._closed:
                 self._found.append((link, answer))
-                os.eventfd_write(self._bell, 1)
+                self._news.set()

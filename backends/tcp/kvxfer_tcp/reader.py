@@ -359,7 +359,7 @@ class _Incoming(Connection):
         if not self._left:
             if self._refused is not None:
                 (request, length), self._refused = self._refused, None
-                self._reader.refused(request, _text(self._text.read(length)))
+                self._reader.refused(request, self._text.read(length).decode("utf-8", "replace"))
                 self._expect_head()
             else:
                 self._take(self._head.read(FRAME_BYTES))
@@ -409,9 +409,3 @@ class _Incoming(Connection):
             self._expect(self._text, 1, 2, header.size)
         else:
             raise Violation(f"a frame {header}")
-
-
-def _text(raw: bytes) -> str:
-    """Return a reason from the peer, fit for a message and a log."""
-    text = raw.decode("utf-8", "replace")
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -39,6 +39,7 @@ class TcpTransport(Base[Endpoint, Link]):
     contract = 2
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
+    tells_hosts = True
     encrypted_by = "encrypt"
     costs = {"cpu": 80}
     last_resort = True

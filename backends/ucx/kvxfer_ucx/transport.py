@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import secrets
 import time
@@ -14,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvxfer.backend import Base, ucx
+from kvxfer.backend.inheritance import Uninherited
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
+from kvxfer.logs import logger
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
@@ -51,7 +52,7 @@ _kept: list[object] = []
 # One reference more, so that the end of the process leaves to the system what is still in here.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
-_log = logging.getLogger("kvxfer.ucx")
+_log = logger("kvxfer.ucx")
 
 
 class UcxTransport(Base[Endpoint, Link]):
@@ -72,6 +73,7 @@ class UcxTransport(Base[Endpoint, Link]):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
+        self._uninherited = Uninherited()
         self._library = load()
         self._kinds = _memory_kinds()
         self._context = make_context(self._library, self._options)
@@ -133,6 +135,8 @@ class UcxTransport(Base[Endpoint, Link]):
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         connection = Connection(self._library, self._context, self._news)
+        self._uninherited.soon()
+        self._uninherited.look()
         mine = Endpoint(self.agent, connection.address, secrets.randbits(64), self._plain())
         self._connections[mine.tag] = connection
         return mine
@@ -143,6 +147,7 @@ class UcxTransport(Base[Endpoint, Link]):
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
         connection = self._connections.pop(mine.tag)
         self.wakeup.add(connection.epoll, connection)
+        self._uninherited.soon()
         return Link(connection, mine, theirs, time.monotonic(), self._options.connect_timeout_s)
 
     def drop_link(self, number: int, link: Link) -> None:
@@ -161,6 +166,7 @@ class UcxTransport(Base[Endpoint, Link]):
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         self._awake.update(readable)  # type: ignore[arg-type]
         start = time.monotonic()
+        self._uninherited.look(start)
         self._step(start)
         now = spun = time.monotonic()
         asleep = watching = False

@@ -20,6 +20,11 @@ class Endpoint(EndpointBase, frozen=True):
     backend = "zmq"
     format = 4
 
-    address: Annotated[str, Meta(pattern="^(tcp|ipc)://")]
+    address: Annotated[str, Meta(pattern="^tcp://[^;/]+$|^ipc://.+/kvxfer-zmq-[^/]+/inbox$")]
     token: Token
     key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        where = self.address.removeprefix("tcp://")
+        return () if where == self.address else (where.rpartition(":")[0],)

@@ -353,6 +353,5 @@ class Link:
 
 
 def _text(raw: memoryview) -> str:
-    """Return a reason from the peer, fit for a message and a log."""
-    text = bytes(raw[:200]).decode("utf-8", "replace")
-    return "".join(c if c.isprintable() else "?" for c in text) or "the peer gave no reason"
+    """Return a reason from the peer."""
+    return bytes(raw[:200]).decode("utf-8", "replace") or "the peer gave no reason"

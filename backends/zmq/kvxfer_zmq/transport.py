@@ -39,6 +39,7 @@ class ZmqTransport(Base[Endpoint, Link]):
     contract = 2
     inherits = frozenset({"listen", "advertise"})
     guarded = "always"
+    tells_hosts = True
     encrypted_by = "encrypt"
     costs = {"cpu": 90}
     capabilities = Capabilities(
@@ -85,6 +86,11 @@ class ZmqTransport(Base[Endpoint, Link]):
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
         check_encryption(theirs, here=bool(mine.key), there=bool(theirs.key))
+        if not theirs.hosts and self._options.protocol != "ipc":
+            raise TransportError(
+                f"{theirs.agent!r} is reached over ipc, and this side uses tcp; set option 'protocol' of back end 'zmq' to the "
+                "same value on both"
+            )
         try:
             connection = Connection(self._context, self._options, self._keys, mine, theirs, self.wakeup, number)
         except zmq.ZMQError as e:

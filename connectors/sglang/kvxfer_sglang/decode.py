@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer import BlockTable, ClosedError, Ended, Event, Fetch, KvxferError, Released, Ticket
+from kvxfer.logs import logger
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import set_row
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered
@@ -19,7 +19,7 @@ from kvxfer_sglang.states import tokens_of
 
 __all__ = ["DecodeRank"]
 
-log = logging.getLogger("kvxfer.sglang")
+log = logger("kvxfer.sglang")
 
 
 @dataclass

@@ -6,7 +6,6 @@ carry notes. The KV and the metadata of a request move by a kvxfer transfer, whi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,6 +21,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvxfer import PeerError, Rank
 from kvxfer.facts import TEXT
+from kvxfer.logs import logger
 from kvxfer.memory.fence import CudaEvent
 from kvxfer.threads import NamedThread
 from kvxfer_sglang.cache import heads_of, pool_cache, stage_layers
@@ -36,7 +36,7 @@ from kvxfer_sglang.support import check_setup
 
 __all__ = ["TransferManager"]
 
-log = logging.getLogger("kvxfer.sglang")
+log = logger("kvxfer.sglang")
 
 TURN_MS = 500
 """How long the thread waits for a message before it checks whether it is to end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import Any
 
 from kvxfer import BlockTable, ClosedError, Ended, Event, KvxferError, Offer, Released, Ticket, TransferId
 from kvxfer.fence import Fence
+from kvxfer.logs import logger
 from kvxfer.values import NULL
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import row_of
@@ -20,7 +20,7 @@ from kvxfer_sglang.states import MAMBA, PADDING, tokens_of
 
 __all__ = ["PrefillRank"]
 
-log = logging.getLogger("kvxfer.sglang")
+log = logger("kvxfer.sglang")
 
 GENERATION = 1
 """That of all offers: SGLang gives up a transfer's pages only for good, never to compute them again under the same name."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from kvxfer import Agent, Cache, Config, Directory, Event, Rank, Source
+from kvxfer.logs import logger
 from kvxfer.threads import NamedThread
 
 __all__ = ["EngineRank"]
 
-log = logging.getLogger("kvxfer.sglang")
+log = logger("kvxfer.sglang")
 
 TURN_S = 1.0
 """How long the thread waits for an event before it checks whether it is to end."""

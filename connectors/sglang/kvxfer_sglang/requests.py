@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,12 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 
 from kvxfer import KvxferError
+from kvxfer.logs import logger
 from kvxfer_sglang.notes import AttemptFailed, packed
 
 __all__ = ["TransferReceiver", "TransferSender"]
 
-log = logging.getLogger("kvxfer.sglang")
+log = logger("kvxfer.sglang")
 
 MOST_ROOM = (1 << 64) - 1
 """The greatest room that SGLang's metadata have space for."""

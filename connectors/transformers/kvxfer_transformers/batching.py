@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import select
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from kvxfer import ArgumentError, Config, Failure, KvxferError, Ticket
+from kvxfer.logs import logger
 from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.manager import Hooks, batch_processor, go_on, rename, reserve
 from kvxfer_transformers.paged import block_table, described
@@ -22,7 +22,7 @@ from kvxfer_transformers.ticket import BatchTicket
 
 __all__ = ["BatchingExchange"]
 
-log = logging.getLogger("kvxfer.transformers")
+log = logger("kvxfer.transformers")
 
 MOST_TICKETS = 10_000
 """The most tickets that wait to be asked for; the oldest is forgotten."""

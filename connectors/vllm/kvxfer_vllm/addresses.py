@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,7 +10,8 @@ import msgspec
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.settings import AUTO_ADDRESS, everywhere, loopback
+from kvxfer.logs import logger
+from kvxfer.settings import AUTO_ADDRESS, bare, everywhere, loopback
 
 __all__ = ["HOST", "PORT", "defaults", "located"]
 
@@ -19,7 +19,7 @@ HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 C = TypeVar("C", bound=Config)
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 
 def defaults(settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -102,7 +102,7 @@ def _own_address() -> str:
 def _is_here(host: str) -> bool:
     """Whether this process can listen on an address or name."""
     try:
-        family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, where = socket.getaddrinfo(bare(host), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as s:
             s.bind(where)
     except (OSError, UnicodeError):

@@ -8,12 +8,12 @@ its own.
 from __future__ import annotations
 
 import hashlib
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
 from kvxfer.facts import TEXT, settings_hash
+from kvxfer.logs import logger
 from kvxfer_vllm.weights import fingerprint
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["facts_of", "updated"]
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 _UNESSENTIAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_path")
 """Fields of a model's configuration that do not affect its KV, or that are facts of their own."""

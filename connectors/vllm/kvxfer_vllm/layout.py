@@ -6,7 +6,6 @@ physical order; ``B`` counts kernel blocks, which may be smaller than the schedu
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Cache, Heads, Region, View
+from kvxfer.logs import logger
 from kvxfer.values import NULL, BlockTable, Group, Ints, Rank
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ from kvxfer_vllm.pages import (
 
 __all__ = ["Layout"]
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 
 @dataclass(frozen=True)

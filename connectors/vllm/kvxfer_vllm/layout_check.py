@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from functools import partial
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Cache
+from kvxfer.logs import logger
 from kvxfer.memory.proof import Proof, Unproven, Write
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_layout"]
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 _INDEXER_SCALED = 128
 """Elements of an indexer's key that share a scale of 4 bytes."""

@@ -6,12 +6,12 @@ connector of that name. Both engines must do so: the protocol is kvxfer's, which
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvxfer.logs import logger
 from kvxfer_vllm import compat
 from kvxfer_vllm.connector import KVXferConnector
 from kvxfer_vllm.stats import KVXferStats
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NixlConnector"]
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 _WITHOUT_MEANING = {
     "backends": "names backends of NIXL's; set kvxfer's 'backend' and 'backend_options'",

@@ -5,7 +5,6 @@ All methods run on the engine-core thread; none blocks.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,9 @@ from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Address, digest, printable
+from kvxfer.identity import Address, digest
+from kvxfer.logs import logger
+from kvxfer.text import printable
 from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SchedulerHooks"]
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import ConfigError
+from kvxfer.logs import logger
 from kvxfer.values import Group
 from kvxfer_vllm import addresses, compat, recurrent
 from kvxfer_vllm.migration import ConnectorConfig, check_hosts, translate
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["counts_media", "groups_of", "hits_may_differ", "settings_of"]
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 
 Translate = Callable[[Mapping[str, Any], Any], tuple[dict[str, Any], tuple[str, ...]]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import Report, WorkerChannel, WorkerSide
 from kvxfer.geometry import Cache
+from kvxfer.logs import logger
 from kvxfer.values import BlockTable, Rank
 from kvxfer_vllm import compat
 from kvxfer_vllm.clearing import Clearing
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerHooks"]
 
-log = logging.getLogger("kvxfer.vllm")
+log = logger("kvxfer.vllm")
 
 DRAIN_S = 2.0
 """Seconds that consumers have to finish fetching once vLLM ends its workers: it kills workers after four seconds. With

@@ -108,7 +108,7 @@ class Link:
 class ShmTransport(Base):
     """Shared memory between processes of one host."""
 
-    name, contract, guarded, costs = "shm", 2, "always", {"cpu": 30}
+    name, contract, guarded, tells_hosts, costs = "shm", 2, "always", True, {"cpu": 30}
     capabilities = Capabilities(frozenset({Verb.SEND, Verb.RECV}), elastic=True, abort="peer")
     endpoint_type = Endpoint
 

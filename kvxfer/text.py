@@ -1,0 +1,20 @@
+"""Text that others chose, made fit for a log, a message or a terminal."""
+
+from __future__ import annotations
+
+__all__ = ["LONGEST_SHOWN", "escaped", "printable"]
+
+LONGEST_SHOWN = 200
+"""The most characters of a name in the log."""
+
+
+def escaped(text: str) -> str:
+    r"""Return a text as one line of printable characters: all others, such as newlines, ESC and U+202E, as `\n`, `\x1b`, `\u202e`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable(name: object) -> str:
+    """Return a request's or transfer's name cut and escaped for the log, since clients choose it freely."""
+    return escaped(str(name)[:LONGEST_SHOWN])

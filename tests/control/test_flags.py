@@ -1,0 +1,100 @@
+"""Threads that wait on flags outlive the end of the interpreter, and never touch a descriptor that is another's by then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvxfer.flag import Flag
+
+BEGIN = """
+import atexit, os, threading, time
+
+others = []
+
+def late():  # registered first, so that it runs after all that the interpreter ends with
+    for _ in range(32):
+        others.append(os.eventfd(7, os.EFD_NONBLOCK))
+    time.sleep(0.3)
+    left = [os.eventfd_read(fd) for fd in others]
+    print("untouched" if left == [7] * 32 else left, flush=True)
+
+atexit.register(late)
+"""
+
+WAITS = {
+    "events": """
+from kvxfer.control.events import EventQueue
+queue = EventQueue()
+def go_on():
+    queue.end()
+    queue.take(0.01)
+""",
+    "sockets": """
+from kvxfer.control.sockets import ControlSockets
+from kvxfer.security import OPEN
+sockets = ControlSockets(OPEN)
+def go_on():
+    sockets._asleep = True
+    sockets.wake()
+    sockets.poll(0.01)
+""",
+    "side channel": """
+from kvxfer.engine.side_channel import WorkerChannel
+channel = WorkerChannel(print, lambda: ())
+def go_on():
+    channel.wake()
+    time.sleep(0.001)
+""",
+    "wakeup": """
+from kvxfer.backend.wakeup import Wakeup
+wakeup = Wakeup()
+def go_on():
+    wakeup.set()
+    wakeup.clear()
+""",
+}
+
+END = """
+def run():
+    while True:
+        go_on()
+
+threading.Thread(target=run, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_process_ends_cleanly_while_a_thread_waits(what: str) -> None:
+    code = BEGIN + WAITS[what] + END
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "untouched", "")
+
+
+def test_a_flag_that_is_closed_touches_nothing() -> None:
+    flag = Flag()
+    flag.set()
+    flag.close()
+    other = os.eventfd(7, os.EFD_NONBLOCK)
+    assert other == flag.fileno(), "the next descriptor gets its number"
+    flag.set()
+    flag.clear()
+    flag.close()
+    assert os.eventfd_read(other) == 7
+    os.close(other)
+
+
+def test_a_flag_may_be_set_by_a_handler_that_interrupts_it() -> None:
+    flag = Flag()
+    with flag._lock:  # as where a signal comes within ``set``
+        flag.set()
+    waiting = threading.Thread(target=flag.clear)
+    waiting.start()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    flag.clear()

@@ -1,0 +1,66 @@
+"""An IPv6 address may be written with brackets or without, in any of its forms, everywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from typer.testing import CliRunner
+
+from kvxfer.cli.main import app
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from kvxfer.identity import Source
+from kvxfer.settings import bare, everywhere, loopback
+from tests.test_security import Engine, outcome
+from tests.test_security import engine as engine
+
+FORMS = ("[::1]", "::1", "[0:0:0:0:0:0:0:1]", "0000::0001")
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_there_is_one_form(text: str) -> None:
+    config = Config.from_mapping({"listen": text, "advertise": text})
+    assert (config.listen, config.advertise) == ("::1", "::1")
+    assert loopback(text) and bare(text) == "::1"
+
+
+def test_what_is_no_address_stays() -> None:
+    for text in ("localhost", "gpu-7.example", "[gpu-7]", "*", "10.0.0.1", "fe80::1%eth0"):
+        assert bare(text) == text
+    assert bare("FD00::A") == "fd00::a"
+
+
+@pytest.mark.parametrize("text", ["::", "[::]", "0::0", "[0:0:0:0:0:0:0:0]"])
+def test_a_wildcard_is_one_in_any_form(text: str) -> None:
+    assert everywhere(text)
+    with pytest.raises(ConfigError, match="which peers cannot dial"):
+        Config.from_mapping({"listen": text})
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq", "cma"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"listen": form} for form in FORMS]
+    + [{"listen": "[::]", "advertise": "[::1]"}, {"listen": "::", "advertise": "127.0.0.1"}],
+    ids=lambda settings: " ".join(settings.values()),
+)
+def test_engines_find_each_other(engine: Callable[..., Engine], backend: str, settings: dict[str, str]) -> None:
+    p, d = (engine(backend=backend, backend_options={}, **settings) for _ in range(2))
+    assert outcome(p, d).outcome.delivered
+    p, d = (engine(backend=backend, backend_options={}, peers=["::1", "127.0.0.1"], **settings) for _ in range(2))
+    assert outcome(p, d).outcome.delivered
+
+
+def test_an_address_is_shown_with_brackets() -> None:
+    assert str(Source("::1", 14579, 1)) == "[::1]:14579" and str(Source("10.0.0.1", 1, 1)) == "10.0.0.1:1"
+
+
+@pytest.mark.parametrize("settings", [{"listen": "[::1]"}, {"listen": "[::]", "advertise": "::1"}], ids=str)
+def test_every_back_end_can_be_opened_there(settings: dict[str, str]) -> None:
+    told = CliRunner().invoke(app, ["doctor", "--json", "--config", json.dumps({"backend": "auto", **settings})])
+    rows = json.loads(told.stdout)["ports"]
+    assert {row["opened_by"] for row in rows} >= {"back end tcp", "back end zmq", "back end cma"}
+    assert not [row for row in rows if row["port"] == "?"]
+    assert any(row["port"] == f"[{bare(settings['listen'])}]:0" for row in rows)
