@@ -157,6 +157,8 @@ class SchedulerHooks:
         key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
         if key in self._loading.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
+            self._loading.arrived(request, str(transfer), None)
+            self._loading.ended(name, COMPUTED)
             return
         enough = min(self._block_tokens, part.tokens) if self._partly and not answered else 0
         what = name, transfer, part.digest, source, part.tokens
