@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.protocol.values import Ended, Released, Stages
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.params import Told
 from tests.engine.direct import Switchboard
-from tests.vllm.cases import CACHES, check, prefill
+from tests.vllm.cases import CACHES, EARLY, check, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, FULL, HYBRID, Engine, answer, prompt
+from tests.vllm.wire import Wire
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["stepwise", "overlapped"])
 N = 60
@@ -58,14 +61,34 @@ def test_a_prompt_that_goes_on(make: Make, groups: Any, n: int, more: int) -> No
         check(d, name, turn)
 
 
+@EARLY
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
-def test_it_comes_within_the_step(make: Make, groups: Any) -> None:
-    p, d = make(groups), make(groups, board=Switchboard(), extra={"step_budget": 1}, policy="fail")
-    d._channel  # noqa: B018
+def test_it_comes_within_the_step(make: Make, wire: Wire, groups: Any) -> None:
+    board = Switchboard(waited=wire.pump)
+    p, d = make(groups), make(groups, board=board, extra={"step_budget": 1}, policy="fail")
     for seed in range(3):
-        text = prompt(N, seed)
-        served(d, p, [*text, 5, 6], prefill(p, text), 2)
+        longer = [*prompt(N, seed), 5, 6]
+        name = d.add(longer, prefill(p, prompt(N, seed)))
+        assert d.step().num_scheduled_tokens[name] == 2
+        d.run(p, until=name)
+        check(d, name, longer)
         offers_nothing(p, d)
+
+
+@CACHES
+@pytest.mark.parametrize("more", [0, 1, 20])
+def test_it_is_loaded_and_offered_on(make: Make, groups: Any, more: int) -> None:
+    """What D offers is its own prompt, with what it has computed."""
+    p, d, e = (make(groups, policy="fail") for _ in range(3))
+    longer = [*prompt(N), *prompt(more, seed=3)]
+    name = d.add(longer, {**prefill(p, prompt(N)), "do_remote_decode": True}, n=1)
+    d.run(p, until=name)
+    d.step()
+    params = d.done[name].params
+    assert params is not None
+    served(e, d, longer, params, 1)
+    offers_nothing(p, d)
+    offers_nothing(d, e)
 
 
 @pytest.mark.parametrize("groups", [FULL, ALIGNED], ids=["full", "aligned"])
@@ -138,26 +161,18 @@ def test_a_second_call_under_the_same_params(make: Make, groups: Any, caching: b
     assert outcomes(d) == ["delivered"] + ["computed"] * 3
 
 
-def test_what_failed_may_be_tried_again(make: Make, wire: Any) -> None:
-    """The link broke, and P still offers it: a router's retry is loaded."""
+def test_what_failed_may_be_tried_again(make: Make, wire: Wire) -> None:
+    """The link broke before P had heard of it, so that P offers it still: a router's retry is loaded."""
     p, d = make(), make(caching=False)
     params = prefill(p, prompt(N))
     wire.paused = True
     name = d.add(prompt(N), params)
     d.steps(2)
     for load in wire.loads(d):
-        load.ended = True  # nobody has asked P
-        agent = load.agent
-        agent.loads.pop(load.fetch.handle)
-        from kvxfer.failures import Failure, FailureKind, Outcome
-        from kvxfer.protocol.values import Ended, Released, Stages
-
         why = Outcome(Failure(FailureKind.PEER_LOST, "the link broke"))
-        named = load.fetch.transfer, load.fetch.handle
-        agent.out += [
-            Ended("consumer", *named, why, 1, 0.01, -1, stages=Stages(1.0, 1.0)),
-            Released("consumer", *named),
-        ]
+        named = load.fetch.transfer, load.agent.loads.pop(load.fetch.handle).fetch.handle
+        load.agent.out.append(Ended("consumer", *named, why, 1, 0.01, -1, stages=Stages(1.0, 1.0)))
+        load.agent.out.append(Released("consumer", *named))
     wire.paused = False
     d.run(p, until=name)
     served(d, p, prompt(N), params, 1)
