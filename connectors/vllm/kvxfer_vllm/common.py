@@ -47,7 +47,8 @@ def common_part(
     own = digest(length) if length < whole else content
     same = length <= whole and told.digest in (b"", own)
     if told.digest and not same and told.facts in ("", facts):
-        return CommonPart(told.digest, 0, differs=whole > 1)  # a request that a front end has refused comes with one token
+        # vLLM's front end replaces a prompt that it refuses by one token.
+        return CommonPart(told.digest, 0, differs=whole > 1)
     if not same:
         length, own = whole, content
     tokens = length - left

@@ -32,7 +32,7 @@ __all__ = [
     "is_routed",
     "offer_key",
     "offered_id",
-    "told",
+    "told_of",
     "translated",
     "wanted",
 ]
@@ -136,7 +136,7 @@ class Told(NamedTuple):
     facts: str = ""
 
 
-def told(params: Mapping[str, Any], external: ExternalId) -> Told:
+def told_of(params: Mapping[str, Any], external: ExternalId) -> Told:
     """Return what P has said about this prompt. Of a batch, vLLM relays only what P has said about the first."""
     if external.prompt:
         return Told()

@@ -137,7 +137,7 @@ class SchedulerHooks:
             # The last prompt token is computed here in any case, so its KV need not come. Who offers a state computes the one before
             # it, too, and of the tokens before both P has no state.
             part = common_part(
-                p.told(params, external),
+                p.told_of(params, external),
                 self._facts,
                 whole=whole,
                 most=request.num_prompt_tokens - 1,
