@@ -175,7 +175,7 @@ class SchedulerSide:
             transfer: The name of the transfer to load.
             digest: What its KV depends on (``kvxfer.identity.digest``).
             source: The directory of the engine that offers it.
-            tokens: How many tokens of the prompt are to be here.
+            tokens: How many tokens of the prompt are to be here. 0: none, and the producer of what is ``offered`` is told so.
             begun: Whether the producer is assumed to have begun. If not, it is asked, and ``loadable`` returns None until it
                 has, for ``start_timeout`` at the most.
             offered: Whether the producer is known to have offered all of the tokens, as when it has answered its request. If

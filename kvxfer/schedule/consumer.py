@@ -66,8 +66,8 @@ class FetchSchedule:
         """Record a request, the first ``tokens`` tokens of whose prompt can be loaded from ``source``.
 
         Requests with the same transfer (samples of one prompt) share it: one loads, the others wait and then find
-        the blocks in the engine's prefix cache. Calling it again for a known request changes nothing. See ``Fetch`` for the
-        other arguments.
+        the blocks in the engine's prefix cache. Calling it again for a known request changes nothing. If ``tokens`` is 0, an
+        ``offered`` transfer is given up at once. See ``Fetch`` for the other arguments.
 
         Returns:
             False if the transfer is in use for other content or from another source, or if a load of it, or of an earlier
@@ -89,6 +89,8 @@ class FetchSchedule:
             load = self._loads[transfer] = _Load(
                 transfer, digest, source, tokens, progress, offered, 0 if offered else enough
             )
+            if offered and not tokens:
+                self._decline(load, "the consumer does not need it")
         load.requests.add(request)
         self._requests[request] = load
         return True

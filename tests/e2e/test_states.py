@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from kvxfer_vllm.demo.metrics import received
-from kvxfer_vllm.demo.routing import complete, prefill_then_decode
+from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, ended_together
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
@@ -118,4 +118,20 @@ def test_a_conversation_goes_on_from_a_state_that_was_loaded(servers: dict[str, 
     first = f"turns {of} {to} {LETTERS[:250]}"
     prefill_then_decode(servers[of], servers[to], first, 40)
     turn = first + "and now for something else"
+    assert complete(servers[to], turn, 24).tokens == complete(servers["plain"], turn, 24).tokens
+
+
+@WAYS
+@pytest.mark.parametrize(("n", "more"), [(70, 1), (3 * BLOCK + 1, 40), (200, 400)])
+def test_a_prompt_that_goes_on_behind_the_producer_s(
+    servers: dict[str, Server], of: str, to: str, n: int, more: int
+) -> None:
+    """The rest is computed from the state that was loaded, which most often stands within a block; so is a later turn."""
+    text = f"on {of} {to} {n} {LETTERS}"
+    params = complete(servers[of], text[:n], 1, PREFILL_PARAMS).kv_transfer_params
+    prompt, before = text[: n + more], received(servers[to])
+    assert complete(servers[to], prompt, 24, params).tokens == complete(servers["plain"], prompt, 24).tokens
+    got = received(servers[to]) - before
+    assert (got.tokens, got.failed) == (n - 1, 0)
+    turn = prompt + "and now for something else"
     assert complete(servers[to], turn, 24).tokens == complete(servers["plain"], turn, 24).tokens

@@ -201,6 +201,19 @@ class TestDecline:
         intake.finish("r")
         assert not intake.declines(), "given up once"
 
+    @pytest.mark.parametrize("offered", [True, False])
+    def test_nothing_of_it_is_wanted(self, offered: bool) -> None:
+        """Its producer is told before there are blocks for the request; or then, where it may not know its own request yet."""
+        intake = FetchSchedule(FULL)
+        assert intake.arrive("r", T, DIGEST, PEER, 0, offered=offered) and intake.arrive("s", T, DIGEST, PEER, 0)
+        told = [intake.declines()]
+        assert intake.matched("r", 0) == 0 and not intake.arrive("t", T, DIGEST, PEER, 40)
+        intake.allocated("r", table([5]), 0, 0)
+        intake.finish("r")
+        intake.finish("s")
+        told.append(intake.declines())
+        assert [len(declines) for declines in told] == [offered, not offered] and len(intake) == 0
+
     def test_waiting_ends_with_the_want(self) -> None:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 0, 40)

@@ -27,11 +27,11 @@ def image(content: str, offset: int = 8) -> dict[str, Any]:
     return {"mm_features": [MultiModalFeatureSpec(data=None, modality="image", identifier=content, mm_position=where)]}
 
 
-def embeds(seed: int, mask: int | None = None) -> dict[str, Any]:
-    values = torch.full((60, 8), float(seed), dtype=torch.bfloat16)
+def embeds(seed: int, mask: int | None = None, n: int = 60) -> dict[str, Any]:
+    values = torch.full((n, 8), float(seed), dtype=torch.bfloat16)
     if mask is None:
         return {"tokens": None, "prompt_embeds": values}
-    return {"prompt_embeds": values, "prompt_is_token_ids": [i < mask for i in range(60)]}
+    return {"prompt_embeds": values, "prompt_is_token_ids": [i < mask for i in range(n)]}
 
 
 CASES = [
@@ -86,6 +86,40 @@ def test_requests_that_are_the_same(make: Make, request_: dict[str, Any]) -> Non
     b = ask(d, params, 4, request_)
     d.run(p, until=b)
     assert d.computed[b] == 1 + 3
+
+
+LONGER = [
+    ({}, {}, True),
+    (lora("a"), lora("a"), True),
+    (lora("a"), lora("b"), False),
+    ({}, {"cache_salt": "s"}, False),
+    (image("cat"), image("cat"), True),
+    (image("cat"), image("dog"), False),
+    ({}, image("cat", offset=60), True),
+    ({}, image("cat", offset=70), True),
+    ({}, image("cat", offset=59), False),
+    ({}, image("cat", offset=50), False),
+    (image("cat", offset=44), image("cat", offset=44), True),
+    (embeds(1), embeds(1, n=100), True),
+    (embeds(2), embeds(1, n=100), False),
+    (embeds(1, mask=20), embeds(1, mask=20, n=100), True),
+    (embeds(1, mask=20), embeds(1, mask=30, n=100), False),
+    (embeds(1, mask=60), embeds(1, mask=80, n=100), True),
+]
+"""What P and D are asked, and whether what D is asked begins with the other. Media may begin behind that, and not end behind it."""
+
+
+@pytest.mark.parametrize(("there", "here", "same"), LONGER)
+def test_requests_that_go_on(make: Make, there: dict[str, Any], here: dict[str, Any], same: bool) -> None:
+    p, d = engine(make, policy="fail"), engine(make, policy="fail", budget=128)
+    a = ask(p, OFFER, 1, there)
+    p.run(until=a)
+    params = p.done[a].params
+    assert params is not None
+    b = ask(d, params, 4, {"tokens": prompt(100), **here})
+    d.run(p, until=b)
+    assert len(d.done[b].tokens) == 4
+    assert d.computed[b] == (40 if same else 100) + 3
 
 
 def named_by_vllm(caching: bool, media_cache: float) -> str:

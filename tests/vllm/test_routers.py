@@ -76,7 +76,7 @@ def test_a_router_that_repeats(make: Make) -> None:
 
 
 def test_a_router_that_mixes_up(make: Make) -> None:
-    """D's prompt is not that of the params: the digests differ, and D computes. P keeps its blocks for a lease."""
+    """D's prompt is not that of the params: the digests differ, and D computes. P hears of it, see test_common.py."""
     p, d = make(), make()
     params, other = prefill(p, prompt(60)), prompt(60, seed=1)
     name = d.add(other, params)

@@ -1,28 +1,44 @@
 """``kv_transfer_params``: NIXL's schema, which routers already relay, with keys of kvxfer's own.
 
 P is the prefill engine, D the decode engine. A router sends ``do_remote_decode`` to P. P's answer has ``do_remote_prefill``, the
-address of its directory, and under kvxfer's keys that address again, the transfer's base id and digest, and P's epoch; the router
-forwards it to D unchanged. Some routers overwrite ``remote_host`` with the address of P's HTTP server, which this rank may not
-share, so the address under kvxfer's key takes precedence. A router that sends to both at once names the transfer itself: it sends
-``transfer_id`` to both, and P's ``remote_host`` and ``remote_port`` to D. llm-d's ``offloading`` does the same in the schema of
-vLLM's peer-to-peer tier, ``remote_decoder`` and ``remote_prefiller``, which ``translated`` maps to these keys.
+address of its directory, and under kvxfer's keys that address again, the transfer's base id and digest, P's epoch and a hash of
+its facts; the router forwards it to D unchanged. Some routers overwrite ``remote_host`` with the address of P's HTTP server, which
+this rank may not share, so the address under kvxfer's key takes precedence. A router that sends to both at once names the
+transfer itself: it sends ``transfer_id`` to both, and P's ``remote_host`` and ``remote_port`` to D. llm-d's ``offloading`` does
+the same in the schema of vLLM's peer-to-peer tier, ``remote_decoder`` and ``remote_prefiller``, which ``translated`` maps to
+these keys.
 
 The input is untrusted: its length is bounded before it is used or shown.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvxfer.arguments import shown
 from kvxfer.engine import Ticket
 from kvxfer.identity import Address, IdentityError, Source, TransferId, parse_address
+from kvxfer.values import MOST_DIGEST, MOST_TOKENS
 from kvxfer_vllm.ids import ExternalId
 
-__all__ = ["answer", "digest_of", "is_load", "is_offer", "is_routed", "offered_id", "translated", "wanted"]
+__all__ = [
+    "Told",
+    "answer",
+    "digest_of",
+    "is_load",
+    "is_offer",
+    "is_routed",
+    "offer_key",
+    "offered_id",
+    "told_of",
+    "translated",
+    "wanted",
+]
 
 TRANSFER, EPOCH, DIGEST, ADDRESS = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address"
+FACTS, TOKENS, REQUEST = "kvxfer_facts", "remote_num_tokens", "remote_request_id"
 LONGEST = 4096
 """Characters that a text in params may have; vLLM's request ids are far shorter."""
 
@@ -74,8 +90,8 @@ def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId) -> T
     return _routed(name, external) if name else TransferId.mint(epoch, external.base, external.prompt)
 
 
-def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, tokens: int) -> dict[str, Any]:
-    """Return P's answer, which its router passes to D.
+def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, tokens: int, facts: str) -> dict[str, Any]:
+    """Return P's answer, which its router passes to D. ``facts`` is a hash of what all of P's KV depends on.
 
     ``remote_block_ids`` holds an empty row for each group: kvxfer does not need it, but some routers check that it is there.
     """
@@ -85,15 +101,16 @@ def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, toke
         "do_remote_decode": False,
         "remote_block_ids": [[] for _ in range(groups)],
         "remote_engine_id": engine,
-        "remote_request_id": request,
+        REQUEST: request,
         "remote_host": source.host,
         "remote_port": source.port,
-        "remote_num_tokens": tokens,
+        TOKENS: tokens,
         "tp_size": tp,
         TRANSFER: ticket.transfer.base,
         ADDRESS: str(Address(source.host, source.port)),
         EPOCH: f"{source.epoch:x}",
         DIGEST: ticket.digest.hex(),
+        FACTS: facts,
     }
 
 
@@ -101,9 +118,54 @@ def digest_of(params: Mapping[str, Any]) -> bytes:
     """Return the digest that P named; empty if it is missing or unreadable."""
     text = params.get(DIGEST)
     try:
-        return bytes.fromhex(text) if isinstance(text, str) and len(text) <= LONGEST else b""
+        return bytes.fromhex(text) if isinstance(text, str) and len(text) <= 2 * MOST_DIGEST else b""
     except ValueError:
         return b""
+
+
+class Told(NamedTuple):
+    """What P's answer says about the prompt that P was given; what is missing, unreadable or of another prompt is left empty.
+
+    digest: What the KV of that prompt depends on.
+    tokens: How many of its tokens P offers.
+    facts: The hash of what all of P's KV depends on.
+    """
+
+    digest: bytes = b""
+    tokens: int = 0
+    facts: str = ""
+
+
+def told_of(params: Mapping[str, Any], external: ExternalId) -> Told:
+    """Return what P has said about this prompt. Of a batch, vLLM relays only what P has said about the first."""
+    if external.prompt:
+        return Told()
+    tokens, facts = params.get(TOKENS), params.get(FACTS)
+    return Told(
+        digest_of(params),
+        tokens if type(tokens) is int and 0 < tokens <= MOST_TOKENS else 0,
+        facts if isinstance(facts, str) and len(facts) <= LONGEST else "",
+    )
+
+
+def offer_key(params: Mapping[str, Any], transfer: TransferId) -> bytes | None:
+    """Return what tells one offer of a transfer from a later one under the same name; None if P has not said."""
+    request, content = params.get(REQUEST), params.get(DIGEST)
+    if not (isinstance(request, str) and isinstance(content, str) and len(request) + len(content) <= LONGEST):
+        return None
+    return hashlib.blake2b(
+        repr((str(transfer), request, content)).encode(errors="backslashreplace"), digest_size=16
+    ).digest()
+
+
+def wrong_role(params: Mapping[str, Any]) -> str | None:
+    """Return what params ask of an engine whose ``kv_role`` does not allow it, and what that would have to be; None for nothing."""
+    asked = "offer its prompt's KV" if is_offer(params) else "load its prompt's KV" if is_load(params) else None
+    needed = "kv_producer" if is_offer(params) else "kv_consumer"
+    return asked and (
+        f"asks this engine to {asked}, which its kv_role does not allow: the router sent it to the wrong engine, or "
+        f"kv_role must be {needed} or kv_both"
+    )
 
 
 def wanted(params: Mapping[str, Any], external: ExternalId) -> tuple[TransferId, Source] | str:

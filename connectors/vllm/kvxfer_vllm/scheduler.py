@@ -5,7 +5,7 @@ All methods run on the engine-core thread; none blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import BlockPins, Report, SchedulerSide
@@ -18,8 +18,9 @@ from kvxfer.text import printable
 from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
+from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.identity import facts_of, updated
-from kvxfer_vllm.ids import external_id
+from kvxfer_vllm.ids import ExternalId, external_id
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
@@ -80,6 +81,7 @@ class SchedulerHooks:
         self.side = SchedulerSide(
             config, self._engine, groups, parallel.world_size, facts, pins=self._pins, writes_early=self._writes_early
         )
+        self._facts = sealed(self.side.facts)
         self._seen: set[str] = set()
         self._spans = RequestSpans(vllm_config)
         self._loading = LoadingRequests(self._spans)
@@ -87,6 +89,7 @@ class SchedulerHooks:
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
         self._partial: dict[str, tuple[int, ...]] = {}  # loads that are here in part, and their blocks behind that
         self._loads: dict[str, BlockTable] = {}  # of loads that may be so
+        self._ends: dict[str, int] = {}  # the prompt tokens that loads are to bring
         self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
         self._holding_back = False  # whether this step gives blocks to nobody
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
@@ -120,47 +123,57 @@ class SchedulerHooks:
 
     def _take_up(self, request: Request, params: Mapping[str, Any]) -> None:
         offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
+        name, whole = request.request_id, request.num_prompt_tokens
         if not offers and not loads:
-            self._warn_of_role(request, params)
+            if (why := p.wrong_role(params)) is not None:
+                log.warning("request %s %s", printable(name), why)
             return
-        name, content = request.request_id, self._digest(request)  # of the whole prompt, before it may be cut
-        external = external_id(name)
+        external, content = external_id(name), self._digest(request)  # of the whole prompt, before it may be cut
         if offers:
             transfer = p.offered_id(params, self.side.source.epoch, external)
             if self._recurrent:  # not before it is known that there will be an offer
                 leave_last_token(request)
             self.side.offer(name, transfer, content, request.num_prompt_tokens, stops=request.max_tokens == 1)
         if loads:
-            want = p.wanted(params, external)
-            if isinstance(want, str):
-                log.warning("request %s is computed here: %s", printable(name), want)
-                return
-            transfer, source = want
             # The last prompt token is computed here in any case, so its KV need not come. Who offers a state computes the one before
             # it, too, and of the tokens before both P has no state.
-            tokens = 0 if offers and self._recurrent else request.num_prompt_tokens - 1
-            if not tokens:  # nothing to load; a request that vLLM's front end has refused comes so, without its prompt
-                content = p.digest_of(params) or content
-            answered = not p.is_routed(params)  # else P may not have begun
-            enough = min(self._block_tokens, tokens) if self._partly and not answered else 0
-            self.side.load(name, transfer, content, source, tokens, begun=answered, offered=answered, enough=enough)
-            self._loading.arrived(request, str(transfer))
-            if self._hits is not None and not request.skip_reading_prefix_cache:
-                # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
-                self.side.prefetch(name, self._hits(request))
-
-    def _warn_of_role(self, request: Request, params: Mapping[str, Any]) -> None:
-        """Say that a request asks for what this engine does not do."""
-        asked = "offer its prompt's KV" if p.is_offer(params) else "load its prompt's KV" if p.is_load(params) else None
-        if asked is not None:
-            needed = "kv_producer" if p.is_offer(params) else "kv_consumer"
-            log.warning(
-                "request %s asks this engine to %s, which its kv_role does not allow: the router sent it to the wrong engine, or "
-                "kv_role must be %s or kv_both",
-                printable(request.request_id),
-                asked,
-                needed,
+            part = common_part(
+                p.told_of(params, external),
+                self._facts,
+                whole=whole,
+                most=request.num_prompt_tokens - 1,
+                left=int(self._recurrent),
+                content=content,
+                digest=lambda tokens: self._digest(request, tokens),
             )
+            self._load(request, params, external, part)
+
+    def _load(self, request: Request, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
+        """Load this part of a prompt from where the params say, unless that is known to be in vain."""
+        name, want = request.request_id, p.wanted(params, external)
+        if isinstance(want, str):
+            log.warning("request %s is computed here: %s", printable(name), want)
+            return
+        transfer, source = want
+        key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
+        if key in self._loading.used:
+            log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
+            self._loading.arrived(request, str(transfer), None)
+            self._loading.ended(name, COMPUTED)
+            return
+        enough = min(self._block_tokens, part.tokens) if self._partly and not answered else 0
+        what = name, transfer, part.digest, source, part.tokens
+        took = self.side.load(*what, begun=answered, offered=answered, enough=enough)
+        self._loading.arrived(request, str(transfer), key if took else None)
+        self._ends[name] = part.tokens
+        if part.differs:
+            log.warning(
+                "request %s is computed here: its prompt does not begin with that of its params", printable(name)
+            )
+            self._loading.ended(name, str(FailureKind.DIGEST_DIFFERS))
+        if self._hits is not None and not request.skip_reading_prefix_cache:
+            # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
+            self.side.prefetch(name, self._hits(request))
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
@@ -186,7 +199,7 @@ class SchedulerHooks:
         if external and self._partly:
             self._loads[request.request_id] = table
         if external:
-            end = request.num_prompt_tokens - 1
+            end = self._ends[request.request_id]
             self._retained.loads(request.request_id, table, end - external, end)
         if not external or self.side.here(request.request_id):
             self._loading.ended(request.request_id, DELIVERED if external else COMPUTED)
@@ -209,15 +222,18 @@ class SchedulerHooks:
         self._room.finished(name)
         self._retained.cached(name)
         self._loads.pop(name, None)
+        self._ends.pop(name, None)
         self._tables.pop(name, None)
         self._loading.ended(name, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         if not self.side.finished(name, _table(block_ids), whole, good=aborted) or ticket is None:
             return False, None
         self._spans.begin(OFFER, request, str(ticket.transfer))
-        return True, p.answer(ticket, self._engine, name, self._tp, len(block_ids), request.num_prompt_tokens)
+        sizes = self._tp, len(block_ids), request.num_prompt_tokens
+        return True, p.answer(ticket, self._engine, name, *sizes, self._facts)
 
-    def _digest(self, request: Request) -> bytes:
+    def _digest(self, request: Request, tokens: int | None = None) -> bytes:
+        """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""
         if request.mm_features and self._counts_media:
             raise KvxferError(
                 "its images or other media have no identity by content, since vLLM caches none; set "
@@ -225,13 +241,16 @@ class SchedulerHooks:
             )
         lora = request.lora_request
         embeds = request.prompt_embeds
+        media = ((f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ())
         return digest(
-            tokens=request.prompt_token_ids,
-            model=sealed(self.side.facts),
-            media=[(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ()],
+            tokens=_first(request.prompt_token_ids, tokens),
+            model=self._facts,
+            media=[item for item in media if tokens is None or item[1] < tokens],
             lora=None if lora is None else lora.lora_name,
             salt=request.cache_salt,
-            embeds=None if embeds is None else _embeds(embeds, getattr(request, "prompt_is_token_ids", None)),
+            embeds=None
+            if embeds is None
+            else _embeds(embeds[:tokens], _first(getattr(request, "prompt_is_token_ids", None), tokens)),
         )
 
     # --- steps -----------------------------------------------------------------------------------------------------
@@ -332,6 +351,7 @@ class SchedulerHooks:
         if not self.side.withdraw_all("the engine drops its caches, as for other weights"):
             return False
         self.side.identify(updated(self.side.facts))
+        self._facts = sealed(self.side.facts)
         return True
 
     def bind(self, pool: Any) -> None:
@@ -375,21 +395,18 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        kept = (
-            len(self._seen)
-            + len(self._tables)
-            + len(self._loading)
-            + len(self._spans)
-            + len(self._loads)
-            + len(self._partial)
-            + len(self._retained)
-        )
-        return len(self.side) + kept
+        ours: tuple[Sized, ...] = (self._seen, self._tables, self._loads, self._ends, self._partial)
+        return sum(map(len, (*ours, self._loading, self._retained, self._spans, self.side)))
 
 
 def _table(block_ids: Sequence[Sequence[int]]) -> BlockTable:
     """Return vLLM's block table with its null block spelt as ours."""
     return BlockTable.of(block_ids, NULL_BLOCK)
+
+
+def _first(row: Any, n: int | None) -> Any:
+    """Return the first items of a row if there is one, or all."""
+    return row if row is None or n is None or n >= len(row) else row[:n]
 
 
 def _embeds(tensor: Any, is_token: Sequence[bool] | None) -> bytes:
