@@ -215,6 +215,8 @@ class Agent:
         # Unless they are kept, the engine may use the blocks before the control thread handles this call.
         declared = not kept and self._revocations.declare(transfer)
         self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
+        if not kept:
+            self._calls.free(transfer, generation)
         # Last: even if another thread closes the agent now, no peer may trust what is overwritten.
         self._check_open("revoke")
 

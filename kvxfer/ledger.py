@@ -1,0 +1,115 @@
+"""The ledger of blocks: which are read and which are filled, so that none is given two lives.
+
+What an agent, or a scheduler, has let others read or write is a *claim* on blocks. This table says which claims go together:
+
+| a block is | it may be read | it may be filled |
+| --- | --- | --- |
+| unclaimed | yes | yes |
+| read: offered, or copied | yes | no |
+| filled: a load writes to it, or may still do so after it has failed | no | no |
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Set
+from itertools import repeat
+from operator import add
+from typing import NamedTuple
+
+from kvxfer.block_table import BlockTable
+
+__all__ = ["BlockLedger", "Blocks"]
+
+Blocks = Mapping[int, Set[int]]
+"""Blocks by block space: groups that share their blocks are one space."""
+
+
+class _Claim(NamedTuple):
+    fills: bool
+    generation: int
+    blocks: Blocks
+
+
+class BlockLedger:
+    """All claims on the blocks of one cache. Not thread-safe.
+
+    The cost of each method goes by the blocks that it is given, whatever else is claimed.
+
+    Args:
+        spaces: The block space of each group. Groups that it lacks share one.
+    """
+
+    def __init__(self, spaces: Mapping[int, int] | None = None) -> None:
+        self._spaces = dict(spaces or {})
+        self._claims: dict[Hashable, list[_Claim]] = {}
+        self._filled: defaultdict[int, set[int]] = defaultdict(set)
+        self._read: defaultdict[int, dict[int, int]] = defaultdict(dict)  # how many claims read each block
+
+    def learn(self, spaces: Mapping[int, int]) -> None:
+        """Record the block spaces of some groups, for later claims."""
+        self._spaces.update(spaces)
+
+    def blocks(self, table: BlockTable, spans: Iterable[tuple[int, tuple[int, int]]]) -> Blocks:
+        """Return the blocks that a table has for some groups at their positions ``[first, past)``."""
+        out: dict[int, set[int]] = {}
+        for g, (first, past) in spans:
+            if first < past and (ids := table.blocks(g, first, past)):
+                space = self._spaces.get(g, 0)
+                out[space] = out[space] | ids if space in out else ids
+        return out
+
+    def overlap(self, blocks: Blocks, *, fills: bool) -> tuple[int, Hashable] | None:
+        """Return a block that must not be read, or filled, now, and the holder of the claim on it; ``None`` if there is none."""
+        for space, ids in blocks.items():
+            if not self._filled[space].isdisjoint(ids) or (fills and any(map(self._read[space].get, ids))):
+                return self._first(space, ids, fills)
+        return None
+
+    def claim(self, holder: Hashable, blocks: Blocks, *, fills: bool, generation: int = 0) -> None:
+        """Add a claim to those of ``holder``. There must be no ``overlap``."""
+        for space, ids in blocks.items():
+            if fills:
+                self._filled[space] |= ids
+            else:
+                self._count(space, ids, 1)
+        self._claims.setdefault(holder, []).append(_Claim(fills, generation, blocks))
+
+    def drop(self, holder: Hashable, generation: int = sys.maxsize) -> None:
+        """Drop the claims of ``holder`` up to a generation, if it has any."""
+        kept = []
+        for claim in self._claims.pop(holder, ()):
+            if claim.generation > generation:
+                kept.append(claim)
+                continue
+            for space, ids in claim.blocks.items():
+                if claim.fills:
+                    self._filled[space] -= ids
+                else:
+                    self._count(space, ids, -1)
+        if kept:
+            self._claims[holder] = kept
+
+    def __contains__(self, holder: Hashable) -> bool:
+        return holder in self._claims
+
+    def __len__(self) -> int:
+        """Return how many holders have claims."""
+        return len(self._claims)
+
+    def _count(self, space: int, ids: Set[int], by: int) -> None:
+        read = self._read[space]
+        read.update(zip(ids, map(add, map(read.get, ids, repeat(0)), repeat(by)), strict=True))
+
+    def _first(self, space: int, ids: Set[int], fills: bool) -> tuple[int, Hashable]:
+        """Return the first of these blocks that another claim does not go together with, and that claim's holder."""
+        return min(
+            (
+                (min(both), holder)
+                for holder, claims in self._claims.items()
+                for claim in claims
+                if (fills or claim.fills) and (both := ids & claim.blocks.get(space, set()))
+            ),
+            key=lambda found: found[0],
+        )
