@@ -28,8 +28,9 @@ Blocks = Mapping[int, Set[int]]
 
 class _Claim(NamedTuple):
     fills: bool
-    generation: int
     blocks: Blocks
+    by: object
+    generation: int
 
 
 class BlockLedger:
@@ -60,21 +61,30 @@ class BlockLedger:
                 out[space] = out[space] | ids if space in out else ids
         return out
 
-    def overlap(self, blocks: Blocks, *, fills: bool) -> tuple[int, Hashable] | None:
-        """Return a block that must not be read, or filled, now, and the holder of the claim on it; ``None`` if there is none."""
+    def all(self, table: BlockTable) -> Blocks:
+        """Return all blocks of a table."""
+        return self.blocks(table, ((g, (0, table.count(g))) for g in range(len(table))))
+
+    @property
+    def filling(self) -> bool:
+        """Whether any block is being filled."""
+        return any(self._filled.values())
+
+    def overlap(self, blocks: Blocks, *, fills: bool) -> tuple[int, object] | None:
+        """Return the first of these blocks that must not be read, or filled, now, and by whom it is claimed; ``None`` if all may be."""
         for space, ids in blocks.items():
             if not self._filled[space].isdisjoint(ids) or (fills and any(map(self._read[space].get, ids))):
                 return self._first(space, ids, fills)
         return None
 
-    def claim(self, holder: Hashable, blocks: Blocks, *, fills: bool, generation: int = 0) -> None:
-        """Add a claim to those of ``holder``. There must be no ``overlap``."""
+    def claim(self, holder: Hashable, blocks: Blocks, by: object, *, fills: bool, generation: int = 0) -> None:
+        """Add a claim to those of ``holder``; there must be no ``overlap``. ``by`` is whom errors name."""
         for space, ids in blocks.items():
             if fills:
                 self._filled[space] |= ids
             else:
                 self._count(space, ids, 1)
-        self._claims.setdefault(holder, []).append(_Claim(fills, generation, blocks))
+        self._claims.setdefault(holder, []).append(_Claim(fills, blocks, by, generation))
 
     def drop(self, holder: Hashable, generation: int = sys.maxsize) -> None:
         """Drop the claims of ``holder`` up to a generation, if it has any."""
@@ -102,14 +112,7 @@ class BlockLedger:
         read = self._read[space]
         read.update(zip(ids, map(add, map(read.get, ids, repeat(0)), repeat(by)), strict=True))
 
-    def _first(self, space: int, ids: Set[int], fills: bool) -> tuple[int, Hashable]:
-        """Return the first of these blocks that another claim does not go together with, and that claim's holder."""
-        return min(
-            (
-                (min(both), holder)
-                for holder, claims in self._claims.items()
-                for claim in claims
-                if (fills or claim.fills) and (both := ids & claim.blocks.get(space, set()))
-            ),
-            key=lambda found: found[0],
-        )
+    def _first(self, space: int, ids: Set[int], fills: bool) -> tuple[int, object]:
+        claims = [claim for claims in self._claims.values() for claim in claims if fills or claim.fills]
+        found = [(min(both), claim.by) for claim in claims if (both := ids & claim.blocks.get(space, set()))]
+        return min(found, key=lambda one: one[0])

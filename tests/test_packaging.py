@@ -25,7 +25,7 @@ LEVELS = [
     {"errors", "threads"},
     {"arguments"},
     {"settings", "identity", "fence", "block_table"},
-    {"facts", "values"},
+    {"facts", "ledger", "values"},
     {"geometry", "ticket"},
     {"config"},
     {"memory", "transport", "schedule", "security"},

@@ -68,7 +68,8 @@ class Calls:
                 self._follows(last, offer)
             blocks = self._ledger.blocks(offer.blocks, self._added(offer, last))
             self._refuse(offer, blocks)
-            self._ledger.claim(offer.transfer, blocks, fills=False, generation=offer.generation)
+            by = offer.handle, offer.transfer
+            self._ledger.claim(offer.transfer, blocks, by, fills=False, generation=offer.generation)
             self._offers[offer.transfer] = offer
 
     def _added(self, offer: Offer, last: Offer | None) -> list[tuple[int, tuple[int, int]]]:
@@ -78,7 +79,12 @@ class Calls:
         else:
             tokens, final = last.tokens, last.final
         return [
-            (g, (group.blocks(tokens), group.blocks(offer.tokens)) if group.kind == "full" else group.moved(offer.tokens))
+            (
+                g,
+                (group.blocks(tokens), group.blocks(offer.tokens))
+                if group.kind == "full"
+                else group.moved(offer.tokens),
+            )
             for g, group in self._groups.items()
             if group.kind == "full" or (offer.final and not final)
         ]
@@ -119,7 +125,7 @@ class Calls:
             if fetch.handle in self._ledger:
                 raise ArgumentError(f"handle must be unused, and that of a fetch not released yet is {fetch.handle!r}")
             self._refuse(fetch, blocks)
-            self._ledger.claim(fetch.handle, blocks, fills=True)
+            self._ledger.claim(fetch.handle, blocks, fetch.handle, fills=True)
 
     def free(self, holder: str | TransferId, generation: Generation = sys.maxsize) -> None:
         """Take in that the blocks of a fetch, or of an offer up to a generation, may be used for something else."""
@@ -138,17 +144,16 @@ class Calls:
         found = self._ledger.overlap(blocks, fills=isinstance(what, Fetch))
         if found is None:
             return
-        block, holder = found
-        if isinstance(holder, TransferId):
-            last = self._offers.get(holder)
-            by = f"the offer {holder if last is None else _name(last)} lists until it is revoked or released"
+        block, by = found
+        if isinstance(by, tuple):
+            other = f"the offer {_name(*by)} lists until it is revoked or released"
         else:
-            by = f"the fetch {holder!r} fills until it is released"
+            other = f"the fetch {by!r} fills until it is released"
         if isinstance(what, Fetch):
             then = f"begin the fetch {what.handle!r} after that, or into other blocks"
         else:
-            then = f"make the offer {_name(what)} after that"
-        raise ArgumentError(f"blocks must not list block {block}, which {by}: {then}")
+            then = f"make the offer {_name(what.handle, what.transfer)} after that"
+        raise ArgumentError(f"blocks must not list block {block}, which {other}: {then}")
 
     def _apart(self, table: BlockTable, spans: Mapping[int, tuple[int, int]]) -> None:
         """Refuse a table that has the same block at these positions of two groups that share their blocks.
@@ -193,6 +198,6 @@ class Calls:
                 )
 
 
-def _name(offer: Offer) -> str:
+def _name(handle: str, transfer: TransferId) -> str:
     """Return what an offer is called in errors: by the engine's handle, if it gave one, and its transfer."""
-    return f"{offer.handle!r} ({offer.transfer})" if offer.handle else str(offer.transfer)
+    return f"{handle!r} ({transfer})" if handle else str(transfer)
