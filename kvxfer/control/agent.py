@@ -168,8 +168,8 @@ class Agent:
                 passed within the lease, the offer fails.
 
         Raises:
-            ArgumentError: The blocks are not in the cache or too few for the tokens, or the offer contradicts an earlier one of
-                its transfer: by an older generation or, within the same one, fewer tokens, other blocks or another payload.
+            ArgumentError: The blocks are not in the cache or too few for the tokens, or a fetch that is not released yet fills one
+                of them, or the offer contradicts an earlier one of its transfer: by an older generation or, within the same one, fewer tokens, other blocks or another payload.
             ClosedError: The agent has been closed.
         """
         self._check_open("offer")
@@ -239,8 +239,8 @@ class Agent:
 
         Raises:
             ArgumentError: The blocks are not in the cache or too few for the tokens, the handle is that of a fetch that
-                is not released yet, or such a fetch fills one of the blocks, or ``own`` is missing although other ranks fetch
-                the rest.
+                is not released yet, or such a fetch fills one of the blocks, or an offer lists one that is neither revoked nor
+                released, or ``own`` is missing although other ranks fetch the rest.
             ClosedError: The agent has been closed.
         """
         self._check_open("fetch")
