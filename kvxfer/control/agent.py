@@ -169,7 +169,8 @@ class Agent:
 
         Raises:
             ArgumentError: The blocks are not in the cache or too few for the tokens, or a fetch that is not released yet fills one
-                of them, or the offer contradicts an earlier one of its transfer: by an older generation or, within the same one, fewer tokens, other blocks or another payload.
+                of them, or the offer contradicts an earlier one of its transfer: by an older generation or, within the same one, fewer
+                tokens, other blocks or another payload.
             ClosedError: The agent has been closed.
         """
         self._check_open("offer")
