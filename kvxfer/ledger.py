@@ -14,8 +14,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Set
-from itertools import repeat
-from operator import add
 from typing import NamedTuple
 
 from kvxfer.block_table import BlockTable
@@ -46,7 +44,10 @@ class BlockLedger:
         self._spaces = dict(spaces or {})
         self._claims: dict[Hashable, list[_Claim]] = {}
         self._filled: defaultdict[int, set[int]] = defaultdict(set)
-        self._read: defaultdict[int, dict[int, int]] = defaultdict(dict)  # how many claims read each block
+        self._read: defaultdict[int, set[int]] = defaultdict(set)
+        self._more: defaultdict[int, dict[int, int]] = defaultdict(
+            dict
+        )  # by how many claims beyond the first a block is read
 
     def learn(self, spaces: Mapping[int, int]) -> None:
         """Record the block spaces of some groups, for later claims."""
@@ -73,7 +74,7 @@ class BlockLedger:
     def overlap(self, blocks: Blocks, *, fills: bool) -> tuple[int, object] | None:
         """Return the first of these blocks that must not be read, or filled, now, and by whom it is claimed; ``None`` if all may be."""
         for space, ids in blocks.items():
-            if not self._filled[space].isdisjoint(ids) or (fills and any(map(self._read[space].get, ids))):
+            if not self._filled[space].isdisjoint(ids) or (fills and not self._read[space].isdisjoint(ids)):
                 return self._first(space, ids, fills)
         return None
 
@@ -83,7 +84,7 @@ class BlockLedger:
             if fills:
                 self._filled[space] |= ids
             else:
-                self._count(space, ids, 1)
+                self._reads(space, ids)
         self._claims.setdefault(holder, []).append(_Claim(fills, blocks, by, generation))
 
     def drop(self, holder: Hashable, generation: int = sys.maxsize) -> None:
@@ -97,7 +98,7 @@ class BlockLedger:
                 if claim.fills:
                     self._filled[space] -= ids
                 else:
-                    self._count(space, ids, -1)
+                    self._read_no_more(space, ids)
         if kept:
             self._claims[holder] = kept
 
@@ -108,9 +109,20 @@ class BlockLedger:
         """Return how many holders have claims."""
         return len(self._claims)
 
-    def _count(self, space: int, ids: Set[int], by: int) -> None:
-        read = self._read[space]
-        read.update(zip(ids, map(add, map(read.get, ids, repeat(0)), repeat(by)), strict=True))
+    def _reads(self, space: int, ids: Set[int]) -> None:
+        read, more = self._read[space], self._more[space]
+        for block in read & ids:
+            more[block] = more.get(block, 0) + 1
+        read |= ids
+
+    def _read_no_more(self, space: int, ids: Set[int]) -> None:
+        read, more = self._read[space], self._more[space]
+        shared = {block for block in ids if block in more} if more else set()
+        for block in shared:
+            more[block] -= 1
+            if not more[block]:
+                del more[block]
+        read -= ids - shared
 
     def _first(self, space: int, ids: Set[int], fills: bool) -> tuple[int, object]:
         claims = [claim for claims in self._claims.values() for claim in claims if fills or claim.fills]
