@@ -26,7 +26,7 @@ LEVELS = [
     {"errors", "threads"},
     {"arguments"},
     {"settings", "identity", "fence", "block_table"},
-    {"facts", "values"},
+    {"facts", "ledger", "values"},
     {"geometry", "ticket"},
     {"config"},
     {"memory", "transport", "schedule", "security"},

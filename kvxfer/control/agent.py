@@ -170,8 +170,9 @@ class Agent:
                 passed within the lease, the offer fails.
 
         Raises:
-            ArgumentError: The blocks are not in the cache or too few for the tokens, or the offer contradicts an earlier one of
-                its transfer: by an older generation or, within the same one, fewer tokens, other blocks or another payload.
+            ArgumentError: The blocks are not in the cache or too few for the tokens, or a fetch that is not released yet fills one
+                of them, or the offer contradicts an earlier one of its transfer: by an older generation or, within the same one, fewer
+                tokens, other blocks or another payload.
             ClosedError: The agent has been closed.
         """
         self._check_open("offer")
@@ -217,6 +218,8 @@ class Agent:
         # Unless they are kept, the engine may use the blocks before the control thread handles this call.
         declared = not kept and self._revocations.declare(transfer)
         self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
+        if not kept:
+            self._calls.free(transfer, generation)
         # Last: even if another thread closes the agent now, no peer may trust what is overwritten.
         self._check_open("revoke")
 
@@ -239,8 +242,8 @@ class Agent:
 
         Raises:
             ArgumentError: The blocks are not in the cache or too few for the tokens, the handle is that of a fetch that
-                is not released yet, or such a fetch fills one of the blocks, or ``own`` is missing although other ranks fetch
-                the rest.
+                is not released yet, or such a fetch fills one of the blocks, or an offer lists one that is neither revoked nor
+                released, or ``own`` is missing although other ranks fetch the rest.
             ClosedError: The agent has been closed.
         """
         self._check_open("fetch")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
@@ -13,15 +15,16 @@ from kvxfer.geometry import Cache, bands
 from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, TransferId
+from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.values import BlockTable, Fetch, Offer, Rank
 
 __all__ = ["Calls"]
 
 
 class Calls:
-    """Offers and fetches, held to the agent's cache, which has been checked. Any thread.
+    """Offers and fetches, held to the agent's cache, which has been checked, and to each other: a block is read or filled. Any thread.
 
-    The control thread, which says what is ``over`` or ``released``, waits for no other: that one may be in a signal's handler, and wait
+    The control thread, which says what is ``over`` or ``free``, waits for no other: that one may be in a signal's handler, and wait
     for it.
     """
 
@@ -39,13 +42,12 @@ class Calls:
         elif cache.rank != Rank():
             self._part = f"the part of rank pp{cache.rank.pp}/tp{cache.rank.tp}"
         self._lock = threading.Lock()
-        self._filled: dict[int, set[int]] = {space: set() for space in self._spaces.values()}
-        # By block space, the blocks that each fetch fills until it is released; above, those of all of them.
-        self._fetches: dict[str, dict[int, set[int]]] = {}
+        self._ledger = BlockLedger(self._spaces)  # held by the handles of fetches, and by the transfers of offers
+        self._free: deque[tuple[Hashable, Generation]] = deque()  # what the ledger has yet to drop
         self._offers: dict[TransferId, Offer] = {}  # the last of each transfer that is not over
 
     def offer(self, offer: Offer) -> None:
-        """Refuse an offer whose blocks cannot hold its tokens, or that contradicts an earlier one.
+        """Refuse an offer whose blocks cannot hold its tokens or are being filled, or that contradicts an earlier one.
 
         Raises:
             ArgumentError: One of its arguments is wrong; the message says which, and how.
@@ -58,12 +60,34 @@ class Calls:
             if full or offer.final:
                 self._tables.lists("blocks", offer.blocks, g, 0 if full else group.blocks(offer.tokens), offer.tokens)
         if self._overlaid:
-            self._by_space(offer.blocks, {g: group.moved(offer.tokens) for g, group in self._groups.items()})
+            self._apart(offer.blocks, {g: group.moved(offer.tokens) for g, group in self._groups.items()})
         with self._lock:
+            self._drop()
             last = self._offers.get(offer.transfer)
             if last is not None:
                 self._follows(last, offer)
+            blocks = self._ledger.blocks(offer.blocks, self._added(offer, last))
+            self._refuse(offer, blocks)
+            by = offer.handle, offer.transfer
+            self._ledger.claim(offer.transfer, blocks, by, fills=False, generation=offer.generation)
             self._offers[offer.transfer] = offer
+
+    def _added(self, offer: Offer, last: Offer | None) -> list[tuple[int, tuple[int, int]]]:
+        """Return the positions, by group, of the blocks that readers may read by this offer, and could not by the last."""
+        if last is None or last.generation != offer.generation:
+            tokens, final = 0, False
+        else:
+            tokens, final = last.tokens, last.final
+        return [
+            (
+                g,
+                (group.blocks(tokens), group.blocks(offer.tokens))
+                if group.kind == "full"
+                else group.moved(offer.tokens),
+            )
+            for g, group in self._groups.items()
+            if group.kind == "full" or (offer.final and not final)
+        ]
 
     def over(self, transfer: TransferId, generation: Generation) -> None:
         """Take in that nothing of this generation of a transfer, or of an older one, is offered any more."""
@@ -72,11 +96,11 @@ class Calls:
             self._offers.setdefault(transfer, last)
 
     def fetch(self, fetch: Fetch) -> None:
-        """Refuse a fetch whose blocks cannot take what it wants.
+        """Refuse a fetch whose blocks cannot take what it wants, or are being read or filled.
 
         Raises:
             ArgumentError: Its argument ``blocks``, ``tokens``, ``own`` or ``handle`` is wrong, or another fetch, which is not
-                released yet, fills one of its blocks; the message says how.
+                released yet, fills one of its blocks, or an offer lists it; the message says how.
         """
         arguments.instance("fetch", fetch, Fetch)
         if fetch.own is None and self._part:
@@ -93,52 +117,59 @@ class Calls:
                 self._tables.lists("blocks", fetch.blocks, g, first, fetch.tokens)
         # What comes before it is there already, and may be shared.
         spans = {g: (fetch.start // of.block_tokens, of.blocks(fetch.tokens)) for g, of in self._groups.items()}
-        blocks = self._by_space(fetch.blocks, spans)
+        if self._overlaid:
+            self._apart(fetch.blocks, spans)
+        blocks = self._ledger.blocks(fetch.blocks, spans.items())
         with self._lock:
-            if fetch.handle in self._fetches:
+            self._drop()
+            if fetch.handle in self._ledger:
                 raise ArgumentError(f"handle must be unused, and that of a fetch not released yet is {fetch.handle!r}")
-            for space, ids in blocks.items():
-                if not self._filled[space].isdisjoint(ids):
-                    self._refuse(space, ids)
-            for space, ids in blocks.items():
-                self._filled[space].update(ids)
-            self._fetches[fetch.handle] = blocks
+            self._refuse(fetch, blocks)
+            self._ledger.claim(fetch.handle, blocks, fetch.handle, fills=True)
 
-    def _by_space(self, table: BlockTable, spans: Mapping[int, tuple[int, int]]) -> dict[int, set[int]]:
-        """Return the blocks of a table at these positions of its groups, by block space.
+    def free(self, holder: str | TransferId, generation: Generation = sys.maxsize) -> None:
+        """Take in that the blocks of a fetch, or of an offer up to a generation, may be used for something else."""
+        self._free.append((holder, generation))
+
+    def _drop(self) -> None:
+        while self._free:
+            self._ledger.drop(*self._free.popleft())
+
+    def _refuse(self, what: Offer | Fetch, blocks: Blocks) -> None:
+        """Refuse an offer or a fetch of blocks that are being filled, and a fetch of such as are being read.
 
         Raises:
-            ArgumentError: Two groups that share their blocks have the same one.
+            ArgumentError: There is one; somebody would have the bytes of another transfer.
         """
-        out: dict[int, set[int]] = {}
+        found = self._ledger.overlap(blocks, fills=isinstance(what, Fetch))
+        if found is None:
+            return
+        block, by = found
+        if isinstance(by, tuple):
+            other = f"the offer {_name(*by)} lists until it is revoked or released"
+        else:
+            other = f"the fetch {by!r} fills until it is released"
+        if isinstance(what, Fetch):
+            then = f"begin the fetch {what.handle!r} after that, or into other blocks"
+        else:
+            then = f"make the offer {_name(what.handle, what.transfer)} after that"
+        raise ArgumentError(f"blocks must not list block {block}, which {other}: {then}")
+
+    def _apart(self, table: BlockTable, spans: Mapping[int, tuple[int, int]]) -> None:
+        """Refuse a table that has the same block at these positions of two groups that share their blocks.
+
+        Raises:
+            ArgumentError: It has.
+        """
+        seen: dict[int, set[int]] = {}
         for g, span in spans.items():
-            ids, others = table.blocks(g, *span), out.setdefault(self._spaces[g], set())
+            ids, others = table.blocks(g, *span), seen.setdefault(self._spaces[g], set())
             if not others.isdisjoint(ids):
                 raise ArgumentError(
                     f"blocks[{g}] must not list block {min(ids & others)}, which another group lists that has its blocks in the "
                     "same memory"
                 )
             others |= ids
-        return out
-
-    def _refuse(self, space: int, ids: set[int]) -> None:
-        """Refuse a fetch into blocks that another one fills, if that has not been released meanwhile.
-
-        Raises:
-            ArgumentError: It has not: one of the two would have the other's bytes.
-        """
-        for handle, blocks in self._fetches.copy().items():
-            both = ids & blocks.get(space, set())
-            if both:
-                raise ArgumentError(
-                    f"blocks must not list block {min(both)}, which the fetch {handle!r} fills until it is released"
-                )
-
-    def released(self, handle: str) -> None:
-        """Take in that a fetch is over, so that its handle and blocks may be used again."""
-        for space, ids in self._fetches.get(handle, {}).items():
-            self._filled[space].difference_update(ids)
-        self._fetches.pop(handle, None)
 
     def _follows(self, last: Offer, offer: Offer) -> None:
         """Refuse an offer that does not continue the last: a reader may have tokens of both, and would mix them."""
@@ -165,3 +196,8 @@ class Calls:
                 raise ArgumentError(
                     f"blocks[{g}] must keep block {was[at]} at position {first + at}, not have {now[at]} there, {anew}"
                 )
+
+
+def _name(handle: str, transfer: TransferId) -> str:
+    """Return what an offer is called in errors: by the engine's handle, if it gave one, and its transfer."""
+    return f"{handle!r} ({transfer})" if handle else str(transfer)

@@ -136,6 +136,8 @@ class Shell:
         """
         if not self.producer.holds(transfer):
             self._over(transfer, generation)
+        if not self.producer.releases(transfer):
+            self._calls.free(transfer, generation)
 
     def _over(self, transfer: TransferId, generation: Generation) -> None:
         self._revocations.over(transfer, generation)
@@ -258,7 +260,9 @@ class Shell:
                     names = printable(event.handle), printable(event.transfer)
                     log.warning("%s: request %s, transfer %s: %s", event.role, *names, why)
             case Released(role="consumer"):
-                self._calls.released(event.handle)
+                self._calls.free(event.handle)
+            case Released(generation=int(generation)):
+                self._calls.free(event.transfer, generation)
             case _:
                 pass
         self._events.put(event)

@@ -67,6 +67,7 @@ class LoadingBlocks:
         self._pins.drop(_holder(request))
         if request in self._reported:
             self._reported.remove(request)
+            self._schedule.quiet(request)
             if request not in self._said:
                 self._schedule.loaded(request)
         if request not in self._unpinned:
@@ -112,7 +113,9 @@ class LoadingBlocks:
         self._over.pop(request, None)
         if request in self._writing:
             self._reported.add(request)
-        elif request not in self._said:
+            return
+        self._schedule.quiet(request)
+        if request not in self._said:
             self._schedule.loaded(request)
 
     @property

@@ -14,6 +14,7 @@ from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
+from kvxfer.ledger import BlockLedger
 from kvxfer.schedule import FetchSchedule
 from kvxfer.values import BlockTable
 
@@ -27,6 +28,7 @@ class Loads:
         self,
         config: Config,
         schedule: FetchSchedule,
+        ledger: BlockLedger,
         pins: BlockPins,
         tables: TableCheck,
         ranks: int,
@@ -39,7 +41,9 @@ class Loads:
         self._computed: dict[str, int] = {}  # requests that may load -> local tokens when they were asked about last
         self._ready: dict[str, tuple[Source, int]] = {}  # loads that are offered whole and have not begun
         self._loading = LoadingBlocks(schedule, pins, ranks)
-        self._prefetches = Prefetches(schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace)
+        self._prefetches = Prefetches(
+            schedule, ledger, pins, tables.groups, ranks, config.step_budget, self._hear, trace
+        )
         self._ends = LoadEnds(self._loading, ranks, self._prefetches.paces, trace)
 
     # --- a request's way -----------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class Offers:
         for g, group in enumerate(self._tables.groups):
             if group.kind == "full":
                 self._tables.lists("table", table, g, 0, min(computed + scheduled, self._schedule.total(request)))
+        self._schedule.check(request, computed + scheduled, table)
         transfer, digest = self._transfers[request]
         begun = self._schedule.begun(transfer, digest)
         self._blocks.runs(request, computed, scheduled, table)

@@ -23,6 +23,7 @@ from kvxfer.engine.side_channel import RankResult
 from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure
 from kvxfer.identity import Source
+from kvxfer.ledger import BlockLedger
 from kvxfer.protocol.values import Stages
 from kvxfer.schedule import FetchSchedule, ScheduleError
 from kvxfer.values import NULL, BlockTable, Group, Rank
@@ -60,6 +61,7 @@ class Prefetches:
     def __init__(
         self,
         schedule: FetchSchedule,
+        ledger: BlockLedger,
         pins: BlockPins,
         groups: Sequence[Group],
         ranks: int,
@@ -67,7 +69,8 @@ class Prefetches:
         receive: Callable[[float], bool],
         trace: Trace,
     ) -> None:
-        self._schedule, self._pins, self._groups, self._ranks = schedule, pins, tuple(groups), ranks
+        self._schedule, self._ledger, self._pins = schedule, ledger, pins
+        self._groups, self._ranks = tuple(groups), ranks
         self._budget = self._left = budget
         self._receive, self._trace = receive, trace
         self._all: dict[str, _Prefetch] = {}
@@ -81,6 +84,9 @@ class Prefetches:
         Returns:
             False if the load has to go beside the steps: it is long, it begins within a block (which would be copied whole, over
             the local tokens in front), its link has failed, or the pool has no blocks to lend.
+
+        Raises:
+            ScheduleError: The pool has lent blocks that are in use.
         """
         if not self._possible or self._schedule.matched(request, start) != tokens - start or start >= tokens:
             return False
@@ -97,7 +103,11 @@ class Prefetches:
             return False
         rows = [[NULL] * first + [taken.pop() for _ in range(first, past)] for first, past in spans]
         blocks = BlockTable.of(rows)
-        self._schedule.allocated(request, blocks, start, tokens - start)
+        try:
+            self._schedule.allocated(request, blocks, start, tokens - start)
+        except ScheduleError:
+            self._pins.drop(_holder(request))
+            raise
         self._all[request] = _Prefetch(number, source, expected, start, tokens, blocks)
         return True
 
@@ -157,7 +167,7 @@ class Prefetches:
 
         Raises:
             ScheduleError: More are counted on than ``tokens`` has said are here, or so few that what a window holds behind them is
-                not, or the table has no blocks for them.
+                not, or the table has no blocks for them, or such as are in use.
         """
         found = self._all[request]
         if external > found.promised:
@@ -170,18 +180,23 @@ class Prefetches:
                 raise ScheduleError(
                     f"request {request} counts on {external} tokens, and a window needs more than is here"
                 )
+            # Others may share those in front.
+            lacking = table.only(self._span(group, computed, found.tokens) for group in self._groups)
+            unused = self._schedule.unused(request, lacking)
+            # Until the step: no load may fill these any more, while this request may offer them after that.
+            self._ledger.claim(_copy(request), unused, f"the copy for request {request}", fills=False)
             found.promised = 0
             found.copying = {}
             self._left = max(0.0, self._left - self._to_copy(found.tokens - found.start))
-            lacking = (self._span(group, computed, found.tokens) for group in self._groups)
-            # Others may share those in front.
-            self._copies.append(BlockCopy(request, found.blocks, table.only(lacking)))
+            self._copies.append(BlockCopy(request, found.blocks, lacking))
         else:
             self.give_up(request)
 
     def copies(self) -> tuple[BlockCopy, ...]:
         """Return what this step copies, and refill the budget; call it once a step."""
         drained, self._copies, self._left = tuple(self._copies), [], self._budget
+        for copy in drained:
+            self._ledger.drop(_copy(copy.request))
         return drained
 
     def take_in(self, result: RankResult) -> None:
@@ -210,6 +225,7 @@ class Prefetches:
             others = [copy for copy in self._copies if copy.request != request]
             if len(others) < len(self._copies):  # its blocks may be somebody else's by the time of the step
                 self._copies, found.copying = others, None
+                self._ledger.drop(_copy(request))
             self._schedule.preempt(request)
             self._settle(request, found)
 
@@ -246,6 +262,8 @@ class Prefetches:
             if failed and all(r.stages.unasked for r in found.results.values()):
                 self._schedule.unasked(request)
             self._schedule.loaded(request)
+            by = f"the prefetch of request {request}"
+            self._ledger.claim(_holder(request), self._ledger.all(found.blocks), by, fills=False)
             if not failed:
                 moved = max(r.stages.moving for r in found.results.values())
                 self.paces.delivered(found.source, found.tokens - found.start, moved)
@@ -254,8 +272,15 @@ class Prefetches:
             self._copying.took(found.tokens - found.start, max(found.copying.values()))
         if found.over and (used or (found.copying is None and (found.unwanted or failed))):
             del self._all[request]
+            self._ledger.drop(_holder(request))
             self._pins.drop(_holder(request))
 
 
 def _holder(request: str) -> tuple[str, str]:
+    """Who holds the borrowed blocks."""
     return "prefetch", request
+
+
+def _copy(request: str) -> tuple[str, str]:
+    """Who holds the blocks to which those are copied."""
+    return "copy", request

@@ -23,6 +23,7 @@ from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import ClosedError
+from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import RankDescriptor
@@ -112,8 +113,9 @@ class SchedulerSide:
         self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks, writes_early)
         self._offers = Offers(self._schedule.producer, self._offered, self._tables, self._notices)
         self._descriptors: dict[Rank, RankDescriptor] = {}
+        consumer, ledger = self._schedule.consumer, self._schedule.ledger
         self._loads = Loads(
-            config, self._schedule.consumer, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
+            config, consumer, ledger, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )
         self._standstill = Standstill(self._offered.held, self._schedule.producer.withdraw)
 
@@ -253,8 +255,8 @@ class SchedulerSide:
             external: What ``loadable`` last returned, or less if all groups are ``full``.
 
         Raises:
-            ScheduleError: ``external`` is more than ``loadable`` would return, or the table has no blocks for it. The load has
-                failed: no tokens will come.
+            ScheduleError: ``external`` is more than ``loadable`` would return, or the table has no blocks for it, or one of those
+                is offered or being filled. The load has failed: no tokens will come.
             ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
         """
         self._loads.allocated(request, table, external)
@@ -275,6 +277,7 @@ class SchedulerSide:
 
         Raises:
             ArgumentError: The block table does not fit this engine's groups, or has too few blocks for what the step computes.
+            ScheduleError: The request offers what the step computes, and a load, such as its own, still fills one of the blocks.
         """
         self._offers.runs(request, computed, scheduled, table)
 
@@ -376,7 +379,11 @@ class SchedulerSide:
 
         The workers' first reports say it, too.
         """
-        self._descriptors |= {one.cache.rank: one for one in descriptors}
+        new = {one.cache.rank: one for one in descriptors}
+        self._descriptors |= new
+        for one in new.values():
+            if len(one.cache.groups) == len(self._tables.groups):  # else the workers turn the tables into others
+                self._schedule.ledger.learn(block_spaces(one.cache))
         self._offered.elastic = any(one.cache.elastic for one in self._descriptors.values())
         self._tables.relearn(one.cache for one in self._descriptors.values())
         if len(self._descriptors) == self._ranks:
@@ -428,5 +435,5 @@ class SchedulerSide:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        blocks = len(self._offered) + len(self._pins)
+        blocks = len(self._offered) + len(self._pins) + len(self._schedule.ledger)
         return len(self._schedule) + len(self._offers) + len(self._loads) + len(self._notices) + blocks

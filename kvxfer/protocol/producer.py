@@ -212,6 +212,11 @@ class ProducerMachine:
         """Return whether the transfer is offered or wanted, and has not ended."""
         return transfer in self._records
 
+    def releases(self, transfer: TransferId) -> bool:
+        """Return whether the engine is still to hear that the transfer is released."""
+        h = self._records.get(transfer)
+        return (h is not None and h.known) or transfer in self._offers.releases
+
     def serving(self, link: LinkId) -> bool:
         """Return whether something was announced over the link and has not ended."""
         known = self._links.get(link)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvxfer.identity import Source
+from kvxfer.ledger import BlockLedger
 from kvxfer.schedule.agreement import RankAgreement
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
@@ -34,11 +35,13 @@ class Schedule:
     Attributes:
         producer: Follows the requests that are prefilled here for other engines.
         consumer: Follows those that load from other engines.
+        ledger: The blocks that both let others read or fill.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None:
-        self.producer = OfferSchedule(groups)
-        self.consumer = FetchSchedule(groups, own)
+        self.ledger = BlockLedger()
+        self.producer = OfferSchedule(groups, self.ledger)
+        self.consumer = FetchSchedule(groups, own, self.ledger)
 
     def preempt(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``producer.step`` calls of the same step."""

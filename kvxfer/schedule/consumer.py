@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvxfer.identity import Source, TransferId
+from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
 from kvxfer.values import NULL, BlockTable, Fetch, Group
+
+_LOAD = "load"
+"""The holder of a load's blocks in the ledger is this and the request."""
 
 
 class _State(Enum):
@@ -40,10 +44,11 @@ class FetchSchedule:
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
         own: The engine's own directory, if it has several ranks (``Fetch.own``).
+        ledger: The blocks that the engine offers, and to which those that its loads fill are added; ``None``: nothing is offered.
     """
 
-    def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None:
-        self._groups = tuple(groups)
+    def __init__(self, groups: Sequence[Group], own: Source | None = None, ledger: BlockLedger | None = None) -> None:
+        self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
         self._own = own
         self._loads: dict[TransferId, _Load] = {}
         self._requests: dict[str, _Load] = {}
@@ -121,8 +126,8 @@ class FetchSchedule:
             external: How many of the tokens that ``matched`` returned; fewer only if no group is a ``state``.
 
         Raises:
-            ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it. The request
-                must not run.
+            ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it, or some of those
+                are offered or being filled. The request must not run.
         """
         load = self._requests.get(request)
         if external > 0:
@@ -132,6 +137,8 @@ class FetchSchedule:
                 raise ScheduleError(f"request {request} counts on {external} tokens where {promised} can be had")
             end = computed + external
             blocks = self.fills(table, computed, end)
+            unused = self.unused(request, blocks)
+            self._ledger.claim((_LOAD, request), unused, f"the load of request {request}", fills=True)
             load.state, load.loader = _State.LOADING, request
             self._loading[request] = load
             names = request, load.transfer, load.digest, load.source
@@ -155,12 +162,34 @@ class FetchSchedule:
                 raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {table.count(g)} blocks")
         return filled
 
+    def unused(self, request: str, table: BlockTable) -> Blocks:
+        """Return the blocks of a table that a request is to fill, if nobody else reads or fills one of them.
+
+        Raises:
+            ScheduleError: Somebody does.
+        """
+        blocks = self._ledger.all(table)
+        found = self._ledger.overlap(blocks, fills=True)
+        if found is not None:
+            raise ScheduleError(
+                f"request {request} cannot load into block {found[0]}, which {found[1]} still uses: give each block to one of them"
+            )
+        return blocks
+
+    def quiet(self, request: str) -> None:
+        """Record that nothing of the request's load writes any more, so that its blocks may be offered and loaded into.
+
+        It may come before ``loaded``, which says the same.
+        """
+        self._ledger.drop((_LOAD, request))
+
     def loaded(self, request: str) -> None:
         """Record that all workers have reported the request's load: it is over, and its memory quiet.
 
         Call it once for each fetch, however it ended, even after a cancel and for a request that is finished. A
         load that failed is not tried again: the engine computes the tokens or fails the request, as its policy says.
         """
+        self.quiet(request)
         load = self._loading.pop(request, None)
         if load is not None:
             self._cancels.pop(request, None)  # too late, and must not hit the next load of that name

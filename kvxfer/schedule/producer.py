@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.identity import Generation, TransferId
+from kvxfer.ledger import BlockLedger
 from kvxfer.schedule.commands import Revoke, ScheduleError, StepCommands, check_table
 from kvxfer.values import NULL, BlockTable, Group, Offer
 
@@ -40,10 +41,11 @@ class OfferSchedule:
 
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
+        ledger: The blocks that the engine's loads fill, and to which those that it offers are added; ``None``: nothing is loaded.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = tuple(groups)
+    def __init__(self, groups: Sequence[Group], ledger: BlockLedger | None = None) -> None:
+        self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
         self._fulls = any(group.kind == "full" for group in self._groups)
         self._windows = any(group.kind == "window" for group in self._groups)
         self._states = any(group.kind == "state" for group in self._groups)
@@ -111,6 +113,19 @@ class OfferSchedule:
         """Return how many tokens a running request will offer; 0 if it is not tracked."""
         prefill = self._running.get(request)
         return 0 if prefill is None else prefill.total
+
+    def check(self, request: str, tokens: int, table: BlockTable) -> None:
+        """Refuse a table that cannot be offered up to this token, since a load fills some of its blocks; ``step`` does not look.
+
+        Raises:
+            ScheduleError: There is such a block.
+        """
+        prefill = self._running.get(request)
+        if prefill is None or not self._ledger.filling:
+            return
+        reason = self._filled(prefill, table, min(tokens, prefill.total))
+        if reason is not None:
+            raise ScheduleError(f"request {request} cannot run with {reason}: run it once that load is over")
 
     def step(
         self, request: str, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
@@ -213,6 +228,7 @@ class OfferSchedule:
             The request whose held blocks are now to be freed, at most once. None if it still runs (the
             blocks are its own, and ``finish`` will return False) or is unknown.
         """
+        self._ledger.drop(transfer, generation)
         prefill = self._transfers.get(transfer)
         if prefill is None or generation < prefill.born:
             return None
@@ -292,12 +308,23 @@ class OfferSchedule:
             return f"the producer finished with too few blocks for {total} tokens"
         if not self._has_state(prefill, table):
             return f"the producer finished without its recurrent state of {total} tokens"
+        filled = self._filled(prefill, table, total)
+        if filled is not None:
+            return f"the producer finished with {filled}"
         if prefill.progress > prefill.total and self._states:
             return (
                 f"the producer's recurrent state holds {prefill.progress} tokens instead of {prefill.total}: "
                 "limit the prefill request to one output token"
             )
         return None
+
+    def _filled(self, prefill: _Prefill, table: BlockTable, tokens: int) -> str | None:
+        """Return which block of a table, up to this token, a load fills. What is offered already none may fill."""
+        offered = prefill.blocks if table.continues(prefill.blocks) else self._nothing
+        spans = [group.moved(tokens) for group in self._groups]
+        new = [(g, (max(first, offered.count(g)), past)) for g, (first, past) in enumerate(spans)]
+        found = self._ledger.overlap(self._ledger.blocks(table, new), fills=False)
+        return None if found is None else f"block {found[0]}, which {found[1]} still fills"
 
     def _has_state(self, prefill: _Prefill, table: BlockTable) -> bool:
         """Return whether each recurrent state after the prompt has its block."""
@@ -328,6 +355,10 @@ class OfferSchedule:
         if tokens > prefill.tokens or (last is not None and not prefill.final):
             if last is not None:
                 full = last.only(group.moved(prefill.total) for group in self._groups)
+            new = [(g, (prefill.blocks.count(g), full.count(g))) for g in range(len(self._groups))]
+            by = f"the offer of request {prefill.request}"
+            blocks = self._ledger.blocks(full, new)
+            self._ledger.claim(prefill.transfer, blocks, by, fills=False, generation=prefill.generation)
             prefill.tokens, prefill.blocks, prefill.final = tokens, full, last is not None
             self._state(prefill)
 
@@ -349,6 +380,8 @@ class OfferSchedule:
             return
         prefill.gone = gone
         self._offers.pop(prefill.transfer, None)
+        if not kept:
+            self._ledger.drop(prefill.transfer, prefill.generation)
         self._revokes.append(Revoke(prefill.transfer, prefill.generation, reason, gone, kept))
 
     def _forget(self, prefill: _Prefill) -> None:

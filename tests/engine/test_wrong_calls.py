@@ -299,7 +299,7 @@ def test_a_wrong_call_costs_no_other(wrong: str, engines: tuple[Engine, Engine])
 def test_a_worker_that_is_told_nonsense_reports_it_and_goes_on() -> None:
     """A scheduler side that has heard of no worker yet knows no bounds, and passes it on."""
     p, d = Engine("p"), Engine("d")
-    beyond = BlockTable.of([[1, 99]])
+    beyond = BlockTable.of([[15, 99]])
     name, transfer = fresh()
 
     def amid(one: Engine, other: Engine) -> None:

@@ -44,10 +44,10 @@ def test_both_halves_speak_with_one_voice() -> None:
     """One request loads its past and offers it on; another is aborted on both sides."""
     schedule = Schedule([Group(16)], PEER)
     other = TransferId.derived("b")
-    for request, taken, given in (("r", T, other), ("s", other, T)):
+    for request, taken, given, blocks in (("r", T, other, [1, 2]), ("s", other, T, [3, 4])):
         assert schedule.consumer.arrive(request, taken, b"d", PEER, 32)
         assert schedule.producer.arrive(request, given, b"d", 32)
-        schedule.consumer.allocated(request, table([1, 2]), 0, 32)
+        schedule.consumer.allocated(request, table(blocks), 0, 32)
     assert len(schedule) == 4
     schedule.consumer.loaded("r")
     schedule.producer.step("r", 31, 1, table([1, 2]))
