@@ -1,0 +1,76 @@
+"""What the KV of one request depends on, as a digest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvxfer.errors import KvxferError
+from kvxfer.identity import digest
+from kvxfer_vllm import compat
+from kvxfer_vllm.adapters import Adapters
+from kvxfer_vllm.hashing import content_hash
+from kvxfer_vllm.media import Media
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+__all__ = ["RequestContent"]
+
+
+class RequestContent:
+    """Tells what the KV of one engine's requests depends on: tokens, adapter, media, salt and embeddings, each by content."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.adapters = Adapters(vllm_config)
+        self._media = Media(vllm_config)
+
+    def digest(self, request: Request, model: str) -> bytes:
+        """Return the digest of a request's prompt; ``model`` is a hash of the engine's facts.
+
+        Raises:
+            KvxferError: Something that its KV depends on is not known by content.
+        """
+        embeds, adapter = request.prompt_embeds, request.lora_request
+        lora = None if adapter is None else self.adapters.content(request.request_id, adapter)
+        media = [
+            (self._media.content(f), f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ()
+        ]
+        found = digest(
+            tokens=request.prompt_token_ids,
+            model=model,
+            media=media,
+            lora=lora,
+            salt=request.cache_salt,
+            embeds=None
+            if embeds is None
+            else _embeds(embeds, getattr(request, "prompt_is_token_ids", None)),
+        )
+        if adapter is not None:
+            self._keep_apart(request, bool(media) and self.adapters.change_media)
+        return found
+
+    def _keep_apart(self, request: Request, with_media: bool) -> None:
+        """Have vLLM cache and find this prompt's blocks under the weights that its adapter has now, not under its name alone."""
+        adapter = request.lora_request
+        suffix = None if adapter is None else self.adapters.cached_under(adapter)
+        if suffix is None:
+            return
+        if not compat.TELLS_ARRIVALS:
+            raise KvxferError("its adapter was loaded again, and this vLLM may have cached blocks of its earlier weights")
+        if with_media:
+            raise KvxferError(
+                "its adapter, which was loaded again, changes how its media are encoded, and vLLM may have cached them as before"
+            )
+        request.cache_salt = f"{request.cache_salt or ''} {suffix}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def _embeds(tensor: torch.Tensor, is_token: Sequence[bool] | None) -> bytes:
+    """Return a hash of prompt embeddings, and of which positions they stand for if there are token ids, too."""
+    return content_hash(tensor, None if is_token is None else np.asarray(is_token, bool)).encode()
