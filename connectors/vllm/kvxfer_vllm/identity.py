@@ -1,8 +1,8 @@
 """The facts on which all KV of a vLLM engine depends, and which other engines compare with theirs (see ``kvxfer.facts``).
 
 Weights are identified by content, not by name: one model may be mounted under two paths, and a path may hold another version
-after an upgrade. Name and revision count only if the files cannot be found. Adapters are not included: each request names
-its own.
+after an upgrade. Name and revision count only if the files cannot be found. Adapters are not included: each request has
+its own (see ``content.py``).
 """
 
 from __future__ import annotations
