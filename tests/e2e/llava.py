@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from kvxfer_vllm.demo.model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, SPREAD, VOCAB, write_model
 from kvxfer_vllm.demo.servers import MODEL_NAME, Server
 
+LAYERS_OF_LLAMA, LAYERS_OF_LLAVA = "model.layers", "model.language_model.layers"
 SIDE, PATCH = 32, 8
 IMAGE_TOKEN, IMAGE_ID = "<image>", 256
 """The tokenizer of ``write_model`` has 256 tokens, one for each byte."""
@@ -90,21 +91,21 @@ def write_llava(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
 
 
-def write_adapter(folder: Path, seed: int, alpha: int = 16) -> None:
-    """A LoRA for the attention of its language model, strong enough to change every answer."""
+def write_adapter(folder: Path, seed: int, layers: str = LAYERS_OF_LLAMA) -> None:
+    """A LoRA for the attention of a model's layers, strong enough to change every answer."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, rank = np.random.default_rng(seed), 8
     rows = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
     weights = {}
     for i in range(LAYERS):
         for name, out in rows.items():
-            layer = f"base_model.model.model.language_model.layers.{i}.self_attn.{name}"
+            layer = f"base_model.model.{layers}.{i}.self_attn.{name}"
             weights[f"{layer}.lora_A.weight"] = rng.normal(0.0, SPREAD, (rank, HIDDEN)).astype(np.float32)
             weights[f"{layer}.lora_B.weight"] = rng.normal(0.0, SPREAD, (out, rank)).astype(np.float32)
     beside = folder / "next.safetensors"
     save_file(weights, beside)
     beside.replace(folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": sorted(rows)}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(rows)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 

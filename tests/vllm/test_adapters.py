@@ -76,7 +76,7 @@ def test_one_adapter_whatever_its_path_and_format(tmp_path: Path) -> None:
 def test_other_weights_and_other_settings(tmp_path: Path) -> None:
     changes: list[Any] = [
         {},
-        {"lora_alpha": 16},
+        {"lora_alpha": 12},
         {"use_rslora": True},
         {"alpha_pattern": {"layers.0.q_proj": 4}},
     ]
