@@ -57,17 +57,17 @@ def called(function: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 def test_what_vllm_s_block_hash_takes_is_in_the_table() -> None:
     keys = kv_cache_utils.generate_block_hash_extra_keys
-    taken = set().union(
-        *(read(f, ("request", "lora_request", "mm_feature", "feature")) for f in [keys, *called(keys)])
-    )
+    taken = set().union(*(read(f, ("request", "lora_request", "mm_feature", "feature")) for f in [keys, *called(keys)]))
     taken = {name for name in taken if not name.startswith("_")}
-    assert {"cache_salt", "lora_request", "mm_features", "prompt_embeds"} <= taken, "this test no longer reads vLLM's hash"
+    assert {"cache_salt", "lora_request", "mm_features", "prompt_embeds"} <= taken, (
+        "this test no longer reads vLLM's hash"
+    )
     assert taken <= NAMED, f"vLLM's block hash takes {sorted(taken - NAMED)}, which docs/content.md lacks"
 
 
 @pytest.mark.parametrize("config", [MultiModalConfig, LoRAConfig])
 def test_what_vllm_s_configurations_hash_is_on_the_page(config: Any) -> None:
-    taken = {name for name in read(config.compute_hash, ("self",))}
+    taken = read(config.compute_hash, ("self",))
     assert taken and taken <= NAMED | ELSEWHERE, f"docs/content.md lacks {sorted(taken - NAMED - ELSEWHERE)}"
 
 

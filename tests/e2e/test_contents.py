@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvxfer_vllm.demo.metrics import ReceivedKV, received
-from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS
 from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_together
 from tests.conftest import require
+from tests.e2e.blip import look, picture, write_adapter, write_blip
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
-from tests.e2e.llava import LAYERS_OF_LLAMA, LAYERS_OF_LLAVA, look, picture, write_adapter, write_llava
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 TEXT = " which weights and which pixels has this been computed with? " * 2
 TOKENS = 16
 RAW = '{"do_normalize": false}'
-
-PROCESSES_IMAGES = importlib.util.find_spec("torchvision") is not None
-"""vLLM's LLaVA needs it. The adapters' tests do with a Llama."""
-with_images = pytest.mark.skipif(not PROCESSES_IMAGES, reason="vLLM's LLaVA needs torchvision")
-adapter = partial(write_adapter, layers=LAYERS_OF_LLAVA if PROCESSES_IMAGES else LAYERS_OF_LLAMA)
 
 
 @dataclass
@@ -41,7 +33,7 @@ class Servers:
 
     plain: Server
     prefill: Server
-    raw: Server | None
+    raw: Server
     decode: Server
     folder: Path
 
@@ -50,16 +42,23 @@ class Servers:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     require("vllm")
     folder = tmp_path_factory.mktemp("contents")
-    (write_llava if PROCESSES_IMAGES else write_model)(folder / "model")
+    write_blip(folder / "model")
     shutil.copytree(folder / "model", folder / "copy")
     for name, seed in (("one", 1), ("two", 2), ("two elsewhere", 2), ("again", 1), ("decode", 1)):
-        adapter(folder / name, seed)
+        write_adapter(folder / name, seed)
     with ended_together() as begun:
 
         def start(name: str, role: str | None, model: str, adapters: dict[str, str], *flags: str) -> Server:
             transfer = None if role is None else {**connector(role, PATIENT), "kv_load_failure_policy": "recompute"}
             modules = [f"{adapter}={folder / path}" for adapter, path in adapters.items()]
-            more = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", *(["--lora-modules", *modules] if modules else [])]
+            more = [
+                "--enable-lora",
+                "--max-loras",
+                "2",
+                "--max-lora-rank",
+                "8",
+                *(["--lora-modules", *modules] if modules else []),
+            ]
             env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
             server = Forked(name, folder / model, folder, transfer, [*flags, *more], env=env)
             begun.append(server)
@@ -68,7 +67,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         out = Servers(
             start("plain", None, "model", {"one": "one", "two": "two"}),
             start("prefill", "kv_producer", "copy", {"a": "one", "b": "two elsewhere", "again": "again"}),
-            *([start("raw", "kv_producer", "model", {}, "--mm-processor-kwargs", RAW)] if PROCESSES_IMAGES else [None]),
+            start("raw", "kv_producer", "model", {}, "--mm-processor-kwargs", RAW),
             start("decode", "kv_consumer", "model", {"a": "two", "again": "decode"}),
             folder,
         )
@@ -125,12 +124,12 @@ def test_an_adapter_loaded_again_in_place(servers: Servers) -> None:
     got, _ = ask(servers.decode, "again", text, params)
     assert moved(servers, before) > 100 and got == old
     _, params = ask(servers.prefill, "again", text, PREFILL_PARAMS, 1)
-    adapter(servers.folder / "decode", 2)
+    write_adapter(servers.folder / "decode", 2)
     load(servers.decode, "again", servers.folder / "decode")
     before = received(servers.decode)
     got, _ = ask(servers.decode, "again", text, params)
     assert moved(servers, before) == 0 and got == new
-    adapter(servers.folder / "again", 2)
+    write_adapter(servers.folder / "again", 2)
     load(servers.prefill, "again", servers.folder / "again")
     other = f"on both:{TEXT}"
     for prompt in (text, other):
@@ -146,13 +145,13 @@ def test_files_that_change_without_being_loaded(servers: Servers) -> None:
     text = f"changed files:{TEXT}"
     load(servers.decode, "still", servers.folder / "two")
     kept = servers.folder / "kept"
-    adapter(kept, 1)
+    write_adapter(kept, 1)
     load(servers.prefill, "still", kept)
     before = received(servers.decode)
     _, params = ask(servers.prefill, "still", text, PREFILL_PARAMS, 1)
     got, _ = ask(servers.decode, "still", text, params)
     assert moved(servers, before) == 0 and got == ask(servers.plain, "two", text)[0]
-    adapter(kept, 2)
+    write_adapter(kept, 2)
     before = received(servers.decode)
     for prompt in (f"{text} once more", f"{text} and again"):
         _, params = ask(servers.prefill, "still", prompt, PREFILL_PARAMS, 1)
@@ -160,21 +159,20 @@ def test_files_that_change_without_being_loaded(servers: Servers) -> None:
         assert got == ask(servers.plain, "two", prompt)[0]
 
 
-@with_images
 def test_an_image_of_one_checkpoint_at_two_paths_is_loaded(servers: Servers) -> None:
     image, other = picture(1), picture(2)
     expected, _ = look(servers.plain, image, TEXT, TOKENS)
-    assert expected != look(servers.plain, other, TEXT, TOKENS)[0], "an image that makes no difference would show nothing"
+    assert expected != look(servers.plain, other, TEXT, TOKENS)[0], (
+        "an image that makes no difference would show nothing"
+    )
     before = received(servers.decode)
     _, params = look(servers.prefill, image, TEXT, 1, PREFILL_PARAMS)
     got, _ = look(servers.decode, image, TEXT, TOKENS, params)
     assert moved(servers, before) > 100 and got == expected
 
 
-@with_images
 def test_an_image_that_was_processed_in_another_way_is_not_loaded(servers: Servers) -> None:
     image, text = picture(3), f"raw:{TEXT}"
-    assert servers.raw is not None
     before = received(servers.decode)
     _, params = look(servers.raw, image, text, 1, PREFILL_PARAMS)
     got, _ = look(servers.decode, image, text, TOKENS, params)
@@ -184,7 +182,6 @@ def test_an_image_that_was_processed_in_another_way_is_not_loaded(servers: Serve
     assert moved(servers, before) > 100 and got == ask(servers.plain, "tiny", text)[0]
 
 
-@with_images
 def test_two_images_of_one_uuid(servers: Servers) -> None:
     text = f"named:{TEXT}"
     before = received(servers.decode)

@@ -74,12 +74,7 @@ def test_one_adapter_whatever_its_path_and_format(tmp_path: Path) -> None:
 
 
 def test_other_weights_and_other_settings(tmp_path: Path) -> None:
-    changes: list[Any] = [
-        {},
-        {"lora_alpha": 12},
-        {"use_rslora": True},
-        {"alpha_pattern": {"layers.0.q_proj": 4}},
-    ]
+    changes: list[Any] = [{}, {"lora_alpha": 12}, {"use_rslora": True}, {"alpha_pattern": {"layers.0.q_proj": 4}}]
     found = [Worker().load(write(tmp_path / str(i), change=change)) for i, change in enumerate(changes)]
     found.append(Worker().load(write(tmp_path / "seed", seed=1)))
     found.append(Worker(torch.bfloat16).load(tmp_path / "0"))

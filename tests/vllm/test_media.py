@@ -18,7 +18,10 @@ from kvxfer_vllm.media import FILES, Media
 
 def item(value: Any) -> Any:
     return SimpleNamespace(
-        data={"pixels": SimpleNamespace(data=value)}, modality="image", identifier="a", mm_position=SimpleNamespace(length=4)
+        data={"pixels": SimpleNamespace(data=value)},
+        modality="image",
+        identifier="a",
+        mm_position=SimpleNamespace(length=4),
     )
 
 

@@ -227,7 +227,7 @@ def _wrap_adding() -> None:
     @functools.wraps(add)
     def add_lora(self: Any, lora_request: LoRARequest) -> bool:
         try:
-            return add(self, lora_request)
+            return bool(add(self, lora_request))
         finally:
             ask = functools.partial(self.model_executor.collective_rpc, loaded_by)
             told(self.vllm_config, lora_request.lora_int_id, ask)

@@ -46,9 +46,7 @@ class RequestContent:
             media=media,
             lora=lora,
             salt=request.cache_salt,
-            embeds=None
-            if embeds is None
-            else _embeds(embeds, getattr(request, "prompt_is_token_ids", None)),
+            embeds=None if embeds is None else _embeds(embeds, getattr(request, "prompt_is_token_ids", None)),
         )
         if adapter is not None:
             self._keep_apart(request, bool(media) and self.adapters.change_media)
@@ -61,7 +59,9 @@ class RequestContent:
         if suffix is None:
             return
         if not compat.TELLS_ARRIVALS:
-            raise KvxferError("its adapter was loaded again, and this vLLM may have cached blocks of its earlier weights")
+            raise KvxferError(
+                "its adapter was loaded again, and this vLLM may have cached blocks of its earlier weights"
+            )
         if with_media:
             raise KvxferError(
                 "its adapter, which was loaded again, changes how its media are encoded, and vLLM may have cached them as before"

@@ -1,4 +1,4 @@
-"""A tiny LLaVA of random weights, whose answers depend on the image; random adapters for it; and requests with images."""
+"""A tiny BLIP-2 of random weights, whose answers depend on the image; random adapters for it; and requests with images."""
 
 from __future__ import annotations
 
@@ -12,45 +12,54 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import save_file
 
-from kvxfer_vllm.demo.model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, SPREAD, VOCAB, write_model
+from kvxfer_vllm.demo.model import HEADS, HIDDEN, INTERMEDIATE, LAYERS, MAX_LEN, SPREAD, VOCAB, write_model
 from kvxfer_vllm.demo.servers import MODEL_NAME, Server
 
-LAYERS_OF_LLAMA, LAYERS_OF_LLAVA = "model.layers", "model.language_model.layers"
-SIDE, PATCH = 32, 8
+SIDE, PATCH, QUERIES = 32, 8, 16
 IMAGE_TOKEN, IMAGE_ID = "<image>", 256
 """The tokenizer of ``write_model`` has 256 tokens, one for each byte."""
-TEMPLATE = "{% for m in messages %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% else %}<image>{% endif %}{% endfor %}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
 
 
-def write_llava(folder: Path) -> None:
-    """A Llama as ``write_model`` writes it behind a CLIP tower of two layers."""
+def write_blip(folder: Path) -> None:
+    """A CLIP-like tower and a Q-Former, both of two layers, before an OPT with a token for each byte."""
     import torch
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import (
+        Blip2Config,
+        Blip2ForConditionalGeneration,
+        Blip2QFormerConfig,
+        Blip2VisionConfig,
+        OPTConfig,
+    )
 
     write_model(folder)
-    text = json.loads((folder / "config.json").read_text())
-    vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=SIDE,
-        patch_size=PATCH,
-        initializer_range=SPREAD,
-    )
-    config = LlavaConfig(
-        vision_config=vision,
-        text_config=LlamaConfig(**{k: v for k, v in text.items() if k not in ("architectures", "dtype")}),
+    one = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Blip2Config(
+        vision_config=Blip2VisionConfig(**one, image_size=SIDE, patch_size=PATCH),
+        qformer_config=Blip2QFormerConfig(**one, encoder_hidden_size=64, vocab_size=VOCAB, cross_attention_frequency=1),
+        text_config=OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            word_embed_proj_dim=HIDDEN,
+            ffn_dim=INTERMEDIATE,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            max_position_embeddings=MAX_LEN,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        ),
+        num_query_tokens=QUERIES,
         image_token_index=IMAGE_ID,
-        image_seq_length=(SIDE // PATCH) ** 2,
-        vision_feature_layer=-1,
     )
-    config.initializer_range = SPREAD
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(config).float()
+    model = Blip2ForConditionalGeneration(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" not in name:
+            if "norm" not in name.lower():
                 weight.normal_(0.0, SPREAD)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder)
@@ -68,44 +77,36 @@ def write_llava(folder: Path) -> None:
     )
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     images = {
-        "image_processor_type": "CLIPImageProcessor",
+        "image_processor_type": "BlipImageProcessor",
         "do_resize": True,
-        "size": {"shortest_edge": SIDE},
-        "do_center_crop": True,
-        "crop_size": {"height": SIDE, "width": SIDE},
+        "size": {"height": SIDE, "width": SIDE},
         "do_rescale": True,
         "do_normalize": True,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.2, 0.2, 0.2],
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
-    processor = {
-        "processor_class": "LlavaProcessor",
-        "patch_size": PATCH,
-        "vision_feature_select_strategy": "default",
-        "image_token": IMAGE_TOKEN,
-        "num_additional_image_tokens": 1,
-    }
+    processor = {"processor_class": "Blip2Processor", "num_query_tokens": QUERIES}
     (folder / "processor_config.json").write_text(json.dumps(processor))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
 
 
-def write_adapter(folder: Path, seed: int, layers: str = LAYERS_OF_LLAMA) -> None:
-    """A LoRA for the attention of a model's layers, strong enough to change every answer."""
+def write_adapter(folder: Path, seed: int) -> None:
+    """A LoRA for the attention of its language model, strong enough to change every answer."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, rank = np.random.default_rng(seed), 8
-    rows = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
+    names = ["k_proj", "q_proj", "v_proj"]
     weights = {}
     for i in range(LAYERS):
-        for name, out in rows.items():
-            layer = f"base_model.model.{layers}.{i}.self_attn.{name}"
+        for name in names:
+            layer = f"base_model.model.language_model.model.decoder.layers.{i}.self_attn.{name}"
             weights[f"{layer}.lora_A.weight"] = rng.normal(0.0, SPREAD, (rank, HIDDEN)).astype(np.float32)
-            weights[f"{layer}.lora_B.weight"] = rng.normal(0.0, SPREAD, (out, rank)).astype(np.float32)
+            weights[f"{layer}.lora_B.weight"] = rng.normal(0.0, SPREAD, (HIDDEN, rank)).astype(np.float32)
     beside = folder / "next.safetensors"
     save_file(weights, beside)
     beside.replace(folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(rows)}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": names}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
