@@ -304,7 +304,7 @@ class Engine:
         """What vLLM does when it is told to load one: its workers load it, then ours is asked."""
         for worker in self.workers:
             self._loaded(worker).loaded(number, content)
-        told(self.config, number, lambda: [dict(self._loaded(worker).contents) for worker in self.workers])
+        told(self.config.lora_config, number, lambda: [dict(self._loaded(worker).contents) for worker in self.workers])
         for worker in self.workers:
             self._loaded(worker).take_news()
 

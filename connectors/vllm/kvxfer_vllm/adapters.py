@@ -77,8 +77,8 @@ class Adapters:
     """What the workers of one engine have loaded, as far as the scheduler's process knows."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self._config, self._ranks = vllm_config, vllm_config.parallel_config.world_size
-        lora = vllm_config.lora_config
+        self._ranks = vllm_config.parallel_config.world_size
+        self._lora_config = lora = getattr(vllm_config, "lora_config", None)
         modules = sorted(map(str, getattr(lora, "target_modules", None) or ()))
         self._settings = [str(getattr(lora, "enable_tower_connector_lora", False)), *modules]
         self._tower = bool(getattr(lora, "enable_tower_connector_lora", False))
@@ -91,9 +91,9 @@ class Adapters:
             _wrap_adding()
             _engines.add(self)
 
-    def of(self, vllm_config: VllmConfig) -> bool:
-        """Return whether these are the adapters of that engine: a process may have several."""
-        return self._config is vllm_config
+    def of(self, lora_config: Any) -> bool:
+        """Return whether these are the adapters of the engine with that configuration: a process may have several."""
+        return self._lora_config is lora_config
 
     def learn(self, rank: int, contents: Contents) -> None:
         """Record what a rank has loaded."""
@@ -180,11 +180,12 @@ class UnknownAdapterError(KvxferError):
 
 _workers: WeakSet[LoadedAdapters] = WeakSet()
 _engines: WeakSet[Adapters] = WeakSet()
+_wrappers: set[Callable[..., Any]] = set()
 
 
-def told(vllm_config: VllmConfig, number: int, answers: Callable[[], Iterable[Contents]]) -> None:
+def told(lora_config: Any, number: int, answers: Callable[[], Iterable[Contents]]) -> None:
     """Pass on to an engine's scheduler side what its workers have loaded, now that one more adapter was."""
-    for engine in [engine for engine in _engines if engine.of(vllm_config)]:
+    for engine in [engine for engine in _engines if engine.of(lora_config)]:
         engine.doubt(number)
         for rank, contents in enumerate(answers()):
             engine.learn(rank, contents)
@@ -203,7 +204,7 @@ def _wrap_loading() -> None:
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     load = WorkerLoRAManager._load_adapter
-    if hasattr(load, "__wrapped__"):
+    if load in _wrappers:
         return
 
     @functools.wraps(load)
@@ -214,6 +215,7 @@ def _wrap_loading() -> None:
                 worker.loaded(lora_request.lora_int_id, _content_of(adapter))
         return adapter
 
+    _wrappers.add(_load_adapter)
     WorkerLoRAManager._load_adapter = _load_adapter
 
 
@@ -221,7 +223,7 @@ def _wrap_adding() -> None:
     from vllm.v1.engine.core import EngineCore
 
     add = EngineCore.add_lora
-    if hasattr(add, "__wrapped__"):
+    if add in _wrappers:
         return
 
     @functools.wraps(add)
@@ -230,8 +232,9 @@ def _wrap_adding() -> None:
             return bool(add(self, lora_request))
         finally:
             ask = functools.partial(self.model_executor.collective_rpc, loaded_by)
-            told(self.vllm_config, lora_request.lora_int_id, ask)
+            told(self.vllm_config.lora_config, lora_request.lora_int_id, ask)
 
+    _wrappers.add(add_lora)
     EngineCore.add_lora = add_lora
 
 

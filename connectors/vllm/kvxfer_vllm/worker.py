@@ -45,7 +45,7 @@ class WorkerHooks:
         self._config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self._side: WorkerSide | None = None
         self._clearing: Clearing | None = None
-        self._adapters = LoadedAdapters(vllm_config.lora_config)
+        self._adapters = LoadedAdapters(getattr(vllm_config, "lora_config", None))
         self._report = Report()
         self._sent: set[str] = set()
         self._received: set[str] = set()
