@@ -58,7 +58,7 @@ from kvxfer.engine.side_channel import SideChannel
 from kvxfer.geometry import Rank
 from kvxfer.values import BlockTable
 from kvxfer_vllm import KVXferConnector
-from kvxfer_vllm.adapters import LoadedAdapters, told
+from kvxfer_vllm.adapters import LoadedAdapters, adapter_loaded
 from kvxfer_vllm.compat import output_of
 from tests.engine.direct import Switchboard
 from tests.vllm.wire import Agent, Wire
@@ -304,7 +304,7 @@ class Engine:
         """What vLLM does when it is told to load one: its workers load it, then ours is asked."""
         for worker in self.workers:
             self._loaded(worker).loaded(number, content)
-        told(self.config.lora_config, number, lambda: [dict(self._loaded(worker).contents) for worker in self.workers])
+        adapter_loaded(self.config.lora_config, number, lambda: [dict(self._loaded(worker).contents) for worker in self.workers])
         for worker in self.workers:
             self._loaded(worker).take_news()
 

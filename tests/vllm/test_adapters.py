@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from kvxfer_vllm.adapters import Adapters, LoadedAdapters, loaded_by, told
+from kvxfer_vllm.adapters import Adapters, LoadedAdapters, adapter_loaded, loaded_by
 
 ROWS, RANK = 32, 4
 
@@ -130,14 +130,14 @@ def test_an_adapter_is_unknown_until_every_rank_has_loaded_it() -> None:
 
 def test_an_adapter_whose_loading_was_not_answered_is_unknown() -> None:
     config, adapters = engine(1)
-    told(config.lora_config, 1, lambda: [{1: "x"}])
+    adapter_loaded(config.lora_config, 1, lambda: [{1: "x"}])
     adapters.content("r", ADAPTER)
 
     def fails() -> Any:
         raise RuntimeError("the executor failed")
 
     with pytest.raises(RuntimeError):
-        told(config.lora_config, 1, fails)
+        adapter_loaded(config.lora_config, 1, fails)
     with pytest.raises(Exception, match="not known"):
         adapters.content("r", ADAPTER)
 
@@ -145,6 +145,6 @@ def test_an_adapter_whose_loading_was_not_answered_is_unknown() -> None:
 def test_adapters_of_another_engine_are_not_ours() -> None:
     config, _ = engine(1)
     _, other = engine(1)
-    told(config.lora_config, 1, lambda: [{1: "x"}])
+    adapter_loaded(config.lora_config, 1, lambda: [{1: "x"}])
     with pytest.raises(Exception, match="not known"):
         other.content("r", ADAPTER)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
 
-__all__ = ["Adapters", "LoadedAdapters", "loaded_by", "told"]
+__all__ = ["Adapters", "LoadedAdapters", "adapter_loaded", "loaded_by"]
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -183,7 +183,7 @@ _engines: WeakSet[Adapters] = WeakSet()
 _wrappers: set[Callable[..., Any]] = set()
 
 
-def told(lora_config: Any, number: int, answers: Callable[[], Iterable[Contents]]) -> None:
+def adapter_loaded(lora_config: Any, number: int, answers: Callable[[], Iterable[Contents]]) -> None:
     """Pass on to an engine's scheduler side what its workers have loaded, now that one more adapter was."""
     for engine in [engine for engine in _engines if engine.of(lora_config)]:
         engine.doubt(number)
@@ -232,7 +232,7 @@ def _wrap_adding() -> None:
             return bool(add(self, lora_request))
         finally:
             ask = functools.partial(self.model_executor.collective_rpc, loaded_by)
-            told(self.vllm_config.lora_config, lora_request.lora_int_id, ask)
+            adapter_loaded(self.vllm_config.lora_config, lora_request.lora_int_id, ask)
 
     _wrappers.add(add_lora)
     EngineCore.add_lora = add_lora
