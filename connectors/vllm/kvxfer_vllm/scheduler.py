@@ -128,7 +128,7 @@ class SchedulerHooks:
             self._warn_of_role(request, params)
             return
         name = request.request_id
-        content = self._content.digest(request, sealed(self.side.facts))  # of the whole prompt, before it may be cut
+        content = self._digest(request)  # of the whole prompt, before it may be cut
         external = external_id(name)
         if offers:
             transfer = p.offered_id(params, self.side.source.epoch, external)
@@ -214,7 +214,7 @@ class SchedulerHooks:
         name = request.request_id
         whole = request.status.name in WHOLE
         self._drop_outdated()
-        self._content.adapters.finished(name)
+        self._content.finished(name)
         self._seen.discard(name)
         self._room.finished(name)
         self._retained.cached(name)
@@ -226,6 +226,10 @@ class SchedulerHooks:
             return False, None
         self._spans.begin(OFFER, request, str(ticket.transfer))
         return True, p.answer(ticket, self._engine, name, self._tp, len(block_ids), request.num_prompt_tokens)
+
+    def _digest(self, request: Request, tokens: int | None = None) -> bytes:
+        """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""
+        return self._content.digest(request, sealed(self.side.facts), tokens)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -385,7 +389,7 @@ class SchedulerHooks:
             + len(self._loads)
             + len(self._partial)
             + len(self._retained)
-            + len(self._content.adapters)
+            + len(self._content)
         )
         return len(self.side) + kept
 
