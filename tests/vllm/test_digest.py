@@ -296,6 +296,23 @@ def test_blocks_of_an_adapter_s_earlier_weights_are_not_taken_from_the_prefix_ca
         assert d.computed[c] < 60, "with the weights of now it is cached"
 
 
+def test_blocks_that_no_transfer_has_cached_are_not_taken_for_those_of_other_weights(make: Make) -> None:
+    p, d = engine(make), engine(make)
+    adapter = {"lora_request": lora("x")["lora_request"]}
+    p.load_adapter(1, "x")
+    a = ask(p, {}, 4, adapter)
+    p.run(until=a)
+    p.load_adapter(1, "y")
+    d.load_adapter(1, "y")
+    b = ask(p, OFFER, 1, adapter)
+    p.run(until=b)
+    assert p.computed[b] == 60, "P offers what it computed with the weights of before"
+    c = ask(d, p.done[b].params or {}, 4, adapter)
+    d.run(p, until=c)
+    assert d.computed[c] == 1 + 3
+    p.lease_ends()
+
+
 @pytest.mark.parametrize("asked", [False, True], ids=["reread", "loaded again"])
 def test_a_prompt_computed_partly_with_other_weights_is_not_offered(make: Make, asked: bool) -> None:
     p, d = engine(make, budget=32), engine(make)

@@ -157,7 +157,7 @@ class Adapters:
         vLLM's keys have an adapter's name and path. Blocks of other weights may be cached under them if it was loaded again.
         """
         now = self._version(adapter)
-        if now == self._first.setdefault(adapter.lora_name, now):
+        if now == self._first.setdefault(adapter.lora_name, now) and not now[1]:
             return None
         return f"kvxfer {adapter.lora_int_id} {now[1]} {now[0]}"
 

@@ -30,6 +30,19 @@ class RequestContent:
         self._media = Media(vllm_config)
         self._salts: dict[str, str | None] = {}  # what requests came with, whose salt is now another
 
+    def arrived(self, request: Request) -> None:
+        """Have vLLM cache and find a prompt's blocks under the weights that its adapter has now, not under its name alone.
+
+        vLLM's own keys have the name, and would find blocks of other weights if the adapter was loaded again.
+        """
+        adapter = request.lora_request
+        suffix = None if adapter is None else self.adapters.cached_under(adapter)
+        if suffix is not None:
+            self._salts[request.request_id] = request.cache_salt
+            request.cache_salt = f"{request.cache_salt or ''} {suffix}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
     def digest(self, request: Request, model: str, tokens: int | None = None) -> bytes:
         """Return the digest of a request's prompt, or of its first ``tokens`` tokens with whatever media begin among them.
 
@@ -54,8 +67,14 @@ class RequestContent:
             salt=self._salts.get(name, request.cache_salt),
             embeds=None if embeds is None else _embeds(embeds[:tokens], _first(is_token, tokens)),
         )
-        if adapter is not None and name not in self._salts:
-            self._keep_apart(request, bool(media) and self.adapters.change_media)
+        if name in self._salts and not compat.TELLS_ARRIVALS:
+            raise KvxferError(
+                "its adapter was loaded again, and this vLLM may have cached blocks of its earlier weights"
+            )
+        if name in self._salts and media and self.adapters.change_media:
+            raise KvxferError(
+                "its adapter, which was loaded again, changes how its media are encoded, and vLLM may have cached them as before"
+            )
         return found
 
     def finished(self, request: str) -> None:
@@ -66,25 +85,6 @@ class RequestContent:
     def __len__(self) -> int:
         """Return how much is remembered of requests."""
         return len(self.adapters) + len(self._salts)
-
-    def _keep_apart(self, request: Request, with_media: bool) -> None:
-        """Have vLLM cache and find this prompt's blocks under the weights that its adapter has now, not under its name alone."""
-        adapter = request.lora_request
-        suffix = None if adapter is None else self.adapters.cached_under(adapter)
-        if suffix is None:
-            return
-        if not compat.TELLS_ARRIVALS:
-            raise KvxferError(
-                "its adapter was loaded again, and this vLLM may have cached blocks of its earlier weights"
-            )
-        if with_media:
-            raise KvxferError(
-                "its adapter, which was loaded again, changes how its media are encoded, and vLLM may have cached them as before"
-            )
-        self._salts[request.request_id] = request.cache_salt
-        request.cache_salt = f"{request.cache_salt or ''} {suffix}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
 
 
 def _embeds(tensor: torch.Tensor, is_token: Sequence[bool] | None) -> bytes:

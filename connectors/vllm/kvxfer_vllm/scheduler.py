@@ -102,6 +102,7 @@ class SchedulerHooks:
             return
         self._seen.add(request.request_id)
         self._room.arrived(request.request_id)
+        self._content.arrived(request)
         try:
             params = request.kv_transfer_params or self._legacy(request)
             if params:
