@@ -304,7 +304,9 @@ class Engine:
         """What vLLM does when it is told to load one: its workers load it, then ours is asked."""
         for worker in self.workers:
             self._loaded(worker).loaded(number, content)
-        adapter_loaded(self.config.lora_config, number, lambda: [dict(self._loaded(worker).contents) for worker in self.workers])
+        adapter_loaded(
+            self.config.lora_config, number, lambda: [dict(self._loaded(worker).contents) for worker in self.workers]
+        )
         for worker in self.workers:
             self._loaded(worker).take_news()
 
