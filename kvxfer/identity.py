@@ -154,8 +154,8 @@ def digest(
     Args:
         tokens: The ids of the tokens to be transferred; None if the prompt came as embeddings alone.
         model: The model's identity: its name, revision, and whatever else its KV depends on.
-        media: For each multimodal item its content hash, first position and length in tokens, in order.
-        lora: The adapter, by name; by number only if both engines number their adapters alike.
+        media: For each multimodal item a hash of what its encoder gets, first position and length in tokens, in order.
+        lora: A hash of the adapter's weights and scaling. A name or number will not do: what it stands for may change.
         salt: The request's cache salt.
         embeds: A hash of the prompt embeddings.
 

@@ -404,6 +404,18 @@ class SchedulerSide:
         self._dispatch.listen_to(channels)
 
     @_held
+    def withdraw(self, request: str, reason: str) -> None:
+        """End the offer of a running request, whose KV is no longer what its digest says; does nothing without one.
+
+        Args:
+            request: The engine's id of the request.
+            reason: Why, for the consumers.
+        """
+        offering = self._schedule.producer.offering(request)
+        if offering is not None:
+            self._schedule.producer.withdraw(offering[0], reason)
+
+    @_held
     def withdraw_all(self, reason: str) -> bool:
         """End all offers and loads, since the KV cache is being dropped; return whether no block of the pool is in use.
 

@@ -252,6 +252,23 @@ class WorkerSide:
                             offer.transfer, offer.generation, f"the producer could not offer it: {e}", True
                         )
 
+    def refuse(self, step: Step, reason: str) -> None:
+        """End what this step was to offer, in place of ``after_forward``, if what it has computed is not what was announced.
+
+        Args:
+            step: The scheduler's step.
+            reason: Why, for the consumers.
+
+        Raises:
+            ArgumentError: An argument has the wrong type.
+        """
+        arguments.instance("step", step, Step)
+        arguments.string("reason", reason)
+        for offer in step.commands.offers:
+            self._payloads.pop(offer.transfer, None)
+            with _unless_closed:
+                self.agent.revoke(offer.transfer, offer.generation, reason, True)
+
     @_held
     def collect(self, timeout: float = 0.0) -> Report:
         """Return what has ended since the last call; the report is false if nothing has.

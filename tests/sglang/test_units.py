@@ -21,7 +21,7 @@ from kvxfer_sglang.metadata import row_of, set_row
 from kvxfer_sglang.rank import EngineRank
 from kvxfer_sglang.settings import settings
 from kvxfer_sglang.states import States
-from kvxfer_sglang.support import UnsupportedSetupError
+from kvxfer_sglang.support import UnsupportedSetupError, check_adapters
 
 PAGE, PAGES, LAYERS, UNIT = 16, 8, 3, 32
 
@@ -133,6 +133,14 @@ def test_a_draft_model_moves_between_equal_numbers_of_ranks() -> None:
 def test_pools_that_lie_otherwise_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedSetupError):
         pool_cache(buffers(1, **changed), (0, 1, 1), Rank(), 1, "cpu")
+
+
+@pytest.mark.parametrize("more", [{"enable_lora": True}, {"enable_lora": None, "lora_paths": ["a=/somewhere"]}])
+def test_servers_with_adapters_are_refused(more: dict[str, Any]) -> None:
+    """Two servers may have two adapters of one name, and no request's adapter is handed over."""
+    check_adapters(SimpleNamespace(enable_lora=None, lora_paths=None))
+    with pytest.raises(UnsupportedSetupError, match="--enable-lora"):
+        check_adapters(SimpleNamespace(**more))
 
 
 def test_metadata_are_copied_row_by_row() -> None:

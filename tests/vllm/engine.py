@@ -27,6 +27,7 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     LoadConfig,
+    LoRAConfig,
     ModelConfig,
     MultiModalConfig,
     SchedulerConfig,
@@ -57,6 +58,7 @@ from kvxfer.engine.side_channel import SideChannel
 from kvxfer.geometry import Rank
 from kvxfer.values import BlockTable
 from kvxfer_vllm import KVXferConnector
+from kvxfer_vllm.adapters import LoadedAdapters, adapter_loaded
 from kvxfer_vllm.compat import output_of
 from tests.engine.direct import Switchboard
 from tests.vllm.wire import Agent, Wire
@@ -180,6 +182,8 @@ def vllm_config(
     hybrid: bool = True,
     weights: str = "dummy",
     media_cache: float = 4,
+    media: dict[str, Any] | None = None,
+    adapters: dict[str, Any] | None = None,
 ) -> VllmConfig:
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = VllmConfig(
@@ -197,7 +201,8 @@ def vllm_config(
         kv_transfer_config=transfer,
         device_config=DeviceConfig("cpu"),
     )
-    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=media_cache)
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=media_cache, **(media or {}))
+    config.lora_config = LoRAConfig(max_loras=4, **(adapters or {}))
     return config
 
 
@@ -225,6 +230,7 @@ class Engine:
         tensors: Callable[[Sequence[str], int], Any] = lambda layers, blocks: [],
     ) -> None:
         init_none_hash(sha256)
+        self.config = config
         self.wire, self.groups, self.blocks = wire, tuple(groups), blocks
         self.layers = _layers(self.groups)  # name -> group
         if any(g.aligned for g in groups):
@@ -293,6 +299,25 @@ class Engine:
             for here, there in zip(of.tolist(), to.tolist(), strict=False):
                 if here >= 0 and there >= 0:
                     self.memory[there] = self.memory[here]
+
+    def load_adapter(self, number: int, content: str) -> None:
+        """What vLLM does when it is told to load one: its workers load it, then ours is asked."""
+        for worker in self.workers:
+            self._loaded(worker).loaded(number, content)
+        adapter_loaded(
+            self.config.lora_config, number, lambda: [dict(self._loaded(worker).contents) for worker in self.workers]
+        )
+        for worker in self.workers:
+            self._loaded(worker).take_news()
+
+    def reread_adapter(self, number: int, content: str) -> None:
+        """What vLLM does in a step whose adapter it has dropped before: it loads it again, and tells nobody."""
+        for worker in self.workers:
+            self._loaded(worker).loaded(number, content)
+
+    @staticmethod
+    def _loaded(worker: Any) -> LoadedAdapters:
+        return ours(worker)._work._adapters
 
     # --- requests --------------------------------------------------------------------------------------------------
 

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
+from kvxfer_vllm import media
 from tests.vllm.cases import OFFER
 from tests.vllm.conftest import Make
 from tests.vllm.engine import Engine, prompt
 
 
-def lora(name: str) -> dict[str, Any]:
-    return {"lora_request": LoRARequest(lora_name=name, lora_int_id=1, lora_path="/nowhere")}
+def lora(content: str, name: str = "a", path: str = "/nowhere") -> dict[str, Any]:
+    """A request with an adapter that has been loaded with these weights."""
+    return {"lora_request": LoRARequest(lora_name=name, lora_int_id=1, lora_path=path), "weights": content}
 
 
-def image(content: str, offset: int = 8) -> dict[str, Any]:
+def field(value: Any) -> MultiModalFieldElem:
+    return MultiModalFieldElem(data=value, field=MultiModalBatchedField())
+
+
+def pixels(seed: int, dtype: torch.dtype = torch.float32) -> MultiModalKwargsItem:
+    values = torch.from_numpy(np.random.default_rng(seed).normal(size=(3, 16, 16)))
+    return MultiModalKwargsItem({"pixel_values": field(values.to(dtype)), "sizes": field(torch.tensor([16, 16]))})
+
+
+def image(seed: int, offset: int = 8, name: str | None = None, modality: str = "image", **more: Any) -> dict[str, Any]:
+    """A request with an image, of which the processor has made these pixels; vLLM's name for it holds the model's path."""
     where = PlaceholderRange(offset=offset, length=16)
-    return {"mm_features": [MultiModalFeatureSpec(data=None, modality="image", identifier=content, mm_position=where)]}
+    data = more.get("data", pixels(seed))
+    names = f"{next(_paths)}-{seed}" if name is None else name
+    return {"mm_features": [MultiModalFeatureSpec(data=data, modality=modality, identifier=names, mm_position=where)]}
+
+
+_paths = itertools.count()
 
 
 def embeds(seed: int, mask: int | None = None, n: int = 60) -> dict[str, Any]:
@@ -37,13 +62,17 @@ def embeds(seed: int, mask: int | None = None, n: int = 60) -> dict[str, Any]:
 CASES = [
     ({}, {"tokens": prompt(60, seed=1)}),
     ({}, {"tokens": [*prompt(59), 3]}),
-    ({}, lora("a")),
-    (lora("a"), lora("b")),
+    ({}, lora("x")),
+    (lora("x"), lora("y")),
+    (lora("x"), lora("y", "b", "/elsewhere")),
     ({}, {"cache_salt": "s"}),
     ({"cache_salt": "s"}, {"cache_salt": "t"}),
-    (image("cat"), image("dog")),
-    (image("cat"), image("cat", offset=9)),
-    (image("cat"), {}),
+    (image(1), image(2)),
+    (image(1), image(1, offset=9)),
+    (image(1), {}),
+    (image(1), image(1, modality="video")),
+    (image(1), image(1, data=pixels(1, torch.float64))),
+    (image(1, name="uuid"), image(2, name="uuid")),
     (embeds(1), embeds(2)),
     (embeds(1), {}),
     (embeds(1, mask=20), embeds(1, mask=30)),
@@ -60,7 +89,10 @@ def engine(make: Make, **more: Any) -> Engine:
 
 
 def ask(e: Engine, params: dict[str, Any], n: int, request: dict[str, Any]) -> str:
-    return e.add(request.get("tokens", prompt(60)), params, n=n, **{k: v for k, v in request.items() if k != "tokens"})
+    if "weights" in request:
+        e.load_adapter(request["lora_request"].lora_int_id, request["weights"])
+    more = {k: v for k, v in request.items() if k not in ("tokens", "weights")}
+    return e.add(request.get("tokens", prompt(60)), params, n=n, **more)
 
 
 @pytest.mark.parametrize(("there", "here"), CASES)
@@ -76,7 +108,7 @@ def test_requests_that_differ(make: Make, there: dict[str, Any], here: dict[str,
     p.lease_ends()
 
 
-@pytest.mark.parametrize("request_", [{}, lora("a"), {"cache_salt": "s"}, image("cat"), embeds(1), embeds(1, mask=20)])
+@pytest.mark.parametrize("request_", [{}, {"cache_salt": "s"}, image(1), embeds(1), embeds(1, mask=20)])
 def test_requests_that_are_the_same(make: Make, request_: dict[str, Any]) -> None:
     p, d = engine(make), engine(make)
     a = ask(p, OFFER, 1, request_)
@@ -137,28 +169,202 @@ def named_by_vllm(caching: bool, media_cache: float) -> str:
 
 
 @pytest.mark.parametrize(("caching", "media_cache"), [(False, 0.0), (True, 0.0), (False, 4.0)])
-def test_images_that_vllm_counts_take_no_part(
-    make: Make, caplog: pytest.LogCaptureFixture, caching: bool, media_cache: float
-) -> None:
-    """With no cache that needs their content, two images have one name, on two engines that have just started."""
+def test_images_are_known_by_content_whatever_vllm_calls_them(make: Make, caching: bool, media_cache: float) -> None:
+    """With no cache that needs their content, vLLM counts: two images have one name, on two engines that have just started."""
     counted = "renderer0-mm-1" in named_by_vllm(caching, media_cache)
     assert counted == (not caching and not media_cache)
     p, d = (engine(make, caching=caching, media_cache=media_cache) for _ in range(2))
-    same = image("renderer0-mm-1-image-0")
+    name = "renderer0-mm-1-image-0"
+    assert computed(p, d, image(1, name=name), image(2, name=name)) == 60 + 3, "D took what is of another image"
+    again = f"{name}-again"
+    assert computed(p, d, image(3, name=again), image(3, name=again), seed=1) == 1 + 3
+
+
+def computed(p: Engine, d: Engine, there: dict[str, Any], here: dict[str, Any], seed: int = 0) -> int:
+    """How many tokens D computes of a request and its answer, once P has prefilled one."""
+    text = prompt(60, seed=seed)
+    a = ask(p, OFFER, 1, {"tokens": text, **there})
+    p.run(until=a)
+    b = ask(d, p.done[a].params or {}, 4, {"tokens": text, **here})
+    d.run(p, until=b)
+    p.lease_ends()
+    return d.computed[b]
+
+
+# --- media ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"data": None}, "is not in the request"),
+        ({"data": MultiModalKwargsItem({"image_grid_thw": field(torch.tensor([[1, 4, 4]]))})}, "is not in the request"),
+        ({"data": MultiModalKwargsItem({"second_per_grid_ts": field(torch.tensor([0.5]))})}, "is not in the request"),
+        ({"data": MultiModalKwargsItem({"address": field(7)})}, "--mm-processor-cache-type lru"),
+    ],
+)
+def test_media_that_the_scheduler_cannot_see_are_not_moved(
+    make: Make, caplog: pytest.LogCaptureFixture, more: dict[str, Any], why: str
+) -> None:
+    p = engine(make)
     with caplog.at_level(logging.WARNING):
-        a = ask(p, OFFER, 1, same)
+        a = ask(p, OFFER, 1, image(1, name="a name", **more))
         p.run(until=a)
-    params = p.done[a].params
-    assert (params is None) == counted
-    assert ("--mm-processor-cache-gb" in caplog.text) == counted
-    text = engine(make, caching=caching, media_cache=media_cache)
-    b = ask(text, OFFER, 1, {})  # a request without images is served as ever
-    text.run(until=b)
-    assert text.done[b].params is not None
-    text.lease_ends()
-    if params is None:
-        c = ask(d, {**text.done[b].params, "do_remote_prefill": True}, 4, same)
-        d.run(p, text, until=c)
-        assert d.computed[c] == 60 + 3, "D took what may be of another image"
-    else:
+    assert p.done[a].params is None and why in caplog.text
+
+
+def test_a_name_that_two_images_have_had_is_not_trusted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's caches of blocks and of what encoders made would take the one for the other."""
+    p = engine(make)
+    with caplog.at_level(logging.WARNING):
+        names = [ask(p, OFFER, 1, image(seed, name="uuid")) for seed in (1, 1, 2)]
+        p.run(until=names[-1])
+    assert [p.done[name].params is None for name in names] == [False, False, True]
+    assert "uuid of its own" in caplog.text
+    p.lease_ends()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mm_processor_kwargs": {"do_normalize": False}},
+        {"video_pruning_rate": 0.5},
+        {"mm_device_do_normalize": False},
+        {"mm_encoder_attn_dtype": "fp8"},
+    ],
+)
+def test_how_media_are_processed_counts_for_requests_with_media(make: Make, settings: dict[str, Any]) -> None:
+    p, d = engine(make, media=settings), engine(make)
+    assert computed(p, d, image(1), image(1)) == 60 + 3
+    assert computed(p, d, {}, {}, seed=1) == 1 + 3
+
+
+def test_the_same_item_is_hashed_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, hashed = engine(make), []
+    monkeypatch.setattr(media, "content_hash", lambda *what: hashed.append(what) or "x")
+    same = pixels(1)
+    names = [ask(p, OFFER, 1, image(1, name="one", data=same)) for _ in range(3)]
+    p.run(until=names[-1])
+    p.lease_ends()
+    assert len(hashed) == 1
+
+
+# --- adapters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("here", [lora("x"), lora("x", "b"), lora("x", path="/elsewhere")])
+def test_one_adapter_under_another_name_or_path(make: Make, here: dict[str, Any]) -> None:
+    assert computed(engine(make), engine(make), lora("x"), here) == 1 + 3
+
+
+def test_an_adapter_that_nobody_has_loaded_moves_nothing_and_is_named_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    p = engine(make)
+    unknown = {"lora_request": lora("x", "surprise")["lora_request"]}
+    with caplog.at_level(logging.WARNING):
+        names = [ask(p, OFFER, 1, {**unknown, "tokens": prompt(60, seed=seed)}) for seed in range(3)]
+        p.run(until=names[-1])
+    assert all(p.done[name].params is None for name in names)
+    assert caplog.text.count("'surprise'") == 1 and "/v1/load_lora_adapter" in caplog.text
+
+
+def test_an_adapter_that_a_step_loads_is_known_from_then_on(make: Make) -> None:
+    """As with vLLM's offline engine, whose requests name a path."""
+    p, d = engine(make), engine(make)
+    d.load_adapter(1, "x")
+    adapter = {"lora_request": lora("x")["lora_request"]}
+    a = ask(p, OFFER, 1, adapter)
+    p.reread_adapter(1, "x")
+    p.run(until=a)
+    assert p.done[a].params is None
+    assert computed(p, d, adapter, adapter, seed=1) == 1 + 3
+
+
+def test_an_adapter_loaded_again_between_offer_and_load(make: Make) -> None:
+    p, d = engine(make), engine(make)
+    adapter = {"lora_request": lora("x")["lora_request"]}
+    a = ask(p, OFFER, 1, lora("x"))
+    p.run(until=a)
+    d.load_adapter(1, "x")
+    d.load_adapter(1, "y")
+    b = ask(d, p.done[a].params or {}, 4, adapter)
+    d.run(p, until=b)
+    assert d.computed[b] == 60 + 3, "D took what was computed with the weights of before"
+    p.lease_ends()
+    p.load_adapter(1, "y")
+    assert computed(p, d, adapter, adapter, seed=1) == 1 + 3
+
+
+def test_an_adapter_loaded_again_while_its_request_waits(make: Make) -> None:
+    p, d = engine(make), engine(make, seqs=1)
+    a = ask(p, OFFER, 1, lora("x"))
+    p.run(until=a)
+    d.load_adapter(1, "x")
+    first = d.add(prompt(30, seed=5), n=40)
+    d.step()
+    b = ask(d, p.done[a].params or {}, 4, {"lora_request": lora("x")["lora_request"]})  # waits behind the first
+    d.step()
+    d.load_adapter(1, "y")
+    d.run(p, until=b)
+    assert first in d.done and d.computed[b] == 60 + 3
+    p.lease_ends()
+
+
+def test_blocks_of_an_adapter_s_earlier_weights_are_not_taken_from_the_prefix_cache(make: Make) -> None:
+    """vLLM's keys have an adapter's name and path, which stay: it says so itself when it loads one again."""
+    p, d = engine(make), engine(make)
+    adapter = {"lora_request": lora("x")["lora_request"]}
+    for content in ("x", "y", "x"):
+        p.load_adapter(1, content)
+        d.load_adapter(1, content)
+        a = ask(p, OFFER, 1, adapter)
+        p.run(until=a)
+        assert p.computed[a] == 60, "P offers what it computed with the weights of before"
+        b = ask(d, p.done[a].params or {}, 4, adapter)
+        d.run(p, until=b)
+        assert d.computed[b] == 1 + 3
         p.lease_ends()
+        c = ask(d, {}, 4, adapter)
+        d.run(until=c)
+        assert d.computed[c] < 60, "with the weights of now it is cached"
+
+
+def test_blocks_that_no_transfer_has_cached_are_not_taken_for_those_of_other_weights(make: Make) -> None:
+    p, d = engine(make), engine(make)
+    adapter = {"lora_request": lora("x")["lora_request"]}
+    p.load_adapter(1, "x")
+    a = ask(p, {}, 4, adapter)
+    p.run(until=a)
+    p.load_adapter(1, "y")
+    d.load_adapter(1, "y")
+    b = ask(p, OFFER, 1, adapter)
+    p.run(until=b)
+    assert p.computed[b] == 60, "P offers what it computed with the weights of before"
+    c = ask(d, p.done[b].params or {}, 4, adapter)
+    d.run(p, until=c)
+    assert d.computed[c] == 1 + 3
+    p.lease_ends()
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["reread", "loaded again"])
+def test_a_prompt_computed_partly_with_other_weights_is_not_offered(make: Make, asked: bool) -> None:
+    p, d = engine(make, budget=32), engine(make)
+    text = prompt(100)
+    a = ask(p, {**OFFER, "transfer_id": "t"}, 1, {**lora("x"), "tokens": text})
+    d.load_adapter(1, "x")
+    p.step()
+    (p.load_adapter if asked else p.reread_adapter)(1, "y")
+    where = {"remote_host": "127.0.0.1", "remote_port": p.address.port, "do_remote_prefill": True, "transfer_id": "t"}
+    b = ask(d, where, 4, {"lora_request": lora("x")["lora_request"], "tokens": text})
+    d.run(p, until=b)
+    p.run(until=a)
+    assert d.computed[b] == 100 + 3
+    p.lease_ends()
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["q_proj"]}, {"enable_tower_connector_lora": True}])
+def test_where_adapters_apply_counts_for_requests_with_one(make: Make, settings: dict[str, Any]) -> None:
+    p, d = engine(make, adapters=settings), engine(make)
+    assert computed(p, d, lora("x"), lora("x")) == 60 + 3
+    assert computed(p, d, {}, {}, seed=1) == 1 + 3

@@ -32,7 +32,7 @@ from kvxfer_sglang.prefill import PrefillRank
 from kvxfer_sglang.rank import EngineRank
 from kvxfer_sglang.settings import settings
 from kvxfer_sglang.states import MAMBA, States
-from kvxfer_sglang.support import check_setup
+from kvxfer_sglang.support import check_adapters, check_setup
 
 __all__ = ["TransferManager"]
 
@@ -55,6 +55,7 @@ class TransferManager(CommonKVManager):
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         decodes = disaggregation_mode == DisaggregationMode.DECODE
         check_setup(args, decodes)
+        check_adapters(server_args)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         config = settings(self.local_ip, self.waiting_timeout if decodes else self.bootstrap_timeout)
         model = process_model_config()

@@ -9,7 +9,7 @@ from kvxfer import KvxferError
 from kvxfer.values import MOST_PAYLOAD
 from kvxfer_sglang.states import DSA, MAMBA, SWA, kind_of
 
-__all__ = ["UnsupportedSetupError", "check_setup"]
+__all__ = ["UnsupportedSetupError", "check_adapters", "check_setup"]
 
 
 class UnsupportedSetupError(KvxferError):
@@ -29,6 +29,22 @@ def check_setup(args: Any, decodes: bool) -> None:
     found = list(_obstacles(args, decodes))
     if found:
         raise UnsupportedSetupError("--disaggregation-transfer-backend kvxfer does not support " + "; ".join(found))
+
+
+def check_adapters(server_args: Any) -> None:
+    """Refuse a server with adapters: SGLang hands over no request's adapter, and two servers may have two under one name.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``.
+
+    Raises:
+        UnsupportedSetupError: It has adapters, or may load some.
+    """
+    if getattr(server_args, "enable_lora", None) or getattr(server_args, "lora_paths", None):
+        raise UnsupportedSetupError(
+            "--disaggregation-transfer-backend kvxfer does not support --enable-lora and --lora-paths: SGLang does not tell which "
+            "adapter a request's KV was computed with"
+        )
 
 
 def _obstacles(args: Any, decodes: bool) -> Iterator[str]:

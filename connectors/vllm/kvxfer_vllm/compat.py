@@ -16,6 +16,7 @@ __all__ = [
     "HIT_SOURCE",
     "HOLDS_BLOCKS",
     "REPORTS_BY_REQUEST",
+    "TELLS_ARRIVALS",
     "TELLS_HITS",
     "around_reset",
     "check_groups",
@@ -38,6 +39,10 @@ allocates others to recompute the request. (Where failed loads are reported by b
 
 TELLS_HITS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
 """Whether the connector can ask how much of a prompt is cached (vLLM 0.30 and later); prefetching a waiting request needs it."""
+
+
+TELLS_ARRIVALS = hasattr(base.KVConnectorBase_V1, "on_new_request")
+"""Whether the connector hears of a request before vLLM looks up what it has cached of the prompt."""
 
 
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")

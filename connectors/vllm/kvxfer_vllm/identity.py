@@ -1,8 +1,8 @@
 """The facts on which all KV of a vLLM engine depends, and which other engines compare with theirs (see ``kvxfer.facts``).
 
 Weights are identified by content, not by name: one model may be mounted under two paths, and a path may hold another version
-after an upgrade. Name and revision count only if the files cannot be found. Adapters are not included: each request names
-its own.
+after an upgrade. Name and revision count only if the files cannot be found. Adapters are not included: each request has
+its own (see ``content.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvxfer_vllm.weights import fingerprint
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["facts_of", "updated"]
+__all__ = ["checkpoint", "facts_of", "updated"]
 
 log = logger("kvxfer.vllm")
 
@@ -56,7 +56,7 @@ def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
         return {"weights": "dummy"}
     name = getattr(model, "model_weights", "") or model.model
     try:
-        found = fingerprint(_checkpoint(name, model.revision, load.download_dir))
+        found = fingerprint(checkpoint(name, model.revision, load.download_dir))
     except (OSError, ValueError) as e:
         log.warning(
             "the weights of %r cannot be read (%s): name and revision are compared with those of other engines instead; set "
@@ -69,7 +69,7 @@ def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
     return {"weights": found}
 
 
-def _checkpoint(name: str, revision: str | None, download_dir: str | None) -> Path:
+def checkpoint(name: str, revision: str | None, download_dir: str | None) -> Path:
     """Return where the files of a model are: its path, or what vLLM has downloaded for its name.
 
     Raises:

@@ -46,10 +46,15 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Sent from workers to the scheduler after each step, if there is anything to report."""
+    """Sent from workers to the scheduler after each step, if there is anything to report.
+
+    Attributes:
+        adapters: For each rank that has loaded adapters, the hashes of all of them by number.
+    """
 
     report: Report
+    adapters: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, ReportMetadata)
-        return ReportMetadata(self.report.merge(other.report))
+        return ReportMetadata(self.report.merge(other.report), {**self.adapters, **other.adapters})

@@ -12,13 +12,15 @@ from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Address, digest
+from kvxfer.identity import Address
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
+from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.common import CommonPart, common_part
+from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
@@ -28,7 +30,7 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadingRequests
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
-from kvxfer_vllm.settings import counts_media, groups_of
+from kvxfer_vllm.settings import groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
 from kvxfer_vllm.tracing import OFFER, RequestSpans
 
@@ -66,7 +68,7 @@ class SchedulerHooks:
                 "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); "
                 "with 'recompute' this engine computes the prompt instead"
             )
-        self._counts_media = counts_media(vllm_config)
+        self._content, self._warned = RequestContent(vllm_config), set[str]()
         groups = groups_of(kv_cache_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
         self._partly = len(groups) == 1 and groups[0].kind == "full"
@@ -104,10 +106,14 @@ class SchedulerHooks:
             return
         self._seen.add(request.request_id)
         self._room.arrived(request.request_id)
+        self._content.arrived(request)
         try:
             params = request.kv_transfer_params or self._legacy(request)
             if params:
                 self._take_up(request, p.translated(params))
+        except UnknownAdapterError as e:
+            (log.debug if e.adapter in self._warned else log.warning)("%s", e)
+            self._warned.add(e.adapter)
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
 
@@ -183,6 +189,9 @@ class SchedulerHooks:
         if request.skip_reading_prefix_cache:  # it needs its whole prompt computed; vLLM before 0.31 leaves that to us
             self._unplaced.add(request.request_id)
             return 0, False
+        if not self._content.adapters.is_same(request.request_id):
+            self._unplaced.add(request.request_id)
+            return 0, False
         tokens = self.side.loadable(request.request_id, computed)
         if tokens is not None:
             self._unplaced.add(request.request_id)
@@ -218,6 +227,8 @@ class SchedulerHooks:
 
         name = request.request_id
         whole = request.status.name in WHOLE
+        self._drop_outdated()
+        self._content.finished(name)
         self._seen.discard(name)
         self._room.finished(name)
         self._retained.cached(name)
@@ -234,29 +245,13 @@ class SchedulerHooks:
 
     def _digest(self, request: Request, tokens: int | None = None) -> bytes:
         """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""
-        if request.mm_features and self._counts_media:
-            raise KvxferError(
-                "its images or other media have no identity by content, since vLLM caches none; set "
-                "--mm-processor-cache-gb above 0, or --enable-prefix-caching"
-            )
-        lora = request.lora_request
-        embeds = request.prompt_embeds
-        media = ((f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ())
-        return digest(
-            tokens=_first(request.prompt_token_ids, tokens),
-            model=self._facts,
-            media=[item for item in media if tokens is None or item[1] < tokens],
-            lora=None if lora is None else lora.lora_name,
-            salt=request.cache_salt,
-            embeds=None
-            if embeds is None
-            else _embeds(embeds[:tokens], _first(getattr(request, "prompt_is_token_ids", None), tokens)),
-        )
+        return self._content.digest(request, self._facts, tokens)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Follow what this step computes, and say what the workers must know with it."""
+        self._drop_outdated()
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
         idle = not output.total_num_scheduled_tokens
@@ -270,6 +265,11 @@ class SchedulerHooks:
         self._doomed, self._freed, self._partial = {}, [], {}
         self._holding_back = False
         return step
+
+    def _drop_outdated(self) -> None:
+        """Offer nothing of requests whose adapter was replaced on the way: a part may be computed with the weights of before."""
+        for name in self._content.adapters.take_outdated():
+            self.side.withdraw(name, "its adapter was loaded again with other weights")
 
     def _follow(self, output: SchedulerOutput) -> None:
         state = getattr(output, "kv_connector_block_state", None)
@@ -303,7 +303,10 @@ class SchedulerHooks:
         """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
         found = output.kv_connector_worker_meta
         over = set(output.finished_recving or ())
-        update = self.side.report(found.report if isinstance(found, ReportMetadata) else Report())
+        ours = found if isinstance(found, ReportMetadata) else ReportMetadata(Report())
+        for rank, contents in ours.adapters.items():
+            self._content.adapters.learn(rank, contents)
+        update = self.side.report(ours.report)
         self._freed += update.free
         for name in update.free:
             self._spans.end(OFFER, name)
@@ -395,26 +398,10 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        ours: tuple[Sized, ...] = (self._seen, self._tables, self._loads, self._ends, self._partial)
+        ours: tuple[Sized, ...] = (self._seen, self._tables, self._loads, self._ends, self._partial, self._content)
         return sum(map(len, (*ours, self._loading, self._retained, self._spans, self.side)))
 
 
 def _table(block_ids: Sequence[Sequence[int]]) -> BlockTable:
     """Return vLLM's block table with its null block spelt as ours."""
     return BlockTable.of(block_ids, NULL_BLOCK)
-
-
-def _first(row: Any, n: int | None) -> Any:
-    """Return the first items of a row if there is one, or all."""
-    return row if row is None or n is None or n >= len(row) else row[:n]
-
-
-def _embeds(tensor: Any, is_token: Sequence[bool] | None) -> bytes:
-    """Return a hash of prompt embeddings, and of which positions they stand for if there are token ids, too."""
-    import hashlib
-
-    import torch
-
-    raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    mask = b"" if is_token is None else bytes(map(int, is_token))
-    return hashlib.blake2b(raw, digest_size=16, key=hashlib.blake2b(mask).digest()).digest()

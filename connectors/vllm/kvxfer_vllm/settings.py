@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["counts_media", "groups_of", "hits_may_differ", "settings_of"]
+__all__ = ["groups_of", "hits_may_differ", "settings_of"]
 
 log = logger("kvxfer.vllm")
 
@@ -73,16 +73,6 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
         if group.group.kind == "state":
             recurrent.check_spec(i, group.specs[0])
     return tuple(group.group for group in pages)
-
-
-def counts_media(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM names images, audio and video by a count of its own.
-
-    It does for want of a cache that needs to know them by content; two engines then have one name for two images.
-    """
-    media = getattr(vllm_config.model_config, "multimodal_config", None)
-    cached = getattr(media, "mm_processor_cache_gb", 1) > 0 or vllm_config.cache_config.enable_prefix_caching
-    return media is not None and not cached
 
 
 def hits_may_differ(kv_cache_config: KVCacheConfig) -> bool:

@@ -12,6 +12,7 @@ from kvxfer.geometry import Cache
 from kvxfer.logs import logger
 from kvxfer.values import BlockTable, Rank
 from kvxfer_vllm import compat
+from kvxfer_vllm.adapters import LoadedAdapters
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
@@ -44,6 +45,7 @@ class WorkerHooks:
         self._config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self._side: WorkerSide | None = None
         self._clearing: Clearing | None = None
+        self._adapters = LoadedAdapters(getattr(vllm_config, "lora_config", None))
         self._report = Report()
         self._sent: set[str] = set()
         self._received: set[str] = set()
@@ -153,14 +155,17 @@ class WorkerHooks:
 
     def layer_done(self, metadata: StepMetadata, layer: str) -> None:
         """Record that this step's KV of a layer is written, as far as the device has been told."""
-        if not self._halved:
+        if not self._halved and not self._adapters.replaced:
             self._on.layer_done(metadata.step, layer)
 
     def after_forward(self, metadata: StepMetadata) -> None:
         """Offer what this step has computed, once."""
         if metadata is not self._offered:
             self._offered = metadata
-            self._on.after_forward(metadata.step)
+            if self._adapters.replaced:
+                self._on.refuse(metadata.step, "vLLM has loaded an adapter again, whose files have changed")
+            else:
+                self._on.after_forward(metadata.step)
 
     def collect(self, metadata: StepMetadata) -> None:
         """Process what has ended since the last step.
@@ -194,7 +199,10 @@ class WorkerHooks:
     def report(self) -> ReportMetadata | None:
         """Return what the scheduler side must know; None if that is nothing."""
         out, self._report = self._report, Report()
-        return ReportMetadata(out) if out else None
+        loaded = self._adapters.take_news()
+        if not out and not loaded:
+            return None
+        return ReportMetadata(out, {self._vllm.parallel_config.rank: loaded} if loaded else {})
 
     def stats(self) -> KVXferStats | None:
         """Return what has been counted since the last call; None if that is nothing."""

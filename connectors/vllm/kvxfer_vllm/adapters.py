@@ -1,0 +1,247 @@
+"""Which adapters (LoRA) vLLM has loaded, by the weights that it has in memory.
+
+An adapter's name, number and path do not tell: its files may have changed after vLLM read them, and vLLM reads them again when
+it has dropped the adapter, when it is told to (``load_inplace``), and from then on in every step. So the process that loads an
+adapter hashes what it has loaded. The scheduler's process asks for that when vLLM has been told to load one, and hears
+of everything else with the workers' reports.
+
+vLLM has no hooks for this, so two of its methods are wrapped: ``WorkerLoRAManager._load_adapter`` and ``EngineCore.add_lora``.
+An adapter that was loaded past them is unknown, and nothing is moved for its requests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from kvxfer.errors import KvxferError
+from kvxfer.logs import logger
+from kvxfer.text import printable
+from kvxfer_vllm.hashing import content_hash
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+
+__all__ = ["Adapters", "LoadedAdapters", "adapter_loaded", "loaded_by"]
+
+log = logger("kvxfer.vllm")
+
+Contents = Mapping[int, str]
+"""The hash of each adapter's weights, by vLLM's number for it."""
+
+UNKNOWN = ""
+
+
+class LoadedAdapters:
+    """What one worker has loaded.
+
+    Attributes:
+        contents: The adapters that it loaded last under each number.
+        replaced: Whether a step has loaded other weights under a number that was in use, without the scheduler having been told.
+    """
+
+    def __init__(self, lora_config: Any) -> None:
+        self._lora_config = lora_config
+        self.contents: dict[int, str] = {}
+        self.replaced = False
+        self._news = False
+        if lora_config is not None:
+            _wrap_loading()
+            _workers.add(self)
+
+    def of(self, lora_config: Any) -> bool:
+        """Return whether this is the worker with that configuration: a process may have several."""
+        return self._lora_config is lora_config
+
+    def loaded(self, number: int, content: str) -> None:
+        """Record what was loaded under a number."""
+        before = self.contents.get(number)
+        if content != before:
+            self.contents[number] = content
+            self._news = True
+            self.replaced |= before is not None
+
+    def take_news(self) -> dict[int, str]:
+        """Return what has been loaded if that is not what was returned last, else nothing."""
+        if not self._news:
+            return {}
+        self._news = self.replaced = False
+        return dict(self.contents)
+
+
+class Adapters:
+    """What the workers of one engine have loaded, as far as the scheduler's process knows."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._ranks = vllm_config.parallel_config.world_size
+        self._lora_config = lora = getattr(vllm_config, "lora_config", None)
+        modules = sorted(map(str, getattr(lora, "target_modules", None) or ()))
+        self._settings = [str(getattr(lora, "enable_tower_connector_lora", False)), *modules]
+        self._tower = bool(getattr(lora, "enable_tower_connector_lora", False))
+        self._contents: dict[int, dict[int, str]] = {}
+        self._replaced: Counter[int] = Counter()
+        self._any_replaced = False
+        self._first: dict[str, tuple[str, int]] = {}
+        self._requests: dict[str, tuple[int, int]] = {}  # the adapter's number, and how often it had been replaced
+        if lora is not None:
+            _wrap_adding()
+            _engines.add(self)
+
+    def of(self, lora_config: Any) -> bool:
+        """Return whether these are the adapters of the engine with that configuration: a process may have several."""
+        return self._lora_config is lora_config
+
+    def learn(self, rank: int, contents: Contents) -> None:
+        """Record what a rank has loaded."""
+        for number, content in contents.items():
+            by_rank = self._contents.setdefault(number, {})
+            if by_rank.get(rank, content) != content:
+                self._replace(number)
+            by_rank[rank] = content
+
+    def doubt(self, number: int) -> None:
+        """Record that an adapter may have been loaded again, and that the workers have not said what."""
+        if self._contents.pop(number, None):
+            self._replace(number)
+
+    def _replace(self, number: int) -> None:
+        self._replaced[number] += 1
+        self._any_replaced = True
+
+    def _version(self, adapter: LoRARequest) -> tuple[str, int]:
+        """Return the hash of an adapter's weights, or ``UNKNOWN``; and how often they were replaced under its number."""
+        by_rank = self._contents.get(adapter.lora_int_id, {})
+        # Ranks hold parts of their own of an adapter for experts that are spread over them.
+        known = "/".join(sorted(set(by_rank.values()))) if len(by_rank) == self._ranks else UNKNOWN
+        return known, self._replaced[adapter.lora_int_id]
+
+    def content(self, request: str, adapter: LoRARequest) -> str:
+        """Return what the adapter of a request is for its digest, and follow it.
+
+        Raises:
+            UnknownAdapterError: It is not known which weights vLLM has loaded for it.
+        """
+        known, replaced = self._version(adapter)
+        if known == UNKNOWN:
+            raise UnknownAdapterError(adapter)
+        self._requests[request] = adapter.lora_int_id, replaced
+        return content_hash(self._settings, known)
+
+    def is_same(self, request: str) -> bool:
+        """Return whether a request's adapter, if it has one, has the weights that it had when the request arrived."""
+        number, replaced = self._requests.get(request, (0, 0))
+        return replaced == self._replaced[number] if number else True
+
+    def take_outdated(self) -> list[str]:
+        """Return the requests whose adapter has been replaced since they arrived, each once."""
+        if not self._any_replaced:
+            return []
+        self._any_replaced = False
+        return [request for request in self._requests if not self.is_same(request)]
+
+    def finished(self, request: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request, None)
+
+    def __len__(self) -> int:
+        """Return how many requests are remembered."""
+        return len(self._requests)
+
+    def cached_under(self, adapter: LoRARequest) -> str | None:
+        """Return what must be added to the prefix cache's keys for an adapter; None if its name is enough.
+
+        vLLM's keys have an adapter's name and path. Blocks of other weights may be cached under them if it was loaded again.
+        """
+        now = self._version(adapter)
+        if now == self._first.setdefault(adapter.lora_name, now) and not now[1]:
+            return None
+        return f"kvxfer {adapter.lora_int_id} {now[1]} {now[0]}"
+
+    @property
+    def change_media(self) -> bool:
+        """Whether adapters affect what the towers make of images and other media, which vLLM caches by the adapter's name."""
+        return self._tower
+
+
+class UnknownAdapterError(KvxferError):
+    """It is not known which weights an adapter has, so nothing is moved for its requests."""
+
+    def __init__(self, adapter: LoRARequest) -> None:
+        self.adapter = printable(adapter.lora_name)
+        super().__init__(
+            f"which weights vLLM has loaded for the adapter {self.adapter!r} is not known: load it before it is used, with "
+            "--lora-modules, /v1/load_lora_adapter or the engine's add_lora; until then its requests are computed here"
+        )
+
+
+_workers: WeakSet[LoadedAdapters] = WeakSet()
+_engines: WeakSet[Adapters] = WeakSet()
+_wrappers: set[Callable[..., Any]] = set()
+
+
+def adapter_loaded(lora_config: Any, number: int, answers: Callable[[], Iterable[Contents]]) -> None:
+    """Pass on to an engine's scheduler side what its workers have loaded, now that one more adapter was."""
+    for engine in [engine for engine in _engines if engine.of(lora_config)]:
+        engine.doubt(number)
+        for rank, contents in enumerate(answers()):
+            engine.learn(rank, contents)
+
+
+def loaded_by(worker: Any) -> dict[int, str]:
+    """Return what a worker has loaded; vLLM calls this in the worker's process."""
+    lora_config = worker.vllm_config.lora_config
+    found = [loaded for loaded in _workers if loaded.of(lora_config)]
+    for loaded in found:
+        loaded.take_news()
+    return dict(found[0].contents) if found else {}
+
+
+def _wrap_loading() -> None:
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    load = WorkerLoRAManager._load_adapter
+    if load in _wrappers:
+        return
+
+    @functools.wraps(load)
+    def _load_adapter(self: Any, lora_request: LoRARequest) -> Any:
+        adapter = load(self, lora_request)
+        for worker in _workers:
+            if worker.of(self.lora_config):
+                worker.loaded(lora_request.lora_int_id, _content_of(adapter))
+        return adapter
+
+    _wrappers.add(_load_adapter)
+    WorkerLoRAManager._load_adapter = _load_adapter
+
+
+def _wrap_adding() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    add = EngineCore.add_lora
+    if add in _wrappers:
+        return
+
+    @functools.wraps(add)
+    def add_lora(self: Any, lora_request: LoRARequest) -> bool:
+        try:
+            return bool(add(self, lora_request))
+        finally:
+            ask = functools.partial(self.model_executor.collective_rpc, loaded_by)
+            adapter_loaded(self.vllm_config.lora_config, lora_request.lora_int_id, ask)
+
+    _wrappers.add(add_lora)
+    EngineCore.add_lora = add_lora
+
+
+def _content_of(adapter: Any) -> str:
+    """Return a hash of an adapter's weights as vLLM has read them, of its ranks and its scaling."""
+    layers = [
+        (name, layer.rank, float(layer.scaling), layer.lora_a, layer.lora_b)
+        for name, layer in sorted(adapter.loras.items())
+    ]
+    return content_hash(bool(getattr(adapter, "is_3d_lora_weight", False)), layers)
