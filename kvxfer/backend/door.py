@@ -48,11 +48,16 @@ def accept(listener: socket.socket, wakeup: Wakeup) -> socket.socket | None:
     return accepted
 
 
+class Elsewhere(TransportError):
+    """A peer's door is not on this host, or not in this network namespace."""
+
+
 def knock(name: str, peer: str) -> socket.socket:
     """Return a socket that is connected to a peer's door, or is broken if that peer has ended meanwhile. Never waits.
 
     Raises:
-        TransportError: There is no such door on this host and in this network namespace.
+        Elsewhere: There is no such door on this host and in this network namespace.
+        TransportError: No door has such a name.
         OSError: No descriptor is left, or the peer does not accept.
     """
     if re.fullmatch(_FORM, name) is None:
@@ -62,7 +67,7 @@ def knock(name: str, peer: str) -> socket.socket:
         knocking.connect(f"\0{name}")
     except ConnectionRefusedError as e:
         knocking.close()
-        raise TransportError(
+        raise Elsewhere(
             f"{peer} runs on another host, or in a container that shares no network namespace with this one, or has ended: "
             "its socket is not here; choose a back end that uses a network"
         ) from e

@@ -112,7 +112,8 @@ class LivenessLinks:
         """Connect end ``mine`` to the peer's end ``theirs``, whose listener is ``name``; return this end.
 
         Raises:
-            TransportError: The peer is not on this host and in this network namespace; nothing has changed.
+            Elsewhere: The peer is not on this host and in this network namespace; nothing has changed.
+            TransportError: ``name`` is none that a peer can have; nothing has changed.
             OSError: No descriptor is left, or the peer accepts nobody; nothing has changed.
         """
         if name == self.name:

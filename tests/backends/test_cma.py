@@ -119,11 +119,10 @@ def test_a_process_that_took_over_the_number_is_not_touched(direct: World, batch
     stranger = direct.process("stranger")
     for participant in (a, b, stranger):
         participant.allocate([N], 1)
-    mine, theirs = a.endpoint(), b.endpoint()
-    peer = a.connect(mine, theirs)
-    other = stranger._child.pid
-    a.transport.links[peer].liveness.process.pid = other
-    b.connect(theirs, mine)
+    link, other = direct.link(a, b), stranger._child.pid
+    direct.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [N]))
+    peer = link.peers[a.name]
+    a.transport.links[peer].processes[0]._pid = other
     before = stranger.content(0)
     error = error_of(direct, a, batch(peer))
     assert "peer" in error and str(other) in error

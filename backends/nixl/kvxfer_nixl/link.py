@@ -82,14 +82,14 @@ class Peers:
 class Link:
     """``end``: our end. ``liveness``: of a peer of this host, whose end NIXL may not tell of. ``broken``: why nothing can move any more."""
 
-    def __init__(self, number: int, end: str, theirs: Endpoint, here: bool, peers: Peers) -> None:
-        """Greet the peer, which may be ``here``: on this host, where a socket tells of its end.
+    def __init__(self, number: int, end: str, theirs: Endpoint, liveness: Liveness | None, peers: Peers) -> None:
+        """Greet the peer, of whose end a socket tells if it is on this host.
 
         Raises:
             TransportError: Its description or metadata make no sense.
         """
         self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
-        self.liveness: Liveness | None = None
+        self.liveness, here = liveness, liveness is not None
         self.space = RegisteredSpace.of_peer(theirs.memories)
         self.peer = peers.connect(theirs.metadata, here)
         self.up = False
