@@ -28,6 +28,7 @@ class Endpoint(EndpointBase, frozen=True):
 
     backend = "nixl"
     format = 5
+    trusted = frozenset({"metadata"})
 
     agent: Annotated[str, Meta(max_length=256)]
     plugin: Annotated[str, Meta(max_length=64)]

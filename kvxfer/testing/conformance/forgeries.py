@@ -6,9 +6,8 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import count, islice
-from typing import ClassVar
 
 import numpy as np
 
@@ -28,24 +27,17 @@ WAIT_S = 0.2
 
 
 class Forgeries(Suite):
-    """A clause about what peers say of themselves.
-
-    Attributes:
-        trusted: The fields of an endpoint that the back end's library takes on trust, because nothing can check them. They are not forged;
-            a page of the back end must say what a hostile peer can do with them.
-    """
-
-    trusted: ClassVar[Collection[str]] = ()
+    """A clause about what peers say of themselves."""
 
     def forged(self, genuine: bytes, bait: Bait) -> Iterator[tuple[str, bytes]]:
         """Yield forgeries of a peer's genuine endpoint, each with words that tell what was altered.
 
-        By default those of ``kvxfer.testing.forging``. Override it to add what only its author knows to be worth a try, such
+        By default those of ``kvxfer.testing.forging``, without the fields that ``EndpointBase.trusted`` names. Override it to add what only its author knows to be worth a try, such
         as two fields that must fit each other.
         """
         kind = getattr(self.backend, "endpoint_type", None)
-        names = () if kind is None else kind.__struct_fields__
-        return forgeries(genuine, bait, {i for i, name in enumerate(names) if name in self.trusted})
+        fields = () if kind is None else kind.__struct_fields__
+        return forgeries(genuine, bait, {i for i, field in enumerate(fields) if field in kind.trusted})
 
     def test_forged_endpoints_reach_nothing(self, world: World, way: TransferMode) -> None:
         """A peer cannot name a process, a file, a host or an address that was not registered for its link.
