@@ -20,6 +20,7 @@ _CHECK_BYTES = 4
 _ADDRESSES = 1 << 32
 """Integers from here on are taken for addresses, and smaller ones for numbers of processes, sizes and the like."""
 _UP = "../" * 16
+_LARGEST = (1 << 64) - 1
 _MOST_LEAVES = 24
 _FLIPS = 16
 
@@ -77,7 +78,7 @@ def _values(leaf: Any, theirs: Any, bait: Bait) -> list[Any]:
         case bool():
             found.append(not leaf)
         case int():
-            found += [0, leaf + 1, 2 * leaf, bait.pid, os.getppid(), bait.address, (1 << 62) - 1]
+            found += [0, (leaf + 1) & _LARGEST, (2 * leaf) & _LARGEST, bait.pid, os.getppid(), bait.address, (1 << 62) - 1]
         case str():
             found += ["", bait.file, _UP + bait.file.lstrip("/"), leaf[:-1] + ("0" if leaf[-1:] != "0" else "1")]
         case bytes():

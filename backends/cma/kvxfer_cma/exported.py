@@ -16,7 +16,7 @@ from msgspec import Meta
 from kvxfer.errors import PeerError
 from kvxfer.geometry.cache import Region
 
-__all__ = ["Exported", "read", "written"]
+__all__ = ["Exported", "read_back", "written"]
 
 MOST_BYTES = 1 << 20
 
@@ -53,7 +53,7 @@ def written(exported: Sequence[Exported]) -> int:
     return fd
 
 
-def read(fd: int) -> list[Exported]:
+def read_back(fd: int) -> list[Exported]:
     """Return what such a file says.
 
     Raises:

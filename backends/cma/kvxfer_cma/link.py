@@ -108,7 +108,7 @@ class Link:
                 if message[:1] == _SHOW and len(message) == 1 + vm.KEY_BYTES and not descriptors:
                     self._answer(message[1:], memories)
                 elif message == _PLACES and len(descriptors) == 1 and self.asker is None and self.remote is None:
-                    self._take(exported.read(descriptors[0]))
+                    self._take(exported.read_back(descriptors[0]))
                 else:
                     raise PeerError("it said what makes no sense")
             finally:

@@ -15,7 +15,7 @@ __all__ = ["Endpoint", "ExportedPiece"]
 class ExportedPiece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A memory: its device, and (address, bytes) of its regions."""
 
-    device: Annotated[str, Meta(max_length=32)]
+    device: Annotated[str, Meta(min_length=1, max_length=32)]
     regions: tuple[tuple[Annotated[int, Meta(ge=1, le=1 << 62)], Annotated[int, Meta(ge=1, le=1 << 48)]], ...]
 
 
