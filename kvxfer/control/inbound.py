@@ -46,7 +46,8 @@ class Inbound(LinkTable[_Dialled]):
 
     Hellos are examined one after the other, with hosts taking turns; those that wait stay in their connections, where the
     memory for strangers is bounded. ``examine`` checks a hello off the control thread, and has the result passed to
-    ``examined``. ``invite`` returns where a consumer finds the revocation counter. A link is lost after ``silence`` seconds without a message.
+    ``examined``. ``invite`` returns where a consumer finds the revocation counter. A link is lost after ``silence`` seconds
+    without a message.
     """
 
     role: ClassVar[Role] = "producer"

@@ -66,7 +66,10 @@ def forgeries(genuine: bytes, bait: Bait, kept: Collection[int] = ()) -> Iterato
     for path, leaf in leaves[:_MOST_LEAVES]:
         theirs = None if others is None else dict(_leaves(others[1])).get(path)
         for value in _values(leaf, theirs, bait):
-            yield f"field {'.'.join(map(str, path))}: {_shown(value)}", _put_together(head, _with(fields, {path: value}))
+            yield (
+                f"field {'.'.join(map(str, path))}: {_shown(value)}",
+                _put_together(head, _with(fields, {path: value})),
+            )
     for what, wanted in _guises(leaves, bait):
         yield what, _put_together(head, _with(fields, wanted))
 
@@ -78,7 +81,15 @@ def _values(leaf: Any, theirs: Any, bait: Bait) -> list[Any]:
         case bool():
             found.append(not leaf)
         case int():
-            found += [0, (leaf + 1) & _LARGEST, (2 * leaf) & _LARGEST, bait.pid, os.getppid(), bait.address, (1 << 62) - 1]
+            found += [
+                0,
+                (leaf + 1) & _LARGEST,
+                (2 * leaf) & _LARGEST,
+                bait.pid,
+                os.getppid(),
+                bait.address,
+                (1 << 62) - 1,
+            ]
         case str():
             found += ["", bait.file, _UP + bait.file.lstrip("/"), leaf[:-1] + ("0" if leaf[-1:] != "0" else "1")]
         case bytes():

@@ -467,7 +467,9 @@ def test_memory_that_is_smaller_than_its_owner_says_is_refused(
     allocations = tuple(msgspec.structs.replace(x, nbytes=x.nbytes + (1 << 40)) for x in memory.allocations)
     larger = msgspec.structs.replace(memory, allocations=allocations)
     for _ in range(2):
-        with pytest.raises(TransportError, match=f"{b.name} says that its GPU memory has .* bytes, and the driver says"):
+        with pytest.raises(
+            TransportError, match=f"{b.name} says that its GPU memory has .* bytes, and the driver says"
+        ):
             a.connect(a.endpoint(), altered(b.endpoint(), memories=(larger,)))
         assert not mapped
         a.disconnect(a.connect(a.endpoint(), b.endpoint()))

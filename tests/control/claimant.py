@@ -70,7 +70,9 @@ def claimant(settings: str, pid: str, address: str, theirs: str) -> None:
         if isinstance(msg, m.Welcome) and table._links[link].backend == "cma":
             hello = table._links[link].hello
             told.append(m.encode(hello))
-            msg = msgspec.structs.replace(msg, endpoint=forged(msg.endpoint, hello.endpoint, int(pid), int(address), int(theirs)))
+            msg = msgspec.structs.replace(
+                msg, endpoint=forged(msg.endpoint, hello.endpoint, int(pid), int(address), int(theirs))
+            )
         sent(table, link, msg)
 
     def make_link(transport: Any, number: int, mine: Any, other: Any) -> Any:

@@ -133,7 +133,9 @@ def test_a_counter_that_is_cut_short_ends_no_consumer(whose: str, said: str) -> 
     assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
 
 
-@given(place=st.text(max_size=60) | st.from_regex(r"kvxfer-revocations-[0-9a-f]{32}/\d{1,7}/[0-9a-f]{32}", fullmatch=True))
+@given(
+    place=st.text(max_size=60) | st.from_regex(r"kvxfer-revocations-[0-9a-f]{32}/\d{1,7}/[0-9a-f]{32}", fullmatch=True)
+)
 def test_nothing_that_a_peer_says_is_mistaken_for_one(place: str) -> None:
     assert RevocationView.of(place) is None
 

@@ -43,7 +43,9 @@ def written(exported: Sequence[Exported]) -> int:
     """
     said = msgspec.msgpack.encode(exported)
     if len(said) > MOST_BYTES:
-        raise OSError(f"this side's regions take {len(said)} bytes to tell, more than {MOST_BYTES}; register fewer, longer ones")
+        raise OSError(
+            f"this side's regions take {len(said)} bytes to tell, more than {MOST_BYTES}; register fewer, longer ones"
+        )
     fd = os.memfd_create("kvxfer-cma-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.pwrite(fd, said, 0)

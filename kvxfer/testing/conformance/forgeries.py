@@ -11,6 +11,7 @@ from itertools import count, islice
 
 import numpy as np
 
+from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.testing.conformance.content import assert_equal
@@ -32,12 +33,11 @@ class Forgeries(Suite):
     def forged(self, genuine: bytes, bait: Bait) -> Iterator[tuple[str, bytes]]:
         """Yield forgeries of a peer's genuine endpoint, each with words that tell what was altered.
 
-        By default those of ``kvxfer.testing.forging``, without the fields that ``EndpointBase.trusted`` names. Override it to add what only its author knows to be worth a try, such
-        as two fields that must fit each other.
+        By default those of ``kvxfer.testing.forging``, without the fields that ``EndpointBase.trusted`` names. Override it to add
+        what only its author knows to be worth a try, such as two fields that must fit each other.
         """
-        kind = getattr(self.backend, "endpoint_type", None)
-        fields = () if kind is None else kind.__struct_fields__
-        return forgeries(genuine, bait, {i for i, field in enumerate(fields) if field in kind.trusted})
+        kind = getattr(self.backend, "endpoint_type", EndpointBase)
+        return forgeries(genuine, bait, {i for i, field in enumerate(kind.__struct_fields__) if field in kind.trusted})
 
     def test_forged_endpoints_reach_nothing(self, world: World, way: TransferMode) -> None:
         """A peer cannot name a process, a file, a host or an address that was not registered for its link.
