@@ -5,9 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["Flag"]
+__all__ = ["Flag", "closing"]
+
+
+def closing(owner: object, fd: int) -> Callable[[], object]:
+    """Return a function that closes a descriptor, once; at the latest its owner's end does, as where the constructor raises.
+
+    The end of the interpreter does not, because threads may still use it.
+    """
+    close = weakref.finalize(owner, os.close, fd)
+    close.atexit = False
+    return close
 
 
 class Flag:
@@ -22,8 +33,7 @@ class Flag:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._close = weakref.finalize(self, os.close, self._fd)
-        self._close.atexit = False
+        self._close = closing(self, self._fd)
         self._open = True
         self._lock = threading.RLock()  # a handler may interrupt the thread that holds it
 

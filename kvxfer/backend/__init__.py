@@ -11,8 +11,10 @@ uses those that it needs:
 - ``door``: a Unix socket that peers of this host connect to, and accepting where descriptors may run out.
 - ``wakeup``: one descriptor for several reasons to call ``poll``.
 - ``pace``: how often to look at what does not report by itself.
-- ``liveness``: tells each end of a link within one host whether the other end is alive, and carries short messages.
-- ``host``, ``ports``: where a process runs, and which ports it has open.
+- ``liveness``: tells each end of a link within one host that the other is on it, which process it is and whether that is alive,
+  and carries short messages.
+- ``process``: which process is at the other end of a Unix socket, as the kernel says.
+- ``ports``: which ports a process has open.
 - ``inheritance``: keeps the sockets that a library opens from programs that this process starts.
 - ``environment``: environment variables set only while a library is called.
 - ``ucx``: settings with which UCX opens no ports but those that the operator wants.

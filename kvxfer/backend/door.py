@@ -1,14 +1,28 @@
-"""A Unix socket that peers of this host connect to, and accepting where descriptors may run out."""
+"""A Unix socket that peers of this host connect to, and accepting where descriptors may run out.
+
+Its name is random, and leads to it only on its own host and in its own network namespace. So whoever can connect to it is there, and
+whoever is not finds that out at once. A name that a peer tells is used only if it has the form of such a name.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvxfer.backend.wakeup import Wakeup
+from kvxfer.errors import TransportError
 
-__all__ = ["MOST_STRANGERS", "UnixDoor", "accept"]
+__all__ = ["MOST_STRANGERS", "DoorName", "UnixDoor", "accept", "knock"]
+
+_FORM = r"kvxfer-[a-z0-9-]{1,24}-[0-9a-f]{32}"
+
+DoorName = Annotated[str, Meta(pattern=f"^{_FORM}$")]
+"""The name of a ``UnixDoor``, in an endpoint."""
 
 MOST_STRANGERS = 64
 """The most sockets that have not said which link they are for; for one more, the oldest is closed."""
@@ -32,6 +46,35 @@ def accept(listener: socket.socket, wakeup: Wakeup) -> socket.socket | None:
         return None
     accepted.setblocking(False)
     return accepted
+
+
+class Elsewhere(TransportError):
+    """A peer's door is not on this host, or not in this network namespace."""
+
+
+def knock(name: str, peer: str) -> socket.socket:
+    """Return a socket that is connected to a peer's door, or is broken if that peer has ended meanwhile. Never waits.
+
+    Raises:
+        Elsewhere: There is no such door on this host and in this network namespace.
+        TransportError: No door has such a name.
+        OSError: No descriptor is left, or the peer does not accept.
+    """
+    if re.fullmatch(_FORM, name) is None:
+        raise TransportError(f"{peer} sent a name that no socket of kvxfer has")
+    knocking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        knocking.connect(f"\0{name}")
+    except ConnectionRefusedError as e:
+        knocking.close()
+        raise Elsewhere(
+            f"{peer} runs on another host, or in a container that shares no network namespace with this one, or has ended: "
+            "its socket is not here; choose a back end that uses a network"
+        ) from e
+    except BaseException:
+        knocking.close()
+        raise
+    return knocking
 
 
 class UnixDoor:

@@ -39,11 +39,14 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     Attributes:
         agent: The agent's name, for messages.
         most_bytes: The largest size when encoded; no more than ``Transport.endpoint`` promises.
+        trusted: The fields that the back end's library takes on trust, since nothing can check them. The conformance suite does not
+            forge them; the back end's page must say what a hostile peer can do with them.
     """
 
     backend: ClassVar[str]
     format: ClassVar[int]
     most_bytes: ClassVar[int] = MOST_ENDPOINT
+    trusted: ClassVar[frozenset[str]] = frozenset()
 
     agent: str
 

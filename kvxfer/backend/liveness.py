@@ -4,6 +4,9 @@ Memory that another process shares stays readable after that process has closed 
 show it. Each end, when it connects, opens a Unix socket to the other end's listener and says which link it means. An end is up
 once both ends have done so, and down as soon as either socket closes, which the kernel sees to when a process dies.
 
+The kernel also says which process an end belongs to (``Liveness.process``). What that process tells of itself over these sockets
+is therefore its own word, whoever has carried the two endpoints from one end to the other.
+
 Most ends stay silent after that. A back end can send messages, and descriptors of memory, by ``tell``.
 """
 
@@ -13,9 +16,12 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 
-from kvxfer.backend.door import UnixDoor
+from kvxfer.backend.door import UnixDoor, knock
+from kvxfer.backend.process import PeerProcess
 from kvxfer.backend.wakeup import Wakeup
+from kvxfer.errors import TransportError
 
 __all__ = ["LINK_BYTES", "Liveness", "LivenessLinks"]
 
@@ -32,11 +38,12 @@ class Liveness:
     Attributes:
         up: Whether the peer has connected too.
         down: Why the link cannot be used any more, or ``None``.
+        process: The process that the peer's end belongs to, and from which all messages come.
         heard: Messages of the peer, the oldest first, each with the descriptors that came with it, which the reader must close.
     """
 
-    def __init__(self, mine: bytes, theirs: bytes, peer: str) -> None:
-        self.mine, self.theirs, self.peer = mine, theirs, peer
+    def __init__(self, mine: bytes, theirs: bytes, peer: str, process: PeerProcess) -> None:
+        self.mine, self.theirs, self.peer, self.process = mine, theirs, peer, process
         self.up = False
         self.down: str | None = None
         self.heard: deque[tuple[bytes, list[int]]] = deque()
@@ -104,22 +111,22 @@ class LivenessLinks:
     def connect(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Liveness:
         """Connect end ``mine`` to the peer's end ``theirs``, whose listener is ``name``; return this end.
 
-        If the peer cannot be reached, the end is down.
-
         Raises:
-            OSError: No descriptor is left; nothing has changed.
+            Elsewhere: The peer is not on this host and in this network namespace; nothing has changed.
+            TransportError: ``name`` is none that a peer can have; nothing has changed.
+            OSError: No descriptor is left, or the peer accepts nobody; nothing has changed.
         """
-        dialled = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        end = self._offered[mine] = Liveness(mine, theirs, peer)
+        if name == self.name:
+            raise TransportError(f"{peer} sent the name of this side's own socket")
+        dialled = knock(name, peer)
         try:
-            dialled.connect(f"\0{name}")
-            dialled.send(theirs + mine)
-        except OSError as e:
+            end = Liveness(mine, theirs, peer, PeerProcess(dialled))
+            with suppress(ConnectionError):  # it has ended just now, and its socket will say so
+                dialled.send(theirs + mine)
+        except BaseException:
             dialled.close()
-            end.down = (
-                f"cannot reach {peer} ({e}): it has ended, or the two run in containers that share no network namespace"
-            )
-            return end
+            raise
+        self._offered[mine] = end
         self._attach(end, dialled)
         if mine in self._early:
             self._announced(end, *self._early.pop(mine))
@@ -166,7 +173,7 @@ class LivenessLinks:
             self._announced(end, theirs, stranger)
 
     def _announced(self, end: Liveness, theirs: bytes, heard: socket.socket) -> None:
-        if theirs != end.theirs or end.up or end.down is not None:
+        if theirs != end.theirs or end.up or end.down is not None or not _comes_from(heard, end.process):
             heard.close()
             return
         self._attach(end, heard)
@@ -181,7 +188,20 @@ class LivenessLinks:
             self._wakeup.remove(held.fileno())
             held.close()
         end._sockets.clear()
+        end.process.close()
         for _, descriptors in end.heard:
             for descriptor in descriptors:
                 os.close(descriptor)
         end.heard.clear()
+
+
+def _comes_from(heard: socket.socket, process: PeerProcess) -> bool:
+    """Return whether the process that connected this socket is the one that was connected to."""
+    try:
+        speaker = PeerProcess(heard)
+    except OSError:  # no descriptor is left
+        return False
+    try:
+        return speaker.is_also(process)
+    finally:
+        speaker.close()

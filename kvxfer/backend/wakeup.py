@@ -9,11 +9,10 @@ import ctypes
 import os
 import select
 import time
-import weakref
 from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
-from kvxfer.flag import Flag
+from kvxfer.flag import Flag, closing
 
 __all__ = ["Timer", "Wakeup"]
 
@@ -39,8 +38,7 @@ class Timer:
         self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
-        self._close = weakref.finalize(self, os.close, self._fd)
-        self._close.atexit = False  # a thread may still use it
+        self._close = closing(self, self._fd)
         self._spec = _TimerSpec()
         self._at = ctypes.byref(self._spec)
         self._due: float | None = None

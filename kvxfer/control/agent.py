@@ -104,7 +104,7 @@ class Agent:
             self._data.policy(self._data.candidates[0])  # so that the log tells at start how an elastic cache moves
             port = self._loop.sockets.listen(config.listen, 0)
             address = sockets.address(config.advertise or config.listen, port)
-            self.descriptor = m.RankDescriptor(address, self.epoch, cache, self._data.candidates)
+            self.descriptor = m.RankDescriptor(address, self.epoch, cache.told(), self._data.candidates)
             self._shell = Shell(
                 self._loop,
                 self._data,
@@ -137,7 +137,7 @@ class Agent:
         if self.cache.elastic:
             how = "straight" if all(map(caps.moves, self.cache.regions)) else "staged"
             log.info("the cache of %s is elastic: back end %s moves it %s", self._name, name, how)
-        return LinkPolicy.of(name, caps, staging, self.cache, self.config.integrity)
+        return LinkPolicy.of(name, caps, staging, self.cache.told(), self.config.integrity)
 
     def _data_thread(self, name: str) -> DataThread:
         regions = self.cache.regions

@@ -46,7 +46,8 @@ class Inbound(LinkTable[_Dialled]):
 
     Hellos are examined one after the other, with hosts taking turns; those that wait stay in their connections, where the
     memory for strangers is bounded. ``examine`` checks a hello off the control thread, and has the result passed to
-    ``examined``. A link is lost after ``silence`` seconds without a message.
+    ``examined``. ``invite`` returns where a consumer finds the revocation counter. A link is lost after ``silence`` seconds
+    without a message.
     """
 
     role: ClassVar[Role] = "producer"
@@ -57,12 +58,12 @@ class Inbound(LinkTable[_Dialled]):
         data: DataPlane,
         silence: float,
         epoch: int,
-        revocations: str,
+        invite: Callable[[], str],
         examine: Callable[[LinkId, m.Hello], bool],
         serving: Callable[[LinkId], bool],
     ) -> None:
         super().__init__(sockets, data, silence)
-        self._epoch, self._revocations, self._examine, self._serving = epoch, revocations, examine, serving
+        self._epoch, self._invite, self._examine, self._serving = epoch, invite, examine, serving
         self._turn: ControlConnection | None = None  # the stranger whose hello is being handled
         self._turns: Turns[str, ControlConnection] = Turns()
 
@@ -210,7 +211,7 @@ class Inbound(LinkTable[_Dialled]):
         info, mine = link.info, link.mine
         assert info is not None and mine is not None
         link.up = True
-        self.send(link.id, m.Welcome(self._epoch, mine, info.piece_bytes, info.integrity, self._revocations))
+        self.send(link.id, m.Welcome(self._epoch, mine, info.piece_bytes, info.integrity, self._invite()))
         return info
 
     def identify(self, facts: Mapping[str, str]) -> Iterator[Lost]:

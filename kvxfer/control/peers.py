@@ -47,7 +47,7 @@ class AgentPeers:
         self,
         loop: ControlLoop,
         data: DataPlane,
-        revocations: str,
+        invite: Callable[[], str],
         me: m.RankDescriptor,
         config: Config,
         engine: str,
@@ -60,7 +60,7 @@ class AgentPeers:
         self._hellos = Examiner("kvxfer-hellos", 1, loop.do)
         self._descriptors = Examiner("kvxfer-examine", MOST_EXAMINED, loop.do)
         silence, stated = config.peer_timeout, facts or {}
-        self._in = Inbound(loop.sockets, data, silence, me.epoch, revocations, self._examine_hello, producer.serving)
+        self._in = Inbound(loop.sockets, data, silence, me.epoch, invite, self._examine_hello, producer.serving)
         self._out = Outbound(loop.sockets, data, silence, me.cache, engine, stated)
         patience = min(config.peer_timeout, config.transfer_timeout)
         self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)

@@ -96,7 +96,9 @@ class Shell:
         self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._fences = Fences(config.lease)
-        self._peers = AgentPeers(loop, data, revocations.place, me, config, engine, facts, self.consumer, self.producer)
+        self._peers = AgentPeers(
+            loop, data, revocations.invite, me, config, engine, facts, self.consumer, self.producer
+        )
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self.direct = self.staged = 0
 

@@ -34,7 +34,7 @@ class LinkPolicy:
     Attributes:
         backend: The back end's name.
         mode: How bytes move.
-        cache: The agent's cache.
+        cache: The agent's cache, as peers are told of it.
         piece_bytes: Bytes of a staged piece.
         stage_below: Parts whose rows have fewer bytes on average are packed; 0: none is.
         integrity: How bytes are checked.

@@ -258,6 +258,15 @@ class Cache(msgspec.Struct, frozen=True):
         """The flat offset at which each region begins. Regions are laid out in order, at least ``GAP`` bytes apart."""
         return flat_starts(self.regions)
 
+    def told(self) -> Cache:
+        """Return what peers are told of this cache: all but where in this process its regions lie, which is 0 there.
+
+        Whoever plans copies needs no addresses, and nobody else should have them.
+        """
+        return msgspec.structs.replace(
+            self, regions=tuple(msgspec.structs.replace(region, address=0) for region in self.regions)
+        )
+
     def check(self) -> None:
         """Refuse a malformed description. Call it once for a cache that came from a peer, before planning with it.
 

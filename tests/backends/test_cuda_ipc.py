@@ -26,6 +26,7 @@ from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Started
 from kvxfer.transport import Batch, PlanBatch, Verb
 from kvxfer_cuda_ipc.endpoint import Endpoint
+from kvxfer_cuda_ipc.exports import Opened
 from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe
 from kvxfer_cuda_ipc.library import CudaError
 from kvxfer_cuda_ipc.options import Options
@@ -172,6 +173,7 @@ def test_what_a_gpu_lacks_memory_for_keeps_nothing(lacks: str) -> None:
 def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses at which memory of other processes is mapped."""
     found: list[int] = []
+    monkeypatch.setattr(Opened, "_own", Opened._map)  # this process's memory as if it were another's
     opens = HostContext.open
 
     def opened(context: HostContext, shared: bytes) -> int:
@@ -183,17 +185,12 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def foreign(endpoint: bytes) -> bytes:
-    """An endpoint of this process as if it were another's."""
-    return altered(endpoint, process=b"x" * 16)
-
-
 def test_memory_of_a_peer_is_mapped_while_a_link_to_it_is_there(world: World, mapped: list[int]) -> None:
     a, b = world.local(), world.local()
     world.allocate(a, b)
-    first = a.connect(a.endpoint(), foreign(b.endpoint()))
+    first = a.connect(a.endpoint(), b.endpoint())
     once = len(mapped)
-    second = a.connect(a.endpoint(), foreign(b.endpoint()))
+    second = a.connect(a.endpoint(), b.endpoint())
     assert len(mapped) == once > 0
     for peer, left in ((first, once), (second, 0)):
         a.disconnect(peer)
@@ -207,7 +204,7 @@ def test_memory_is_not_kept_mapped_for_a_link_that_could_not_be_made(
     """As where no descriptor is left. It had stayed mapped for good, after the peer's end as well, which keeps the GPU's memory."""
     a, b = world.local(), world.local()
     world.allocate(a, b)
-    mine, theirs = a.endpoint(), foreign(b.endpoint())
+    mine, theirs = a.endpoint(), b.endpoint()
     with monkeypatch.context() as short:
         short.setattr("kvxfer.backend.liveness.socket.socket", _none_left)
         with pytest.raises(TransportError, match="no link"):
@@ -228,7 +225,7 @@ def test_memory_that_is_still_being_copied_stays_mapped(mapped: list[int], monke
     content = np.zeros(1 << 16, np.uint8)
     for one in (a, b):
         one.register([Region(content.ctypes.data, content.nbytes)])
-    a.connect(a.endpoint(), foreign(b.endpoint()))
+    a.connect(a.endpoint(), b.endpoint())
     assert len(mapped) == 1
 
     def close(gpu: HostGpu) -> None:
@@ -441,18 +438,42 @@ def test_lanes_take_whole_lines(row: int, word: int, tile: Tile) -> None:
 # What is refused
 
 
-def test_what_cannot_work_is_refused_when_connecting(world: World) -> None:
+def test_what_cannot_work_is_refused_when_connecting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = world.local(), world.local()
     world.allocate(a, b)
     with pytest.raises(TransportError, match=f"{b.name} runs on another host"):
-        a.connect(a.endpoint(), altered(b.endpoint(), host="elsewhere"))
+        a.connect(a.endpoint(), altered(b.endpoint(), socket=f"kvxfer-cuda-ipc-{'0' * 32}"))
     with pytest.raises(TransportError, match="release"):
         a.connect(a.endpoint(), altered(b.endpoint(), format=99))
+    monkeypatch.setattr(Opened, "_own", Opened._map)
     with pytest.raises(TransportError, match=f"memory of {b.name} cannot be opened.*--ipc=host"):
         memory = Endpoint.decode(b.endpoint()).memories[0]
         allocations = tuple(msgspec.structs.replace(x, handle=b"\xff" * 64) for x in memory.allocations)
         unknown = msgspec.structs.replace(memory, allocations=allocations)
-        a.connect(a.endpoint(), altered(b.endpoint(), process=b"x" * 16, memories=(unknown,)))
+        a.connect(a.endpoint(), altered(b.endpoint(), memories=(unknown,)))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_memory_that_is_smaller_than_its_owner_says_is_refused(
+    world: World, mapped: list[int], monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Also where it is mapped already, for a link whose peer has told the truth. A copy beyond its end would end this process's GPU
+    context, which is its engine's."""
+    if own:
+        monkeypatch.undo()
+    a, b = world.local(), world.local()
+    world.allocate(a, b)
+    memory = Endpoint.decode(b.endpoint()).memories[0]
+    allocations = tuple(msgspec.structs.replace(x, nbytes=x.nbytes + (1 << 40)) for x in memory.allocations)
+    larger = msgspec.structs.replace(memory, allocations=allocations)
+    for _ in range(2):
+        with pytest.raises(
+            TransportError, match=f"{b.name} says that its GPU memory has .* bytes, and the driver says"
+        ):
+            a.connect(a.endpoint(), altered(b.endpoint(), memories=(larger,)))
+        assert not mapped
+        a.disconnect(a.connect(a.endpoint(), b.endpoint()))
+        world.run(0.05)
 
 
 def test_gpus_without_peer_access_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

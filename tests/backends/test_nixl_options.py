@@ -75,7 +75,7 @@ def test_reads_are_offered_where_no_peer_has_to_help(
         verbs = a.capabilities.verbs
         assert verbs == ({Verb.READ, Verb.WRITE} if here else {Verb.WRITE})
         a.connect(a.endpoint(), b.endpoint())
-        mine, far = a.endpoint(), altered(b.endpoint(), host="another")
+        mine, far = a.endpoint(), altered(b.endpoint(), line=f"kvxfer-nixl-{'0' * 32}")
         if elsewhere or Verb.READ not in verbs:
             a.connect(mine, far)
         else:
@@ -87,7 +87,7 @@ def test_whoever_names_the_verbs_has_decided(cards: Path) -> None:
     options = {**TCP, "verbs": ["read"]}
     with closing(NixlTransport("a", options)) as a, closing(NixlTransport("b", options)) as b:
         assert a.capabilities.verbs == {Verb.READ}
-        a.connect(a.endpoint(), altered(b.endpoint(), host="another"))
+        a.connect(a.endpoint(), altered(b.endpoint(), line=f"kvxfer-nixl-{'0' * 32}"))
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def test_what_comes_after_close_is_refused_and_what_came_before_has_its_end(engi
 def test_a_revocation_counts_though_another_thread_closes_the_agent(engine: Callable[..., Engine]) -> None:
     """It has said why it ends, and not yet that nothing it has offered is to be trusted: the blocks are overwritten next."""
     agent = engine({}, seed=1).agents[0]
-    counter = RevocationView(agent._revocations.place)
+    counter = RevocationView(agent._revocations.invite())
     agent.offer(offered([1], 4, transfer=name(0)))
     before = counter()
     agent._loop.why = CLOSED

@@ -45,11 +45,11 @@ def test_it_is_seen_from_another_process(revocations: SharedRevocationCounter) -
     for _ in range(3):
         revocations.count()
     code = "import sys; from kvxfer.control.revocations import RevocationView; print(RevocationView(sys.argv[1])())"
-    assert subprocess.check_output([sys.executable, "-c", code, revocations.place], text=True).split() == ["3"]
+    assert subprocess.check_output([sys.executable, "-c", code, revocations.invite()], text=True).split() == ["3"]
 
 
 def test_what_is_declared_is_seen_at_once_and_the_last_count_stays(revocations: SharedRevocationCounter) -> None:
-    sight = RevocationView(revocations.place)
+    sight = RevocationView(revocations.invite())
     assert sight() == revocations.declared == revocations.taken_in == 0
     revocations.offered(T, 1)
     assert revocations.declare(T)
@@ -76,7 +76,7 @@ def test_what_is_over_or_was_never_offered_disturbs_nobody(revocations: SharedRe
 
 
 def test_only_a_revocation_counter_is_taken_for_one(revocations: SharedRevocationCounter, tmp_path: Any) -> None:
-    pid, fd, token = revocations.place.split("/")
+    name, fd, token = revocations.invite().split("/")
     path = tmp_path / "kvxfer-revocations"
     path.write_bytes(bytes(4096))
     reading, writing = os.pipe()
@@ -84,20 +84,22 @@ def test_only_a_revocation_counter_is_taken_for_one(revocations: SharedRevocatio
         places = [
             "",
             "x",
-            f"{pid}/{fd}",
-            f"{pid}/{fd}/{token}0",
-            f"{pid}/{fd}/{'0' * 32}",
-            f"{pid}/99999/{token}",
-            f"{1 << 31}/{fd}/{token}",
-            f"{pid}/{file.fileno()}/{token}",
-            f"{pid}/{reading}/{token}",
-            f"{pid}/0/{token}",
+            f"{name}/{fd}",
+            f"{name}/{fd}/{token}0",
+            f"{name}/{fd}/{'0' * 32}",
+            f"{name}/99999/{token}",
+            f"{name[:-1]}g/{fd}/{token}",
+            f"kvxfer-revocations-{'0' * 32}/{fd}/{token}",
+            f"{os.getpid()}/{fd}/{token}",
+            f"{name}/{file.fileno()}/{token}",
+            f"{name}/{reading}/{token}",
+            f"{name}/0/{token}",
         ]
         for place in places:
             assert RevocationView.of(place) is None, place
     os.close(reading)
     os.close(writing)
-    place = revocations.place
+    place = revocations.invite()
     revocations.close()
     assert RevocationView.of(place) is None
 
@@ -105,15 +107,14 @@ def test_only_a_revocation_counter_is_taken_for_one(revocations: SharedRevocatio
 CUT = """
 import mmap, os, secrets, sys
 from kvxfer.control.revocations import RevocationView, SharedRevocationCounter
-if sys.argv[1] == "ours":
-    counter = SharedRevocationCounter()
-    fd, place = counter._fd, counter.place
-else:
+counter = SharedRevocationCounter()
+fd, place = counter._fd, counter.invite()
+if sys.argv[1] != "ours":
     fd = os.memfd_create("kvxfer-revocations", os.MFD_ALLOW_SEALING if sys.argv[1] == "unsealed" else 0)
     os.ftruncate(fd, 4096)
     token = secrets.token_bytes(16)
     mmap.mmap(fd, 4096)[8:24] = token
-    place = f"{os.getpid()}/{fd}/{token.hex()}"
+    place = f"{place.partition('/')[0]}/{fd}/{token.hex()}"
 sight = RevocationView.of(place)
 for size in (4095, 0):
     try:
@@ -132,15 +133,29 @@ def test_a_counter_that_is_cut_short_ends_no_consumer(whose: str, said: str) -> 
     assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
 
 
-@given(place=st.text(max_size=60) | st.from_regex(r"\d{1,10}/\d{1,7}/[0-9a-f]{32}", fullmatch=True))
+@given(
+    place=st.text(max_size=60) | st.from_regex(r"kvxfer-revocations-[0-9a-f]{32}/\d{1,7}/[0-9a-f]{32}", fullmatch=True)
+)
 def test_nothing_that_a_peer_says_is_mistaken_for_one(place: str) -> None:
     assert RevocationView.of(place) is None
+
+
+def test_any_number_of_consumers_may_look(revocations: SharedRevocationCounter) -> None:
+    """Each has been invited, and leaves nothing of itself in the producer's queue for good."""
+    for _ in range(400):
+        assert RevocationView.of(revocations.invite()) is not None
+
+
+def test_who_may_look_is_not_told_which_process_it_is(revocations: SharedRevocationCounter) -> None:
+    """He may be on another host, or have the place from somebody else."""
+    name, fd, token = revocations.invite().split("/")
+    assert str(os.getpid()) not in (name.rpartition("-")[2], fd, token)
 
 
 def test_nothing_is_left_behind() -> None:
     def look() -> None:
         made = SharedRevocationCounter()
-        assert RevocationView.of(made.place) is not None
+        assert RevocationView.of(made.invite()) is not None
         made.close()
 
     assert not descriptors_kept(look, 100)
@@ -265,7 +280,7 @@ def test_a_producer_that_writes_is_asked(engine, monkeypatch: pytest.MonkeyPatch
 def test_nothing_that_a_closing_agent_announces_is_believed(engine) -> None:
     p, _ = pair(engine, {"verbs": ["read"]})
     agent = p.agents[0]
-    sight = RevocationView(agent._revocations.place)
+    sight = RevocationView(agent._revocations.invite())
     agent._revocations.offered(T, 1)
     agent.close()
     assert agent._revocations.vouch(T) != sight()

@@ -80,6 +80,7 @@ from tests.testing.broken.moving import (
     TakesTheFirst65536Runs,
     TellsEarly,
 )
+from tests.testing.broken.naming import BelievesAnyAddress, OpensAnyFile
 from tests.testing.on_fake import OnFake
 from tests.testing.sound import GetsQuietLater, HeldUpOnce, WithdrawsLate
 
@@ -150,6 +151,9 @@ MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (SaysQuietedTwice, "test_what_ends_before_it_is_quiet_gets_quiet", WAYS),
     (SaysQuietedTooSoon, "test_aborted_batches_end_and_stay_ended", WAYS),
     (LeavesItsWritesBehind, "test_an_aborted_write_does_not_land_later", {}),
+    (BelievesAnyAddress, "test_forged_endpoints_reach_nothing", {"way": TransferMode.READ}),
+    (BelievesAnyAddress, "test_forged_endpoints_reach_nothing", {"way": TransferMode.WRITE}),
+    (OpensAnyFile, "test_forged_endpoints_reach_nothing", {"way": TransferMode.READ}),
 ]
 
 SOUND: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [

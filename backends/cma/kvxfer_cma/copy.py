@@ -49,7 +49,7 @@ class DirectCopy:
 
     def __init__(self, process: Process, pool: CopyPool, write: bool, local: Ints, remote: Ints, lengths: Ints) -> None:
         lengths, local, remote = split_long(PIECE_BYTES, lengths, local, remote)
-        self._process, self._pool = process, pool
+        self._pool = pool
         longest = int(lengths.max(initial=1))
         runs_a_step = min(STEP_BYTES // longest, IOV_MAX - 1)
         n, nbytes = len(lengths), int(lengths.sum())
@@ -68,8 +68,6 @@ class DirectCopy:
         ]
 
     def step(self) -> CopyStep:
-        if not self._process.ready():
-            return CopyStep.LATER
         self._pool.do([share.step for share in self._shares])
         self._shares = [share for share in self._shares if share.left]
         return CopyStep.MORE if self._shares else CopyStep.DONE

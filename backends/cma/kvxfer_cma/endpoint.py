@@ -1,49 +1,25 @@
-"""What one side tells the other so that it can be reached, and how a process knows where it runs."""
+"""What one side tells the other over the network so that the other finds it, if it is on the same host.
+
+It is of no use anywhere else, and tells nothing of the process: where its memory lies is said over the socket only (``exported``).
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from kvxfer.backend.door import DoorName
+from kvxfer.backend.endpoint import EndpointBase, Token
 
-import msgspec
-from msgspec import Meta
-
-from kvxfer.backend.endpoint import EndpointBase
-from kvxfer.geometry.cache import Region
-
-__all__ = ["LINK_BYTES", "Endpoint", "Exported"]
-
-LINK_BYTES = 16
-
-Address = Annotated[int, Meta(gt=0, lt=1 << 62)]
-Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
-
-
-class Exported(msgspec.Struct, frozen=True, array_like=True):
-    """One memory: its number, where its key stands and what it is, address and size of each region."""
-
-    number: Annotated[int, Meta(ge=0, lt=4096)]
-    key_address: Address
-    key: Key
-    pieces: tuple[tuple[Address, Address], ...]
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return tuple(Region(address, nbytes) for address, nbytes in self.pieces)
+__all__ = ["Endpoint"]
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host`` and ``pid_namespace`` are as in ``kvxfer.backend.host``.
+    """``link``: this end of a link. ``line``: the Unix socket on which this side awaits the other end.
 
-    ``link`` is random: it names this end of a link and proves the right to use it. ``socket`` is the abstract Unix
-    socket for copies through shared memory, or empty.
+    ``socket``: the one for copies through shared memory, or ``None`` if this side makes none.
     """
 
     backend = "cma"
-    format = 3
+    format = 4
 
-    host: str
-    pid_namespace: int
-    pid: Annotated[int, Meta(gt=0, lt=1 << 31)]
-    link: Annotated[bytes, Meta(min_length=LINK_BYTES, max_length=LINK_BYTES)]
-    socket: str
-    memories: tuple[Exported, ...]
+    link: Token
+    line: DoorName
+    socket: DoorName | None

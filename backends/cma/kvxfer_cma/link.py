@@ -1,63 +1,135 @@
-"""One link to another process of this host, and the way into that process's memories."""
+"""One link to another process of this host, and the way into that process's memories.
+
+The kernel says which process it is (``Liveness.process``), and that process itself says over its socket where its memories lie: so
+nobody can name the memory of another. First the side that wants to copy sends a *key* that it has just drawn; the other shows it in its
+memory from then on, and answers with the places of its memories and of the key in each (``vm``).
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from kvxfer.backend import Memories
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.backend import Liveness, Memories
 from kvxfer.errors import PeerError, TransportError
-from kvxfer_cma import vm
-from kvxfer_cma.endpoint import Endpoint
-from kvxfer_cma.options import Options
+from kvxfer_cma import exported, vm
 from kvxfer_cma.ring import Asker
 
-__all__ = ["Link", "way_in"]
+__all__ = ["Lent", "Link"]
+
+_SHOW, _PLACES = b"K", b"P"
 
 
-@dataclass(frozen=True)
+@dataclass
+class Lent:
+    """What the peer of one link may reach, and in each of these memories the key for it, which is zeros once that is over.
+
+    Attributes:
+        numbers: The memories; ``None`` in ``keys`` until the peer asks.
+    """
+
+    numbers: frozenset[int]
+    keys: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+
+    def show(self, key: bytes, memories: Memories) -> list[exported.Exported]:
+        """Show a key; return where the memories are that are lent and still there."""
+        self.wipe()
+        self.keys = {n: np.frombuffer(bytearray(key), np.uint8) for n in sorted(self.numbers) if n in memories}
+        return [
+            exported.Exported(n, shown.ctypes.data, tuple((r.address, r.nbytes) for r in memories.regions(n)))
+            for n, shown in self.keys.items()
+        ]
+
+    def take_back(self, memory: int) -> None:
+        """Lend a memory no more."""
+        self.numbers -= {memory}
+        if memory in self.keys:
+            self.keys.pop(memory).fill(0)
+
+    def wipe(self) -> None:
+        for shown in self.keys.values():
+            shown.fill(0)
+        self.keys.clear()
+
+
+@dataclass(eq=False)
 class Link:
     """A link to a peer.
 
-    ``remote`` are the peer's memories, at the addresses that they have there, and ``processes`` a way into each, unless ``asker`` has
-    copies made through shared memory.
+    Attributes:
+        mine: Its name on this side.
+        liveness: The peer's process, and what it says.
+        lent: What it may reach here.
+        asker: Has copies made through shared memory; ``None`` if the kernel copies.
+        remote: The peer's memories, at the addresses that they have there; ``None`` until it has told them.
+        processes: A way into each of them.
     """
 
     mine: bytes
-    peer: str
-    remote: Memories
-    processes: Mapping[int, vm.Process]
+    liveness: Liveness
+    lent: Lent
     asker: Asker | None
+    remote: Memories | None = None
+    processes: Mapping[int, vm.Process] = field(default_factory=dict)
+    _key: bytes = field(default_factory=lambda: os.urandom(vm.KEY_BYTES))
+
+    @property
+    def peer(self) -> str:
+        return self.liveness.peer
 
     @property
     def broken(self) -> PeerError | None:
-        """Why no batch can move; without an asker that is never known before one has failed."""
+        """Why no batch can move any more."""
+        if self.liveness.down is not None:
+            return PeerError(self.liveness.down)
         return None if self.asker is None else self.asker.broken
 
+    def ask(self) -> None:
+        """Ask the peer where its memories are."""
+        with suppress(OSError):  # it is gone, as its socket will say
+            self.liveness.tell(_SHOW + self._key)
 
-def way_in(peer: Endpoint, options: Options, pid_namespace: int) -> dict[int, vm.Process] | None:
-    """Return the way into each of the peer's memories, or ``None`` if copies have to go through shared memory.
+    def hear(self, memories: Memories) -> None:
+        """Answer and take in what the peer has said, given the memories of this side.
 
-    Raises:
-        TransportError: There is no way in, and the options allow no other.
-    """
-    if options.mode == "shm":
-        return None
-    if peer.pid_namespace != pid_namespace:
-        if options.mode == "auto":
-            return None
-        raise TransportError(
-            f"{peer.agent} runs in another pid namespace (container): share one (`--pid=container:NAME`, "
-            "Kubernetes `shareProcessNamespace`), or use `mode: shm`"
-        )
-    processes = {m.number: vm.Process(peer.pid, peer.agent, m.key_address, m.key) for m in peer.memories}
-    try:
-        for process in processes.values():
-            process.ready()
-    except vm.AccessRefused as e:
-        if options.mode == "auto":
-            return None
-        raise TransportError(str(e)) from e
-    except PeerError:
-        return processes  # gone already: its batches will say so
-    return processes
+        Raises:
+            PeerError: It makes no sense.
+            OSError: No descriptor is left for the answer.
+        """
+        heard = self.liveness.heard
+        while heard:
+            message, descriptors = heard.popleft()
+            try:
+                if message[:1] == _SHOW and len(message) == 1 + vm.KEY_BYTES and not descriptors:
+                    self._answer(message[1:], memories)
+                elif message == _PLACES and len(descriptors) == 1 and self.asker is None and self.remote is None:
+                    self._take(exported.read_back(descriptors[0]))
+                else:
+                    raise PeerError("it said what makes no sense")
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _answer(self, key: bytes, memories: Memories) -> None:
+        file = exported.written(self.lent.show(key, memories))
+        try:
+            with suppress(OSError):  # it is gone, as its socket will say
+                self.liveness.tell(_PLACES, file)
+        finally:
+            os.close(file)
+
+    def _take(self, said: list[exported.Exported]) -> None:
+        remote, by_number = Memories(), {m.number: m.regions for m in said}
+        try:
+            for memory in range(max(by_number, default=-1) + 1):
+                remote.add(by_number.get(memory, ()))
+        except TransportError as e:
+            raise PeerError(f"what it says of its memory makes no sense ({e})") from e
+        owner = self.liveness.process
+        self.processes = {m.number: vm.Process(owner, self.peer, m.key_address, self._key) for m in said}
+        self.remote = remote

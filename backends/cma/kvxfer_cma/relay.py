@@ -56,7 +56,7 @@ class Relay:
         Raises:
             TransportError: It cannot be reached.
         """
-        if not peer.socket:
+        if peer.socket is None:
             raise TransportError(
                 f"{peer.agent} runs with `mode: vm`, and this side cannot or shall not copy from its memory "
                 "directly; set `mode: auto` there"

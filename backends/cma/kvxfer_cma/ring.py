@@ -24,12 +24,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvxfer.backend.door import knock
+from kvxfer.backend.endpoint import TOKEN_BYTES
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.runs import split_long
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.plan import Ints
 from kvxfer_cma.copy import CopyStep
-from kvxfer_cma.endpoint import LINK_BYTES
 from kvxfer_cma.vm import IOV_MAX, Pieces, copy_own
 
 __all__ = ["Asker", "Relayed", "Server"]
@@ -116,16 +117,12 @@ class Asker:
             os.ftruncate(fd, SLOTS * SLOT_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # the server relies on its size
             self.slots = Slots(fd)
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            self._socket = knock(name, peer)
             try:
-                self._socket.connect(f"\0{name}")
                 socket.send_fds(self._socket, [link], [fd])
             except OSError as e:
                 self._socket.close()
-                raise TransportError(
-                    f"cannot reach {peer} for copies through shared memory ({e}): it has ended, or the two run in "
-                    "containers that share no network namespace; choose a back end that works between hosts"
-                ) from e
+                raise TransportError(f"cannot reach {peer} for copies through shared memory ({e}): it has ended") from e
         finally:
             os.close(fd)
 
@@ -254,7 +251,7 @@ class Server:
         Raises:
             OSError: The asker is gone or broke the protocol, as does ``serve``.
         """
-        link, fds, _, _ = socket.recv_fds(self._socket, LINK_BYTES, 1)
+        link, fds, _, _ = socket.recv_fds(self._socket, TOKEN_BYTES, 1)
         try:
             if len(fds) != 1:
                 raise OSError("no shared memory came")

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvxfer.backend import Base, CopyPool, Memories
-from kvxfer.backend.host import host, pid_namespace
+from kvxfer.backend import Base, CopyPool, Liveness, LivenessLinks
+from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Verb
 from kvxfer_cma import ptrace, vm
 from kvxfer_cma.copy import Copy, CopyStep, DirectCopy
-from kvxfer_cma.endpoint import LINK_BYTES, Endpoint, Exported
-from kvxfer_cma.link import Link, way_in
+from kvxfer_cma.endpoint import Endpoint
+from kvxfer_cma.link import Lent, Link
 from kvxfer_cma.options import Options
 from kvxfer_cma.relay import Relay
-from kvxfer_cma.ring import Relayed
+from kvxfer_cma.ring import Asker, Relayed
 
 __all__ = ["CmaTransport"]
 
@@ -30,18 +26,21 @@ BUDGET_S = 0.004
 """A poll starts no further step after this time."""
 
 RETRY_S = 0.001
-"""How soon to look again for what no descriptor tells: a fence that passes, a peer that opens its link."""
-
-Keys = dict[int, NDArray[np.uint8]]
+"""How soon to ask a fence again."""
 
 
 @dataclass
 class _Job:
-    """A batch on its way: ``copy`` begins once the fence ``after`` has passed."""
+    """A batch on its way.
+
+    ``begin``: makes its copy, which begins once the fence ``after`` has passed; it returns ``None`` until the peer has said where its
+    memory is.
+    """
 
     link: Link
-    copy: Copy
+    begin: Callable[[], Copy | None]
     after: Fence | None
+    copy: Copy | None = None
 
 
 class CmaTransport(Base[Endpoint, Link]):
@@ -66,11 +65,10 @@ class CmaTransport(Base[Endpoint, Link]):
             raise TransportError(f"the cma back end does not work here: {reason}")
         if self._options.allow_ptrace:
             ptrace.allow_any()
-        self._host, self._pid_namespace = host(), pid_namespace()
         super().__init__(agent, options)
-        # For each end of a link that was offered a key for each memory. They are there for the peer to look at:
-        # `not_yet` until we connect, itself while the link is up, zeros when the link or the memory is given up.
-        self._keys: dict[bytes, Keys] = {}
+        self._lines = LivenessLinks("cma", self.wakeup)
+        self._lent: dict[bytes, Lent] = {}  # by the ends of links that were offered
+        self._ends: dict[bytes, Link] = {}
         self._jobs: dict[int, _Job] = {}
         self._pool = CopyPool(self._options.threads, "kvxfer-cma")
         self._relay = None if self._options.mode == "vm" else Relay(self.wakeup, self.memories)
@@ -83,73 +81,91 @@ class CmaTransport(Base[Endpoint, Link]):
         return Probe(True, said, cls.capabilities.memory, facts)
 
     def drop_memory(self, memory: int) -> None:
-        for keys in self._keys.values():
-            if memory in keys:
-                keys.pop(memory).fill(0)
+        for lent in self._lent.values():
+            lent.take_back(memory)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        link, keys, exported = os.urandom(LINK_BYTES), Keys(), []
-        for number in sorted(memories):
-            key = os.urandom(vm.KEY_BYTES)
-            keys[number] = shown = np.frombuffer(bytearray(vm.not_yet(key)), np.uint8)
-            pieces = tuple((r.address, r.nbytes) for r in self.memories.regions(number))
-            exported.append(Exported(number, shown.ctypes.data, key, pieces))
-        self._keys[link] = keys
+        link = new_token()
+        self._lines.offer(link)
+        self._lent[link] = Lent(frozenset(memories))
         if self._relay is not None:
             self._relay.offer(link, memories, writable)
-        socket = self._relay.name if self._relay is not None else ""
-        return Endpoint(self.agent, self._host, self._pid_namespace, os.getpid(), link, socket, tuple(exported))
+        return Endpoint(self.agent, link, self._lines.name, None if self._relay is None else self._relay.name)
 
     def drop_endpoint(self, mine: Endpoint) -> None:
         """Nobody gets in by this end of a link any more."""
+        self._lines.withdraw(mine.link)
         self._retract(mine.link)
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        if theirs.host != self._host:
-            raise TransportError(
-                f"{theirs.agent} runs on another host; the cma back end works on one only, choose one that uses a network"
-            )
-        remote = Memories()
-        by_number = {m.number: m.regions for m in theirs.memories}
-        for memory in range(max(by_number, default=-1) + 1):
-            remote.add(by_number.get(memory, ()))
-        processes = way_in(theirs, self._options, self._pid_namespace)
-        asker = self._relay.dial(theirs) if self._relay is not None and processes is None else None
-        for key in self._keys[mine.link].values():
-            key[:] = ~key
+        liveness = self._lines.connect(mine.link, theirs.link, theirs.line, theirs.agent)
+        try:
+            link = Link(mine.link, liveness, self._lent[mine.link], self._asker(theirs, liveness))
+        except BaseException:
+            self._lines.hang_up(liveness)
+            self._lines.offer(mine.link)  # it is as unused as before
+            raise
+        self._ends[mine.link] = link
+        if link.asker is None:
+            link.ask()
         if self._relay is not None:
             self._relay.open(mine.link)
-        return Link(mine.link, theirs.agent, remote, processes or {}, asker)
+        return link
+
+    def _asker(self, peer: Endpoint, liveness: Liveness) -> Asker | None:
+        """Return what has copies made through shared memory, or ``None`` if they can be made directly.
+
+        Raises:
+            TransportError: They cannot, and the options of either side allow no others.
+        """
+        if self._relay is None or self._options.mode == "auto":
+            refused = vm.refusal(liveness.process, peer.agent)
+            if refused is None:
+                return None
+            if self._relay is None:
+                raise TransportError(refused)
+        return self._relay.dial(peer)
 
     def drop_link(self, number: int, link: Link) -> None:
+        self._hang_up(link)
+        del self._ends[link.mine]
         self._retract(link.mine)
-        if self._relay is not None and link.asker is not None:
-            self._relay.hang_up(link.asker)
         for batch in [n for n, job in self._jobs.items() if job.link is link]:
             self._end(batch, PeerError(f"the link to {link.peer} was closed on this side"))
 
+    def _hang_up(self, link: Link, why: str | None = None) -> None:
+        link.liveness.down = link.liveness.down or why
+        self._lines.hang_up(link.liveness)
+        if self._relay is not None and link.asker is not None:
+            self._relay.hang_up(link.asker)
+
     def _retract(self, link: bytes) -> None:
-        for key in self._keys.pop(link).values():
-            key.fill(0)
+        self._lent.pop(link).wipe()
         if self._relay is not None:
             self._relay.withdraw(link)
 
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         assert batch.remote_offsets is not None  # it is one-sided
-        lengths, write = batch.lengths, batch.verb is Verb.WRITE
-        local = self.memories.addresses(batch.local, batch.local_offsets, lengths)
-        try:
-            remote = link.remote.addresses(batch.remote, batch.remote_offsets, lengths)
-        except TransportError as e:
-            raise TransportError(f"at {link.peer}: {e}") from None
-        copy: Copy
-        if link.asker is not None:
-            copy = Relayed(link.asker, write, local, batch.remote, batch.remote_offsets, lengths)
-        elif batch.remote in link.processes:
-            copy = DirectCopy(link.processes[batch.remote], self._pool, write, local, remote, lengths)
-        else:
-            raise TransportError(f"{link.peer} has no memory {batch.remote}")
-        self._jobs[number] = _Job(link, copy, after)
+        local = self.memories.addresses(batch.local, batch.local_offsets, batch.lengths)
+
+        def begin() -> Copy | None:
+            assert batch.remote_offsets is not None
+            write, remote, lengths = batch.verb is Verb.WRITE, batch.remote_offsets, batch.lengths
+            if link.asker is not None:
+                return Relayed(link.asker, write, local, batch.remote, remote, lengths)
+            if link.remote is None:
+                return None
+            if batch.remote not in link.processes:
+                raise TransportError(f"{link.peer} has no memory {batch.remote}")
+            try:
+                there = link.remote.addresses(batch.remote, remote, lengths)
+            except TransportError as e:
+                raise TransportError(f"at {link.peer}: {e}") from None
+            return DirectCopy(link.processes[batch.remote], self._pool, write, local, there, lengths)
+
+        job = _Job(link, begin, after)
+        job.copy = begin()
+        self._jobs[number] = job
 
     def stop(self, number: int, link: Link) -> None:
         self._end(number, TransportError(f"the batch with {link.peer} was aborted on this side"))
@@ -158,6 +174,7 @@ class CmaTransport(Base[Endpoint, Link]):
         until = time.monotonic() + BUDGET_S
         while True:
             served = self._relay is not None and self._relay.handle(readable)
+            self._listen(readable)
             more = self._steps(until) or served
             if not more or time.monotonic() >= until:
                 break
@@ -165,10 +182,21 @@ class CmaTransport(Base[Endpoint, Link]):
         if more:
             self.wakeup.set()
 
+    def _listen(self, readable: AbstractSet[Hashable]) -> None:
+        """Take in what peers say of their memory, and answer those that ask for ours."""
+        self._lines.handle(readable)
+        for source in readable:
+            link = self._ends.get(source.mine) if isinstance(source, Liveness) else None
+            if link is not None and link.broken is None:
+                try:
+                    link.hear(self.memories)
+                except (PeerError, OSError) as e:
+                    self._hang_up(link, f"{link.peer} cannot be talked to: {e}")
+
     def shut_down(self) -> None:
-        for keys in self._keys.values():
-            for key in keys.values():
-                key.fill(0)
+        for lent in self._lent.values():
+            lent.wipe()
+        self._lines.close()
         if self._relay is not None:
             self._relay.close()
         self._pool.close()
@@ -183,11 +211,7 @@ class CmaTransport(Base[Endpoint, Link]):
             job = self._jobs.pop(number)
             self._jobs[number] = job  # next time the others come first
             try:
-                if job.after is not None and not job.after.passed():
-                    step = CopyStep.LATER
-                else:
-                    job.after = None
-                    step = job.copy.step()
+                step = self._step(job)
             except Exception as e:  # whatever it is, it is how this batch ended
                 self._end(number, e)
                 continue
@@ -199,6 +223,20 @@ class CmaTransport(Base[Endpoint, Link]):
             self.wakeup.at(time.monotonic() + RETRY_S)
         return more
 
+    def _step(self, job: _Job) -> CopyStep:
+        if (error := job.link.broken) is not None:
+            raise error
+        if job.copy is None:
+            job.copy = job.begin()
+            if job.copy is None:
+                return CopyStep.WAIT
+        if job.after is not None and not job.after.passed():
+            return CopyStep.LATER
+        job.after = None
+        return job.copy.step()
+
     def _end(self, number: int, error: Exception | None) -> None:
-        self._jobs.pop(number).copy.drop()
+        copy = self._jobs.pop(number).copy
+        if copy is not None:
+            copy.drop()
         self.complete(Completion(number, error))

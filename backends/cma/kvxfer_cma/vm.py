@@ -1,9 +1,11 @@
 """One system call copies many pieces between the memories of two processes: process_vm_readv, _writev.
 
-The kernel finds the other process by its number and holds its address space for the length of one call. A
-number can go to a new process, and ``exec`` changes the address space behind it, so every call is tied to
-a *key*: random bytes at an address that the peer told us. A read fetches the key in the same call as the
-data, which proves whose data they are. A write cannot do that; there the key is read just before.
+The kernel finds the other process by its number and holds its address space for the length of one call. Whose number it is, the
+kernel has said (``PeerProcess``); a number can go to a new process, so after each call the kernel is asked whether it still is
+that process's. ``exec`` changes the address space behind a number, and its owner may close the link or take memory
+back, so every call is also tied to a *key*: random bytes that this side has drawn, and the owner shows in its memory as long as the
+memory may be reached. A read fetches the key in the same call as the data, which proves whose data they are. A write cannot do
+that; there the key is read just before.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import os
 
 import numpy as np
 
+from kvxfer.backend.process import PeerProcess
 from kvxfer.errors import PeerError
 from kvxfer.geometry.plan import Ints
 
-__all__ = ["IOV_MAX", "KEY_BYTES", "Pieces", "Process", "AccessRefused", "copy_own", "not_yet", "unsupported"]
+__all__ = ["IOV_MAX", "KEY_BYTES", "Pieces", "Process", "copy_own", "refusal", "unsupported"]
 
 IOV_MAX = 1024
 """Pieces that one system call takes (``UIO_MAXIOV``)."""
@@ -31,19 +34,6 @@ for _name in ("process_vm_readv", "process_vm_writev"):
         _table = [ctypes.c_void_p, ctypes.c_ulong]
         _function.argtypes = [ctypes.c_int, *_table, *_table, ctypes.c_ulong]
         _function.restype = ctypes.c_ssize_t
-
-
-class AccessRefused(PeerError):
-    """The kernel does not let this process touch the peer's memory."""
-
-
-class NotYet(PeerError):
-    """The peer has not opened the link."""
-
-
-def not_yet(key: bytes) -> bytes:
-    """Return what stands in a key's place until its owner opens the link; when the link is closed, zeros do."""
-    return bytes(b ^ 0xFF for b in key)
 
 
 class Pieces:
@@ -71,33 +61,15 @@ class Pieces:
 class Process:
     """Another process of this host, whose memory may be read and written while it shows its key.
 
-    Once ``ready`` said yes, ``read`` and ``write`` move the pieces ``[lo, hi)`` of two lists of pairwise equal
-    length, at most ``IOV_MAX - 1`` at once. They use up the rows before ``hi``: move pieces in order. They
-    fail with ``PeerError`` when the process is gone, refuses, shows another key, or has unmapped the memory; what
-    a failed read left behind is worthless. Any thread, several at once with lists of their own; ``ready`` by one.
+    ``read`` and ``write`` move the pieces ``[lo, hi)`` of two lists of pairwise equal length, at most ``IOV_MAX - 1`` at
+    once. They use up the rows before ``hi``: move pieces in order. They fail with ``PeerError`` when the process is gone,
+    refuses, shows another key, or has unmapped the memory; what a failed read left behind is worthless. Any thread, several at
+    once with lists of their own.
     """
 
-    def __init__(self, pid: int, name: str, key_address: int, key: bytes) -> None:
-        self._pid, self._name, self._key = pid, name, key
+    def __init__(self, owner: PeerProcess, name: str, key_address: int, key: bytes) -> None:
+        self._owner, self._pid, self._name, self._key = owner, owner.pid, name, key
         self._key_there = np.array([key_address, KEY_BYTES], np.int64)
-        self._not_yet = not_yet(key)
-        nothing = np.empty(0, np.int64)
-        self._nothing = Pieces(nothing, nothing), Pieces(nothing, nothing)
-        self._opened = False
-
-    def ready(self) -> bool:
-        """Return whether the peer has opened the link by now.
-
-        Raises:
-            PeerError: ``read`` would raise it.
-        """
-        if not self._opened:
-            try:
-                self._read_keyed(*self._nothing, 0, 0)
-            except NotYet:
-                return False
-            self._opened = True
-        return True
 
     def read(self, local: Pieces, remote: Pieces, lo: int, hi: int) -> None:
         while lo < hi:
@@ -116,10 +88,9 @@ class Process:
         remote.rows[lo] = self._key_there
         local.key.raw = bytes(KEY_BYTES)
         moved = self._call(_libc.process_vm_readv, local, remote, lo, hi - lo + 1)
-        seen = local.key.raw
-        if seen != self._key:
-            if seen == self._not_yet:
-                raise NotYet(f"{self._name} has not opened the link yet")
+        if not self._owner.lives():  # the number may have been another's in this call
+            raise PeerError(f"{self._name} (process {self._pid}) is gone")
+        if local.key.raw != self._key:
             raise PeerError(
                 f"process {self._pid} is no longer {self._name}, or that has closed this link or taken back "
                 "the memory; connect again"
@@ -154,14 +125,34 @@ class Process:
         if e.errno == errno.ESRCH:
             return PeerError(f"{who} is gone")
         if e.errno == errno.EPERM:
-            return AccessRefused(
-                f"the kernel refuses access to the memory of {who}. Run both as one user and, where Yama's "
-                "ptrace_scope is 1, set `allow_ptrace: true` in the back-end options of both; or grant "
-                "CAP_SYS_PTRACE, or use `mode: shm`. `kvxfer doctor` shows what is in force"
-            )
+            return PeerError(_forbidden(who))
         if e.errno == errno.EFAULT:
             return PeerError(f"memory of a batch with {who} is not mapped any more, there or on this side")
         return PeerError(f"copying from or to the memory of {who} failed: {e}")
+
+
+def refusal(process: PeerProcess, name: str) -> str | None:
+    """Return why this process may not touch the memory of that one; ``None`` if it may, or if that one has ended."""
+    if not process.pid:
+        return (
+            f"{name} runs in another pid namespace (container): share one (`--pid=container:NAME`, Kubernetes "
+            "`shareProcessNamespace`), or use `mode: shm`"
+        )
+    if not process.held:
+        return f"the kernel, older than 5.3, does not tell of the end of {name}, whose number may be another's by then; use `mode: shm`"
+    nowhere = Pieces(np.array([1]), np.array([1]))  # never mapped, so that nothing is read
+    here = ctypes.create_string_buffer(1)
+    target = Pieces(np.array([ctypes.addressof(here)]), np.array([1]))
+    _libc.process_vm_readv(process.pid, target.row(1), 1, nowhere.row(1), 1, 0)
+    return _forbidden(f"{name} (process {process.pid})") if ctypes.get_errno() == errno.EPERM else None
+
+
+def _forbidden(who: str) -> str:
+    return (
+        f"the kernel refuses access to the memory of {who}. Run both as one user and, where Yama's "
+        "ptrace_scope is 1, set `allow_ptrace: true` in the back-end options of both; or grant "
+        "CAP_SYS_PTRACE, or use `mode: shm`. `kvxfer doctor` shows what is in force"
+    )
 
 
 def copy_own(write: bool, pieces: Pieces, lo: int, hi: int, address: int) -> int:

@@ -1,18 +1,18 @@
-"""What one side tells the other so that it can be reached, and how a process knows where it runs."""
+"""What one side tells the other so that it can be reached."""
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
 
+from kvxfer.backend.door import DoorName
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import TransportError
 
-__all__ = ["HANDLE_BYTES", "LINK_BYTES", "Allocation", "Endpoint", "Exported", "process"]
+__all__ = ["HANDLE_BYTES", "LINK_BYTES", "Allocation", "Endpoint", "Exported"]
 
 HANDLE_BYTES = 64
 
@@ -42,19 +42,17 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host``: ``kvxfer.backend.host``.
+    """``link`` is random: it names this end of a link and proves the right to use it.
 
-    ``process`` is as below. ``link`` is random: it names this end of a link and proves the right to use it. ``socket``
-    is the abstract Unix socket on which the peer announces itself.
+    ``socket`` is the Unix socket on which the peer announces itself, which only processes of this host can find.
     """
 
     backend = "cuda_ipc"
-    format = 2
+    format = 3
+    trusted = frozenset({"memories"})  # a handle says nothing of whose memory it opens: who knows it can name it
 
-    host: str
-    process: Secret
     link: Secret
-    socket: str
+    socket: DoorName
     memories: tuple[Exported, ...]
 
     @classmethod
@@ -65,14 +63,3 @@ class Endpoint(EndpointBase, frozen=True):
                 if at >= len(memory.allocations) or offset + nbytes > memory.allocations[at].nbytes:
                     raise TransportError(f"{endpoint.agent} sent a region that lies outside its allocation")
         return endpoint
-
-
-_process = (0, b"")
-
-
-def process() -> bytes:
-    """Random bytes that are this process's own, also after a fork."""
-    global _process
-    if _process[0] != os.getpid():
-        _process = os.getpid(), os.urandom(LINK_BYTES)
-    return _process[1]

@@ -8,7 +8,7 @@ from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.logs import logger
 from kvxfer_cuda_ipc.driver import Context
-from kvxfer_cuda_ipc.endpoint import Allocation, Endpoint, Exported, process
+from kvxfer_cuda_ipc.endpoint import Allocation, Endpoint, Exported
 from kvxfer_cuda_ipc.library import CudaError
 
 __all__ = ["Opened", "export"]
@@ -67,10 +67,10 @@ class Opened:
         self._contexts = contexts
         self._mapped: dict[tuple[int, bytes], tuple[int, int]] = {}  # (ordinal, handle) -> address, uses
 
-    def open(self, peer: Endpoint, memory: Exported, ordinal: int) -> tuple[Region, ...]:
+    def open(self, peer: Endpoint, memory: Exported, ordinal: int, own: bool) -> tuple[Region, ...]:
         """Return the peer's memory as regions at the addresses by which GPU ``ordinal`` reaches it.
 
-        Every call needs its ``close``.
+        ``own``: whether the peer lives in this very process. Every call needs its ``close``.
 
         Raises:
             TransportError: That GPU cannot reach it.
@@ -84,7 +84,7 @@ class Opened:
         bases: list[int] = []
         try:
             for allocation in memory.allocations:
-                bases.append(self._map(peer, allocation, context))
+                bases.append(self._own(peer, allocation, context) if own else self._map(peer, allocation, context))
         except TransportError:
             self._unmap(context, [a.handle for a in memory.allocations[: len(bases)]])
             raise
@@ -95,8 +95,6 @@ class Opened:
         self._unmap(self._contexts(ordinal), [a.handle for a in memory.allocations])
 
     def _map(self, peer: Endpoint, allocation: Allocation, context: Context) -> int:
-        if peer.process == process():
-            return self._own(peer, allocation, context)
         key = context.ordinal, allocation.handle
         address, uses = self._mapped.get(key, (0, 0))
         if not uses:
@@ -109,6 +107,11 @@ class Opened:
                     "containers that do not share an IPC namespace (`--ipc=host`) or do not both see the GPUs"
                 ) from e
         self._mapped[key] = address, uses + 1
+        try:
+            _check_size(peer, allocation, context, address)
+        except BaseException:
+            self._unmap(context, [allocation.handle])
+            raise
         return address
 
     def _own(self, peer: Endpoint, allocation: Allocation, context: Context) -> int:
@@ -119,6 +122,7 @@ class Opened:
         if owner is not context:
             with context:
                 context.use(owner)
+        _check_size(peer, allocation, owner, base)
         return base
 
     def _unmap(self, context: Context, handles: Iterable[bytes]) -> None:
@@ -135,3 +139,20 @@ class Opened:
                         context.unmap(address)
                 except CudaError as e:  # the address is lost to us, and that is all
                     log.warning("GPU %d: %s", context.ordinal, e)
+
+
+def _check_size(peer: Endpoint, allocation: Allocation, context: Context, address: int) -> None:
+    """Compare what a peer says of an allocation with what the driver says: a copy beyond its end would take the GPU's context with it.
+
+    Raises:
+        TransportError: It is smaller than the peer says.
+    """
+    try:
+        with context:
+            base, size = context.allocation(address)
+    except CudaError as e:
+        raise TransportError(f"the GPU memory of {peer.agent} cannot be looked up ({e.name})") from e
+    if base + size < address + allocation.nbytes:
+        raise TransportError(
+            f"{peer.agent} says that its GPU memory has {allocation.nbytes} bytes, and the driver says {base + size - address}"
+        )

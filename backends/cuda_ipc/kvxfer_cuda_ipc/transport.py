@@ -11,12 +11,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvxfer.backend import Base, LivenessLinks, Memories
-from kvxfer.backend.host import host
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Verb
 from kvxfer_cuda_ipc import driver
-from kvxfer_cuda_ipc.endpoint import LINK_BYTES, Endpoint, Exported, process
+from kvxfer_cuda_ipc.endpoint import LINK_BYTES, Endpoint, Exported
 from kvxfer_cuda_ipc.exports import Opened, export
 from kvxfer_cuda_ipc.gpu import Gpu
 from kvxfer_cuda_ipc.library import probe
@@ -58,7 +57,6 @@ class CudaIpcTransport(Base[Endpoint, Link]):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
-        self._host = host()
         super().__init__(agent, options)
         self._exported: dict[int, Exported] = {}
         self._ordinals: dict[int, int] = {}  # by memory
@@ -95,33 +93,31 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         link = os.urandom(LINK_BYTES)
         self._liveness.offer(link)
         exported = tuple(e for number, e in self._exported.items() if number in memories)
-        return Endpoint(self.agent, self._host, process(), link, self._liveness.name, exported)
+        return Endpoint(self.agent, link, self._liveness.name, exported)
 
     def drop_endpoint(self, mine: Endpoint) -> None:
         self._liveness.withdraw(mine.link)
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        if theirs.host != self._host:
-            raise TransportError(
-                f"{theirs.agent} runs on another host; the cuda_ipc back end works on one only, choose one that uses a "
-                "network"
-            )
+        liveness = self._liveness.connect(mine.link, theirs.link, theirs.socket, theirs.agent)
         lowerings: dict[int, Lowering] = {}
         try:
+            own = liveness.process.pid == os.getpid()
             for ordinal in self._gpus:
-                lowerings[ordinal] = Lowering(self.memories, self._reach(theirs, ordinal), theirs.agent)
-            liveness = self._liveness.connect(mine.link, theirs.link, theirs.socket, theirs.agent)
+                lowerings[ordinal] = Lowering(self.memories, self._reach(theirs, ordinal, own), theirs.agent)
         except BaseException:
             self._let_go(theirs, lowerings)
+            self._liveness.hang_up(liveness)
+            self._liveness.offer(mine.link)  # it is as unused as before
             raise
         return Link(liveness, theirs, lowerings)
 
-    def _reach(self, peer: Endpoint, ordinal: int) -> Memories:
+    def _reach(self, peer: Endpoint, ordinal: int, own: bool) -> Memories:
         """All memories of the peer at the addresses by which a GPU reaches them."""
         remote, opened, count = Memories(), [], 0
         try:
             for memory in sorted(peer.memories, key=lambda m: m.number):
-                regions = self._opened.open(peer, memory, ordinal)
+                regions = self._opened.open(peer, memory, ordinal, own)
                 opened.append(memory)
                 for _ in range(memory.number - count):
                     remote.add(())  # numbers that the peer has used and given up

@@ -27,6 +27,7 @@ class Endpoint(EndpointBase, frozen=True):
 
     backend = "mooncake"
     format = 1
+    trusted = frozenset({"engine", "cell", "memories"})
 
     protocol: Annotated[str, Meta(max_length=16)]
     engine: Annotated[str, Meta(max_length=270)]

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvxfer.backend.endpoint import EndpointBase
-from kvxfer.backend.liveness import LINK_BYTES
+from kvxfer.backend.door import DoorName
+from kvxfer.backend.endpoint import EndpointBase, Token
 
 __all__ = ["Endpoint", "ExportedPiece"]
 
@@ -15,27 +15,25 @@ __all__ = ["Endpoint", "ExportedPiece"]
 class ExportedPiece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A memory: its device, and (address, bytes) of its regions."""
 
-    device: Annotated[str, Meta(max_length=32)]
+    device: Annotated[str, Meta(min_length=1, max_length=32)]
     regions: tuple[tuple[Annotated[int, Meta(ge=1, le=1 << 62)], Annotated[int, Meta(ge=1, le=1 << 48)]], ...]
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """``host``: ``Reach.here``; ``within``: the network namespace.
+    """``end``: names this end of this link; ``line``: where a peer of the same host announces itself, which no other finds.
 
-    ``end``: random, names this end of this link; ``line``: where a peer of the same host and namespace announces
-    itself. ``memories``: by number, ``None`` for one that is gone or not for this peer. ``metadata``: what NIXL has to
+    ``memories``: by number, ``None`` for one that is gone or not for this peer. ``metadata``: what NIXL has to
     know of our agent, parts of which UCX takes on trust.
     """
 
     backend = "nixl"
-    format = 4
+    format = 5
+    trusted = frozenset({"metadata"})
 
     agent: Annotated[str, Meta(max_length=256)]
     plugin: Annotated[str, Meta(max_length=64)]
-    host: Annotated[str, Meta(max_length=128)]
-    within: int
-    end: Annotated[bytes, Meta(min_length=LINK_BYTES, max_length=LINK_BYTES)]
-    line: Annotated[str, Meta(max_length=96)]
+    end: Token
+    line: DoorName
     memories: tuple[ExportedPiece | None, ...]
     metadata: bytes
 

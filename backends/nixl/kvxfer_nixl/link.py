@@ -82,17 +82,17 @@ class Peers:
 class Link:
     """``end``: our end. ``liveness``: of a peer of this host, whose end NIXL may not tell of. ``broken``: why nothing can move any more."""
 
-    def __init__(self, number: int, end: str, theirs: Endpoint, here: bool, peers: Peers) -> None:
-        """Greet the peer, which may be ``here``: on this host, where a socket tells of its end.
+    def __init__(self, number: int, end: str, theirs: Endpoint, liveness: Liveness | None, peers: Peers) -> None:
+        """Greet the peer, of whose end a socket tells if it is on this host.
 
         Raises:
             TransportError: Its description or metadata make no sense.
         """
         self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
-        self.liveness: Liveness | None = None
+        self.liveness, here = liveness, liveness is not None
         self.space = RegisteredSpace.of_peer(theirs.memories)
         self.peer = peers.connect(theirs.metadata, here)
-        self.up = False
+        self._greeted = False
         self._broken: PeerError | None = None
         self.began = time.monotonic()
         self._greet_at, self._again_s = self.began, math.inf if here else GREET_AGAIN_S
@@ -111,19 +111,24 @@ class Link:
             self._fail(f"the connection has failed: {self.peer.error}", self.peer.error)
         return self._broken
 
+    @property
+    def up(self) -> bool:
+        """Whether the other side is there; on this host it has to say so itself, whoever greets in its name."""
+        return self._greeted and (self.liveness is None or self.liveness.up)
+
     def greet(self, now: float) -> None:
         """Tell the peer that this end is there, if it is time to: at once, and again where no socket tells of its end.
 
         The first greeting also makes the connection, so that no transfer has to wait for it.
         """
-        if not self.up and self.broken is None and now >= self._greet_at:
+        if not self._greeted and self.broken is None and now >= self._greet_at:
             self._greet_at = now + self._again_s
             with suppress(TransportError):  # it is in ``broken`` now
                 self.peer.tell(GREETING + self.their_end)
 
     def hear(self, message: str) -> None:
         if message == GREETING:
-            self.up = True
+            self._greeted = True
         elif message == GOODBYE:
             self._fail("the peer has closed the link")
 

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvxfer.backend.host import host, pid_namespace
 from kvxfer_nixl.carriers import GROUPS, HOST, NETWORK, allowed_by, in_force
 from kvxfer_nixl.options import Options
 
@@ -23,12 +22,8 @@ _CARDS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Reach:
-    """``here``: names the host, and the part of it whose processes reach each other's memory.
+    """``host``: processes of this host are reached whose numbers mean the same here; ``network``: others are."""
 
-    ``host``: peers there are reached; ``network``: others are.
-    """
-
-    here: str
     host: bool
     network: bool
 
@@ -38,14 +33,13 @@ class Reach:
 
         Plugins other than UCX reach everywhere, and so do all where the user has named the verbs.
         """
-        here = f"{host()}/{pid_namespace()}"
         if options.plugin != "UCX" or options.verbs is not None:
-            return cls(here, True, True)
+            return cls(True, True)
         settings = options.ucx_settings
         cards = set(os.listdir(_CARDS)) if _CARDS.is_dir() else set()
         allowed = allowed_by(in_force(settings, "TLS"), GROUPS["all"])
         network = bool(allowed & NETWORK and allowed_by(in_force(settings, "NET_DEVICES"), cards))
-        return cls(here, network or bool(allowed & (HOST if "cuda" in memory else {"cma"})), network)
+        return cls(network or bool(allowed & (HOST if "cuda" in memory else {"cma"})), network)
 
     @property
     def words(self) -> str:
@@ -54,6 +48,6 @@ class Reach:
             return "none: UCX has nothing but TCP, over which only writes are safe"
         return "from any peer" if self.network else "from peers on this host; to others UCX has nothing but TCP here"
 
-    def includes(self, host: str) -> bool:
-        """Whether it includes peers of this host (their ``here``)."""
-        return self.host if host == self.here else self.network
+    def includes(self, here: bool) -> bool:
+        """Whether it includes a process; ``here``: it is on this host, and the kernel has told its number."""
+        return self.host if here else self.network

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvxfer.backend import Base, CopyPool, LivenessLinks, ucx
-from kvxfer.backend.host import network_namespace
+from kvxfer.backend import Base, CopyPool, Liveness, LivenessLinks, ucx
+from kvxfer.backend.door import Elsewhere
+from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
-from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
@@ -74,7 +74,6 @@ class NixlTransport(Base[Endpoint, Link]):
             abort="batch",
             quiet="later",
         )
-        self._within = network_namespace()
         super().__init__(agent, options)
         self._space = RegisteredSpace(self.memories)
         self._tokens: dict[int, Any] = {}
@@ -128,12 +127,10 @@ class NixlTransport(Base[Endpoint, Link]):
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         """NIXL's keys have no rights: who has one can write, too, where the carrier asks for one at all."""
-        end = secrets.token_bytes(LINK_BYTES)
+        end = new_token()
         mine = Endpoint(
             self.agent[:256],
             self._options.plugin,
-            self._reach.here,
-            self._within,
             end,
             self._liveness.name,
             self._space.describe(memories),
@@ -152,28 +149,41 @@ class NixlTransport(Base[Endpoint, Link]):
             raise TransportError(
                 f"peer {theirs.agent!r} uses NIXL's plugin {theirs.plugin}, this side {self._options.plugin}; they must agree"
             )
-        if Verb.READ in self._capabilities.verbs and not self._reach.includes(theirs.host):
-            raise TransportError(
-                f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can take the process that "
-                'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
-                "there, which allows it), or use another back end"
-            )
         if any(link.their_end == theirs.name for link in self.links.values()):
             raise TransportError(
                 f"the endpoint of peer {theirs.agent!r} is in use; it must call endpoint() for every link"
             )
-        here = (mine.host, mine.within) == (theirs.host, theirs.within)
         try:
-            link = Link(number, mine.name, theirs, here, self._peers)
-        except TransportError as e:
-            raise TransportError(f"cannot connect to peer {theirs.agent!r}: {e}") from e
-        if here:
-            link.liveness = self._liveness.connect(mine.end, theirs.end, theirs.line, repr(theirs.agent))
+            liveness = self._liveness.connect(mine.end, theirs.end, theirs.line, repr(theirs.agent))
+        except Elsewhere:
+            liveness = None
+        try:
+            link = self._make_link(number, mine, theirs, liveness)
+        except BaseException:
+            if liveness is not None:
+                self._liveness.hang_up(liveness)
+                self._liveness.offer(mine.end)  # it is as unused as before
+            raise
         self._ends[link.end] = link
         self._uninherited.soon()
         for message in self._issued.pop(link.end):
             link.hear(message)
         return link
+
+    def _make_link(self, number: int, mine: Endpoint, theirs: Endpoint, liveness: Liveness | None) -> Link:
+        """Return a link to a peer, which is on this host if there is a socket to it (``liveness``)."""
+        if Verb.READ in self._capabilities.verbs and not self._reach.includes(
+            liveness is not None and liveness.process.pid > 0
+        ):
+            raise TransportError(
+                f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can take the process that "
+                'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
+                "there, which allows it), or use another back end"
+            )
+        try:
+            return Link(number, mine.name, theirs, liveness, self._peers)
+        except TransportError as e:
+            raise TransportError(f"cannot connect to peer {theirs.agent!r}: {e}") from e
 
     def drop_link(self, number: int, link: Link) -> None:
         del self._ends[link.end]

@@ -21,6 +21,7 @@ class Endpoint(EndpointBase, frozen=True):
 
     backend = "ucx"
     format = 3
+    trusted = frozenset({"address"})
 
     address: Annotated[bytes, Meta(min_length=1, max_length=1 << 16)]
     tag: Annotated[int, Meta(ge=0)]

@@ -13,8 +13,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from kvxfer.backend import Base, EndpointBase, LivenessLinks, RunCursor
-from kvxfer.backend.host import host, network_namespace
-from kvxfer.errors import PeerError, TransportError
+from kvxfer.backend.door import DoorName
+from kvxfer.backend.endpoint import Token, new_token
+from kvxfer.errors import PeerError
 from kvxfer.settings import read
 from kvxfer.transport import Capabilities, Completion, Probe, Verb
 
@@ -29,12 +30,11 @@ class Options(Struct, frozen=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """Where this side listens; ``end`` is random, and who does not know it is not let in."""
+    """Where this side listens, on this host only; ``end`` is random, and who does not know it is not let in."""
 
-    backend, format = "shm", 1
-    place: tuple[str, int]
-    name: Annotated[str, Meta(max_length=100)]
-    end: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    backend, format = "shm", 2
+    name: DoorName
+    end: Token
 
 
 # --8<-- [end:endpoint]
@@ -115,7 +115,7 @@ class ShmTransport(Base):
     def __init__(self, agent, options):
         self.options = read(Options, options, "option {!r} of back end 'shm'")
         super().__init__(agent, options)
-        self.place, self.lines = (host(), network_namespace()), LivenessLinks("shm", self.wakeup)
+        self.lines = LivenessLinks("shm", self.wakeup)
 
     @classmethod
     def probe(cls):
@@ -125,16 +125,14 @@ class ShmTransport(Base):
 
     # --8<-- [start:connect]
     def make_endpoint(self, memories, writable):
-        end = os.urandom(16)
+        end = new_token()
         self.lines.offer(end)
-        return Endpoint(self.agent, self.place, self.lines.name, end)
+        return Endpoint(self.agent, self.lines.name, end)
 
     def drop_endpoint(self, mine):
         self.lines.withdraw(mine.end)
 
     def make_link(self, number, mine, theirs):
-        if theirs.place != self.place:
-            raise TransportError(f"{theirs.agent!r} is on another host, or in another network namespace")
         return Link(self.lines.connect(mine.end, theirs.end, theirs.name, repr(theirs.agent)))
 
     def drop_link(self, number, link):

@@ -13,7 +13,18 @@ should look at when it fails. Clauses that move bytes run once for every way of 
 
 import pytest
 
-_THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "blocking", "resources", "volume")
+_THEMES = (
+    "declaration",
+    "memory",
+    "transfers",
+    "links",
+    "forgeries",
+    "endings",
+    "deaths",
+    "blocking",
+    "resources",
+    "volume",
+)
 _SHARED = ("content", "participant_link", "suite", "world")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in (*_THEMES, *_SHARED)))
 
@@ -22,6 +33,7 @@ from kvxfer.testing.conformance.blocking import Blocking  # noqa: E402
 from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402
 from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
 from kvxfer.testing.conformance.endings import Endings  # noqa: E402
+from kvxfer.testing.conformance.forgeries import Forgeries  # noqa: E402
 from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode  # noqa: E402
@@ -44,7 +56,7 @@ __all__ = [
 ]
 
 
-class ConformanceSuite(Declaration, Memory, Transfers, Volume, Links, Endings, Deaths, Blocking, Resources):
+class ConformanceSuite(Declaration, Memory, Transfers, Volume, Links, Forgeries, Endings, Deaths, Blocking, Resources):
     """All clauses. Subclass it and set ``backend``; see ``Suite`` for the other settings."""
 
 

@@ -1,0 +1,72 @@
+"""Where a process's memories lie, as it tells another process of its host over their socket: in a file without a name.
+
+They may be thousands of regions, and a message of a socket is short.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvxfer.errors import PeerError
+from kvxfer.geometry.cache import Region
+
+__all__ = ["Exported", "read_back", "written"]
+
+MOST_BYTES = 1 << 20
+
+Address = Annotated[int, Meta(gt=0, lt=1 << 62)]
+
+
+class Exported(msgspec.Struct, frozen=True, array_like=True):
+    """One memory: its number, where the key of the link stands, and address and size of each region."""
+
+    number: Annotated[int, Meta(ge=0, lt=4096)]
+    key_address: Address
+    pieces: tuple[tuple[Address, Address], ...]
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return tuple(Region(address, nbytes) for address, nbytes in self.pieces)
+
+
+def written(exported: Sequence[Exported]) -> int:
+    """Return a descriptor of a file that says this, which the caller must close.
+
+    Raises:
+        OSError: No descriptor is left, or there are more regions than any engine has.
+    """
+    said = msgspec.msgpack.encode(exported)
+    if len(said) > MOST_BYTES:
+        raise OSError(
+            f"this side's regions take {len(said)} bytes to tell, more than {MOST_BYTES}; register fewer, longer ones"
+        )
+    fd = os.memfd_create("kvxfer-cma-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.pwrite(fd, said, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_back(fd: int) -> list[Exported]:
+    """Return what such a file says.
+
+    Raises:
+        PeerError: It is no such file, or says nothing that makes sense.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # only memory has seals; reading another file could block
+        said = os.pread(fd, MOST_BYTES + 1, 0)
+        found = msgspec.msgpack.decode(said, type=list[Exported])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise PeerError(f"what it says of its memory makes no sense ({e})") from e
+    if len(said) > MOST_BYTES or len({one.number for one in found}) < len(found):
+        raise PeerError("it says of its memory too much, or says it twice")
+    return found

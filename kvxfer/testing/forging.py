@@ -1,0 +1,150 @@
+"""Endpoints as a hostile peer would make them: a genuine one, of which some fields say something else.
+
+Endpoints that ``EndpointBase`` makes are taken apart, altered field by field and in those combinations by which one process would pass
+for another, and given a checksum that is right. Of endpoints of another form only bytes are altered.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+__all__ = ["Bait", "forgeries"]
+
+_CHECK_BYTES = 4
+_ADDRESSES = 1 << 32
+"""Integers from here on are taken for addresses, and smaller ones for numbers of processes, sizes and the like."""
+_UP = "../" * 16
+_LARGEST = (1 << 64) - 1
+_MOST_LEAVES = 24
+_FLIPS = 16
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bait:
+    """What a forgery may name, and nobody has registered for its link.
+
+    Attributes:
+        address: Memory of the process under test, full of ``pattern``.
+        pattern: Sixteen bytes.
+        file: The path of a file that is full of them as well.
+        pid: The number of the process under test.
+        other: A genuine endpoint of a third participant, for a link of its own.
+    """
+
+    address: int
+    pattern: bytes
+    file: str
+    pid: int
+    other: bytes
+
+
+def forgeries(genuine: bytes, bait: Bait, kept: Collection[int] = ()) -> Iterator[tuple[str, bytes]]:
+    """Yield forgeries of an endpoint, each with words that tell what was altered.
+
+    Args:
+        genuine: The endpoint.
+        bait: What forgeries name.
+        kept: Numbers of fields that are left as they are.
+    """
+    yield "all of it: another participant's", bait.other
+    taken = _taken_apart(genuine)
+    if taken is None:
+        for at in range(0, len(genuine), max(1, len(genuine) // _FLIPS)):
+            yield f"byte {at}", genuine[:at] + bytes([genuine[at] ^ 0xFF]) + genuine[at + 1 :]
+        return
+    head, fields = taken
+    others = _taken_apart(bait.other)
+    leaves = [(path, leaf) for path, leaf in _leaves(fields) if path[0] not in kept]
+    for path, leaf in leaves[:_MOST_LEAVES]:
+        theirs = None if others is None else dict(_leaves(others[1])).get(path)
+        for value in _values(leaf, theirs, bait):
+            yield (
+                f"field {'.'.join(map(str, path))}: {_shown(value)}",
+                _put_together(head, _with(fields, {path: value})),
+            )
+    for what, wanted in _guises(leaves, bait):
+        yield what, _put_together(head, _with(fields, wanted))
+
+
+def _values(leaf: Any, theirs: Any, bait: Bait) -> list[Any]:
+    """Return what a field is replaced by."""
+    found: list[Any] = [] if type(theirs) is not type(leaf) else [theirs]
+    match leaf:
+        case bool():
+            found.append(not leaf)
+        case int():
+            found += [
+                0,
+                (leaf + 1) & _LARGEST,
+                (2 * leaf) & _LARGEST,
+                bait.pid,
+                os.getppid(),
+                bait.address,
+                (1 << 62) - 1,
+            ]
+        case str():
+            found += ["", bait.file, _UP + bait.file.lstrip("/"), leaf[:-1] + ("0" if leaf[-1:] != "0" else "1")]
+        case bytes():
+            found += [bytes(len(leaf)), (bait.pattern * (len(leaf) // len(bait.pattern) + 1))[: len(leaf)]]
+    return [value for value in found if value != leaf]
+
+
+def _guises(leaves: list[tuple[Place, Any]], bait: Bait) -> Iterator[tuple[str, dict[Place, Any]]]:
+    """Yield fields by which a peer would pass for the process under test itself, with the bait as its memory."""
+    places = {path: bait.address for path, leaf in leaves if type(leaf) is int and leaf >= _ADDRESSES}
+    secrets = {
+        path: (bait.pattern * (len(leaf) // len(bait.pattern) + 1))[: len(leaf)]
+        for path, leaf in leaves
+        if type(leaf) is bytes and len(path) > 1
+    }
+    numbers = [path for path, leaf in leaves if type(leaf) is int and leaf < _ADDRESSES and len(path) == 1]
+    for more, what in (({}, "all addresses"), (secrets, "all addresses and inner secrets")):
+        wanted = {**places, **more}
+        if wanted:
+            yield what, wanted
+        for path in numbers:
+            yield f"{what}, and field {path[0]} for the process", {**wanted, path: bait.pid}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _taken_apart(endpoint: bytes) -> tuple[bytes, list[Any]] | None:
+    said = endpoint[:-_CHECK_BYTES]
+    parts = said.split(b" ", 2)
+    if len(parts) != 3 or zlib.crc32(said).to_bytes(_CHECK_BYTES) != endpoint[-_CHECK_BYTES:]:
+        return None
+    try:
+        fields = msgspec.msgpack.decode(parts[2])
+    except msgspec.MsgspecError:
+        return None
+    return (b" ".join([*parts[:2], b""]), fields) if isinstance(fields, list) else None
+
+
+def _put_together(head: bytes, fields: list[Any]) -> bytes:
+    said = head + msgspec.msgpack.encode(fields)
+    return said + zlib.crc32(said).to_bytes(_CHECK_BYTES)
+
+
+def _leaves(fields: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
+    if isinstance(fields, list):
+        for i, field in enumerate(fields):
+            yield from _leaves(field, (*path, i))
+    elif path:
+        yield path, fields
+
+
+def _with(fields: Any, wanted: dict[Place, Any], path: Place = ()) -> Any:
+    if isinstance(fields, list):
+        return [_with(field, wanted, (*path, i)) for i, field in enumerate(fields)]
+    return wanted.get(path, fields)
