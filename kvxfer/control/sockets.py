@@ -14,15 +14,17 @@ import socket
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from functools import partial
 
+from kvxfer.control.admission import Admission
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import IdentityError, is_ip, parse_address
+from kvxfer.keyring import KeyRing
 from kvxfer.security import Security
 
 __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
@@ -37,6 +39,9 @@ _EVENTS = 64
 """The most connections that are handled in a turn."""
 _LOOKUPS = 64
 """The most host names that may wait to be looked up."""
+_UNLISTED = "it is not in the list of allowed peers"
+KEYS_S = 1.0
+"""Seconds between two looks at whether the keys have changed."""
 REST_S = 0.1
 """Seconds until the next try when nobody could be accepted, as where the process has no descriptor left."""
 
@@ -74,8 +79,13 @@ class ControlSockets:
         self._ready: dict[ControlConnection, None] = {}
         self._more: set[ControlConnection] = set()
         self._undecided: set[ControlConnection] = set()  # those with other addresses to try
-        self._found: deque[tuple[ControlConnection, Addresses | OSError]] = deque()  # names that have been looked up
+        self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._names = Worker("kvxfer-names", _LOOKUPS)
+        self._admission = Admission(security.peers)
+        self._held: list[ControlConnection] = []  # which dialled us, until names and keys have been looked at
+        self._preparing = False
+        self._look_at = 0.0
+        self._looked = None if security.key is None else security.key.keys
 
     def listen(self, host: str, port: int) -> int:
         """Accept connections from now on, and return the port; 0 takes a free one.
@@ -111,8 +121,9 @@ class ControlSockets:
             self._security.check_target(target)
         except (IdentityError, PeerError) as e:
             raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
-        conn = ControlConnection(target.host, destination, limit, self._dirty, self._security.dialled, guest=False)
-        if is_ip(target.host):
+        secure, proved = self._security.dialled, self._security.proved
+        conn = ControlConnection(target.host, destination, limit, self._dirty, secure, proved, guest=False)
+        if is_ip(target.host) and self._security.fresh:
             self._begin(conn, _addresses(target.host, target.port))
         elif not self._names.submit(0, partial(self._look_up, conn, target.host, target.port)):
             raise PeerError(f"cannot dial {where!r}: too many names are being looked up", kind=FailureKind.OVERLOADED)
@@ -166,6 +177,11 @@ class ControlSockets:
             self._settle(undecided)
             if not undecided.undecided:
                 self._undecided.discard(undecided)
+        if self._held:
+            self._prepare()
+        if self._security.key is not None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + KEYS_S
+            self._look_at_keys(self._security.key)
         if self._rests_until is not None:
             seconds = min(seconds, REST_S)
             if time.monotonic() >= self._rests_until:
@@ -178,7 +194,7 @@ class ControlSockets:
         events = self._epoll.poll(seconds if idle else 0, _EVENTS)
         self._asleep = False
         while self._found:
-            self._begin(*self._found.popleft())
+            self._found.popleft()()
         more, self._more = self._more, set()
         for fd, _ in events:
             conn = self._by_fd.get(fd)
@@ -258,15 +274,65 @@ class ControlSockets:
                 self._rest(time.monotonic() + REST_S)
                 return
             host = str(where[0])
-            if not self._security.admits(host):
+            admitted = self._admission.admits(host)
+            if admitted is False:
                 sock.close()
+                self._security.turned_away(host, _UNLISTED)
                 continue
-            conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, self._security.accepted, guest=True)
+            secure, proved = self._security.accepted, self._security.proved
+            conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, secure, proved, guest=True)
             self._guests[conn] = None
-            conn.accepted(sock)
-            self._settle(conn)
+            conn.hold(sock)
+            if admitted is None or not self._security.fresh:
+                self._held.append(conn)
+            else:
+                self._admit(conn, admitted)
+            self._prepare()
             if len(self._guests) > GUESTS:
                 self._lose(self._spare_guest(), f"there are more than {GUESTS} connections of strangers")
+
+    def _admit(self, conn: ControlConnection, admitted: bool | None) -> None:
+        """Begin with a peer that dialled if it is ``admitted``."""
+        if conn.lost is not None:
+            return
+        if admitted:
+            conn.accept()
+        else:
+            conn.lose(_UNLISTED)
+        self._settle(conn)
+
+    def _prepare(self) -> None:
+        """Begin to look at what decides about those who are held; nobody else waits for it."""
+        names = self._admission.old or any(self._admission.admits(conn.host) is None for conn in self._held)
+        if (self._held or names) and not self._preparing:
+            self._preparing = self._names.submit(1, partial(self._look, names))
+
+    def _look(self, names: bool) -> None:
+        """Look at the keys, and at the names of the allow-list if wanted; on the thread for names."""
+        try:
+            self._security.refresh()
+            if names:
+                self._admission.resolve()
+        finally:
+            self._found.append(self._prepared)
+            self.wake()
+
+    def _prepared(self) -> None:
+        self._preparing = False
+        held, self._held = self._held, []
+        for conn in held:
+            self._admit(conn, self._admission.admits(conn.host))
+
+    def _look_at_keys(self, ring: KeyRing) -> None:
+        """Have a key file read again that has changed, and cut off those whose keys are no longer in it."""
+        if not ring.fresh:
+            self._names.submit(0, ring.read)
+        before, self._looked = self._looked, ring.keys
+        if before is self._looked:
+            return
+        for conn in list(self._by_fd.values()):
+            if conn.key_id is not None and not self._security.accepts(conn.key_id):
+                self._lose(conn, f"its key {conn.key_id} is no longer in the key file")
 
     def _spare_guest(self) -> ControlConnection:
         """Return the guest to close when there are too many."""
@@ -339,11 +405,13 @@ class ControlSockets:
         self._settle(conn)
 
     def _look_up(self, conn: ControlConnection, host: str, port: int) -> None:
-        """Look a name up; on the thread for names."""
+        """Look a name up, and at the keys; on the thread for names."""
+        self._security.refresh()
         try:
-            self._found.append((conn, _addresses(host, port)))
+            found: Addresses | OSError = _addresses(host, port)
         except OSError as e:
-            self._found.append((conn, e))
+            found = e
+        self._found.append(partial(self._begin, conn, found))
         self.wake()
 
 
