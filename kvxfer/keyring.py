@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from kvxfer.bundle import Bundle, Key, damaged
 from kvxfer.errors import ConfigError
+from kvxfer.keyfile import Key, KeyFile, damaged
 
-__all__ = ["KeyRing", "Keys", "keyring"]
+__all__ = ["KeyRing", "KeySet", "keyring", "read_keys", "write_keys"]
 
 log = logging.getLogger("kvxfer.security")
 
@@ -34,7 +34,7 @@ BROKEN_S = 1.0
 
 
 @dataclass(frozen=True)
-class Keys:
+class KeySet:
     """The keys of a file as they were at one time.
 
     Attributes:
@@ -50,21 +50,21 @@ class Keys:
     client: ssl.SSLContext
 
     @classmethod
-    def of(cls, bundle: Bundle) -> Keys:
+    def of(cls, file: KeyFile) -> KeySet:
         """Make the contexts.
 
         Raises:
             ConfigError: There is no private key, or one does not belong to its certificate.
         """
-        own = bundle.own
+        own = file.own
         if own is None:
             raise ConfigError("it holds no private key: put the engine's own key, as `kvxfer keys` writes it, in front")
         scratch = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for key in bundle.keys:
+        for key in file.keys:
             if key.secret is not None:
                 _present(scratch, key)
-        accepted = frozenset(key.id for key in bundle.keys)
-        server, client = (_context(side, own, bundle) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
+        accepted = frozenset(key.id for key in file.keys)
+        server, client = (_context(side, own, file) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
         return cls(own.id, accepted, server, client)
 
 
@@ -86,7 +86,7 @@ class KeyRing:
         self._seen: tuple[int, ...] | None  # the file when it was last read; None: read it again
         self._text: str | None  # what it held then
         self._seen, self._text = self._read()
-        self.keys = Keys.of(Bundle.parse(self._text))
+        self.keys = KeySet.of(KeyFile.parse(self._text))
         self._broken: str | None = None  # why it cannot be used
         self._since: float | None = None  # from when on, until that has been logged
 
@@ -121,7 +121,7 @@ class KeyRing:
         if text == self._text:
             return
         self._text = text
-        before, self.keys = self.keys, Keys.of(Bundle.parse(text))
+        before, self.keys = self.keys, KeySet.of(KeyFile.parse(text))
         self._broken = self._since = None
         says = [f"presents key {self.keys.own}"]
         new, gone = self.keys.accepted - before.accepted, before.accepted - self.keys.accepted
@@ -165,8 +165,8 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _context(side: int, own: Key, bundle: Bundle) -> ssl.SSLContext:
-    """Return a TLS context that presents one key, and accepts those of a bundle and no other.
+def _context(side: int, own: Key, file: KeyFile) -> ssl.SSLContext:
+    """Return a TLS context that presents one key, and accepts those of a file and no other.
 
     Raises:
         ConfigError: A certificate is damaged.
@@ -179,12 +179,12 @@ def _context(side: int, own: Key, bundle: Bundle) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     _present(context, own)
     try:
-        with _file("".join(key.certificate for key in bundle.keys)) as path:
+        with _file("".join(key.certificate for key in file.keys)) as path:
             context.load_verify_locations(
                 path
             )  # as text it would keep other threads from running for a second, if it is long
     except ssl.SSLError:
-        raise damaged(_first_damaged(bundle)) from None
+        raise damaged(_first_damaged(file)) from None
     if side == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # no resumption: each connection proves the key anew
     return context
@@ -206,8 +206,8 @@ def _present(context: ssl.SSLContext, key: Key) -> None:
         ) from None
 
 
-def _first_damaged(bundle: Bundle) -> int:
-    for key in bundle.keys:
+def _first_damaged(file: KeyFile) -> int:
+    for key in file.keys:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=key.certificate)
         except ssl.SSLError:
@@ -227,6 +227,45 @@ def _file(text: str) -> Iterator[str]:
 
 _rings: WeakValueDictionary[Path, KeyRing] = WeakValueDictionary()
 _rings_lock = threading.Lock()
+
+
+def read_keys(path: Path) -> KeyFile:
+    """Return the keys of a file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is malformed; the message says where, and what to do.
+    """
+    try:
+        return KeyFile.parse(path.read_text(errors="replace"))
+    except OSError as e:
+        raise ConfigError(f"cannot read the key {str(path)!r}: {e.strerror}") from None
+    except ConfigError as e:
+        raise ConfigError(f"cannot use the key file {str(path)!r}: {e}") from None
+
+
+def write_keys(path: Path, keys: KeyFile) -> None:
+    """Replace a key file, at once, so that no engine reads half of it. Its owner and rights stay.
+
+    Raises:
+        ConfigError: The keys are not usable, or the file cannot be written.
+    """
+    KeySet.of(keys)
+    there = path.resolve()
+    new = there.with_name(f".{there.name}.{os.getpid()}")
+    try:
+        status = there.stat()
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(keys.text)
+            if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(descriptor, status.st_uid, status.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
+            file.flush()
+            os.fsync(descriptor)
+        new.replace(there)
+    except OSError as e:
+        new.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the key file {str(path)!r}: {e.strerror}; nothing of it has changed") from None
 
 
 def keyring(path: Path) -> KeyRing:

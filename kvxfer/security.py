@@ -17,15 +17,15 @@ import ssl
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvxfer.bundle import key_id
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Address, IdentityError, allowed
-from kvxfer.keyring import KeyRing, keyring
+from kvxfer.keyfile import key_id
+from kvxfer.keyring import KeyRing, KeySet, keyring
 
 __all__ = ["OPEN", "Complaints", "Security", "make_key"]
 
@@ -74,7 +74,7 @@ class Repeats:
             return held
 
 
-_turned_away, _repeats = Complaints(log), Repeats()
+_turned_away = Complaints(log)
 
 
 def make_key(path: Path) -> None:
@@ -108,7 +108,7 @@ def make_key(path: Path) -> None:
     pem = serialization.Encoding.PEM
     text = secret.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as e:
         advice = "name a file in a folder that exists and that you may write to"
         if isinstance(e, FileExistsError):
@@ -129,6 +129,7 @@ class Security:
 
     key: KeyRing | None = None
     peers: tuple[str, ...] | None = None
+    _repeats: Repeats = field(default_factory=Repeats, compare=False, repr=False)
 
     @classmethod
     def of(cls, config: Config) -> Security:
@@ -150,6 +151,11 @@ class Security:
                 )
             return cls(None, config.peers)
         return cls(keyring(Path(config.key_file)), config.peers)
+
+    @property
+    def keys(self) -> KeySet | None:
+        """The keys as they were last read."""
+        return None if self.key is None else self.key.keys
 
     @property
     def fresh(self) -> bool:
@@ -202,7 +208,7 @@ class Security:
 
     def turned_away(self, host: str, why: str) -> None:
         """Log that a connection from this address was refused."""
-        times = _repeats.logged((host, why))
+        times = self._repeats.logged((host, why))
         if times is not None:
             key = "" if self.key is None else "; whoever connects here needs a key that this engine accepts"
             more = f" (and {times} times before, since this was last logged)" if times else ""

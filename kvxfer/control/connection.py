@@ -19,7 +19,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from kvxfer.control.mismatch import KEYLESS, answer, mismatch, spoken
+from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import LinkId
@@ -342,7 +342,7 @@ class ControlConnection:
     def _fail(self, e: OSError) -> None:
         why = mismatch(e) or self._told()
         if why:
-            self._deny(why, answer(e))
+            self._deny(why, alert_for(e))
             return
         why = getattr(e, "verify_message", "") or getattr(e, "reason", "") or e.strerror or str(e)
         self.lose(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ssl
 
-__all__ = ["KEYLESS", "answer", "mismatch", "spoken"]
+__all__ = ["KEYLESS", "alert_for", "mismatch", "spoken"]
 
 _ALERT, _HANDSHAKE, _TLS = 0x15, 0x16, 0x03
 _ACCESS_DENIED, _INSUFFICIENT_SECURITY = 49, 71
@@ -49,7 +49,7 @@ def mismatch(error: OSError) -> str:
     return ""
 
 
-def answer(error: OSError) -> bytes:
+def alert_for(error: OSError) -> bytes:
     """Return the alert that tells a peer of a failed handshake what TLS itself does not tell it; mostly nothing."""
     return KEYED if isinstance(error, ssl.SSLError) and error.reason in _PLAIN else b""
 

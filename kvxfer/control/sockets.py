@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from functools import partial
 
-from kvxfer.control.admission import Admission
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
+from kvxfer.control.entrance import Entrance
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
-from kvxfer.identity import IdentityError, is_ip, parse_address
-from kvxfer.keyring import KeyRing
+from kvxfer.identity import Address, IdentityError, is_ip, parse_address
 from kvxfer.security import Security
 
 __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
@@ -40,8 +39,6 @@ _EVENTS = 64
 _LOOKUPS = 64
 """The most host names that may wait to be looked up."""
 _UNLISTED = "it is not in the list of allowed peers"
-KEYS_S = 1.0
-"""Seconds between two looks at whether the keys have changed."""
 REST_S = 0.1
 """Seconds until the next try when nobody could be accepted, as where the process has no descriptor left."""
 
@@ -81,11 +78,7 @@ class ControlSockets:
         self._undecided: set[ControlConnection] = set()  # those with other addresses to try
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._names = Worker("kvxfer-names", _LOOKUPS)
-        self._admission = Admission(security.peers)
-        self._held: list[ControlConnection] = []  # which dialled us, until names and keys have been looked at
-        self._preparing = False
-        self._look_at = 0.0
-        self._looked = None if security.key is None else security.key.keys
+        self._entrance = Entrance(security, self._apart, self._admit)
 
     def listen(self, host: str, port: int) -> int:
         """Accept connections from now on, and return the port; 0 takes a free one.
@@ -124,9 +117,9 @@ class ControlSockets:
         secure, proved = self._security.dialled, self._security.proved
         conn = ControlConnection(target.host, destination, limit, self._dirty, secure, proved, guest=False)
         if is_ip(target.host) and self._security.fresh:
-            self._begin(conn, _addresses(target.host, target.port))
-        elif not self._names.submit(0, partial(self._look_up, conn, target.host, target.port)):
-            raise PeerError(f"cannot dial {where!r}: too many names are being looked up", kind=FailureKind.OVERLOADED)
+            self._begin(conn, _addresses(target))
+        else:
+            self._find(conn, target)
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
@@ -177,11 +170,9 @@ class ControlSockets:
             self._settle(undecided)
             if not undecided.undecided:
                 self._undecided.discard(undecided)
-        if self._held:
-            self._prepare()
-        if self._security.key is not None and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + KEYS_S
-            self._look_at_keys(self._security.key)
+        for past in self._entrance.turn(self._by_fd.values()):
+            self._security.turned_away(past.host, gone := f"its key {past.key_id} is no longer in the key file")
+            self._lose(past, gone)
         if self._rests_until is not None:
             seconds = min(seconds, REST_S)
             if time.monotonic() >= self._rests_until:
@@ -274,8 +265,7 @@ class ControlSockets:
                 self._rest(time.monotonic() + REST_S)
                 return
             host = str(where[0])
-            admitted = self._admission.admits(host)
-            if admitted is False:
+            if self._entrance.refuses(host):
                 sock.close()
                 self._security.turned_away(host, _UNLISTED)
                 continue
@@ -283,15 +273,11 @@ class ControlSockets:
             conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, secure, proved, guest=True)
             self._guests[conn] = None
             conn.hold(sock)
-            if admitted is None or not self._security.fresh:
-                self._held.append(conn)
-            else:
-                self._admit(conn, admitted)
-            self._prepare()
+            self._entrance.knock(conn)
             if len(self._guests) > GUESTS:
                 self._lose(self._spare_guest(), f"there are more than {GUESTS} connections of strangers")
 
-    def _admit(self, conn: ControlConnection, admitted: bool | None) -> None:
+    def _admit(self, conn: ControlConnection, admitted: bool) -> None:
         """Begin with a peer that dialled if it is ``admitted``."""
         if conn.lost is not None:
             return
@@ -300,39 +286,6 @@ class ControlSockets:
         else:
             conn.lose(_UNLISTED)
         self._settle(conn)
-
-    def _prepare(self) -> None:
-        """Begin to look at what decides about those who are held; nobody else waits for it."""
-        names = self._admission.old or any(self._admission.admits(conn.host) is None for conn in self._held)
-        if (self._held or names) and not self._preparing:
-            self._preparing = self._names.submit(1, partial(self._look, names))
-
-    def _look(self, names: bool) -> None:
-        """Look at the keys, and at the names of the allow-list if wanted; on the thread for names."""
-        try:
-            self._security.refresh()
-            if names:
-                self._admission.resolve()
-        finally:
-            self._found.append(self._prepared)
-            self.wake()
-
-    def _prepared(self) -> None:
-        self._preparing = False
-        held, self._held = self._held, []
-        for conn in held:
-            self._admit(conn, self._admission.admits(conn.host))
-
-    def _look_at_keys(self, ring: KeyRing) -> None:
-        """Have a key file read again that has changed, and cut off those whose keys are no longer in it."""
-        if not ring.fresh:
-            self._names.submit(0, ring.read)
-        before, self._looked = self._looked, ring.keys
-        if before is self._looked:
-            return
-        for conn in list(self._by_fd.values()):
-            if conn.key_id is not None and not self._security.accepts(conn.key_id):
-                self._lose(conn, f"its key {conn.key_id} is no longer in the key file")
 
     def _spare_guest(self) -> ControlConnection:
         """Return the guest to close when there are too many."""
@@ -404,16 +357,33 @@ class ControlSockets:
             self._undecided.add(conn)
         self._settle(conn)
 
-    def _look_up(self, conn: ControlConnection, host: str, port: int) -> None:
-        """Look a name up, and at the keys; on the thread for names."""
-        self._security.refresh()
+    def _find(self, conn: ControlConnection, target: Address) -> None:
+        """Look a name up, and at the keys if they have changed."""
+        found: list[Addresses | OSError] = []
+
+        def look() -> None:
+            self._security.refresh()
+            try:
+                found.append(_addresses(target))
+            except OSError as e:
+                found.append(e)
+
+        if not self._apart(0, look, lambda: self._begin(conn, found[0])):
+            raise PeerError(
+                f"cannot dial {str(target)!r}: too many names are being looked up", kind=FailureKind.OVERLOADED
+            )
+
+    def _apart(self, weight: int, job: Callable[[], None], then: Callable[[], None]) -> bool:
+        """Do a job on the thread for names, and what follows from it on this one; return false if too many wait."""
+        return self._names.submit(weight, partial(self._do_apart, job, then))
+
+    def _do_apart(self, job: Callable[[], None], then: Callable[[], None]) -> None:
         try:
-            found: Addresses | OSError = _addresses(host, port)
-        except OSError as e:
-            found = e
-        self._found.append(partial(self._begin, conn, found))
-        self.wake()
+            job()
+        finally:
+            self._found.append(then)
+            self.wake()
 
 
-def _addresses(host: str, port: int) -> Addresses:
-    return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+def _addresses(target: Address) -> Addresses:
+    return list(socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["Bundle", "Key", "damaged", "key_id"]
+__all__ = ["KeyFile", "Key", "damaged", "key_id"]
 
 _BEGIN = re.compile(r"-----BEGIN ([A-Z0-9 ]+)-----")
 _END = re.compile(r"-----END ([A-Z0-9 ]+)-----")
@@ -53,18 +53,20 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class KeyFile:
     """The keys of a file, each once."""
 
     keys: tuple[Key, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Bundle:
+    def parse(cls, text: str) -> KeyFile:
         """Read the text of a key file. What certificates and private keys say is not checked.
 
         Raises:
             ConfigError: It is malformed; the message says in which line, and what to do.
         """
+        if text.startswith("kvxfer-key-1"):
+            raise ConfigError("it is a key of an earlier version; make one with `kvxfer keys FILE`")
         found: dict[str, Key] = {}
         pending: tuple[str, int] | None = None
         for label, block, line in _blocks(text):
@@ -106,12 +108,12 @@ class Bundle:
             )
         return found[0]
 
-    def accept(self, more: Bundle) -> Bundle:
+    def accept(self, more: KeyFile) -> KeyFile:
         """Return these keys, and after them the others that are not among them."""
         known = {key.id for key in self.keys}
-        return Bundle(self.keys + tuple(key for key in more.keys if key.id not in known))
+        return KeyFile(self.keys + tuple(key for key in more.keys if key.id not in known))
 
-    def first(self, key: Key) -> Bundle:
+    def first(self, key: Key) -> KeyFile:
         """Return these keys with this one first, to be presented.
 
         Raises:
@@ -119,15 +121,15 @@ class Bundle:
         """
         if key.secret is None:
             raise ConfigError(f"key {key.id} cannot be presented: the file holds its certificate but no private key")
-        return Bundle((key, *(other for other in self.keys if other is not key)))
+        return KeyFile((key, *(other for other in self.keys if other is not key)))
 
-    def drop(self, key: Key) -> Bundle:
+    def drop(self, key: Key) -> KeyFile:
         """Return these keys without this one.
 
         Raises:
             ConfigError: No private key would be left.
         """
-        left = Bundle(tuple(other for other in self.keys if other is not key))
+        left = KeyFile(tuple(other for other in self.keys if other is not key))
         if left.own is None:
             raise ConfigError(f"key {key.id} is the only private key of the file: add another one before you drop it")
         return left
@@ -139,15 +141,19 @@ def _blocks(text: str) -> Iterator[tuple[str, str, int]]:
     Raises:
         ConfigError: There is something else than blocks, comments and empty lines, or a block of another kind.
     """
-    label, begins, body = "", 0, []
+    label, begins = "", 0
+    body: list[str] = []  # with the comments before it, which stay with their key
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
         begin, end = _BEGIN.fullmatch(line), _END.fullmatch(line)
         if not label:
             if begin:
-                label, begins, body = begin[1], number, [line]
+                label, begins = begin[1], number
                 _check_label(label, number)
-            elif line and not line.startswith("#"):
+                body.append(line)
+            elif line.startswith("#"):
+                body.append(line)
+            elif line:
                 raise ConfigError(
                     f"line {number} is neither part of a key nor a comment: put each -----BEGIN and -----END on a line of its "
                     "own, and a # before comments"
@@ -163,7 +169,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str, int]]:
                 )
             if end:
                 yield label, "\n".join(body) + "\n", begins
-                label = ""
+                label, body = "", []
     if label:
         raise ConfigError(
             f"the {label.lower()} that begins in line {begins} is cut off: copy it whole, to its -----END"
@@ -190,7 +196,8 @@ def _orphan(line: int) -> ConfigError:
 
 def _der(block: str, line: int) -> bytes:
     try:
-        return binascii.a2b_base64("".join(block.splitlines()[1:-1]), strict_mode=True)
+        text = "".join(line for line in block.splitlines() if line[0] not in "#-")
+        return binascii.a2b_base64(text, strict_mode=True)
     except ValueError:
         raise damaged(line) from None
 
