@@ -36,7 +36,7 @@ def mismatch(error: OSError) -> str:
         return f"the peer uses another key (TLS: {error.verify_message})"
     if not isinstance(error, ssl.SSLError):
         return ""
-    reason = error.reason or ""
+    reason = getattr(error, "reason", "") or ""
     tls = f"(TLS: {reason.lower().replace('_', ' ')})"
     if reason.endswith("ALERT_INSUFFICIENT_SECURITY"):
         return "the peer has no key, and this engine has one"
@@ -51,7 +51,7 @@ def mismatch(error: OSError) -> str:
 
 def alert_for(error: OSError) -> bytes:
     """Return the alert that tells a peer of a failed handshake what TLS itself does not tell it; mostly nothing."""
-    return KEYED if isinstance(error, ssl.SSLError) and error.reason in _PLAIN else b""
+    return KEYED if isinstance(error, ssl.SSLError) and getattr(error, "reason", "") in _PLAIN else b""
 
 
 def spoken(data: bytes | bytearray) -> str:
