@@ -173,8 +173,11 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(files: Files, tmp_path:
         secret + b: "private key that begins in line 1 is not followed by its certificate",
         a + secret: f"private key that begins in line {lines + 1} is not followed by its certificate",
         certificate: "holds no private key",
-        secret + public(files, "b"): "private key that begins in line 1 is damaged, or does not belong to the certificate",
-        a + (read_keys(files["b"]).keys[0].secret or "") + public(files, "c"): f"begins in line {lines + 1} is damaged, or",
+        secret
+        + public(files, "b"): "private key that begins in line 1 is damaged, or does not belong to the certificate",
+        a
+        + (read_keys(files["b"]).keys[0].secret or "")
+        + public(files, "c"): f"begins in line {lines + 1} is damaged, or",
         a + certificate.replace("MII", "MI"): f"certificate that begins in line {lines + 1} is damaged",
         a + certificate.replace("MIIB", "AAAA"): f"certificate that begins in line {lines + 1} is damaged",
         a.replace("PRIVATE KEY", "ENCRYPTED PRIVATE KEY"): "line 1 is encrypted",
@@ -190,11 +193,15 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(files: Files, tmp_path:
 
 
 def test_comments_and_empty_lines_are_taken_and_kept(files: Files, tmp_path: Path) -> None:
-    path = joined(tmp_path / "key", "# ours\n", files["a"].read_text(), "\r\n\n# theirs: prefill-2\n", public(files, "b"))
+    path = joined(
+        tmp_path / "key", "# ours\n", files["a"].read_text(), "\r\n\n# theirs: prefill-2\n", public(files, "b")
+    )
     assert security(path)
     found = read_keys(path)
     assert [k.id for k in found.keys] == [key(files, "a"), key(files, "b")]
-    assert "# theirs: prefill-2" in found.text and KeyFile.parse(found.text) == KeyFile.parse(KeyFile.parse(found.text).text)
+    assert "# theirs: prefill-2" in found.text and KeyFile.parse(found.text) == KeyFile.parse(
+        KeyFile.parse(found.text).text
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +280,9 @@ def test_a_file_that_has_become_unusable_changes_nothing_and_is_logged_once(
                 pass
             case _:
                 half = files["b"].read_text()[:300].encode()
-                path.write_bytes({"empty": b"", "nonsense": b"-----BEGIN X-----", "half": half, "binary": b"\xff\0"}[broken])
+                path.write_bytes(
+                    {"empty": b"", "nonsense": b"-----BEGIN X-----", "half": half, "binary": b"\xff\0"}[broken]
+                )
         until = time.monotonic() + 4.0
         while time.monotonic() < until:
             connection, came = meet(other, hub, port)

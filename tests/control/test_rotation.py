@@ -87,9 +87,7 @@ class Load:
         return self.ends
 
 
-@pytest.mark.parametrize(
-    "backend, options", [("tcp", {"encrypt": True}), ("zmq", {"encrypt": True}), ("cma", {})]
-)
+@pytest.mark.parametrize("backend, options", [("tcp", {"encrypt": True}), ("zmq", {"encrypt": True}), ("cma", {})])
 def test_a_shared_key_is_replaced_under_load(
     node: Callable[..., Node], tmp_path: Path, backend: str, options: dict[str, bool]
 ) -> None:
@@ -102,7 +100,11 @@ def test_a_shared_key_is_replaced_under_load(
     p, d = (node(backend, seed=seed, options=options, key_file=str(f)) for seed, f in zip((1, 0), files, strict=True))
     load = Load(p, d)
     assert load.go_on(0.5)
-    for step in (lambda f: accept(f, tmp_path / "new"), lambda f: first(f, tmp_path / "new"), lambda f: drop(f, tmp_path / "old")):
+    for step in (
+        lambda f: accept(f, tmp_path / "new"),
+        lambda f: first(f, tmp_path / "new"),
+        lambda f: drop(f, tmp_path / "old"),
+    ):
         for file in files:
             step(file)
             assert load.go_on(1.3)
@@ -129,7 +131,9 @@ def test_an_engine_whose_key_is_taken_out_is_cut_off_and_the_others_go_on(
     for name in ("good", "bad"):
         with (tmp_path / name).open("a") as file:
             file.write(public["p"])
-    p, good, bad = (node("tcp", seed=seed, key_file=str(tmp_path / name)) for seed, name in zip((1, 0, 0), names, strict=True))
+    p, good, bad = (
+        node("tcp", seed=seed, key_file=str(tmp_path / name)) for seed, name in zip((1, 0, 0), names, strict=True)
+    )
     loads = [Load(p, good)]
     fetched = TransferId("own/1/before", 0)
     p.offer(fetched, [9], 4, 1, True)
