@@ -289,7 +289,7 @@ def test_a_file_that_has_become_unusable_changes_nothing_and_is_logged_once(
             assert came, connection.lost
             other.drop(connection)
             hub.poll(0.2)
-        errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
         assert len(errors) == 1 and str(path) in errors[0] and "stay in use" in errors[0], errors
         if broken == "folder":
             path.rmdir()
