@@ -52,8 +52,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         peer_timeout: Seconds of silence after which a peer counts as dead.
         staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
             host memory, or 512 MiB of a CUDA device where the back end moves such memory.
-        key_file: Path of the key that all engines of a deployment share (`kvxfer keys` makes one); None for no
-            authentication.
+        key_file: Path of the file with the key that this engine presents and those that it accepts (`kvxfer keys` makes one);
+            None for no authentication. It is read again when it changes.
         peers: Who may connect to this engine and whom it may dial: networks, addresses, host names; None for everybody.
         integrity: How much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
             part's blocks, or all. If two engines differ, the stricter setting applies.

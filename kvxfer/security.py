@@ -1,7 +1,7 @@
-"""Who may talk to an engine's control sockets: one key for all engines of a deployment, and a list of addresses.
+"""Who may talk to an engine's control sockets: the holders of some keys, and a list of addresses.
 
-With a key, every connection is TLS 1.3. The key is a private key with its own certificate, and each side proves that
-it holds the same one before any message is accepted. Messages are encrypted under keys made for the connection, and
+With keys, every connection is TLS 1.3. A key is a private key with its own certificate, and each side proves that
+it holds one that the other accepts before any message is accepted. Messages are encrypted under keys made for the connection, and
 cannot be replayed. The list says who may connect, and which addresses a request may make this engine dial. KV itself goes
 over the back end's own connections, which this does not encrypt. Where these listen, and the key of a back end that
 encrypts, a peer learns only over an authenticated control socket.
@@ -14,21 +14,24 @@ import logging
 import os
 import socket
 import ssl
+import threading
 import time
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Address, IdentityError, allowed, canonical_host
+from kvxfer.keyfile import key_id
+from kvxfer.keyring import KeyRing, KeySet, keyring
 from kvxfer.logs import logger
 
-__all__ = ["OPEN", "Complaints", "Security", "make_key", "plain"]
+__all__ = ["OPEN", "Complaints", "Security", "make_key", "plain", "portless"]
 
 log = logger("kvxfer.security")
 
-_NAME = "kvxfer"
 _LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
 
 
@@ -50,6 +53,28 @@ class Complaints:
         self._log.warning(text + "%s", *args, more)
 
 
+class Repeats:
+    """Decide which of many equal complaints to log: the first, then one in ``every`` seconds. Any thread may call it."""
+
+    def __init__(self, every: float = 60.0, most: int = 256) -> None:
+        self._every, self._most = every, most
+        self._lock = threading.Lock()
+        self._known: OrderedDict[object, tuple[float, int]] = OrderedDict()  # when last logged, and how often not since
+
+    def logged(self, what: object) -> int | None:
+        """Return how often ``what`` was left out since it was last logged, if it is to be logged now; else ``None``."""
+        now = time.monotonic()
+        with self._lock:
+            last, held = self._known.pop(what, (-self._every, 0))
+            if now - last < self._every:
+                self._known[what] = last, held + 1
+                return None
+            self._known[what] = now, 0
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+            return held
+
+
 _turned_away = Complaints(log)
 
 
@@ -68,13 +93,14 @@ def make_key(path: Path) -> None:
             f"making a key needs cryptography ({e}); pip install 'kvxfer[cli]'. Using one does not"
         ) from None
     secret = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    serial = x509.random_serial_number()
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"kvxfer {serial:x}"[:64])])
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(secret.public_key())
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial)
         .not_valid_before(datetime.datetime(2020, 1, 1))
         .not_valid_after(datetime.datetime(9999, 12, 31))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -83,7 +109,7 @@ def make_key(path: Path) -> None:
     pem = serialization.Encoding.PEM
     text = secret.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as e:
         advice = "name a file in a folder that exists and that you may write to"
         if isinstance(e, FileExistsError):
@@ -94,24 +120,17 @@ def make_key(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Key:
-    """The TLS contexts of a key: ``server`` to accept connections, ``client`` to make them."""
-
-    server: ssl.SSLContext
-    client: ssl.SSLContext
-
-
-@dataclass(frozen=True)
 class Security:
     """Who may talk to an engine.
 
     Attributes:
-        key: The deployment's key; ``None`` for no authentication.
+        key: The keys that this engine presents and accepts; ``None`` for no authentication.
         peers: The allow-list (see ``kvxfer.identity.allowed``); ``None`` for everybody.
     """
 
-    key: Key | None = None
+    key: KeyRing | None = None
     peers: tuple[str, ...] | None = None
+    _repeats: Repeats = field(default_factory=Repeats, compare=False, repr=False)
 
     @classmethod
     def of(cls, config: Config) -> Security:
@@ -132,19 +151,51 @@ class Security:
                     config.listen,
                 )
             return cls(None, config.peers)
-        return cls(_read_key(Path(config.key_file)), config.peers)
+        return cls(keyring(Path(config.key_file)), config.peers)
+
+    @property
+    def keys(self) -> KeySet | None:
+        """The keys as they were last read."""
+        return None if self.key is None else self.key.keys
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing has changed that ``refresh`` would take in. Does not block."""
+        return self.key is None or self.key.fresh
+
+    def refresh(self) -> None:
+        """Take in a key file that has changed; this may block."""
+        if self.key is not None:
+            self.key.read()
 
     def accepted(self, sock: socket.socket) -> socket.socket:
         """Return the socket to use for an accepted connection; with a key, its TLS handshake is still to be done."""
         if self.key is None:
             return sock
-        return self.key.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return self.key.keys.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def dialled(self, sock: socket.socket) -> socket.socket:
         """Return the socket to use for a connection made from here; with a key, its TLS handshake is still to be done."""
         if self.key is None:
             return sock
-        return self.key.client.wrap_socket(sock, do_handshake_on_connect=False)
+        return self.key.keys.client.wrap_socket(sock, do_handshake_on_connect=False)
+
+    def proved(self, sock: ssl.SSLSocket) -> str:
+        """Return the short name of the key that the peer has proved in its handshake.
+
+        Raises:
+            ssl.SSLError: It is no accepted key (any more), as one for which an accepted key merely vouches.
+        """
+        name = key_id(sock.getpeercert(binary_form=True) or b"")
+        if not self.accepts(name):
+            error = ssl.SSLCertVerificationError(f"key {name} is not in the key file")
+            error.verify_message = str(error)
+            raise error
+        return name
+
+    def accepts(self, name: str) -> bool:
+        """Return whether a key of this short name is accepted now."""
+        return self.key is not None and name in self.key.keys.accepted
 
     def check_target(self, target: Address) -> None:
         """Refuse to dial an address that is not in the allow-list.
@@ -169,62 +220,24 @@ class Security:
             return
         try:
             named = canonical_host(host)
-            covered = named == met or allowed(Address(named, 1), [_portless(entry) for entry in self.peers])
+            covered = named == met or allowed(Address(named, 1), [portless(entry) for entry in self.peers])
         except IdentityError:
             covered = False
         if not covered:
             why = f"it would dial {host!r:.300}, which is not in the list of allowed peers; see the setting 'peers'"
             raise PeerError(why, kind=FailureKind.REFUSED)
 
-    def admits(self, host: str) -> bool:
-        """Return whether a peer from this address may connect; log it if not."""
-        if self.peers is None:
-            return True
-        try:
-            admitted = allowed(Address(plain(host), 1), [_portless(entry) for entry in self.peers])
-        except IdentityError:
-            admitted = False
-        if not admitted:
-            self.turned_away(host, "it is not in the list of allowed peers")
-        return admitted
-
     def turned_away(self, host: str, why: str) -> None:
         """Log that a connection from this address was refused."""
-        key = "" if self.key is None else "; whoever connects here needs the key"
-        _turned_away("turned away a connection from %s: %s%s", host, why, key)
+        times = self._repeats.logged((host, why))
+        if times is not None:
+            key = "" if self.key is None else "; whoever connects here needs a key that this engine accepts"
+            more = f" (and {times} times before, since this was last logged)" if times else ""
+            _turned_away("turned away a connection from %s: %s%s%s", host, why, key, more)
 
 
 OPEN = Security()
 """Neither key nor list: for tests, and for sockets that only this host can reach."""
-
-
-def _read_key(path: Path) -> Key:
-    try:
-        text = path.read_text()
-        mode = path.stat().st_mode
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"cannot read the key {str(path)!r}: {e}") from None
-    try:
-        key = Key(_context(ssl.PROTOCOL_TLS_SERVER, path), _context(ssl.PROTOCOL_TLS_CLIENT, path))
-    except (OSError, ValueError):
-        old = "a key of an earlier version" if text.startswith("kvxfer-key-1") else "not a key of kvxfer"
-        raise ConfigError(f"{str(path)!r} is {old}; make one with `kvxfer keys {path}`") from None
-    if mode & 0o007:
-        log.warning("the key %s can be read by every user of this host; chmod 600 it", path)
-    return key
-
-
-def _context(side: int, path: Path) -> ssl.SSLContext:
-    """Return a TLS context in which both ends must have this key and its certificate, and trust no other."""
-    context = ssl.SSLContext(side)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # a peer is known by its key, not by a name
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(path)
-    context.load_verify_locations(path)
-    if side == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # no resumption: each connection proves the key anew
-    return context
 
 
 def plain(address: str) -> str:
@@ -232,7 +245,7 @@ def plain(address: str) -> str:
     return address.partition("%")[0].removeprefix("::ffff:")
 
 
-def _portless(entry: str) -> str:
+def portless(entry: str) -> str:
     """Return an entry of the allow-list without its port, since peers connect from any port."""
     host, colon, port = entry.rpartition(":")
     named = colon and port.isdigit() and (host.endswith("]") or ":" not in host)

@@ -157,7 +157,7 @@ def test_engines_without_the_same_key_do_not(engine: Callable[..., Engine], key:
         for theirs in settings:
             if mine != theirs:
                 end = outcome(engine(**mine), engine(transfer_timeout=1.0, **theirs))
-                assert end.outcome.kind is FailureKind.PEER_UNREACHABLE, (mine, theirs, end)
+                assert end.outcome.kind is FailureKind.REFUSED, (mine, theirs, end)
 
 
 def ask(port: int, context: ssl.SSLContext | None) -> m.Message | None:
@@ -219,7 +219,7 @@ def test_who_dials_takes_nobody_without_the_key_for_a_producer(
     end = outcome(d, d, Source("127.0.0.1", listener.getsockname()[1], 7))
     listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves the thread in ``accept``
     listener.close()
-    assert end.outcome.kind is FailureKind.PEER_UNREACHABLE and not any(heard)
+    assert end.outcome.kind is FailureKind.REFUSED and not any(heard)
 
 
 def test_what_was_overheard_cannot_be_said_again(engine: Callable[..., Engine], key: str) -> None:

@@ -15,9 +15,11 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import LinkId
@@ -44,7 +46,9 @@ _DREGS = 1 << 20
 """The most bytes that are read and dropped after the last message to a peer; beyond, it is cut off."""
 
 _names = count(1)
+_plain = socket.socket  # whose methods pass by TLS
 _Secure = Callable[[socket.socket], socket.socket]
+_Proved = Callable[[ssl.SSLSocket], str]
 
 
 class ControlConnection:
@@ -58,6 +62,8 @@ class ControlConnection:
         guest: Whether the peer dialled and is not known yet.
         lost: Why it is closed; ``None`` while it lives. Frames that came before can still be received.
         refused: Whether it is lost because nobody listens there, or the name does not exist.
+        denied: Whether it is lost because one side does not accept the other's key, which trying again does not change.
+        key_id: The short name of the key that the peer has proved to hold; ``None`` before that, and if there are no keys.
         heard: When something last came, by ``time.monotonic``.
         after: How much of its inbox the owner must handle before it receives.
         waits: Whether the owner does not want to receive from it now.
@@ -70,13 +76,15 @@ class ControlConnection:
         limit: int,
         dirty: set[ControlConnection],
         secure: _Secure,
+        proved: _Proved,
         guest: bool,
     ) -> None:
         self.name = next(_names).to_bytes(8)
         self.host, self.destination, self.limit, self.guest = host, destination, limit, guest
         self.dialled_us = guest
         self.lost: str | None = None
-        self.refused = False
+        self.refused = self.denied = False
+        self.key_id: str | None = None
         self.heard = time.monotonic()
         self.after = 0
         self.waits = False
@@ -84,7 +92,7 @@ class ControlConnection:
         self.moved = False  # has another socket since then, whose descriptor may have the same number
         self.told = False  # its owner need not hear any more that it is lost
         self.counted = 0  # of ``held``, as ``ControlSockets`` knows it
-        self._dirty, self._secure = dirty, secure
+        self._dirty, self._secure, self._proved = dirty, secure, proved
         self._socket: socket.socket | None = None
         self._targets: Addresses = []  # still to be tried
         self.try_by = 0.0  # until when the present one has to answer, if there are others
@@ -169,8 +177,8 @@ class ControlConnection:
 
     @property
     def authenticated(self) -> bool:
-        """Whether the peer has proved that it has the key; false if there is no key."""
-        return self._open and isinstance(self._socket, ssl.SSLSocket)
+        """Whether the peer has proved that it has an accepted key; false if there are no keys."""
+        return self.key_id is not None
 
     @property
     def unsent(self) -> bool:
@@ -191,8 +199,13 @@ class ControlConnection:
             return self._want
         return (0 if self._full else select.EPOLLIN) | (select.EPOLLOUT if self._out else 0)
 
-    def accepted(self, sock: socket.socket) -> None:
-        self._socket, self._connected = sock, True
+    def hold(self, sock: socket.socket) -> None:
+        """Take the socket of a peer that dialled; ``accept`` begins to use it."""
+        self._socket = sock
+
+    def accept(self) -> None:
+        """Begin with a peer that dialled."""
+        self._connected = True
         try:
             self._greet()
         except OSError as e:  # with a key, of a peer that has gone again
@@ -263,6 +276,7 @@ class ControlConnection:
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as e:
                 self._want = select.EPOLLOUT if isinstance(e, ssl.SSLWantWriteError) else select.EPOLLIN
                 return False
+            self.key_id = self._proved(self._socket)
         self._open = True
         return True
 
@@ -295,6 +309,9 @@ class ControlConnection:
                 continue
             self._in += data
             too_long = self._split()
+            if self._in and self.key_id is None and (why := spoken(self._in)):
+                self._deny(why, KEYLESS)
+                return False
             if too_long and not self._frames:
                 self.lose(f"it sent a frame of {too_long} bytes; at most {self.limit} are allowed")
                 return False
@@ -318,9 +335,35 @@ class ControlConnection:
         except OSError as e:
             self._fail(e)
 
+    def _deny(self, why: str, alert: bytes = b"") -> None:
+        """Close the connection because of the two sides' keys; a peer that dialled is told why, in TLS or with this alert."""
+        if self.dialled_us and self._socket is not None:
+            with suppress(OSError):
+                if alert:
+                    _plain.send(self._socket, alert)
+                _plain.shutdown(self._socket, socket.SHUT_WR)
+                for _ in range(_READS):  # what is unread when it is closed would make the peer lose the alert
+                    if not _plain.recv(self._socket, _READ):
+                        break
+        self.denied = True
+        self.lose(why)
+
     def _fail(self, e: OSError) -> None:
+        why = mismatch(e) or self._told()
+        if why:
+            self._deny(why, alert_for(e))
+            return
         why = getattr(e, "verify_message", "") or getattr(e, "reason", "") or e.strerror or str(e)
         self.lose(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}")
+
+    def _told(self) -> str:
+        """Return what the peer has said about keys before the connection broke, as it does when it closes it at once."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._open and not self.dialled_us:
+            try:
+                self._socket.recv(1)
+            except OSError as e:
+                return mismatch(e)
+        return ""
 
     def lose(self, why: str) -> None:
         """Close the connection for this reason, unless it is closed already."""

@@ -63,7 +63,8 @@ def _ask(sockets: ControlSockets, connection: ControlConnection, seconds: float)
             if frame is not None:
                 return time.monotonic() - began, _engine(frame)
         if connection.lost is not None:
-            raise PeerError(connection.lost, kind=FailureKind.PEER_UNREACHABLE)
+            kind = FailureKind.REFUSED if connection.denied else FailureKind.PEER_UNREACHABLE
+            raise PeerError(connection.lost, kind=kind)
         now = time.monotonic()
     raise PeerError(f"it did not answer within {seconds:g} s", kind=FailureKind.PEER_UNREACHABLE)
 

@@ -228,7 +228,7 @@ class Outbound(LinkTable[_Dial]):
         known = self._of(link, connection)
         if known is None:
             return None
-        kind = K.PEER_LOST if known.up else K.PEER_UNREACHABLE
+        kind = K.REFUSED if connection.denied else K.PEER_LOST if known.up else K.PEER_UNREACHABLE
         return Lost(link, Failure(kind, str(connection.lost), known.name), again=known.up)
 
     def _look_after(self, link: _Dial, now: float) -> Lost | None:

@@ -167,13 +167,16 @@ class Resolver:
         """Handle the loss of a connection; another is made when the question is repeated.
 
         If nobody listens there, or the name does not exist, the engine of that epoch is gone for good, since a directory
-        lives as long as its epoch.
+        lives as long as its epoch. If one side does not accept the other's key, asking again does not help either.
         """
         q = self._queries.get(directory)
         if q is None or q.connection is not connection:
             return
         q.connection, q.excuse = None, Failure(K.PEER_UNREACHABLE, str(connection.lost))
-        if connection.refused and directory.epoch:
+        if connection.denied:
+            self._close(directory)
+            yield from self._failed(directory, Failure(K.REFUSED, str(connection.lost)))
+        elif connection.refused and directory.epoch:
             self._close(directory)
             yield from self._failed(
                 directory, Failure(K.NO_SUCH_ENGINE, f"the engine there is gone: {connection.lost}")

@@ -12,15 +12,16 @@ import select
 import socket
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
+from kvxfer.control.entrance import Entrance
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.flag import Flag
-from kvxfer.identity import IdentityError, is_ip, parse_address
+from kvxfer.identity import Address, IdentityError, is_ip, parse_address
 from kvxfer.security import Security
 
 __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
@@ -35,6 +36,7 @@ _EVENTS = 64
 """The most connections that are handled in a turn."""
 _LOOKUPS = 64
 """The most host names that may wait to be looked up."""
+_UNLISTED = "it is not in the list of allowed peers"
 REST_S = 0.1
 """Seconds until the next try when nobody could be accepted, as where the process has no descriptor left."""
 
@@ -70,8 +72,9 @@ class ControlSockets:
         self._ready: dict[ControlConnection, None] = {}
         self._more: set[ControlConnection] = set()
         self._undecided: set[ControlConnection] = set()  # those with other addresses to try
-        self._found: deque[tuple[ControlConnection, Addresses | OSError]] = deque()  # names that have been looked up
+        self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._names = Worker("kvxfer-names", _LOOKUPS)
+        self._entrance = Entrance(security, self._apart, self._admit)
 
     def listen(self, host: str, port: int) -> int:
         """Accept connections from now on, and return the port; 0 takes a free one.
@@ -106,11 +109,12 @@ class ControlSockets:
             self._security.check_target(target)
         except (IdentityError, PeerError) as e:
             raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
-        conn = ControlConnection(target.host, destination, limit, self._dirty, self._security.dialled, guest=False)
-        if is_ip(target.host):
-            self._begin(conn, _addresses(target.host, target.port))
-        elif not self._names.submit(0, partial(self._look_up, conn, target.host, target.port)):
-            raise PeerError(f"cannot dial {where!r}: too many names are being looked up", kind=FailureKind.OVERLOADED)
+        secure, proved = self._security.dialled, self._security.proved
+        conn = ControlConnection(target.host, destination, limit, self._dirty, secure, proved, guest=False)
+        if is_ip(target.host) and self._security.fresh:
+            self._begin(conn, _addresses(target))
+        else:
+            self._find(conn, target)
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
@@ -161,6 +165,9 @@ class ControlSockets:
             self._settle(undecided)
             if not undecided.undecided:
                 self._undecided.discard(undecided)
+        for past in self._entrance.turn(self._by_fd.values()):
+            self._security.turned_away(past.host, gone := f"its key {past.key_id} is no longer in the key file")
+            self._lose(past, gone)
         if self._rests_until is not None:
             seconds = min(seconds, REST_S)
             if time.monotonic() >= self._rests_until:
@@ -173,7 +180,7 @@ class ControlSockets:
         events = self._epoll.poll(seconds if idle else 0, _EVENTS)
         self._asleep = False
         while self._found:
-            self._begin(*self._found.popleft())
+            self._found.popleft()()
         more, self._more = self._more, set()
         for fd, _ in events:
             conn = self._by_fd.get(fd)
@@ -252,15 +259,27 @@ class ControlSockets:
                 self._rest(time.monotonic() + REST_S)
                 return
             host = str(where[0])
-            if not self._security.admits(host):
+            if self._entrance.refuses(host):
                 sock.close()
+                self._security.turned_away(host, _UNLISTED)
                 continue
-            conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, self._security.accepted, guest=True)
+            secure, proved = self._security.accepted, self._security.proved
+            conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, secure, proved, guest=True)
             self._guests[conn] = None
-            conn.accepted(sock)
-            self._settle(conn)
+            conn.hold(sock)
+            self._entrance.knock(conn)
             if len(self._guests) > GUESTS:
                 self._lose(self._spare_guest(), f"there are more than {GUESTS} connections of strangers")
+
+    def _admit(self, conn: ControlConnection, admitted: bool) -> None:
+        """Begin with a peer that dialled if it is ``admitted``."""
+        if conn.lost is not None:
+            return
+        if admitted:
+            conn.accept()
+        else:
+            conn.lose(_UNLISTED)
+        self._settle(conn)
 
     def _spare_guest(self) -> ControlConnection:
         """Return the guest to close when there are too many."""
@@ -332,14 +351,33 @@ class ControlSockets:
             self._undecided.add(conn)
         self._settle(conn)
 
-    def _look_up(self, conn: ControlConnection, host: str, port: int) -> None:
-        """Look a name up; on the thread for names."""
+    def _find(self, conn: ControlConnection, target: Address) -> None:
+        """Look a name up, and at the keys if they have changed."""
+        found: list[Addresses | OSError] = []
+
+        def look() -> None:
+            self._security.refresh()
+            try:
+                found.append(_addresses(target))
+            except OSError as e:
+                found.append(e)
+
+        if not self._apart(0, look, lambda: self._begin(conn, found[0])):
+            raise PeerError(
+                f"cannot dial {str(target)!r}: too many names are being looked up", kind=FailureKind.OVERLOADED
+            )
+
+    def _apart(self, weight: int, job: Callable[[], None], then: Callable[[], None]) -> bool:
+        """Do a job on the thread for names, and what follows from it on this one; return false if too many wait."""
+        return self._names.submit(weight, partial(self._do_apart, job, then))
+
+    def _do_apart(self, job: Callable[[], None], then: Callable[[], None]) -> None:
         try:
-            self._found.append((conn, _addresses(host, port)))
-        except OSError as e:
-            self._found.append((conn, e))
-        self.wake()
+            job()
+        finally:
+            self._found.append(then)
+            self.wake()
 
 
-def _addresses(host: str, port: int) -> Addresses:
-    return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+def _addresses(target: Address) -> Addresses:
+    return list(socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM))

@@ -1,0 +1,64 @@
+"""Tells when two sides cannot talk because of their keys: what TLS says then, and what a side without keys makes of TLS.
+
+Trying again changes nothing about it, unlike about a connection that breaks.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+__all__ = ["KEYLESS", "alert_for", "mismatch", "spoken"]
+
+_ALERT, _HANDSHAKE, _TLS = 0x15, 0x16, 0x03
+_ACCESS_DENIED, _INSUFFICIENT_SECURITY = 49, 71
+KEYLESS = bytes((_ALERT, _TLS, 3, 0, 2, 2, _INSUFFICIENT_SECURITY))
+KEYED = bytes((_ALERT, _TLS, 3, 0, 2, 2, _ACCESS_DENIED))
+"""Fatal alerts of TLS: with the first, a side without keys answers a peer that has one, and with the second the other way round.
+OpenSSL sends neither by itself."""
+
+_OF_KEYS = (
+    "ALERT_UNKNOWN_CA",
+    "ALERT_BAD_CERTIFICATE",
+    "ALERT_CERTIFICATE_REVOKED",
+    "ALERT_CERTIFICATE_EXPIRED",
+    "ALERT_CERTIFICATE_UNKNOWN",
+    "ALERT_CERTIFICATE_REQUIRED",
+    "ALERT_UNSUPPORTED_CERTIFICATE",
+    "ALERT_DECRYPT_ERROR",
+    "ALERT_ACCESS_DENIED",
+)
+_PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
+
+
+def mismatch(error: OSError) -> str:
+    """Return what an error of a connection says of the two sides' keys; empty if it says nothing of them."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer uses another key (TLS: {error.verify_message})"
+    if not isinstance(error, ssl.SSLError):
+        return ""
+    reason = getattr(error, "reason", "") or ""
+    tls = f"(TLS: {reason.lower().replace('_', ' ')})"
+    if reason.endswith("ALERT_INSUFFICIENT_SECURITY"):
+        return "the peer has no key, and this engine has one"
+    if reason.endswith(_OF_KEYS):
+        return f"the peer does not accept this engine's key {tls}"
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return f"the peer presents no key {tls}"
+    if reason in _PLAIN:
+        return f"the peer speaks without a key, and this engine has one {tls}"
+    return ""
+
+
+def alert_for(error: OSError) -> bytes:
+    """Return the alert that tells a peer of a failed handshake what TLS itself does not tell it; mostly nothing."""
+    return KEYED if isinstance(error, ssl.SSLError) and getattr(error, "reason", "") in _PLAIN else b""
+
+
+def spoken(data: bytes | bytearray) -> str:
+    """Return what it means that a peer says this first, where this side has no keys; empty unless it is TLS."""
+    if data.startswith(KEYED):
+        return "the peer has a key, and this engine has none"
+    # A record with the beginning of a handshake; as the length of a frame and its beginning this would make no sense.
+    if data[:2] == bytes((_HANDSHAKE, _TLS)) and data[5:6] == b"\1" and data[9:11] == b"\3\3":
+        return "the peer has a key, and this engine has none"
+    return ""

@@ -1,0 +1,104 @@
+"""Engines whose keys do not go together are told so at once, and fill nobody's log."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.control.inquiry import inquire
+from kvxfer.control.mismatch import spoken
+from kvxfer.errors import PeerError
+from kvxfer.failures import FailureKind
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import Ended
+from kvxfer.security import Security, make_key
+from tests.control.conftest import Engine, fetch
+from tests.control.stranger import framed
+
+PAIRS = {"another": ("a", "b"), "only there": ("", "a"), "only here": ("a", ""), "not accepted there": ("b+a", "a")}
+SOON_S = 3.0
+"""Far less than ``peer_timeout``, which is 10 s by default, and enough for a machine that is busy."""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str | None]:
+    """Key files by the names of their keys, the first one presented."""
+    for name in "ab":
+        make_key(tmp_path / name)
+    (tmp_path / "b+a").write_text((tmp_path / "b").read_text() + (tmp_path / "a").read_text())
+    (tmp_path / "b+a").chmod(0o600)
+    return {"": None, **{name: str(tmp_path / name) for name in ("a", "b", "b+a")}}
+
+
+@pytest.mark.parametrize("here, there", PAIRS.values(), ids=PAIRS)
+def test_a_mismatch_is_refused_at_once_and_logged_a_few_times(
+    engine: Callable[..., Engine], files: dict[str, str | None], here: str, there: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    d, p = (engine({}, peer_timeout=10.0, key_file=files[which]) for which in (here, there))
+    for number in range(5):
+        began = time.monotonic()
+        d.agents[0].fetch(fetch(p.source, [number], 4, transfer=TransferId(f"own/1/{number}", 0), handle=f"r{number}"))
+        failure = d.wait(Ended, count=number + 1)[number].outcome.failure
+        assert failure is not None and failure.kind is FailureKind.REFUSED, failure
+        assert " key" in failure.detail and "'key_file'" in failure.advice
+        assert time.monotonic() - began < SOON_S
+        time.sleep(1.1)  # in which a limit by time alone would let a line pass
+    time.sleep(2.0)
+    lines = [r.getMessage() for r in caplog.records if r.name == "kvxfer.security" and r.levelno >= logging.WARNING]
+    assert len(lines) <= 2, lines
+
+
+@pytest.mark.parametrize("here, there", PAIRS.values(), ids=PAIRS)
+def test_a_program_that_asks_is_told_the_same(
+    engine: Callable[..., Engine], files: dict[str, str | None], here: str, there: str
+) -> None:
+    p = engine({}, key_file=files[there])
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=" key") as caught:
+        inquire("127.0.0.1", p.source.port, Security.of(Config(key_file=files[here])), 10.0)
+    assert caught.value.kind is FailureKind.REFUSED and time.monotonic() - began < SOON_S
+
+
+def test_no_frame_is_taken_for_tls() -> None:
+    for length in (0x0316, 0x010316, 0x03010316, 0x0315, 0x00030315):
+        frame = framed(b"\x93" + bytes(min(length, 100)))
+        assert not spoken(length.to_bytes(4, "little") + frame[4:])
+    for message in (m.Lookup(m.PROTOCOL), m.Ping(1)):
+        assert not spoken(framed(m.encode(message)))
+
+
+def test_a_peer_that_vanishes_in_its_handshake_is_no_mismatch(
+    engine: Callable[..., Engine], files: dict[str, str | None]
+) -> None:
+    """It may have been restarted: asking again helps."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.1)
+    port = listener.getsockname()[1]
+    import threading
+
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            try:
+                listener.accept()[0].close()
+            except TimeoutError:
+                pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with pytest.raises(PeerError) as caught:
+            inquire("127.0.0.1", port, Security.of(Config(key_file=files["a"])), 2.0)
+        assert caught.value.kind is FailureKind.PEER_UNREACHABLE
+    finally:
+        over.set()
+        thread.join()
+        listener.close()

@@ -1,0 +1,419 @@
+"""Key files: which keys of one are presented and accepted, what is wrong with one that is malformed, and when it is read again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvxfer.cli.keys import keys
+from kvxfer.config import Config
+from kvxfer.control.sockets import ControlConnection, ControlSockets, address
+from kvxfer.errors import ConfigError
+from kvxfer.keyfile import KeyFile
+from kvxfer.keyring import read_keys
+from kvxfer.protocol import messages as m
+from kvxfer.security import Security, make_key
+
+Files = dict[str, Path]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    """Three files with a key each."""
+    for name in "abc":
+        make_key(tmp_path / name)
+    return {name: tmp_path / name for name in "abc"}
+
+
+def key(files: Files, name: str) -> str:
+    """The id of the key that one of the files was made with."""
+    return read_keys(files[name]).keys[0].id
+
+
+def public(files: Files, name: str) -> str:
+    return read_keys(files[name]).keys[0].certificate
+
+
+def joined(path: Path, *texts: str) -> Path:
+    path.write_text("".join(texts))
+    path.chmod(0o600)
+    return path
+
+
+def security(path: Path) -> Security:
+    return Security.of(Config(key_file=str(path)))
+
+
+def meet(ours: ControlSockets, theirs: ControlSockets, port: int) -> tuple[ControlConnection, list[ControlConnection]]:
+    """Dial, and poll both sides until a message has come or the connection is lost; return both ends."""
+    connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
+    connection.send(m.Ping(1))
+    came: list[ControlConnection] = []
+    deadline = time.monotonic() + 10
+    while not came and connection.lost is None:
+        assert time.monotonic() < deadline
+        for hub in (ours, theirs):
+            hub.flush()
+            hub.poll(0.005)
+            for ready in hub.ready():
+                if ready.receive() is not None:
+                    came.append(ready)
+    return connection, came
+
+
+@pytest.fixture
+def talk() -> Callable[[Security, Security], tuple[ControlConnection, list[ControlConnection]]]:
+    def call(ours: Security, theirs: Security) -> tuple[ControlConnection, list[ControlConnection]]:
+        a, b = ControlSockets(ours), ControlSockets(theirs)
+        try:
+            return meet(a, b, b.listen("127.0.0.1", 0))
+        finally:
+            a.close()
+            b.close()
+
+    return call
+
+
+Talk = Callable[[Security, Security], tuple[ControlConnection, list[ControlConnection]]]
+
+
+def test_files_with_keys_in_common_let_each_other_in_whatever_their_order(
+    files: Files, tmp_path: Path, talk: Talk
+) -> None:
+    texts = {name: path.read_text() for name, path in files.items()}
+    mixed = ["a", "ab", "ba", "b", *("".join(p) for p in permutations("abc"))]
+    for here in mixed:
+        for there in mixed:
+            if here[0] in there and there[0] in here:
+                ours = joined(tmp_path / "ours", *(texts[n] for n in here))
+                theirs = joined(tmp_path / "theirs", *(texts[n] for n in there))
+                connection, came = talk(security(ours), security(theirs))
+                assert came, (here, there, connection.lost)
+                assert came[0].key_id == key(files, here[0]) and connection.key_id == key(files, there[0])
+
+
+def test_keys_that_earlier_versions_made_all_have_one_subject_and_work_together(
+    files: Files, tmp_path: Path, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cryptography import x509
+
+    monkeypatch.setattr(x509, "NameAttribute", lambda oid, value, real=x509.NameAttribute: real(oid, "kvxfer"))
+    for name in "xyz":
+        make_key(tmp_path / name)
+    texts = {name: (tmp_path / name).read_text() for name in "xyz"}
+    connection, came = talk(
+        security(joined(tmp_path / "ours", texts["x"], texts["y"], texts["z"])),
+        security(joined(tmp_path / "theirs", texts["z"], texts["y"], texts["x"])),
+    )
+    assert came, connection.lost
+
+
+def test_an_engine_with_a_key_of_its_own_is_let_in_by_its_certificate(files: Files, tmp_path: Path, talk: Talk) -> None:
+    a = joined(tmp_path / "one", files["a"].read_text(), public(files, "b"))
+    b = joined(tmp_path / "two", public(files, "a"), files["b"].read_text())
+    c = joined(tmp_path / "three", files["c"].read_text(), public(files, "a"), public(files, "b"))
+    for ours, theirs in ((a, b), (b, a)):
+        connection, came = talk(security(ours), security(theirs))
+        assert came, connection.lost
+    for ours, theirs in ((a, c), (c, a)):
+        connection, came = talk(security(ours), security(theirs))
+        assert connection.lost and connection.denied and not came
+        assert "key (TLS:" in connection.lost
+
+
+def test_a_key_for_which_an_accepted_key_vouches_is_not_accepted(files: Files, tmp_path: Path, talk: Talk) -> None:
+    """Else the holder of a key could make any number of others, and revoking one would not end them."""
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    issuer = x509.load_pem_x509_certificate(public(files, "a").encode())
+    secret = serialization.load_pem_private_key((read_keys(files["a"]).keys[0].secret or "").encode(), None)
+    assert isinstance(secret, ec.EllipticCurvePrivateKey)
+    mine = ec.generate_private_key(ec.SECP256R1())
+    leaf = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "forged")]))
+        .issuer_name(issuer.subject)
+        .public_key(mine.public_key())
+        .serial_number(7)
+        .not_valid_before(datetime.datetime(2020, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .sign(secret, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    text = mine.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    rogue = joined(tmp_path / "rogue", (text + leaf.public_bytes(pem)).decode(), public(files, "a"))
+    for ours, theirs in ((rogue, files["a"]), (files["a"], rogue)):
+        connection, came = talk(security(ours), security(theirs))
+        assert connection.lost and not came
+
+
+# --- files that are wrong ------------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_a_file_is_said_with_its_line(files: Files, tmp_path: Path) -> None:
+    a, b = (files[name].read_text() for name in "ab")
+    secret, certificate = (read_keys(files["a"]).keys[0].secret or ""), public(files, "a")
+    lines = a.count("\n")
+    cases = {
+        a + "rubbish\n": f"line {lines + 1} is neither part of a key nor a comment",
+        a + b[: len(b) - 30]: f"certificate that begins in line {lines + 1 + secret.count(chr(10))} is cut off",
+        secret + b: "private key that begins in line 1 is not followed by its certificate",
+        a + secret: f"private key that begins in line {lines + 1} is not followed by its certificate",
+        certificate: "holds no private key",
+        secret
+        + public(files, "b"): "private key that begins in line 1 is damaged, or does not belong to the certificate",
+        a
+        + (read_keys(files["b"]).keys[0].secret or "")
+        + public(files, "c"): f"begins in line {lines + 1} is damaged, or",
+        a + certificate.replace("MII", "MI"): f"certificate that begins in line {lines + 1} is damaged",
+        a + certificate.replace("MIIB", "AAAA"): f"certificate that begins in line {lines + 1} is damaged",
+        a.replace("PRIVATE KEY", "ENCRYPTED PRIVATE KEY"): "line 1 is encrypted",
+        a + b.replace("CERTIFICATE", "PUBLIC KEY"): "begins a public key: only private keys and certificates",
+        a.rstrip("\n") + b: "is cut off|neither part",
+        "": "holds no private key",
+    }
+    for number, (text, said) in enumerate(cases.items()):
+        path = joined(tmp_path / f"wrong{number}", text)
+        with pytest.raises(ConfigError, match=said) as caught:
+            security(path)
+        assert str(path) in str(caught.value)
+
+
+def test_comments_and_empty_lines_are_taken_and_kept(files: Files, tmp_path: Path) -> None:
+    path = joined(
+        tmp_path / "key", "# ours\n", files["a"].read_text(), "\r\n\n# theirs: prefill-2\n", public(files, "b")
+    )
+    assert security(path)
+    found = read_keys(path)
+    assert [k.id for k in found.keys] == [key(files, "a"), key(files, "b")]
+    assert "# theirs: prefill-2" in found.text and KeyFile.parse(found.text) == KeyFile.parse(
+        KeyFile.parse(found.text).text
+    )
+
+
+@pytest.mark.parametrize(
+    "mode, said",
+    [
+        (0o640, ["read by its group"]),
+        (0o620, ["changed by its group"]),
+        (0o660, ["read and changed by its group"]),
+        (0o604, ["read by every user"]),
+        (0o602, ["changed by every user"]),
+        (0o666, ["read and changed by its group", "read and changed by every user"]),
+        (0o600, []),
+        (0o711, []),
+    ],
+)
+def test_rights_of_others_are_remarked_on_once(
+    files: Files, mode: int, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    files["a"].chmod(mode)
+    kept = [security(files["a"]) for _ in range(3)]
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == len(said) and kept
+    for text, words in zip(warned, said, strict=True):
+        assert words in text and "chmod 600" in text and str(files["a"]) in text
+
+
+# --- read again ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["replace", "write", "link"])
+def test_a_file_that_has_changed_counts_for_the_next_connection(files: Files, tmp_path: Path, how: str) -> None:
+    """However it is changed: also within the file system's clock tick, to the same length, or by a link that leads elsewhere."""
+    texts = [files[name].read_text() for name in "ab"]
+    path = tmp_path / "key"
+    old, new = joined(tmp_path / "old", *texts), joined(tmp_path / "new", *reversed(texts))
+    if how == "link":
+        path.symlink_to(old)
+    else:
+        joined(path, *texts)
+    hub, peer = ControlSockets(security(path)), ControlSockets(security(files["a"]))
+    other = ControlSockets(security(joined(tmp_path / "both", *texts)))
+    try:
+        port = hub.listen("127.0.0.1", 0)
+        for i in range(6):
+            texts.reverse()
+            if how == "replace":
+                joined(tmp_path / "next", *texts).replace(path)
+            elif how == "write":
+                joined(path, *texts)
+            else:
+                (tmp_path / "next").symlink_to(new if i % 2 == 0 else old)
+                (tmp_path / "next").replace(path)
+            presented = key(files, "ba"[i % 2])
+            connection, came = meet(other, hub, port)
+            assert came and connection.key_id == presented, connection.lost
+    finally:
+        for sockets in (hub, peer, other):
+            sockets.close()
+
+
+@pytest.mark.parametrize("broken", ["empty", "nonsense", "half", "gone", "folder", "pipe", "binary"])
+def test_a_file_that_has_become_unusable_changes_nothing_and_is_logged_once(
+    files: Files, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = joined(tmp_path / "key", files["a"].read_text())
+    hub, other = ControlSockets(security(path)), ControlSockets(security(files["a"]))
+    try:
+        port = hub.listen("127.0.0.1", 0)
+        path.unlink()
+        match broken:
+            case "folder":
+                path.mkdir()
+            case "pipe":
+                os.mkfifo(path)
+            case "gone":
+                pass
+            case _:
+                half = files["b"].read_text()[:300].encode()
+                path.write_bytes(
+                    {"empty": b"", "nonsense": b"-----BEGIN X-----", "half": half, "binary": b"\xff\0"}[broken]
+                )
+        until = time.monotonic() + 4.0
+        while time.monotonic() < until:
+            connection, came = meet(other, hub, port)
+            assert came, connection.lost
+            other.drop(connection)
+            hub.poll(0.2)
+        errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+        assert len(errors) == 1 and str(path) in errors[0] and "stay in use" in errors[0], errors
+        if broken == "folder":
+            path.rmdir()
+        elif broken != "gone":
+            path.unlink()
+        joined(path, files["b"].read_text())
+        connection, came = meet(other, hub, port)
+        assert connection.denied and not came
+    finally:
+        hub.close()
+        other.close()
+
+
+def test_a_key_that_is_taken_out_ends_what_its_holder_has_open(files: Files, tmp_path: Path) -> None:
+    path = joined(tmp_path / "key", files["a"].read_text(), public(files, "b"), public(files, "c"))
+    hub = ControlSockets(security(path))
+    both = [
+        ControlSockets(security(joined(tmp_path / f"with {name}", files[name].read_text(), public(files, "a"))))
+        for name in "bc"
+    ]
+    try:
+        port = hub.listen("127.0.0.1", 0)
+        (stays, _), (goes, _) = (meet(sockets, hub, port) for sockets in both)
+        joined(tmp_path / "next", files["a"].read_text(), public(files, "b")).replace(path)
+        until = time.monotonic() + 5
+        while goes.lost is None:
+            assert time.monotonic() < until
+            for sockets in (hub, *both):
+                sockets.poll(0.05)
+        assert stays.lost is None
+        again, came = meet(both[1], hub, port)
+        assert again.denied and "does not accept this engine's key" in str(again.lost) and not came
+    finally:
+        for sockets in (hub, *both):
+            sockets.close()
+
+
+def test_six_hundred_keys_are_read_while_the_sockets_go_on(files: Files, tmp_path: Path) -> None:
+    """Reading so many takes a tenth of a second and more, which is spent on another thread."""
+    many = "".join(_certificates(600))
+    path = joined(tmp_path / "key", files["a"].read_text())
+    hub, other = ControlSockets(security(path)), ControlSockets(security(files["a"]))
+    try:
+        port = hub.listen("127.0.0.1", 0)
+        meet(other, hub, port)
+        with path.open("a") as file:
+            file.write(many)
+        longest, until = 0.0, time.monotonic() + 2.5
+        while time.monotonic() < until:
+            began = time.thread_time()
+            hub.poll(0.01)
+            longest = max(longest, time.thread_time() - began)
+        assert longest < 0.05
+        connection, came = meet(other, hub, port)
+        assert came, connection.lost
+    finally:
+        hub.close()
+        other.close()
+
+
+def _certificates(count: int) -> list[str]:
+    import tempfile
+
+    out = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(count):
+            make_key(Path(folder) / str(i))
+            out.append(read_keys(Path(folder) / str(i)).keys[0].certificate)
+    return out
+
+
+# --- the program ---------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> str:
+    app = typer.Typer()
+    app.command()(keys)
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_the_program_replaces_a_key_in_three_steps(files: Files, tmp_path: Path) -> None:
+    path, new = joined(tmp_path / "key", files["a"].read_text()), key(files, "b")
+    path.chmod(0o640)
+    assert "presented" in run(path, "show") and key(files, "a") in run(path, "show")
+    run(path, "accept", files["b"])
+    run(path, "accept", files["b"])  # twice is once
+    assert [k.id for k in read_keys(path).keys] == [key(files, "a"), new]
+    run(path, "first", new[:6])
+    assert [k.id for k in read_keys(path).keys] == [new, key(files, "a")]
+    run(path, "drop", key(files, "a"))
+    assert path.read_text() == files["b"].read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640 and sorted(os.listdir(tmp_path)) == ["a", "b", "c", "key"]
+
+
+def test_the_program_hands_out_what_others_need_to_accept_a_key(files: Files, tmp_path: Path) -> None:
+    told = run(files["a"], "public")
+    assert told == public(files, "a") and "PRIVATE" not in told
+    shared = joined(tmp_path / "a.pub", told)
+    run(files["b"], "accept", shared)
+    assert [k.secret is None for k in read_keys(files["b"]).keys] == [False, True]
+
+
+def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> None:
+    before = files["a"].read_text()
+    with pytest.raises(ConfigError, match="only private key"):
+        run(files["a"], "drop", key(files, "a"))
+    with pytest.raises(ConfigError, match="0 keys of the file have a name that begins with 'none'"):
+        run(files["a"], "first", "none")
+    with pytest.raises(ConfigError, match="needs a file"):
+        run(files["a"], "accept")
+    with pytest.raises(ConfigError, match="takes nothing after it"):
+        run(files["a"], "show", "x")
+    run(files["a"], "accept", joined(tmp_path / "b.pub", public(files, "b")))
+    with pytest.raises(ConfigError, match="cannot be presented"):
+        run(files["a"], "first", key(files, "b"))
+    with pytest.raises(ConfigError, match="cannot read the key"):
+        run(tmp_path / "nowhere", "show")
+    assert files["a"].read_text() == before + public(files, "b")
+
+
+def test_a_key_file_behind_a_link_is_edited_where_it_lies(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(files["a"])
+    run(tmp_path / "link", "accept", files["b"])
+    assert (tmp_path / "link").is_symlink() and len(read_keys(files["a"]).keys) == 2
