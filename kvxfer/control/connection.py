@@ -20,6 +20,7 @@ from typing import Any
 
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.peer import Peer
 from kvxfer.protocol.values import LinkId
 
 __all__ = ["Addresses", "ControlConnection", "Destination"]
@@ -57,6 +58,7 @@ class ControlConnection:
         guest: Whether the peer dialled and is not known yet.
         lost: Why it is closed; ``None`` while it lives. Frames that came before can still be received.
         refused: Whether it is lost because nobody listens there, or the name does not exist.
+        short: Whether it is lost because this process has too few descriptors left for it.
         heard: When something last came, by ``time.monotonic``.
         after: How much of its inbox the owner must handle before it receives.
         waits: Whether the owner does not want to receive from it now.
@@ -75,7 +77,7 @@ class ControlConnection:
         self.host, self.destination, self.limit, self.guest = host, destination, limit, guest
         self.dialled_us = guest
         self.lost: str | None = None
-        self.refused = False
+        self.refused = self.short = False
         self.heard = time.monotonic()
         self.after = 0
         self.waits = False
@@ -86,6 +88,7 @@ class ControlConnection:
         self._dirty, self._secure = dirty, secure
         self._socket: socket.socket | None = None
         self._targets: Addresses = []  # still to be tried
+        self._most = 0  # the number that its descriptor must stay below
         self.try_by = 0.0  # until when the present one has to answer, if there are others
         self._silent = False  # one has not answered, where somebody may listen all the same
         self._connected = self._open = False
@@ -98,6 +101,11 @@ class ControlConnection:
 
     def fileno(self) -> int:
         return -1 if self._socket is None else self._socket.fileno()
+
+    @property
+    def peer(self) -> Peer:
+        """Whom it counts for, before it has said who it is."""
+        return Peer(self.host)
 
     @property
     def held(self) -> int:
@@ -189,14 +197,16 @@ class ControlConnection:
         except OSError as e:  # with a key, of a peer that has gone again
             self._fail(e)
 
-    def connect(self, targets: Addresses) -> None:
-        """Try these addresses one after the other."""
-        self._targets = targets
+    def connect(self, targets: Addresses, most: int) -> None:
+        """Try these addresses one after the other, by a descriptor below ``most``."""
+        self._targets, self._most = targets, most
         while self._targets:
             family, kind, protocol, _, where = self._targets.pop(0)
             try:
                 self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-            except OSError as e:  # this host lacks its family, or no descriptor is left
+                if self._socket.fileno() >= most:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            except OSError as e:  # this host lacks its family, or too few descriptors are left
                 self._unreachable(e.errno or errno.EMFILE)
                 continue
             self.moved = True
@@ -216,11 +226,14 @@ class ControlConnection:
         if self.undecided and now >= self.try_by:
             self._silent = True
             self._unreachable(errno.ETIMEDOUT)
-            self.connect(self._targets)
+            self.connect(self._targets, self._most)
 
     def _unreachable(self, error: int) -> None:
         if self._targets:
             self._shut()
+        elif error in (errno.EMFILE, errno.ENFILE):
+            self.short = True
+            self.lose("this process has too few descriptors left to dial it; raise its limit (ulimit -n)")
         else:
             self.refused = error == errno.ECONNREFUSED and not self._silent
             self.lose(f"it cannot be reached: {os.strerror(error)}")
@@ -244,7 +257,7 @@ class ControlConnection:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 self._unreachable(error)
-                self.connect(self._targets)
+                self.connect(self._targets, self._most)
                 return False
             self._connected = True
             self._greet()

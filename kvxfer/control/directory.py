@@ -25,6 +25,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import IndexedKeep, PeerBudgets
+from kvxfer.protocol.peer import Peer
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import Complaints, Security
 from kvxfer.threads import NamedThread
@@ -43,8 +44,8 @@ SLICE_S = 0.005
 SHARE = 16
 """The most messages of one connection before others have their turn."""
 MOST_NOTICES = 4 << 20
-"""The most bytes of notices that wait for this engine's scheduler side. Beyond it, each connection has an equal share, and all
-closed ones have one together."""
+"""The most bytes of notices that wait for this engine's scheduler side. Beyond it, each peer has an equal share, and in it each of its
+connections. All closed ones of a peer have one together."""
 MOST_TOLD = 100_000
 """The most notices that wait to be sent."""
 MOST_AWAITED = 100_000
@@ -108,7 +109,7 @@ class Directory:
         )
         self._notices: dict[int, Notice] = {}
         self._numbers = count()
-        self._room: PeerBudgets[sockets.ControlConnection | None, int] = PeerBudgets(MOST_NOTICES)
+        self._room: PeerBudgets[sockets.ControlConnection | Peer, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
         self._peers: dict[Source, sockets.ControlConnection] = {}
         self._idle: Timers[Source] = Timers()
@@ -143,12 +144,14 @@ class Directory:
             ranks: The ``descriptor`` of each agent.
 
         Raises:
-            ArgumentError: One is not a descriptor, or two are of the same rank.
+            ArgumentError: One is not a descriptor, two are of the same rank, or they are more than 1,024.
             ClosedError: The directory has been closed.
             PeerError: They are too many for one message.
         """
         self._check_open("publish")
         ranks = arguments.several("ranks", ranks, m.RankDescriptor)
+        if len(ranks) > m.MAX_RANKS:
+            raise ArgumentError(f"ranks must be at most {m.MAX_RANKS}, not {len(ranks)}")
         places = [rank.cache.rank for rank in ranks]
         twice = next((place for place in places if places.count(place) > 1), None)
         if twice is not None:
@@ -266,7 +269,7 @@ class Directory:
         key = connection.destination
         if not isinstance(key, Source):
             with self._lock:
-                self._room.merge(connection, None)
+                self._room.merge(connection, connection.peer, connection.peer)
         elif self._peers.get(key) is connection:
             del self._peers[key]
             self._idle.cancel(key)
@@ -326,7 +329,7 @@ class Directory:
         self, notice: m.Renew | m.Decline | m.Begun, connection: sockets.ControlConnection, nbytes: int
     ) -> None:
         number = next(self._numbers)
-        lost = self._room.take(connection, number, nbytes)
+        lost = self._room.take(connection, number, nbytes, connection.peer)
         if lost is None:
             self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)
             return

@@ -1,9 +1,10 @@
 """The control connections of one thread: polls them, decides who may connect, and bounds how many there are.
 
 Connections that were dialled to this side are *guests* until their owner knows them (``ControlSockets.keep``). All guests
-together may cost only so much, so that strangers take nothing from peers. If there are too many, the longest silent one of
-the host with the most goes; if they fill too much memory, the one that fills most. If there is a key, a guest that has proved
-it does not make room for one that has not.
+together may cost only so much, so that strangers take nothing from peers. If there are too many, or descriptors are short, the
+longest silent one of the peer with the most goes (``protocol/peer.py``). If they fill too much memory, the one that fills most
+goes. If there is a key, guests that have not proved it may take a quarter of the places from those that have. So a newcomer
+has time for its handshake, and then takes the place of a guest that has the key and is silent.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ import select
 import socket
 import time
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sized
 from contextlib import suppress
 from functools import partial
 
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
+from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import IdentityError, is_ip, parse_address
+from kvxfer.protocol.peer import largest_group
 from kvxfer.security import Security
 
 __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
 
 GUEST_FRAME = 256 << 10
 """The most bytes of a guest's frame: ten times the hello of a model with 126 layers."""
-GUESTS, GUEST_BYTES = 512, 16 << 20
+GUESTS, GUEST_BYTES = 1024, 16 << 20
 """The most guests, and the most bytes that are held for all of them."""
+FEW_GUESTS = 16
+"""As many may stay however few descriptors are left: newcomers need one for their handshake and hello."""
 _ACCEPTS = 8
 """The most connections that are accepted at once, since each may take a millisecond for its handshake."""
 _EVENTS = 64
@@ -58,6 +63,7 @@ class ControlSockets:
 
     def __init__(self, security: Security, inbox: Sized = ()) -> None:
         self._security, self._inbox = security, inbox
+        self._limits = DescriptorLimits()
         self._epoll = select.epoll()
         self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Not before: a late wake must not write to another's descriptor. No lock instead: a signal's handler may wake us, too.
@@ -123,6 +129,10 @@ class ControlSockets:
         if self._guests.pop(conn, True) is None:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
+
+    def short(self, conn: ControlConnection) -> bool:
+        """Return whether few descriptors were left when this connection was made, so that another should make room for it."""
+        return conn.fileno() >= self._limits.accepted
 
     def put_back(self, conn: ControlConnection, frame: bytes) -> None:
         """Return a received frame; it and those after it wait until ``go_on``."""
@@ -266,13 +276,19 @@ class ControlSockets:
             conn.accepted(sock)
             self._settle(conn)
             if len(self._guests) > GUESTS:
-                self._lose(self._spare_guest(), f"there are more than {GUESTS} connections of strangers")
+                self._lose(
+                    self._spare_guest(), f"there are more than {GUESTS} connections, and it was silent for longest"
+                )
+            elif self.short(conn) and len(self._guests) > FEW_GUESTS:
+                why = "this process has few descriptors left (ulimit -n), and it was silent for longest"
+                self._lose(self._spare_guest(), why)
 
     def _spare_guest(self) -> ControlConnection:
         """Return the guest to close when there are too many."""
-        strangers = [guest for guest in self._guests if not guest.authenticated] or list(self._guests)
-        ((most, _),) = Counter(guest.host for guest in strangers).most_common(1)
-        return next(guest for guest in strangers if guest.host == most)
+        strangers = [guest for guest in self._guests if not guest.authenticated]
+        proved = [guest for guest in self._guests if guest.authenticated]
+        crowd = strangers if 4 * len(strangers) > len(self._guests) else proved
+        return largest_group(crowd, lambda guest: guest.peer)[0]
 
     def _rest(self, until: float | None) -> None:
         """Accept nobody until then; ``None``: accept again. Nothing else tells when there is a descriptor again."""
@@ -333,7 +349,7 @@ class ControlSockets:
             conn.refused = targets.errno == socket.EAI_NONAME
             conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
         else:
-            conn.connect(targets)
+            conn.connect(targets, self._limits.dialled)
         if conn.undecided:
             self._undecided.add(conn)
         self._settle(conn)

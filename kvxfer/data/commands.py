@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxfer.failures import Failure
+from kvxfer.protocol.peer import NOBODY, Peer
 from kvxfer.protocol.values import Abort, LinkId, Move, Moved, PartRef, RemoteWritesEnded, Role
 
 __all__ = [
@@ -50,12 +51,17 @@ class EndpointMade(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Make the link between these two endpoints; answered with ``Connected``."""
+    """Make the link between these two endpoints; answered with ``Connected``.
+
+    Attributes:
+        owner: Whom the link counts for, if the peer dialled.
+    """
 
     link: LinkId
     number: int
     mine: bytes
     theirs: bytes
+    owner: Peer = NOBODY
 
 
 class Connected(msgspec.Struct, frozen=True):
