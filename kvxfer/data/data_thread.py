@@ -225,7 +225,7 @@ class DataThread:
             case Move():
                 self._traffic.move(command)
             case Connect():
-                self._traffic.connect(command.link, command.number, command.mine, command.theirs)
+                self._traffic.connect(command.link, command.number, command.mine, command.theirs, command.owner)
             case Abort():
                 self._traffic.abort(command.ref)
             case RemoteWritesEnded():
