@@ -46,6 +46,8 @@ SHARE = 16
 MOST_NOTICES = 4 << 20
 """The most bytes of notices that wait for this engine's scheduler side. Beyond it, each peer has an equal share, and in it each of its
 connections. All closed ones of a peer have one together."""
+PAUSE_S = 1.0
+"""How long nothing is received from a connection that has sent more notices than its share."""
 MOST_TOLD = 100_000
 """The most notices that wait to be sent."""
 MOST_AWAITED = 100_000
@@ -111,6 +113,7 @@ class Directory:
         self._numbers = count()
         self._room: PeerBudgets[sockets.ControlConnection | Peer, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
+        self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
         self._peers: dict[Source, sockets.ControlConnection] = {}
         self._idle: Timers[Source] = Timers()
         self._complain = Complaints(log)
@@ -240,6 +243,9 @@ class Directory:
         for key in self._idle.due(now):
             self._sockets.drop(self._peers.pop(key))
         self._awaited.forget(now)
+        for paused in [one for one, until in self._paused.items() if until <= now or one.lost is not None]:
+            del self._paused[paused]
+            self._sockets.go_on(paused)
         until = now + SLICE_S
         while self._outbox and time.monotonic() < until:
             match self._outbox.popleft():
@@ -332,6 +338,7 @@ class Directory:
         lost = self._room.take(connection, number, nbytes, connection.peer)
         if lost is None:
             self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)
+            connection.waits, self._paused[connection] = True, time.monotonic() + PAUSE_S
             return
         self._notices[number] = notice
         for other in lost:

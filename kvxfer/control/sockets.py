@@ -78,6 +78,8 @@ class ControlSockets:
         self._dirty: set[ControlConnection] = set()
         # Those with frames, and those lost without the owner's knowing yet.
         self._ready: dict[ControlConnection, None] = {}
+        self._busy: dict[ControlConnection, None] = {}  # those that had frames left after their turn
+        self._to_busy = True  # whose turn was the last
         self._more: set[ControlConnection] = set()
         self._undecided: set[ControlConnection] = set()  # those with other addresses to try
         self._found: deque[tuple[ControlConnection, Addresses | OSError]] = deque()  # names that have been looked up
@@ -153,13 +155,13 @@ class ControlSockets:
         conn.finish()
         conn.lose("it was closed here")
         self._forget(conn)
-        self._ready.pop(conn, None)
+        self._unready(conn)
 
     def finish(self, conn: ControlConnection) -> None:
         """Close a connection once what is queued has been sent."""
         if conn.lost is None:
             conn.finish()
-            self._ready.pop(conn, None)
+            self._unready(conn)
             if not conn.guest:
                 conn.guest = True  # until the peer has hung up, it may be cut off like a guest
                 conn.counted = 0
@@ -181,7 +183,7 @@ class ControlSockets:
             if time.monotonic() >= self._rests_until:
                 self._rest(None)
         self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
-        idle = not (self._inbox or self._ready or self._more or self._found)
+        idle = not (self._inbox or self._ready or self._busy or self._more or self._found)
         if self._undecided:
             due = min(undecided.try_by for undecided in self._undecided)
             seconds = min(seconds, max(due - time.monotonic(), 0.0))
@@ -208,21 +210,28 @@ class ControlSockets:
     def ready(self) -> Iterator[ControlConnection]:
         """Yield the connections that have frames, or are lost, each once.
 
-        Those that are not reached now come first the next time.
+        Those that are not reached now come first the next time. Those that had more than a turn's frames and the others
+        alternate, so that floods do not keep newcomers waiting.
         """
-        for _ in range(len(self._ready)):
-            conn = next(iter(self._ready), None)
+        for _ in range(len(self._ready) + len(self._busy)):
+            self._to_busy = not self._to_busy
+            queue = (self._busy or self._ready) if self._to_busy else (self._ready or self._busy)
+            conn = next(iter(queue), None)
             if conn is None:
                 return
-            del self._ready[conn]
+            del queue[conn]
             if conn in self._guests:
                 self._guests.move_to_end(conn)
             try:
                 yield conn
             finally:
                 if conn.ready:
-                    self._ready[conn] = None
+                    self._busy[conn] = self._ready.pop(conn, None)
                 self._dirty.add(conn)
+
+    def _unready(self, conn: ControlConnection) -> None:
+        self._ready.pop(conn, None)
+        self._busy.pop(conn, None)
 
     def flush(self) -> None:
         """Send what is queued, as far as that is possible now."""
@@ -317,9 +326,9 @@ class ControlSockets:
                 self._security.turned_away(conn.host, conn.lost)
             if not conn.told:
                 conn.told = True
-                self._ready[conn] = None
+                self._ready[conn] = self._busy.pop(conn, None)
             return
-        if conn.ready:
+        if conn.ready and conn not in self._busy:
             self._ready[conn] = None
         if conn.pending:
             self._more.add(conn)

@@ -48,6 +48,8 @@ class SlotUsage:
             self._spent = {name: used for name, used in self._spent.items() if now - used[1] < 20 * HALF_LIFE_S}
         for name in names:
             self._spent[name] = self._used(name, now) + seconds, now
+        if now - self._stalled.get(link, 0.0) < seconds:
+            return  # it was taken from the link
         if seconds < IN_TIME_S:
             self._stalled.pop(link, None)
         if seconds < AT_ONCE_S:
