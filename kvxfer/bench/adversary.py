@@ -27,7 +27,7 @@ from kvxfer.config import Config
 from kvxfer.identity import Source, TransferId
 from kvxfer.security import make_key
 
-__all__ = ["CASES", "adversary", "measure_adversary"]
+__all__ = ["CASES", "adversary", "measure_adversary", "measure_fleet"]
 
 RATIO, FLOOR_MS = 2.0, 25.0
 """How much longer the median load may take beside an attack. So many ms more are the noise of a busy machine."""
@@ -171,7 +171,7 @@ def _case(config: Config, attack: Callable[[World], None], new: bool, count: int
     }
 
 
-def _fleet(config: Config, engines: int) -> dict[str, Any]:
+def measure_fleet(config: Config, engines: int) -> dict[str, Any]:
     """Have so many directories wait for one engine to begin, then have it begin."""
     transfer = TransferId("own/1/begun", 0)
     with ExitStack() as stack:
@@ -237,7 +237,7 @@ def measure_adversary(
                 wrong.append(f"{name}: loads take {case['ratio']} times as long as alone")
         if engines:
             say(f"a fleet of {engines} engines")
-            fleet = found["fleet"] = _fleet(config, engines)
+            fleet = found["fleet"] = measure_fleet(config, engines)
             if fleet["told"] < engines or fleet["asked"] < engines:
                 wrong.append(f"only {fleet['told']} of {engines} engines were told")
     return {**found, "wrong": wrong}
