@@ -88,7 +88,6 @@ class ControlConnection:
         self._dirty, self._secure = dirty, secure
         self._socket: socket.socket | None = None
         self._targets: Addresses = []  # still to be tried
-        self._most = 0  # the number that its descriptor must stay below
         self.try_by = 0.0  # until when the present one has to answer, if there are others
         self._silent = False  # one has not answered, where somebody may listen all the same
         self._connected = self._open = False
@@ -197,16 +196,14 @@ class ControlConnection:
         except OSError as e:  # with a key, of a peer that has gone again
             self._fail(e)
 
-    def connect(self, targets: Addresses, most: int) -> None:
-        """Try these addresses one after the other, by a descriptor below ``most``."""
-        self._targets, self._most = targets, most
+    def connect(self, targets: Addresses) -> None:
+        """Try these addresses one after the other."""
+        self._targets = targets
         while self._targets:
             family, kind, protocol, _, where = self._targets.pop(0)
             try:
                 self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-                if self._socket.fileno() >= most:
-                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            except OSError as e:  # this host lacks its family, or too few descriptors are left
+            except OSError as e:  # this host lacks its family, or no descriptor is left
                 self._unreachable(e.errno or errno.EMFILE)
                 continue
             self.moved = True
@@ -226,14 +223,18 @@ class ControlConnection:
         if self.undecided and now >= self.try_by:
             self._silent = True
             self._unreachable(errno.ETIMEDOUT)
-            self.connect(self._targets, self._most)
+            self.connect(self._targets)
+
+    def lack(self) -> None:
+        """Close the connection, since this process has too few descriptors left for it."""
+        self.short = True
+        self.lose("this process has too few descriptors left to dial it; raise its limit (ulimit -n)")
 
     def _unreachable(self, error: int) -> None:
         if self._targets:
             self._shut()
         elif error in (errno.EMFILE, errno.ENFILE):
-            self.short = True
-            self.lose("this process has too few descriptors left to dial it; raise its limit (ulimit -n)")
+            self.lack()
         else:
             self.refused = error == errno.ECONNREFUSED and not self._silent
             self.lose(f"it cannot be reached: {os.strerror(error)}")
@@ -257,7 +258,7 @@ class ControlConnection:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 self._unreachable(error)
-                self.connect(self._targets, self._most)
+                self.connect(self._targets)
                 return False
             self._connected = True
             self._greet()

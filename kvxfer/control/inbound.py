@@ -192,7 +192,7 @@ class Inbound(LinkTable[_Dialled]):
             PeerError: Something moves over each of them, and nobody has more than the newcomer.
         """
         made = sorted((link for link in self._links.values() if link.planner is not None), key=lambda link: link.asked)
-        if not made or (len(made) < MOST and not self._sockets.short(new.connection)):
+        if not made or (len(made) < MOST and not self._sockets.short):
             return None
         idle = [link for link in made if link.up and not self._serving(link.id)]
         spare = largest_group(idle or made, lambda link: link.owner)

@@ -132,9 +132,10 @@ class ControlSockets:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
 
-    def short(self, conn: ControlConnection) -> bool:
-        """Return whether few descriptors were left when this connection was made, so that another should make room for it."""
-        return conn.fileno() >= self._limits.accepted
+    @property
+    def short(self) -> bool:
+        """Whether this process has few descriptors left, so that whoever comes should take the place of another."""
+        return self._limits.short
 
     def put_back(self, conn: ControlConnection, frame: bytes) -> None:
         """Return a received frame; it and those after it wait until ``go_on``."""
@@ -288,7 +289,7 @@ class ControlSockets:
                 self._lose(
                     self._spare_guest(), f"there are more than {GUESTS} connections, and it was silent for longest"
                 )
-            elif self.short(conn) and len(self._guests) > FEW_GUESTS:
+            elif len(self._guests) > FEW_GUESTS and self.short:
                 why = "this process has few descriptors left (ulimit -n), and it was silent for longest"
                 self._lose(self._spare_guest(), why)
 
@@ -357,8 +358,10 @@ class ControlSockets:
         if isinstance(targets, OSError):
             conn.refused = targets.errno == socket.EAI_NONAME
             conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
+        elif self._limits.spent:
+            conn.lack()
         else:
-            conn.connect(targets, self._limits.dialled)
+            conn.connect(targets)
         if conn.undecided:
             self._undecided.add(conn)
         self._settle(conn)
