@@ -41,7 +41,7 @@ FLEET_S = 60.0
 Load = tuple[str, float, str]
 
 
-class World:
+class AttackedPair:
     """An honest producer and consumer, and what attacks them."""
 
     def __init__(self, stack: ExitStack, config: Config) -> None:
@@ -91,43 +91,43 @@ class World:
         return out
 
 
-def _idle(world: World) -> None:
+def _idle(world: AttackedPair) -> None:
     world.hostile()("idle", world.source, 1100)
 
 
-def _half(world: World) -> None:
+def _half(world: AttackedPair) -> None:
     world.hostile()("half", world.source, 600)
 
 
-def _stall(world: World) -> None:
+def _stall(world: AttackedPair) -> None:
     world.bait()
     world.hostile()("stall", world.source, BAIT, 40)
 
 
-def _stall_under_many_names(world: World) -> None:
+def _stall_under_many_names(world: AttackedPair) -> None:
     world.bait()
     world.hostile()("stall", world.source, BAIT, 40, 40)
 
 
-def _lie(world: World) -> None:
+def _lie(world: AttackedPair) -> None:
     liar = world.hostile()
     world.consumer("begin", liar("lie", world.source, 3000), BAIT)
 
 
-def _lie_a_little(world: World) -> None:
+def _lie_a_little(world: AttackedPair) -> None:
     liar = world.hostile()
     world.consumer("begin", liar("lie", world.source, 200), BAIT)
 
 
-def _notices(world: World) -> None:
+def _notices(world: AttackedPair) -> None:
     world.hostile()("notices", world.source, 40)
 
 
-def _questions(world: World) -> None:
+def _questions(world: AttackedPair) -> None:
     world.hostile()("questions", world.source, 200)
 
 
-def _partition(world: World) -> None:
+def _partition(world: AttackedPair) -> None:
     other = world.engine("other producer")
     source, first, second = other("source"), world.offered(other), world.offered(other)
     world.consumer("load", source, first, LOAD_S)
@@ -136,7 +136,7 @@ def _partition(world: World) -> None:
     time.sleep(0.2)
 
 
-CASES: dict[str, tuple[Callable[[World], None], bool]] = {
+CASES: dict[str, tuple[Callable[[AttackedPair], None], bool]] = {
     "1,100 idle connections at the directory": (_idle, True),
     "600 half handshakes at the directory": (_half, True),
     "40 links that take no piece": (_stall, False),
@@ -151,9 +151,9 @@ CASES: dict[str, tuple[Callable[[World], None], bool]] = {
 """The attacks, and whether the loads beside each are those of new consumers."""
 
 
-def _case(config: Config, attack: Callable[[World], None], new: bool, count: int) -> dict[str, Any]:
+def _case(config: Config, attack: Callable[[AttackedPair], None], new: bool, count: int) -> dict[str, Any]:
     with ExitStack() as stack:
-        world = World(stack, config)
+        world = AttackedPair(stack, config)
         loads = world.newcomers if new else world.loads
         world.loads(1)
         alone = loads(count)

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.peer import Peer
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 
 __all__ = ["Addresses", "ControlConnection", "Destination"]
@@ -102,9 +102,9 @@ class ControlConnection:
         return -1 if self._socket is None else self._socket.fileno()
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> PeerIdentity:
         """Whom it counts for, before it has said who it is."""
-        return Peer(self.host)
+        return PeerIdentity(self.host)
 
     @property
     def held(self) -> int:

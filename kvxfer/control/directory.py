@@ -25,7 +25,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import IndexedKeep, PeerBudgets
-from kvxfer.protocol.peer import Peer
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import Complaints, Security
 from kvxfer.threads import NamedThread
@@ -111,7 +111,7 @@ class Directory:
         )
         self._notices: dict[int, Notice] = {}
         self._numbers = count()
-        self._room: PeerBudgets[sockets.ControlConnection | Peer, int] = PeerBudgets(MOST_NOTICES)
+        self._room: PeerBudgets[sockets.ControlConnection | PeerIdentity, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
         self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
         self._peers: dict[Source, sockets.ControlConnection] = {}

@@ -17,7 +17,7 @@ from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, PieceNews, Pie
 from kvxfer.data.plane import DataPlane
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.peer import NOBODY, Peer
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, Role
 
@@ -51,7 +51,7 @@ class LinkRecord:
     connection: ControlConnection
     name: str
     number: int = field(default_factory=lambda: next(_numbers), kw_only=True)
-    owner: Peer = field(default=NOBODY, kw_only=True)
+    owner: PeerIdentity = field(default=NOBODY, kw_only=True)
     mine: bytes | None = field(default=None, kw_only=True)
     info: LinkInfo | None = field(default=None, kw_only=True)
     up: bool = field(default=False, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxfer.failures import Failure
-from kvxfer.protocol.peer import NOBODY, Peer
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import Abort, LinkId, Move, Moved, PartRef, RemoteWritesEnded, Role
 
 __all__ = [
@@ -61,7 +61,7 @@ class Connect(msgspec.Struct, frozen=True):
     number: int
     mine: bytes
     theirs: bytes
-    owner: Peer = NOBODY
+    owner: PeerIdentity = NOBODY
 
 
 class Connected(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Incompatible, Planner, ShardAssignment
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import on_host
-from kvxfer.protocol.peer import NOBODY, Peer
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import LinkInfo, Mode, Role
 from kvxfer.transport import Capabilities, Verb
 
@@ -90,7 +90,7 @@ class LinkPolicy:
             self.stage_below,
         )
 
-    def agree(self, hello: m.Hello, planner: Planner, name: str = "", owner: Peer = NOBODY) -> LinkInfo:
+    def agree(self, hello: m.Hello, planner: Planner, name: str = "", owner: PeerIdentity = NOBODY) -> LinkInfo:
         """Return what this side and an admitted hello agree on for the link.
 
         Raises:

@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Hashable
 
-from kvxfer.protocol.peer import NOBODY, Peer
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import LinkId
 
 __all__ = ["SlotUsage"]
@@ -28,7 +28,7 @@ class SlotUsage:
         self._prompt: OrderedDict[LinkId, float] = OrderedDict()  # when it last took a piece at once
         self._stalled: OrderedDict[LinkId, float] = OrderedDict()  # when a slot was taken from it
 
-    def know(self, link: LinkId, owner: Peer) -> None:
+    def know(self, link: LinkId, owner: PeerIdentity) -> None:
         """Record whom a link counts for."""
         self._owners[link] = owner
 

@@ -25,7 +25,7 @@ from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.protocol.parts import most_bytes
-from kvxfer.protocol.peer import Peer
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MOST_ENDPOINT
@@ -97,7 +97,7 @@ class Traffic:
         if unused is not None:
             self._transport.withdraw(unused)
 
-    def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes, owner: Peer) -> None:
+    def connect(self, link: LinkId, number: int, mine: bytes, theirs: bytes, owner: PeerIdentity) -> None:
         try:
             self._hang_up(link)
             peer = self._transport.connect(mine, theirs)

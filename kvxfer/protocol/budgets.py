@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from kvxfer.protocol.index import Index
-from kvxfer.protocol.peer import NOBODY, Peer
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 
 __all__ = ["IndexedKeep", "Keep", "PeerBudgets"]
 
@@ -54,7 +54,7 @@ class PeerBudgets(Generic[Owner, K]):
         self._all: _Share[Owner, K] = _Share(None, None)
         self._owners: dict[Owner, _Share[Owner, K]] = {}
 
-    def take(self, owner: Owner, key: K, n: int, peer: Peer = NOBODY) -> list[K] | None:
+    def take(self, owner: Owner, key: K, n: int, peer: PeerIdentity = NOBODY) -> list[K] | None:
         """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
 
         Args:
@@ -94,7 +94,7 @@ class PeerBudgets(Generic[Owner, K]):
             share.gone = True
             self._prune(share)
 
-    def merge(self, owner: Owner, into: Owner, peer: Peer = NOBODY) -> None:
+    def merge(self, owner: Owner, into: Owner, peer: PeerIdentity = NOBODY) -> None:
         """Count what ``owner`` has as another's, of this peer, since it is gone and must not keep a share for ever."""
         share = self._owners.get(owner)
         if share is not None:
@@ -106,7 +106,7 @@ class PeerBudgets(Generic[Owner, K]):
             share.gone = True
             self._prune(share)
 
-    def _enter(self, owner: Owner, peer: Peer) -> _Share[Owner, K]:
+    def _enter(self, owner: Owner, peer: PeerIdentity) -> _Share[Owner, K]:
         share = self._all
         for name in (*peer.levels, owner):
             inside = share.inside.get(name)

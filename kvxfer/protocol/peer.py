@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import msgspec
 
-__all__ = ["NOBODY", "Peer", "largest_group"]
+__all__ = ["NOBODY", "PeerIdentity", "largest_group"]
 
 T = TypeVar("T")
 
 
-class Peer(msgspec.Struct, frozen=True):
+class PeerIdentity(msgspec.Struct, frozen=True):
     """A peer, from what is proved of it to what it only says of itself.
 
     Shares go to the first field first, then within it to the next. So a peer that claims many names takes them from its own
@@ -33,11 +33,11 @@ class Peer(msgspec.Struct, frozen=True):
         return (self.host, self.engine)
 
 
-NOBODY = Peer()
+NOBODY = PeerIdentity()
 """Whom something counts for if that makes no difference."""
 
 
-def largest_group(members: Iterable[T], peer: Callable[[T], Peer]) -> list[T]:
+def largest_group(members: Iterable[T], peer: Callable[[T], PeerIdentity]) -> list[T]:
     """Return the members of the host with the most, and of those the ones of the engine with the most; their order is kept.
 
     Args:

@@ -15,7 +15,7 @@ from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.memory import Side
 from kvxfer.protocol.messages import Message
-from kvxfer.protocol.peer import NOBODY, Peer
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
 
 __all__ = [
@@ -234,7 +234,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
     integrity: Integrity = "off"
     revocations: Callable[[], int] | None = None
     name: str = ""
-    owner: Peer = NOBODY
+    owner: PeerIdentity = NOBODY
 
     @cached_property
     def unattended(self) -> bool:
