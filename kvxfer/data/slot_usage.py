@@ -23,7 +23,7 @@ class SlotUsage:
     """The use of slots by each link, and by the peers that they count for. Used by the data thread only."""
 
     def __init__(self) -> None:
-        self._owners: dict[LinkId, Peer] = {}
+        self._owners: dict[LinkId, PeerIdentity] = {}
         self._spent: dict[Hashable, tuple[float, float]] = {}  # seconds that slots were held, and as of when
         self._prompt: OrderedDict[LinkId, float] = OrderedDict()  # when it last took a piece at once
         self._stalled: OrderedDict[LinkId, float] = OrderedDict()  # when a slot was taken from it
