@@ -198,7 +198,9 @@ class Inbound(LinkTable[_Dialled]):
         spare = largest_group(idle or made, lambda link: link.owner)
         if not idle and len(spare) <= sum(link.owner == new.owner for link in made) + 1:
             raise PeerError(f"{len(made)} links are open already, all of them in use", kind=K.OVERLOADED)
-        why = f"of {len(made)} links it was " + ("not in use" if idle else "one of the peer that has most")
+        why = f"of {len(made)} links it was one of the peer that has most"
+        if idle:
+            why = f"of {len(made)} links it was not in use"
         return self.close(spare[0].id, Failure(K.OVERLOADED, why, spare[0].name))
 
     def _result(self, link: _Dialled, news: LinkNews, now: float) -> LinkInfo | Lost | None:

@@ -120,7 +120,8 @@ class PeerBudgets(Generic[Owner, K]):
         n = share.taken.pop(key)
         self._free += n
         share.add(-n)
-        self._prune(share)
+        if share.gone:
+            self._prune(share)
 
     def _prune(self, share: _Share[Owner, K]) -> None:
         """Forget an owner that is gone and has nothing, and the groups in which nobody is left."""
