@@ -63,6 +63,11 @@ class AttackedPair:
         """Make a hostile peer."""
         return self.process("hostile peer", Hostile, self._config)
 
+    def cut_off(self, engine: Remote) -> None:
+        """Have an engine get no time, and answer nothing, until the end."""
+        engine.stop()
+        self._stack.callback(engine.resume)
+
     def bait(self) -> None:
         """Have the producer offer what the greedy peer asks for."""
         self.producer("offer", BAIT, 1000)
@@ -131,7 +136,7 @@ def _partition(world: AttackedPair) -> None:
     other = world.engine("other producer")
     source, first, second = other("source"), world.offered(other), world.offered(other)
     world.consumer("load", source, first, LOAD_S)
-    other.stop()
+    world.cut_off(other)
     world.consumer("begin", source, second)
     time.sleep(0.2)
 

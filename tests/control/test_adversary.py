@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.bench import adversary
-from kvxfer.bench.adversary import CASES, measure_adversary
+from kvxfer.bench.adversary import measure_adversary, measure_fleet
 from kvxfer.bench.honest import BAIT, Fleet, Prefill, limited
 from kvxfer.bench.hostile import Hostile
 from kvxfer.bench.remote import Remote
@@ -16,33 +15,28 @@ from kvxfer.security import make_key
 
 SHORT = [
     "1,100 idle connections at the directory",
-    "40 links that take no piece",
     "40 links that take no piece, each under its own name",
     "a directory of 3,000 ranks",
     "another producer that is cut off amid a load",
 ]
+LOADS = 5
 
 
 @pytest.mark.parametrize("case", SHORT)
 def test_loads_beside_a_greedy_peer_take_at_most_twice_their_time_alone(case: str) -> None:
-    found = measure_adversary("tcp", True, 5, 0, [case])
-    assert found["wrong"] == [] and found["cases"][case]["outcomes"] == {"delivered": 10}
+    found = measure_adversary("tcp", True, LOADS, 0, [case])
+    assert found["wrong"] == [] and found["cases"][case]["outcomes"] == {"delivered": 2 * LOADS}
 
 
 def test_without_a_key_and_staged_by_sending() -> None:
     case = "40 links that take no piece"
-    assert measure_adversary("zmq", False, 5, 0, [case])["wrong"] == []
+    assert measure_adversary("zmq", False, LOADS, 0, [case])["wrong"] == []
 
 
-def test_every_attack_has_a_case_that_ci_runs() -> None:
-    assert set(SHORT) <= set(CASES)
-
-
-@pytest.mark.parametrize("keyed", [False, True])
-def test_600_engines_wait_at_one_directory_from_one_address_with_1024_descriptors(keyed: bool, tmp_path: Path) -> None:
+def test_600_engines_wait_at_one_directory_from_one_address_with_1024_descriptors(tmp_path: Path) -> None:
     make_key(tmp_path / "key")
-    config = Config(key_file=str(tmp_path / "key") if keyed else None, lease=120.0)
-    fleet = adversary.measure_fleet(config, 600)
+    config = Config(key_file=str(tmp_path / "key"), lease=120.0)
+    fleet = measure_fleet(config, 600)
     assert (fleet["asked"], fleet["told"]) == (600, 600), fleet
     assert fleet["cut_off"] == 0, "nobody has to ask again"
 
