@@ -33,6 +33,8 @@ RATIO, FLOOR_MS = 2.0, 25.0
 """How much longer the median load may take beside an attack. So many ms more are the noise of a busy machine."""
 LOAD_S = 20.0
 """The most seconds for one load."""
+SETTLE_S = 5.0
+"""After so many seconds it is known of each link under a name of its own that it takes nothing."""
 PER_PROCESS = 100
 """Directories of the fleet in one process."""
 FLEET_S = 60.0
@@ -114,6 +116,11 @@ def _stall_under_many_names(world: AttackedPair) -> None:
     world.hostile()("stall", world.source, BAIT, 40, 40)
 
 
+def _stall_for_a_while(world: AttackedPair) -> None:
+    _stall_under_many_names(world)
+    time.sleep(SETTLE_S)
+
+
 def _lie(world: AttackedPair) -> None:
     liar = world.hostile()
     world.consumer("begin", liar("lie", world.source, 3000), BAIT)
@@ -129,7 +136,7 @@ def _notices(world: AttackedPair) -> None:
 
 
 def _questions(world: AttackedPair) -> None:
-    world.hostile()("questions", world.source, 200)
+    world.hostile()("questions", world.source, 100)
 
 
 def _partition(world: AttackedPair) -> None:
@@ -146,11 +153,11 @@ CASES: dict[str, tuple[Callable[[AttackedPair], None], bool]] = {
     "600 half handshakes at the directory": (_half, True),
     "40 links that take no piece": (_stall, False),
     "40 links that take no piece, each under its own name": (_stall_under_many_names, False),
-    "the same, beside consumers that come new": (_stall_under_many_names, True),
+    "the same for five seconds, then beside consumers that come new": (_stall_for_a_while, True),
     "a directory of 3,000 ranks": (_lie, False),
     "a directory of 200 ranks that do not answer": (_lie_a_little, False),
     "notices without end, over 40 connections": (_notices, True),
-    "questions whose answers are not read, over 200 connections": (_questions, True),
+    "questions whose answers are not read, over 100 connections": (_questions, True),
     "another producer that is cut off amid a load": (_partition, False),
 }
 """The attacks, and whether the loads beside each are those of new consumers."""
