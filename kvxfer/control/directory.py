@@ -46,8 +46,8 @@ SHARE = 16
 MOST_NOTICES = 4 << 20
 """The most bytes of notices that wait for this engine's scheduler side. Beyond it, each peer has an equal share, and in it each of its
 connections. All closed ones of a peer have one together."""
-PAUSE_S = 1.0
-"""How long nothing is received from a connection that has sent more notices than its share."""
+BEYOND_PER_S = 8 << 20
+"""The most bytes a second of notices beyond its share that are looked at for a peer, over all of its connections."""
 MOST_TOLD = 100_000
 """The most notices that wait to be sent."""
 MOST_AWAITED = 100_000
@@ -114,6 +114,7 @@ class Directory:
         self._room: PeerBudgets[sockets.ControlConnection | PeerIdentity, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
         self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
+        self._beyond: dict[PeerIdentity, float] = {}  # the latest of these, by peer
         self._peers: dict[Source, sockets.ControlConnection] = {}
         self._idle: Timers[Source] = Timers()
         self._complain = Complaints(log)
@@ -237,7 +238,7 @@ class Directory:
             self._sockets.close()
 
     def _turn(self) -> None:
-        due = self._idle.next()
+        due = min([*self._paused.values(), *([] if (idle := self._idle.next()) is None else [idle])], default=None)
         self._sockets.poll(1.0 if due is None else min(max(due - time.monotonic(), 0.0), 1.0))
         now = time.monotonic()
         for key in self._idle.due(now):
@@ -246,6 +247,8 @@ class Directory:
         for paused in [one for one, until in self._paused.items() if until <= now or one.lost is not None]:
             del self._paused[paused]
             self._sockets.go_on(paused)
+        if not self._paused:
+            self._beyond.clear()
         until = now + SLICE_S
         while self._outbox and time.monotonic() < until:
             match self._outbox.popleft():
@@ -338,7 +341,8 @@ class Directory:
         lost = self._room.take(connection, number, nbytes, connection.peer)
         if lost is None:
             self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)
-            connection.waits, self._paused[connection] = True, time.monotonic() + PAUSE_S
+            due = max(time.monotonic(), self._beyond.get(connection.peer, 0.0)) + nbytes / BEYOND_PER_S
+            connection.waits, self._paused[connection], self._beyond[connection.peer] = True, due, due
             return
         self._notices[number] = notice
         for other in lost:
