@@ -22,6 +22,7 @@ from typing import Any
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 from kvxfer.security import plain
 
@@ -64,6 +65,7 @@ class ControlConnection:
         refused: Whether it is lost because nobody listens there, or the name does not exist.
         denied: Whether it is lost because one side does not accept the other's key, which trying again does not change.
         key_id: The short name of the key that the peer has proved to hold; ``None`` before that, and if there are no keys.
+        short: Whether it is lost because this process has too few descriptors left for it.
         heard: When something last came, by ``time.monotonic``.
         after: How much of its inbox the owner must handle before it receives.
         waits: Whether the owner does not want to receive from it now.
@@ -83,7 +85,7 @@ class ControlConnection:
         self.host, self.destination, self.limit, self.guest = host, destination, limit, guest
         self.dialled_us = guest
         self.lost: str | None = None
-        self.refused = self.denied = False
+        self.refused = self.denied = self.short = False
         self.key_id: str | None = None
         self.heard = time.monotonic()
         self.after = 0
@@ -115,6 +117,11 @@ class ControlConnection:
             return "" if self._socket is None else plain(self._socket.getpeername()[0])
         except OSError:
             return ""
+
+    @property
+    def peer(self) -> PeerIdentity:
+        """Whom it counts for, before it has said who it is."""
+        return PeerIdentity(self.host, key=self.key_id or "")
 
     @property
     def held(self) -> int:
@@ -240,9 +247,16 @@ class ControlConnection:
             self._unreachable(errno.ETIMEDOUT)
             self.connect(self._targets)
 
+    def lack(self) -> None:
+        """Close the connection, since this process has too few descriptors left for it."""
+        self.short = True
+        self.lose("this process has too few descriptors left to dial it; raise its limit (ulimit -n)")
+
     def _unreachable(self, error: int) -> None:
         if self._targets:
             self._shut()
+        elif error in (errno.EMFILE, errno.ENFILE):
+            self.lack()
         else:
             self.refused = error == errno.ECONNREFUSED and not self._silent
             self.lose(f"it cannot be reached: {os.strerror(error)}")

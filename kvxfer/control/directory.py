@@ -25,6 +25,7 @@ from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import IndexedKeep, PeerBudgets
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import Complaints, Security
 from kvxfer.threads import NamedThread
@@ -43,8 +44,10 @@ SLICE_S = 0.005
 SHARE = 16
 """The most messages of one connection before others have their turn."""
 MOST_NOTICES = 4 << 20
-"""The most bytes of notices that wait for this engine's scheduler side. Beyond it, each connection has an equal share, and all
-closed ones have one together."""
+"""The most bytes of notices that wait for this engine's scheduler side. Beyond it, each peer has an equal share, and in it each of its
+connections. All closed ones of a peer have one together."""
+BEYOND_PER_S = 8 << 20
+"""The most bytes a second of notices beyond its share that are looked at for a peer, over all of its connections."""
 MOST_TOLD = 100_000
 """The most notices that wait to be sent."""
 MOST_AWAITED = 100_000
@@ -108,8 +111,10 @@ class Directory:
         )
         self._notices: dict[int, Notice] = {}
         self._numbers = count()
-        self._room: PeerBudgets[sockets.ControlConnection | None, int] = PeerBudgets(MOST_NOTICES)
+        self._room: PeerBudgets[sockets.ControlConnection | PeerIdentity, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
+        self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
+        self._beyond: dict[PeerIdentity, float] = {}  # the latest of these, by peer
         self._peers: dict[Source, sockets.ControlConnection] = {}
         self._idle: Timers[Source] = Timers()
         self._complain = Complaints(log)
@@ -143,12 +148,14 @@ class Directory:
             ranks: The ``descriptor`` of each agent.
 
         Raises:
-            ArgumentError: One is not a descriptor, or two are of the same rank.
+            ArgumentError: One is not a descriptor, two are of the same rank, or they are more than 1,024.
             ClosedError: The directory has been closed.
             PeerError: They are too many for one message.
         """
         self._check_open("publish")
         ranks = arguments.several("ranks", ranks, m.RankDescriptor)
+        if len(ranks) > m.MAX_RANKS:
+            raise ArgumentError(f"ranks must be at most {m.MAX_RANKS}, not {len(ranks)}")
         places = [rank.cache.rank for rank in ranks]
         twice = next((place for place in places if places.count(place) > 1), None)
         if twice is not None:
@@ -231,12 +238,17 @@ class Directory:
             self._sockets.close()
 
     def _turn(self) -> None:
-        due = self._idle.next()
+        due = min([*self._paused.values(), *([] if (idle := self._idle.next()) is None else [idle])], default=None)
         self._sockets.poll(1.0 if due is None else min(max(due - time.monotonic(), 0.0), 1.0))
         now = time.monotonic()
         for key in self._idle.due(now):
             self._sockets.drop(self._peers.pop(key))
         self._awaited.forget(now)
+        for paused in [one for one, until in self._paused.items() if until <= now or one.lost is not None]:
+            del self._paused[paused]
+            self._sockets.go_on(paused)
+        if not self._paused:
+            self._beyond.clear()
         until = now + SLICE_S
         while self._outbox and time.monotonic() < until:
             match self._outbox.popleft():
@@ -266,7 +278,7 @@ class Directory:
         key = connection.destination
         if not isinstance(key, Source):
             with self._lock:
-                self._room.merge(connection, None)
+                self._room.merge(connection, connection.peer, connection.peer)
         elif self._peers.get(key) is connection:
             del self._peers[key]
             self._idle.cancel(key)
@@ -326,9 +338,11 @@ class Directory:
         self, notice: m.Renew | m.Decline | m.Begun, connection: sockets.ControlConnection, nbytes: int
     ) -> None:
         number = next(self._numbers)
-        lost = self._room.take(connection, number, nbytes)
+        lost = self._room.take(connection, number, nbytes, connection.peer)
         if lost is None:
             self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)
+            due = max(time.monotonic(), self._beyond.get(connection.peer, 0.0)) + nbytes / BEYOND_PER_S
+            connection.waits, self._paused[connection], self._beyond[connection.peer] = True, due, due
             return
         self._notices[number] = notice
         for other in lost:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
+
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.control.turns import Turns
@@ -16,6 +18,7 @@ from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.peer import largest_group
 from kvxfer.protocol.values import LinkId, LinkInfo, Role
 
 __all__ = ["Inbound"]
@@ -24,6 +27,8 @@ K = FailureKind
 
 MOST = 1024
 """The most links that others may dial to this agent. For one more, one over which nothing moves is given up."""
+MOST_NAME = 100
+"""The most characters of an engine's name."""
 
 
 @dataclass
@@ -118,8 +123,9 @@ class Inbound(LinkTable[_Dialled]):
                     known.asked = now
                 return link, msg
             case m.Hello() if known is None:
-                name = f"{msg.engine[:100]} at {connection.host}"
-                self._links[link] = _Dialled(link, msg.backend, connection, name, msg, now)
+                name = f"{msg.engine[:MOST_NAME]} at {connection.host}"
+                owner = msgspec.structs.replace(connection.peer, engine=msg.engine[:MOST_NAME])
+                self._links[link] = _Dialled(link, msg.backend, connection, name, msg, now, owner=owner)
                 self._clock.set(link, now + self._silence)
                 if not self._examine(link, msg):
                     self.examined(link, Failure(K.OVERLOADED, "it cannot look at your hello now"))
@@ -162,42 +168,48 @@ class Inbound(LinkTable[_Dialled]):
 
     def _examined(self, known: _Dialled, found: Planner | Failure) -> Lost | None:
         try:
-            lost = None if isinstance(found, Failure) else self._make_room()
+            lost = None if isinstance(found, Failure) else self._make_room(known)
         except PeerError as e:
             found = Failure.of(e)
         if isinstance(found, Failure):
             self._forget(known.id)
             _refuse(known.connection, found, again=False)
             self._sockets.finish(known.connection)
-            who = f"{known.hello.engine[:100]!r} at {known.connection.host}"
+            who = f"{known.hello.engine[:MOST_NAME]!r} at {known.connection.host}"
             raise PeerError(f"refused a link from {who}: {found.detail}", kind=found.kind)
         known.planner = found
         self._sockets.keep(known.connection, PEER_FRAME)
         self._begin(known)
         return lost
 
-    def _make_room(self) -> Lost | None:
-        """If there are as many links as allowed, give up the one over which nothing moves that was last used longest ago.
+    def _make_room(self, new: _Dialled) -> Lost | None:
+        """If there are as many links as allowed, or descriptors are short, give one up of whoever has most.
 
-        Its consumer dials again when it wants something.
+        One over which nothing moves goes first, and of those the one that was last used longest ago. Its consumer dials again
+        when it wants something. If something moves over each, whoever has most loses one, unless the
+        newcomer has as many.
 
         Raises:
-            PeerError: Something moves over each of them.
+            PeerError: Something moves over each of them, and nobody has more than the newcomer.
         """
-        made = [link for link in self._links.values() if link.planner is not None]
-        if len(made) < MOST:
+        made = sorted((link for link in self._links.values() if link.planner is not None), key=lambda link: link.asked)
+        if not made or (len(made) < MOST and not self._sockets.short):
             return None
-        spare = min((x for x in made if x.up and not self._serving(x.id)), key=lambda x: x.asked, default=None)
-        if spare is None:
-            raise PeerError(f"{MOST} links are open already, all of them in use", kind=K.OVERLOADED)
-        return self.close(spare.id, Failure(K.OVERLOADED, f"of {MOST} links it was not in use", spare.name))
+        idle = [link for link in made if link.up and not self._serving(link.id)]
+        spare = largest_group(idle or made, lambda link: link.owner)
+        if not idle and len(spare) <= sum(link.owner == new.owner for link in made) + 1:
+            raise PeerError(f"{len(made)} links are open already, all of them in use", kind=K.OVERLOADED)
+        why = f"of {len(made)} links it was one of the peer that has most"
+        if idle:
+            why = f"of {len(made)} links it was not in use"
+        return self.close(spare[0].id, Failure(K.OVERLOADED, why, spare[0].name))
 
     def _result(self, link: _Dialled, news: LinkNews, now: float) -> LinkInfo | Lost | None:
         why = news.failure
         if why is None and isinstance(news, EndpointMade):
             try:
                 assert link.planner is not None
-                link.info = self._data.policy(link.backend).agree(link.hello, link.planner, link.name)
+                link.info = self._data.policy(link.backend).agree(link.hello, link.planner, link.name, link.owner)
                 link.mine = news.endpoint
                 self._connect(link, link.hello.endpoint)
                 return None

@@ -17,6 +17,7 @@ from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, PieceNews, Pie
 from kvxfer.data.plane import DataPlane
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, Role
 
@@ -38,6 +39,7 @@ class LinkRecord:
         connection: Its control connection.
         name: The peer's name for operators.
         number: The number of the attempt.
+        owner: Whom it counts for, if the peer dialled.
         mine: This side's endpoint, once the back end has made it.
         info: What was agreed on, once it was.
         up: Whether both back ends are connected.
@@ -49,6 +51,7 @@ class LinkRecord:
     connection: ControlConnection
     name: str
     number: int = field(default_factory=lambda: next(_numbers), kw_only=True)
+    owner: PeerIdentity = field(default=NOBODY, kw_only=True)
     mine: bytes | None = field(default=None, kw_only=True)
     info: LinkInfo | None = field(default=None, kw_only=True)
     up: bool = field(default=False, kw_only=True)
@@ -180,7 +183,8 @@ class LinkTable(ABC, Generic[L]):
 
     def _connect(self, link: L, theirs: bytes) -> None:
         assert link.mine is not None
-        self._data.post(Connect(link.id, link.number, link.mine, theirs, link.connection.address))
+        asked = Connect(link.id, link.number, link.mine, theirs, link.connection.address, link.owner)
+        self._data.post(asked)
 
     @abstractmethod
     def _result(self, link: L, news: LinkNews, now: float) -> LinkInfo | Lost | None: ...

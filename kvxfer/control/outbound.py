@@ -1,13 +1,14 @@
 """The links that this agent dials to producer ranks: hello, heartbeat, and another back end if one cannot make the link.
 
-Every link is pinged, busy or not. If both sides have several back ends, they are tried one after the other.
+Every link is pinged, busy or not. If both sides have several back ends, they are tried one after the other. Of each engine, only a
+few ranks are dialled at once; the others follow as these links come up or fail.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -22,13 +23,18 @@ from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Planner, ShardAssignment
+from kvxfer.identity import Source
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.index import Index
 from kvxfer.protocol.values import LinkId, LinkInfo, Role, link_name
 
 __all__ = ["Outbound", "Target"]
 
 FEWER = "describe the cache by fewer, longer regions, or choose another back end"
+
+AT_ONCE = 16
+"""The most ranks of one engine that are dialled at once."""
 
 log = logger("kvxfer.links")
 
@@ -45,6 +51,7 @@ class Target:
         cache: Its cache.
         assignments: What this agent reads from it.
         backends: The back ends that both have, in the order of this agent's preference.
+        source: The directory that has named it.
     """
 
     address: str
@@ -52,6 +59,7 @@ class Target:
     cache: Cache
     assignments: tuple[ShardAssignment, ...]
     backends: tuple[str, ...]
+    source: Source
 
     @cached_property
     def link(self) -> LinkId:
@@ -100,6 +108,9 @@ class Outbound(LinkTable[_Dial]):
         self._secret = os.urandom(16)
         self._targets: dict[LinkId, Target] = {}
         self._unfit: dict[LinkId, dict[str, Failure]] = {}  # back ends that could not make it, and why
+        self._dialling: Index[Source, LinkId] = Index()  # links that are being made
+        self._queued: Index[Source, LinkId] = Index()  # links to be made after those
+        self._due: set[Source] = set()  # engines of which more may be dialled
 
     def identify(self, facts: Mapping[str, str]) -> list[LinkId]:
         """Set what this engine's KV depends on from now on; return all known links, which were made under other facts."""
@@ -114,6 +125,8 @@ class Outbound(LinkTable[_Dial]):
     def dial(self, link: LinkId, now: float) -> None:
         """Make a link, or make it again, with the first back end that has not failed to make it.
 
+        If enough ranks of its engine are being dialled, it waits for one of them.
+
         Raises:
             PeerError: Its address is invalid, or not known any more.
         """
@@ -121,10 +134,20 @@ class Outbound(LinkTable[_Dial]):
         if link not in self._targets:
             raise PeerError(f"the way to {link_name(link)} is not known any more", kind=K.PEER_LOST)
         target = self._targets[link]
+        if self._dialling.count(target.source) >= AT_ONCE:
+            self._queued.add(target.source, link)
+            return
         backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
         connection = self._sockets.dial(target.address, link, PEER_FRAME)
         self._links[link] = known = _Dial(link, backend, connection, link_name(link), target, now)
+        self._dialling.add(target.source, link)
         self._begin(known)
+
+    def _made(self, target: Target) -> None:
+        """Record that a link is up, or given up; the queue of its engine goes on at the next ``tick``."""
+        self._dialling.remove(target.source, target.link)
+        if self._queued.count(target.source):
+            self._due.add(target.source)
 
     def _without(self, link: _Dial, why: Failure, now: float) -> Lost | None:
         """Try the next back end, since this one cannot make the link; return its loss if there is none."""
@@ -156,6 +179,7 @@ class Outbound(LinkTable[_Dial]):
             self._clock.set(link.id, now + self._silence / 4)
             return None
         link.up = True
+        self._made(link.target)
         return link.info
 
     def receive(
@@ -228,8 +252,22 @@ class Outbound(LinkTable[_Dial]):
         known = self._of(link, connection)
         if known is None:
             return None
-        kind = K.REFUSED if connection.denied else K.PEER_LOST if known.up else K.PEER_UNREACHABLE
+        unmet = K.OVERLOADED if connection.short else K.PEER_UNREACHABLE
+        kind = K.REFUSED if connection.denied else K.PEER_LOST if known.up else unmet
         return Lost(link, Failure(kind, str(connection.lost), known.name), again=known.up)
+
+    def tick(self, now: float) -> Iterator[Lost]:
+        yield from super().tick(now)
+        due, self._due = self._due, set()
+        for source in due:
+            for link in self._queued.of(source)[: AT_ONCE - self._dialling.count(source)]:
+                try:
+                    self.dial(link, now)
+                except PeerError as e:
+                    yield Lost(link, Failure.of(e, peer=link_name(link)))
+
+    def next_tick(self) -> float | None:
+        return 0.0 if self._due else super().next_tick()
 
     def _look_after(self, link: _Dial, now: float) -> Lost | None:
         heard = link.connection.heard
@@ -248,8 +286,12 @@ class Outbound(LinkTable[_Dial]):
 
     def drop(self, link: LinkId) -> None:
         """Close a link; it may be dialled again."""
+        target = self._targets.get(link)
+        if target is not None:
+            self._queued.remove(target.source, link)
         known = self._links.pop(link, None)
         if known is not None:
+            self._made(known.target)
             self._clock.cancel(link)
             self._sockets.drop(known.connection)
             self._data.post(Disconnect(link))

@@ -54,6 +54,8 @@ MOST_FOUND = 1024
 
 CHECK_S = 2.0
 """The most seconds that checking a descriptor may take."""
+MOST_READ = 256
+"""The most ranks of one engine that this rank reads from."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ class Resolver:
         q = self._queries.get(directory)
         if q is None or q.connection is not connection:
             return
-        q.connection, q.excuse = None, Failure(K.PEER_UNREACHABLE, str(connection.lost))
+        kind = K.OVERLOADED if connection.short else K.PEER_UNREACHABLE
+        q.connection, q.excuse = None, Failure(kind, str(connection.lost))
         if connection.denied:
             self._close(directory)
             yield from self._failed(directory, Failure(K.REFUSED, str(connection.lost)))
@@ -252,21 +255,23 @@ class Resolver:
             elif self._me.cache.rank not in {cache.rank for cache in ours}:
                 raise PeerError(f"this engine's own directory has not published {name(self._me.cache)}", kind=K.MISUSE)
             mine = route([rank.cache for rank in descriptor.ranks], ours)[self._me.cache.rank]
+            if len(mine.assignments) > MOST_READ:
+                raise unlinkable(
+                    f"this rank would have to read from {len(mine.assignments)} ranks of it; at most {MOST_READ} are allowed"
+                )
             ranks = {rank.cache.rank: rank for rank in descriptor.ranks}
-            targets = {
-                rank: self._target(ranks[rank], assignments) for rank, assignments in sorted(mine.assignments.items())
-            }
+            targets = {rank: self._target(ranks[rank], source, each) for rank, each in sorted(mine.assignments.items())}
         except (PeerError, Incompatible, ValueError, LookupError) as e:
             return Failure.of(e, K.INCOMPATIBLE, f"engine {descriptor.engine[:100]!r} at {source}")
         routes = tuple(RankRoute(target.link, mine.readers[rank], rank) for rank, target in targets.items())
         return Path(tuple(targets.values()), Resolved(routes))
 
-    def _target(self, rank: m.RankDescriptor, assignments: tuple[ShardAssignment, ...]) -> Target:
+    def _target(self, rank: m.RankDescriptor, source: Source, assignments: tuple[ShardAssignment, ...]) -> Target:
         common = tuple(name for name in self._me.backends if name in rank.backends)
         if not common:
             theirs, ours = (" or ".join(map(repr, names)) for names in (rank.backends, self._me.backends))
             raise unlinkable(f"it uses back end {theirs}, this engine {ours}; configure the same on both")
-        return Target(rank.address, rank.epoch, rank.cache, assignments, common)
+        return Target(rank.address, rank.epoch, rank.cache, assignments, common, source)
 
     def tick(self, now: float) -> Iterator[tuple[Source, Failure]]:
         """Repeat unanswered questions, and yield failures for the sources whose directories now count as silent."""
@@ -356,6 +361,8 @@ def _descriptor(frame: bytes, directory: Source) -> m.EngineDescriptor:
         raise unlinkable(f"it speaks protocol {descriptor.protocol}, this side {m.PROTOCOL}; update one of them")
     if directory.epoch and descriptor.epoch != directory.epoch:
         raise PeerError("the engine there has restarted since it was named", kind=K.NO_SUCH_ENGINE)
+    if len(descriptor.ranks) > m.MAX_RANKS:
+        raise unlinkable(f"it describes {len(descriptor.ranks)} ranks; at most {m.MAX_RANKS} are allowed")
     until = time.monotonic() + CHECK_S
     for rank in descriptor.ranks:
         rank.cache.check()

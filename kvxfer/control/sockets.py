@@ -1,9 +1,10 @@
 """The control connections of one thread: polls them, decides who may connect, and bounds how many there are.
 
 Connections that were dialled to this side are *guests* until their owner knows them (``ControlSockets.keep``). All guests
-together may cost only so much, so that strangers take nothing from peers. If there are too many, the longest silent one of
-the host with the most goes; if they fill too much memory, the one that fills most. If there is a key, a guest that has proved
-it does not make room for one that has not.
+together may cost only so much, so that strangers take nothing from peers. If there are too many, or descriptors are short, the
+longest silent one of the peer with the most goes (``protocol/peer.py``). If they fill too much memory, the one that fills most
+goes. If there is a key, guests that have not proved it may take a quarter of the places from those that have. So a newcomer
+has time for its handshake, and then takes the place of a guest that has the key and is silent.
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
+from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.flag import Flag
 from kvxfer.identity import Address, IdentityError, is_ip, parse_address
+from kvxfer.protocol.peer import largest_group
 from kvxfer.security import Security
 
 __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
 
 GUEST_FRAME = 256 << 10
 """The most bytes of a guest's frame: ten times the hello of a model with 126 layers."""
-GUESTS, GUEST_BYTES = 512, 16 << 20
+GUESTS, GUEST_BYTES = 1024, 16 << 20
 """The most guests, and the most bytes that are held for all of them."""
+FEW_GUESTS = 16
+"""As many may stay however few descriptors are left: newcomers need one for their handshake and hello."""
 _ACCEPTS = 8
 """The most connections that are accepted at once, since each may take a millisecond for its handshake."""
 _EVENTS = 64
@@ -58,6 +63,7 @@ class ControlSockets:
 
     def __init__(self, security: Security, inbox: Sized = ()) -> None:
         self._security, self._inbox = security, inbox
+        self._limits = DescriptorLimits()
         self._epoll = select.epoll()
         self._flag = Flag()
         self._epoll.register(self._flag, select.EPOLLIN)
@@ -70,6 +76,8 @@ class ControlSockets:
         self._dirty: set[ControlConnection] = set()
         # Those with frames, and those lost without the owner's knowing yet.
         self._ready: dict[ControlConnection, None] = {}
+        self._busy: dict[ControlConnection, None] = {}  # those that had frames left after their turn
+        self._to_busy = True  # whose turn was the last
         self._more: set[ControlConnection] = set()
         self._undecided: set[ControlConnection] = set()  # those with other addresses to try
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
@@ -123,6 +131,11 @@ class ControlSockets:
             self._guest_bytes -= conn.counted
         conn.guest, conn.limit = False, limit
 
+    @property
+    def short(self) -> bool:
+        """Whether this process has few descriptors left, so that whoever comes should take the place of another."""
+        return self._limits.short
+
     def put_back(self, conn: ControlConnection, frame: bytes) -> None:
         """Return a received frame; it and those after it wait until ``go_on``."""
         conn.put_back(frame)
@@ -142,13 +155,13 @@ class ControlSockets:
         conn.finish()
         conn.lose("it was closed here")
         self._forget(conn)
-        self._ready.pop(conn, None)
+        self._unready(conn)
 
     def finish(self, conn: ControlConnection) -> None:
         """Close a connection once what is queued has been sent."""
         if conn.lost is None:
             conn.finish()
-            self._ready.pop(conn, None)
+            self._unready(conn)
             if not conn.guest:
                 conn.guest = True  # until the peer has hung up, it may be cut off like a guest
                 conn.counted = 0
@@ -173,7 +186,7 @@ class ControlSockets:
             if time.monotonic() >= self._rests_until:
                 self._rest(None)
         self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
-        idle = not (self._inbox or self._ready or self._more or self._found)
+        idle = not (self._inbox or self._ready or self._busy or self._more or self._found)
         if self._undecided:
             due = min(undecided.try_by for undecided in self._undecided)
             seconds = min(seconds, max(due - time.monotonic(), 0.0))
@@ -199,21 +212,28 @@ class ControlSockets:
     def ready(self) -> Iterator[ControlConnection]:
         """Yield the connections that have frames, or are lost, each once.
 
-        Those that are not reached now come first the next time.
+        Those that are not reached now come first the next time. Those that had more than a turn's frames and the others
+        alternate, so that floods do not keep newcomers waiting.
         """
-        for _ in range(len(self._ready)):
-            conn = next(iter(self._ready), None)
+        for _ in range(len(self._ready) + len(self._busy)):
+            self._to_busy = not self._to_busy
+            queue = (self._busy or self._ready) if self._to_busy else (self._ready or self._busy)
+            conn = next(iter(queue), None)
             if conn is None:
                 return
-            del self._ready[conn]
+            del queue[conn]
             if conn in self._guests:
                 self._guests.move_to_end(conn)
             try:
                 yield conn
             finally:
                 if conn.ready:
-                    self._ready[conn] = None
+                    self._busy[conn] = self._ready.pop(conn, None)
                 self._dirty.add(conn)
+
+    def _unready(self, conn: ControlConnection) -> None:
+        self._ready.pop(conn, None)
+        self._busy.pop(conn, None)
 
     def flush(self) -> None:
         """Send what is queued, as far as that is possible now."""
@@ -269,7 +289,12 @@ class ControlSockets:
             conn.hold(sock)
             self._entrance.knock(conn)
             if len(self._guests) > GUESTS:
-                self._lose(self._spare_guest(), f"there are more than {GUESTS} connections of strangers")
+                self._lose(
+                    self._spare_guest(), f"there are more than {GUESTS} connections, and it was silent for longest"
+                )
+            elif len(self._guests) > FEW_GUESTS and self.short:
+                why = "this process has few descriptors left (ulimit -n), and it was silent for longest"
+                self._lose(self._spare_guest(), why)
 
     def _admit(self, conn: ControlConnection, admitted: bool) -> None:
         """Begin with a peer that dialled if it is ``admitted``."""
@@ -283,9 +308,10 @@ class ControlSockets:
 
     def _spare_guest(self) -> ControlConnection:
         """Return the guest to close when there are too many."""
-        strangers = [guest for guest in self._guests if not guest.authenticated] or list(self._guests)
-        ((most, _),) = Counter(guest.host for guest in strangers).most_common(1)
-        return next(guest for guest in strangers if guest.host == most)
+        strangers = [guest for guest in self._guests if not guest.authenticated]
+        proved = [guest for guest in self._guests if guest.authenticated]
+        crowd = strangers if 4 * len(strangers) > len(self._guests) else proved
+        return largest_group(crowd, lambda guest: guest.peer)[0]
 
     def _rest(self, until: float | None) -> None:
         """Accept nobody until then; ``None``: accept again. Nothing else tells when there is a descriptor again."""
@@ -314,9 +340,9 @@ class ControlSockets:
                 self._security.turned_away(conn.host, conn.lost)
             if not conn.told:
                 conn.told = True
-                self._ready[conn] = None
+                self._ready[conn] = self._busy.pop(conn, None)
             return
-        if conn.ready:
+        if conn.ready and conn not in self._busy:
             self._ready[conn] = None
         if conn.pending:
             self._more.add(conn)
@@ -345,6 +371,8 @@ class ControlSockets:
         if isinstance(targets, OSError):
             conn.refused = targets.errno == socket.EAI_NONAME
             conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
+        elif self._limits.spent:
+            conn.lack()
         else:
             conn.connect(targets)
         if conn.undecided:

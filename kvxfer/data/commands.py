@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxfer.failures import Failure
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import Abort, LinkId, Move, Moved, PartRef, RemoteWritesEnded, Role
 
 __all__ = [
@@ -52,7 +53,9 @@ class EndpointMade(msgspec.Struct, frozen=True):
 class Connect(msgspec.Struct, frozen=True):
     """Make the link between these two endpoints; answered with ``Connected``.
 
-    ``host``: the address of the other end of the link's control connection, which the back end may dial as well.
+    Attributes:
+        host: The address of the other end of the link's control connection, which the back end may dial as well.
+        owner: Whom the link counts for, if the peer dialled.
     """
 
     link: LinkId
@@ -60,6 +63,7 @@ class Connect(msgspec.Struct, frozen=True):
     mine: bytes
     theirs: bytes
     host: str = ""
+    owner: PeerIdentity = NOBODY
 
 
 class Connected(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Incompatible, Planner, ShardAssignment
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import on_host
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import LinkInfo, Mode, Role
 from kvxfer.transport import Capabilities, Verb
 
@@ -89,7 +90,7 @@ class LinkPolicy:
             self.stage_below,
         )
 
-    def agree(self, hello: m.Hello, planner: Planner, name: str = "") -> LinkInfo:
+    def agree(self, hello: m.Hello, planner: Planner, name: str = "", owner: PeerIdentity = NOBODY) -> LinkInfo:
         """Return what this side and an admitted hello agree on for the link.
 
         Raises:
@@ -108,7 +109,7 @@ class LinkPolicy:
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
         # Either side may have memory that its back end cannot move.
         stage_below = max(self.stage_below, hello.stage_below)
-        return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, stage_below, integrity, name=name)
+        return LinkInfo(self.mode, planner, hello.epoch, piece_bytes, stage_below, integrity, name=name, owner=owner)
 
     def accept(self, welcome: m.Welcome) -> None:
         """Check a producer's answer to the hello.

@@ -9,11 +9,13 @@ from kvxfer.data.jobs import Job
 from kvxfer.data.staging import Staging
 from kvxfer.protocol.values import LinkId, PartRef, Role
 
-__all__ = ["PATIENCE_S", "SlotQueue"]
+__all__ = ["SlotQueue"]
 
 PATIENCE_S = 1.0
 """How long a consumer may hold a slot while another has waited as long for its first one. A piece takes milliseconds, so one that
 takes so long waits for a consumer that has stopped."""
+IMPATIENCE = 4
+"""By how much ``PATIENCE_S`` may become shorter while consumers that stop follow each other."""
 
 
 class SlotQueue:
@@ -23,7 +25,8 @@ class SlotQueue:
         self._staging = staging
         self._waiting: dict[Role, dict[LinkId, dict[PartRef, Job]]] = {"producer": {}, "consumer": {}}
         self._starved: dict[LinkId, float] = {}  # since when a link to a consumer has no slot and wants one
-        self._gave_up = 0.0  # when a job last had to give one up for that
+        self._gave_up = 0.0  # when jobs last had to give theirs up for that
+        self._rounds = 0  # how often that has not been enough
 
     def __bool__(self) -> bool:
         return any(self._waiting.values())
@@ -58,7 +61,7 @@ class SlotQueue:
         for role, waiting in self._waiting.items():
             if not waiting or not self._staging.room(role):
                 continue
-            for link in sorted(waiting, key=self._staging.spent) if role == "producer" else list(waiting):
+            for link in sorted(waiting, key=self._staging.usage.rank) if role == "producer" else list(waiting):
                 while self._staging.room(role) and (mine := waiting.get(link)):
                     job, taken = next(iter(mine.values())), self._staging.taken
                     advance(job)
@@ -68,22 +71,31 @@ class SlotQueue:
                     if job.starving:
                         break  # the link's other jobs would get none either
 
-    def overstayer(self, jobs: Iterable[Job]) -> Job | None:
-        """Return the job that has held a slot for longest, if for too long while a consumer waits for its first slot.
+    def overstayers(self, jobs: Iterable[Job]) -> list[Job]:
+        """Return the jobs that have held slots for longest, if for too long while consumers wait for their first slots.
 
-        The caller must have that job stopped; no other is returned for a while.
+        As many are returned as consumers wait. If only consumers wait that have stopped before, one such is returned. The caller
+        must have these jobs stopped. No others are returned for a while, which becomes shorter each time until nobody waits.
         """
-        before = time.monotonic() - PATIENCE_S
-        starved = any(
-            since < before for link, since in self._starved.items() if not self._staging.holds(link, "producer")
-        )
-        if not starved or self._gave_up > before:
-            return None
+        now, usage = time.monotonic(), self._staging.usage
+        patience = PATIENCE_S / min(1 << self._rounds, IMPATIENCE)
+        starved = [
+            link
+            for link, since in self._starved.items()
+            if since <= now - patience and not self._staging.holds(link, "producer")
+        ]
+        if not starved:
+            self._rounds = 0
+        if not starved or now - self._gave_up < patience:
+            return []
+        fresh = sum(not usage.stalled(link) for link in starved)
+        found: dict[PartRef, Job] = {}
         for slot, since in self._staging.since.items():
-            if since > before:
-                return None
-            holder = next((job for job in jobs if slot in job.slots), None)
-            if holder is not None:
-                self._gave_up = before + PATIENCE_S
-                return holder
-        return None
+            if since > now - patience or len(found) >= max(fresh, 1):
+                break
+            if fresh or usage.stalled(slot.owner):
+                found |= {job.ref: job for job in jobs if slot in job.slots}
+                usage.stall(slot.owner)
+        if found:
+            self._gave_up, self._rounds = now, self._rounds + 1
+        return list(found.values())

@@ -1,10 +1,9 @@
 """Staging memory: a bounded area cut into equal slots, through which staged parts pass packed.
 
 Used by the data thread only. A single link that needs slots may hold half of them; several links share them; and the last free
-one is for a link that has none, so that a peer that has stopped does not keep others from theirs. Links share time, not turns:
-a producer's slot goes to the consumer that has held slots for the least time recently (``spent``), or a consumer that takes a
-piece only now and then would hold up all that take theirs at once. If so many have stopped that no slot is left, ``since``
-tells which have been held for longest.
+one is for a link that has none, so that a peer that has stopped does not keep others from theirs. A producer's last free one
+is kept for a link that takes its pieces at once; all links that do not share one slot (``slot_usage.py``). If so many have stopped
+that no slot is left, ``since`` tells which have been held for longest.
 
 Engines must never wait for each other's slots in a circle, however many there are. A producer holds a slot until its consumer
 has one too; so ``RESERVED`` slots are kept for pieces whose producer, as the consumer knows, has a slot already. Pieces in
@@ -25,6 +24,7 @@ from typing import Literal
 
 from kvxfer import memory
 from kvxfer.config import LEAST_PIECE, SLOTS
+from kvxfer.data.slot_usage import SlotUsage
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.logs import logger
 from kvxfer.protocol.values import LinkId, Role
@@ -39,9 +39,6 @@ RESERVED = SLOTS // 4
 
 CREDITS = SLOTS // 2
 """The most slots that a link may hold, and that may be held for pieces that are only expected."""
-
-HALF_LIFE_S = 1.0
-"""The time after which past holding of a slot counts half."""
 
 TICK_S = 0.0001
 """Seconds between two checks of a thread that waits for the device."""
@@ -75,6 +72,7 @@ class Staging:
         pinned = device == "cpu" and any(r.device != "cpu" for r in regions)
         self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, pinned=pinned)
         self._busy: dict[int, Fence] = {}  # by slot: the device's last work there, until it is done
+        self.usage = SlotUsage()
         self.reset()
 
     @property
@@ -86,7 +84,6 @@ class Staging:
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
         self._held: dict[Role, Counter[LinkId]] = {"producer": Counter(), "consumer": Counter()}
         self._since: dict[Slot, float] = {}  # producer: when a slot was taken, the oldest first
-        self._spent: dict[LinkId, tuple[float, float]] = {}  # producer: seconds that slots were held, and as of when
         self._used: Counter[Use] = Counter()
         self.taken = self.given = 0  # how many slots have been taken, and have come back
 
@@ -112,8 +109,10 @@ class Staging:
 
     def _may(self, owner: LinkId, role: Role, use: Use) -> bool:
         room, holders = self._room(use), self._held[role]
+        if role == "producer" and self.usage.stalled(owner):
+            return room > 1 and not any(self.usage.stalled(other) for other in holders)
         if owner not in holders:
-            return room > 0
+            return room > 1 or (room > 0 and not (role == "producer" and self.usage.reserved(owner, holders)))
         mine = holders[owner]
         return room > 1 and mine < min(CREDITS, (SLOTS - RESERVED) // len(holders))
 
@@ -143,11 +142,6 @@ class Staging:
     def since(self) -> Mapping[Slot, float]:
         """The slots that a producer's pieces hold, and since when, the oldest first."""
         return self._since
-
-    def spent(self, owner: LinkId) -> float:
-        """Return for how many seconds a link has held a producer's slots; each second counts half after ``HALF_LIFE_S``."""
-        seconds, at = self._spent.get(owner, (0.0, 0.0))
-        return float(seconds * 0.5 ** ((time.monotonic() - at) / HALF_LIFE_S))
 
     def _idle(self, at: int) -> bool:
         fence = self._busy.get(at)
@@ -188,12 +182,7 @@ class Staging:
         if not holders[slot.owner]:
             del holders[slot.owner]
         if slot.use == "sent":
-            now = time.monotonic()
-            if (
-                slot.owner not in self._spent
-            ):  # what is left of others is forgotten then, and not looked through for each slot
-                self._spent = {link: known for link, known in self._spent.items() if now - known[1] < 20 * HALF_LIFE_S}
-            self._spent[slot.owner] = self.spent(slot.owner) + now - self._since.pop(slot), now
+            self.usage.held(slot.owner, time.monotonic() - self._since.pop(slot))
         self._used[slot.use] -= 1
         self.given += 1
         self._free.append(slot.offset)

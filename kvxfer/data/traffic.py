@@ -18,7 +18,7 @@ from kvxfer.data.ends import backend_failed, shut, unmoved
 from kvxfer.data.jobs import SHARED, Direct, Job, Wire, make_job, shares, submit_together
 from kvxfer.data.policy import lent
 from kvxfer.data.quarantine import Limits, Quarantine
-from kvxfer.data.slot_queue import PATIENCE_S, SlotQueue
+from kvxfer.data.slot_queue import SlotQueue
 from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
@@ -109,6 +109,7 @@ class Traffic:
             self._wires[link] = Wire(
                 self._transport, self._can, peer, number, self._most, self._staging, self._batches, self._post
             )
+            self._staging.usage.know(link, asked.owner)
             self._unused.pop(link, None)
             self._post(Connected(link, number))
         except BaseException as e:
@@ -139,6 +140,7 @@ class Traffic:
         self._quarantine.link_closed(link)
         for verb in Verb:
             self._lines.pop((link, verb), None)
+        self._staging.usage.forget(link)
 
     def _break(self, link: LinkId, why: Failure) -> None:
         """Report that a link is broken, so that it is made again."""
@@ -350,9 +352,10 @@ class Traffic:
             for job in list(self._restless.values()):
                 self._advance(job)
             self._hungry.feed(self._advance)
-        overstayer = self._hungry.overstayer(self._jobs.values())
-        if overstayer is not None and overstayer.error is None:
-            why = f"its consumer took nothing for {PATIENCE_S:g} s, while others waited"
+        for overstayer in self._hungry.overstayers(self._jobs.values()):
+            if overstayer.error is not None:
+                continue
+            why = "its consumer took nothing for a while, and others waited for its slot of staging memory"
             # It goes on until the control thread aborts its attempt, whose consumer may ask again later. By then what was announced
             # is known to be void; a consumer that reads the slot before that must find its own bytes there.
             self._post(Moved(overstayer.ref, Failure(FailureKind.OVERLOADED, why), False, 0, collateral=True))

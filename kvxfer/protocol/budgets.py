@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from kvxfer.protocol.index import Index
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 
 __all__ = ["IndexedKeep", "Keep", "PeerBudgets"]
 
@@ -19,8 +20,28 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+class _Share(Generic[Owner, K]):
+    """What an owner has, or a group of them: a host, or an engine of it."""
+
+    __slots__ = ("above", "gone", "inside", "name", "taken", "total")
+
+    def __init__(self, name: Hashable, above: _Share[Owner, K] | None) -> None:
+        self.name, self.above, self.total, self.gone = name, above, 0, False
+        self.inside: dict[Hashable, _Share[Owner, K]] = {}
+        self.taken: OrderedDict[K, int] = OrderedDict()
+
+    def add(self, n: int) -> None:
+        share: _Share[Owner, K] | None = self
+        while share is not None:
+            share.total += n
+            share = share.above
+
+
 class PeerBudgets(Generic[Owner, K]):
     """A bounded amount of something, with what each owner has of it for each key.
+
+    Owners belong to peers. What a peer's owners have counts together, level by level (``peer.py``): hosts have equal shares, then
+    the engines of a host, then the owners of an engine.
 
     Operations cost O(1), and O(owners) once nothing is left.
 
@@ -30,53 +51,111 @@ class PeerBudgets(Generic[Owner, K]):
 
     def __init__(self, total: int) -> None:
         self._free = total
-        self._sums: dict[Owner, int] = {}
-        self._taken: dict[Owner, OrderedDict[K, int]] = {}
+        self._all: _Share[Owner, K] = _Share(None, None)
+        self._owners: dict[Owner, _Share[Owner, K]] = {}
 
-    def take(self, owner: Owner, key: K, n: int) -> list[K] | None:
+    def take(self, owner: Owner, key: K, n: int, peer: PeerIdentity = NOBODY) -> list[K] | None:
         """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
+
+        Args:
+            owner: Who gets it.
+            key: What for.
+            n: How much.
+            peer: Whom the owner belongs to.
 
         Returns:
             The keys that lose theirs to make room, the newest first of whoever has most; ``None`` if that would be ``owner``
             itself, which then gets nothing.
         """
-        mine = self._sums.get(owner, 0) + n
-        beyond = sum(held - mine for held in self._sums.values() if held > mine) if n > self._free else 0
-        if n > self._free + beyond:
-            return None
-        lost = []
-        while n > self._free:
-            most = max(self._sums, key=self._sums.__getitem__)
-            lost.append(next(reversed(self._taken[most])))
-            self.give(most, lost[-1])
+        mine = self._owners.get(owner) or self._enter(owner, peer)
+        lost: list[K] = []
+        if n > self._free:
+            if n > self._free + self._beyond(mine, n):
+                return None
+            while n > self._free:
+                most = self._largest(mine, n)
+                lost.append(next(reversed(most.taken)))
+                self._take_back(most, lost[-1])
         self._free -= n
-        self._sums[owner] = mine
-        _of(self._taken, owner)[key] = n
+        mine.add(n)
+        mine.taken[key] = n
         return lost
 
     def give(self, owner: Owner, key: K) -> None:
         """Take back what ``owner`` has for ``key``, if it still has it."""
-        taken = self._taken.get(owner)
-        n = None if taken is None else taken.pop(key, None)
-        if taken is None or n is None:
-            return
-        self._free += n
-        self._sums[owner] -= n
-        if not taken:
-            del self._sums[owner], self._taken[owner]
+        share = self._owners.get(owner)
+        if share is not None and key in share.taken:
+            self._take_back(share, key)
 
-    def merge(self, owner: Owner, into: Owner) -> None:
-        """Count what ``owner`` has as another's, since it is gone and must not keep a share for ever."""
-        taken = self._taken.pop(owner, None)
-        if taken is not None:
-            self._sums[into] = self._sums.get(into, 0) + self._sums.pop(owner)
-            _of(self._taken, into).update(taken)
+    def leave(self, owner: Owner) -> None:
+        """Forget an owner that takes nothing more, as soon as it has nothing."""
+        share = self._owners.get(owner)
+        if share is not None:
+            share.gone = True
+            self._prune(share)
+
+    def merge(self, owner: Owner, into: Owner, peer: PeerIdentity = NOBODY) -> None:
+        """Count what ``owner`` has as another's, of this peer, since it is gone and must not keep a share for ever."""
+        share = self._owners.get(owner)
+        if share is not None:
+            heir = self._owners.get(into) or self._enter(into, peer)
+            heir.taken.update(share.taken)
+            heir.add(share.total)
+            share.add(-share.total)
+            share.taken.clear()
+            share.gone = True
+            self._prune(share)
+
+    def _enter(self, owner: Owner, peer: PeerIdentity) -> _Share[Owner, K]:
+        share = self._all
+        for name in (*peer.levels, owner):
+            inside = share.inside.get(name)
+            if inside is None:
+                inside = share.inside[name] = _Share(name, share)
+            share = inside
+        self._owners[owner] = share
+        return share
+
+    def _take_back(self, share: _Share[Owner, K], key: K) -> None:
+        n = share.taken.pop(key)
+        self._free += n
+        share.add(-n)
+        if share.gone:
+            self._prune(share)
+
+    def _prune(self, share: _Share[Owner, K]) -> None:
+        """Forget an owner that is gone and has nothing, and the groups in which nobody is left."""
+        if share.gone and not share.taken:
+            del self._owners[share.name]  # type: ignore[arg-type]
+            while share.above is not None and not share.inside:
+                del share.above.inside[share.name]
+                share = share.above
+
+    def _beyond(self, share: _Share[Owner, K], n: int) -> int:
+        """Return how much others have beyond what an owner would have with ``n`` more."""
+        beyond = 0
+        while share.above is not None:
+            mine = share.total + n
+            beyond += sum(one.total - mine for one in share.above.inside.values() if one.total > mine)
+            share = share.above
+        return beyond
+
+    def _largest(self, mine: _Share[Owner, K], n: int) -> _Share[Owner, K]:
+        """Return the owner that has most in the group that has most, where ``mine`` counts as having ``n`` more."""
+        path = [mine]
+        while (above := path[-1].above) is not None:
+            path.append(above)
+        share = self._all
+        while share.inside:
+            share = max(share.inside.values(), key=lambda one: one.total + (n if one in path else 0))
+        return share
 
 
 class Keep(Generic[Owner, K, V]):
     """Values that are remembered for a while, within a budget that their owners share.
 
-    If there is no room for a value, the oldest ones of the same owner go. All operations cost O(1); the clock is an argument.
+    If there is no room for a value, the oldest one goes of the same owner, or of whoever has most if that owner has less than
+    an equal share. All operations cost O(1), and that last one O(owners). The clock is an argument.
 
     Args:
         seconds: How long each value is remembered.
@@ -90,12 +169,16 @@ class Keep(Generic[Owner, K, V]):
 
     def put(self, owner: Owner, key: K, value: V, now: float) -> None:
         self.pop(owner, key)
-        while (mine := self._values.get(owner)) and len(mine) >= self._most - len(self._until):
-            self.pop(owner, next(iter(mine)))
-        if len(self._until) >= self._most:  # that many owners have one each
-            self.pop(*next(iter(self._until)))
+        if len(self._until) >= self._most:
+            self._make_room(owner)
         self._until[owner, key] = now + self._seconds
         _of(self._values, owner)[key] = value
+
+    def _make_room(self, owner: Owner) -> None:
+        mine = len(self._values.get(owner, ()))
+        if mine * (len(self._values) + (not mine)) < self._most:
+            owner = max(self._values, key=lambda other: len(self._values[other]))
+        self.pop(owner, next(iter(self._values[owner])))
 
     def get(self, owner: Owner, key: K) -> V | None:
         mine = self._values.get(owner)

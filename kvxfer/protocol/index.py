@@ -32,6 +32,10 @@ class Index(Generic[K, V]):
         """Return the values of ``key``."""
         return list(self._values.get(key, ()))
 
+    def count(self, key: K) -> int:
+        """Return how many values ``key`` has."""
+        return len(self._values.get(key, ()))
+
     def pop(self, key: K) -> list[V]:
         """Forget all values of ``key``, and return them."""
         return list(self._values.pop(key, ()))

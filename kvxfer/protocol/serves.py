@@ -76,6 +76,7 @@ class Serves:
     def unlink(self, link: LinkId) -> list[RankServe]:
         """Forget a link that is lost, and return what was served over it."""
         known = self.links.pop(link, None)
+        self._room.leave(link)
         return [] if known is None else list(known.serves.values())
 
     # --- a serve's life --------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class Serves:
         key, lent = (link, request.attempt), seconds < request.seconds
         sent, banded = [request.start] * consumer.info.planner.bands, consumer.banded(request)
         serve = RankServe(h, link, key, request, consumer.info.peer, now + seconds, lent, sent, banded)
-        lost = self._room.take(link, key, REQUEST_BYTES + serve.nbytes)
+        lost = self._room.take(link, key, REQUEST_BYTES + serve.nbytes, consumer.info.owner)
         if lost is None:
             return None, []
         h.serves[key] = self._serves[key] = consumer.serves[request.attempt] = serve

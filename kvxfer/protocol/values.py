@@ -15,6 +15,7 @@ from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.memory import Side
 from kvxfer.protocol.messages import Message
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
 
 __all__ = [
@@ -222,6 +223,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
         integrity: How much of what moves is hashed on both sides.
         revocations: On a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here.
         name: The peer's name for operators.
+        owner: Whom the link counts for, on a producer.
     """
 
     mode: Mode
@@ -232,6 +234,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
     integrity: Integrity = "off"
     revocations: Callable[[], int] | None = None
     name: str = ""
+    owner: PeerIdentity = NOBODY
 
     @cached_property
     def unattended(self) -> bool:

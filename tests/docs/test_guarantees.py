@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
 TABLE = PAGE.partition("| tested by |\n")[2].partition("\n\n")[0].splitlines()[1:]
 ROWS = {promise.strip()[:50]: tested for _, promise, _, tested, _ in (row.split("|") for row in TABLE)}
-BY_HAND = ("kvxfer bench soak", "kvxfer bench chaos", "kvxfer demo --chaos", "make fuzz")
+BY_HAND = ("kvxfer bench adversary", "kvxfer bench soak", "kvxfer bench chaos", "kvxfer demo --chaos", "make fuzz")
 
 
 def named(tested: str) -> list[Path]:

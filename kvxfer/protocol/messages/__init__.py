@@ -10,7 +10,7 @@ import msgspec
 
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.protocol.messages.bounds import MAX_BYTES, MAX_PARTS, MAX_WORDS, PROTOCOL
+from kvxfer.protocol.messages.bounds import MAX_BYTES, MAX_PARTS, MAX_RANKS, MAX_WORDS, PROTOCOL
 from kvxfer.protocol.messages.directory import (
     Await,
     Begun,
@@ -38,6 +38,7 @@ from kvxfer.protocol.messages.transfer import (
 __all__ = [
     "MAX_BYTES",
     "MAX_PARTS",
+    "MAX_RANKS",
     "MAX_WORDS",
     "PROTOCOL",
     "EngineDescriptor",

@@ -16,6 +16,8 @@ PROTOCOL = 8
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
+MAX_RANKS = 1024
+"""The most ranks of an engine."""
 MAX_NAMES = 1000
 """The most transfers in one notice."""
 NO_CHECKSUM = bytes(8)

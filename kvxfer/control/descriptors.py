@@ -1,0 +1,46 @@
+"""How many of the process's descriptors its control connections may take."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import suppress
+
+__all__ = ["DescriptorLimits"]
+
+_SHARE, _LEAST = 8, 32
+"""The part of all descriptors that is left to others, and the fewest that are."""
+
+
+class DescriptorLimits:
+    """The numbers of descriptors in use from which on they are short, by the process's soft limit at the time this is made.
+
+    Attributes:
+        accepted: The number from which on whoever connects takes the place of another.
+        dialled: The number from which on nobody is dialled any more.
+    """
+
+    def __init__(self) -> None:
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if soft == resource.RLIM_INFINITY:
+            soft = 1 << 30
+        reserve = max(soft // _SHARE, _LEAST)
+        self.accepted = max(soft - reserve, soft // 2)
+        self.dialled = max(soft - reserve // 2, soft // 2)
+
+    @property
+    def short(self) -> bool:
+        """Whether whoever connects should take the place of another."""
+        return _in_use() > self.accepted
+
+    @property
+    def spent(self) -> bool:
+        """Whether nobody may be dialled any more."""
+        return _in_use() > self.dialled
+
+
+def _in_use() -> int:
+    """Return how many descriptors are open, whoever opened them; 0 if the kernel does not tell."""
+    with suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 0

@@ -1,0 +1,115 @@
+"""A directory names ranks as it likes: what it says costs the load that asked it, not this engine's descriptors or time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvxfer.bench.hostile import Hostile
+from kvxfer.config import Config
+from kvxfer.control import outbound
+from kvxfer.control.descriptors import DescriptorLimits
+from kvxfer.failures import FailureKind
+from kvxfer.identity import TransferId
+from kvxfer.protocol import messages as m
+from tests.control.conftest import Engine, fetch, until
+from tests.control.test_strangers import honest
+
+K = FailureKind
+BAIT = TransferId("own/1/bait", 0)
+
+
+@pytest.fixture
+def liar() -> Iterator[Hostile]:
+    hostile = Hostile(Config(backend="kvxfer.testing.fake:FakeTransport"))
+    yield hostile
+    hostile.close()
+
+
+@pytest.fixture
+def pair(engine) -> tuple[Engine, Engine]:
+    calm = {"transfer_timeout": 20.0, "peer_timeout": 4.0}
+    return engine({"verbs": ["read"]}, seed=1, **calm), engine({"verbs": ["read"]}, **calm)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [(3000, f"describes 3000 ranks; at most {m.MAX_RANKS}"), (300, "would have to read from 300 ranks")],
+)
+def test_an_engine_of_too_many_ranks_is_refused_by_name(
+    pair: tuple[Engine, Engine], liar: Hostile, ranks: int, why: str
+) -> None:
+    p, d = pair
+    honest(p, d)
+    before = len(os.listdir("/proc/self/fd"))
+    d.agents[0].fetch(fetch(liar.lie(p.source, ranks), [6], 4, transfer=BAIT, handle="bait"))
+    end = d.over("bait", 10.0)
+    assert end.outcome.kind is K.INCOMPATIBLE and why in str(end.outcome.failure), end
+    assert len(os.listdir("/proc/self/fd")) < before + 16
+    honest(p, d, TransferId("own/1/after", 0))
+
+
+def test_the_ranks_of_one_engine_are_dialled_a_few_at_a_time(pair: tuple[Engine, Engine], liar: Hostile) -> None:
+    p, d = pair
+    honest(p, d)
+    before = len(os.listdir("/proc/self/fd"))
+    d.agents[0].fetch(fetch(liar.lie(p.source, 200), [6], 4, transfer=BAIT, handle="bait"))
+    most, beside = 0, []
+    until(lambda: len(os.listdir("/proc/self/fd")) >= before + outbound.AT_ONCE, 10.0)
+    for i in range(10):
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        began = time.monotonic()
+        honest(p, d, TransferId("own/1/beside", i))
+        beside.append(time.monotonic() - began)
+    assert most < outbound.AT_ONCE + 8 and sorted(beside)[5] < 0.5, (most, beside)
+    end = d.over("bait", 15.0)
+    assert end.outcome.kind is K.PEER_UNREACHABLE, end
+
+
+def test_ranks_beyond_the_first_are_dialled_as_links_come_up(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbound, "AT_ONCE", 1)
+    p, d = engine({"verbs": ["read"]}, seed=1, tp=4), engine({"verbs": ["read"]})
+    d.agents[0].prepare(p.source)
+    until(lambda: len([link for link in d.agents[0].links() if link.up]) == 4)
+
+
+def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as a peer that cannot be reached; others go on over the links that they have."""
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=3.0)
+    other = engine({"verbs": ["read"]}, seed=2)
+    honest(p, d)
+    monkeypatch.setattr(d.agents[0]._loop.sockets._limits, "dialled", 0)
+    d.agents[0].fetch(fetch(other.source, [6], 4, transfer=BAIT, handle="bait"))
+    end = d.over("bait", 10.0)
+    assert end.outcome.kind is K.OVERLOADED and "ulimit -n" in str(end.outcome.failure), end
+    honest(p, d, TransferId("own/1/after", 0))
+
+
+def test_who_connects_when_descriptors_are_short_takes_the_place_of_the_silent(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DescriptorLimits, "__init__", lambda self: self.__dict__.update(accepted=0, dialled=1 << 30))
+    p = engine({"verbs": ["read"]}, seed=1)
+    with ExitStack() as stack:
+        where = (p.source.host, p.source.port)
+        silent = [stack.enter_context(socket.create_connection(where)) for _ in range(40)]
+        until(lambda: _closed(silent[0]))
+        honest(p, engine({"verbs": ["read"]}))
+        assert sum(map(_closed, silent)) >= 24 and not _closed(silent[-1])
+
+
+def _closed(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return not sock.recv(1)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True

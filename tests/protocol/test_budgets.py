@@ -1,0 +1,59 @@
+"""Shares by peer: hosts first, then the engines that a host claims to be, then their connections."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer.protocol.budgets import Keep, PeerBudgets
+from kvxfer.protocol.peer import PeerIdentity, largest_group
+
+
+def test_who_goes_is_of_the_host_and_then_of_the_engine_that_has_most() -> None:
+    crowd = [("a", "x"), ("b", "one"), ("b", "two"), ("b", "one"), ("a", "x"), ("b", "three")]
+    found = largest_group([(i, PeerIdentity(*who)) for i, who in enumerate(crowd)], lambda member: member[1])
+    assert [i for i, _ in found] == [1, 3]
+
+
+def test_names_that_a_host_makes_up_cost_its_own_share() -> None:
+    budgets: PeerBudgets[str, int] = PeerBudgets(100)
+    for i in range(100):
+        assert budgets.take(f"sybil {i}", i, 1, PeerIdentity("a", f"name {i}")) == []
+    lost = budgets.take("honest", 100, 50, PeerIdentity("b"))
+    assert lost is not None and len(lost) == 50
+    assert budgets.take("sybil 100", 101, 1, PeerIdentity("a", "name 100")) is None, "its host has half"
+    assert budgets.take("another", 102, 10, PeerIdentity("b", "other")) == [100], "from its own host"
+    assert budgets.take("newcomer", 103, 10, PeerIdentity("c")) is not None
+
+
+def test_within_a_host_engines_have_equal_shares_and_within_an_engine_its_links() -> None:
+    budgets: PeerBudgets[str, int] = PeerBudgets(120)
+    for i in range(40):
+        assert budgets.take(f"greedy {i % 4}", i, 3, PeerIdentity("a", "greedy")) == []
+    for i in range(20):
+        lost = budgets.take("honest", 100 + i, 3, PeerIdentity("a", "honest"))
+        assert lost is not None and all(key < 40 for key in lost)
+    assert budgets.take("honest", 200, 3, PeerIdentity("a", "honest")) is None
+    lost = budgets.take("greedy 9", 201, 3, PeerIdentity("a", "greedy"))
+    assert lost is not None and all(key < 40 for key in lost), "from its own engine's links"
+
+
+def test_owners_and_groups_that_are_gone_leave_nothing() -> None:
+    budgets: PeerBudgets[str, int] = PeerBudgets(10)
+    for i in range(100):
+        budgets.take(f"{i}", 1, 1, PeerIdentity(f"{i}", f"{i}"))
+        budgets.leave(f"{i}")
+        budgets.give(f"{i}", 1)
+    assert not budgets._owners and not budgets._all.inside and budgets._all.total == 0
+
+
+@pytest.mark.parametrize("owners", [1, 2, 5])
+def test_a_newcomer_keeps_as_many_values_as_others_whoever_came_first(owners: int) -> None:
+    """It had one at a time: whoever came first had taken half of what was left, and the next half of that."""
+    keep: Keep[str, int, int] = Keep(10.0, 60)
+    for owner in range(owners):
+        for i in range(100):
+            keep.put(f"{owner}", i, i, 0.0)
+    for i in range(100):
+        keep.put("newcomer", i, i, 1.0)
+    assert sum(keep.get("newcomer", i) is not None for i in range(100)) >= 60 // (owners + 1)
+    assert len(keep) == 60
