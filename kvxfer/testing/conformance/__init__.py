@@ -13,8 +13,19 @@ should look at when it fails. Clauses that move bytes run once for every way of 
 
 import pytest
 
-_THEMES = ("declaration", "memory", "transfers", "links", "endings", "deaths", "blocking", "resources", "volume")
-_SHARED = ("content", "participant_link", "suite", "world")
+_THEMES = (
+    "declaration",
+    "memory",
+    "transfers",
+    "history",
+    "links",
+    "endings",
+    "deaths",
+    "blocking",
+    "resources",
+    "volume",
+)
+_SHARED = ("content", "participant_link", "patterns", "suite", "world")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in (*_THEMES, *_SHARED)))
 
 # Only now, so that failed assertions in them explain themselves.
@@ -22,6 +33,7 @@ from kvxfer.testing.conformance.blocking import Blocking  # noqa: E402
 from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402
 from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
 from kvxfer.testing.conformance.endings import Endings  # noqa: E402
+from kvxfer.testing.conformance.history import Histories  # noqa: E402
 from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode  # noqa: E402
@@ -44,7 +56,7 @@ __all__ = [
 ]
 
 
-class ConformanceSuite(Declaration, Memory, Transfers, Volume, Links, Endings, Deaths, Blocking, Resources):
+class ConformanceSuite(Declaration, Memory, Transfers, Histories, Volume, Links, Endings, Deaths, Blocking, Resources):
     """All clauses. Subclass it and set ``backend``; see ``Suite`` for the other settings."""
 
 
