@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -11,7 +12,7 @@ import typer
 
 from kvxfer.errors import ArgumentError, ConfigError, TransportError
 from kvxfer.settings import json_object
-from kvxfer.testing.report import run_suite
+from kvxfer.testing.report import run_mutants, run_suite
 from kvxfer.transport import registry
 
 __all__ = ["conformance"]
@@ -42,11 +43,19 @@ def conformance(
     only: Annotated[
         str, typer.Option(help="Test only the clauses whose names match this expression, as with pytest -k.")
     ] = "",
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first clause that is broken.")] = False,
+    mutants: Annotated[
+        bool,
+        typer.Option(
+            "--mutants", help="Break the back end on purpose, in many ways, and check that the suite finds each."
+        ),
+    ] = False,
 ) -> None:
     """Test a back end against the contract of back ends, and write a report that can be published.
 
     Exits with 0 if every clause that was tested is kept, 1 if one is broken (or the process died or hung during its test), 2 if
-    the arguments are wrong, 3 if the back end cannot be tested here. Needs pytest.
+    the arguments are wrong, 3 if the back end cannot be tested here. With --mutants, exits with 1 if the suite does not find one of
+    them. Needs pytest.
     """
     attributes = _object(suite, "--suite")
     for name, value in attributes.items():
@@ -59,6 +68,8 @@ def conformance(
             raise typer.BadParameter(
                 f"{path} must end in .md or .json and lie in a folder that exists", param_hint="--report"
             )
+    if mutants and (only or report):
+        raise typer.BadParameter("each mutant has the clause that must find it, and no report", param_hint="--mutants")
     chosen = _object(options, "--options")
     try:
         cls = registry.load(backend)
@@ -70,7 +81,10 @@ def conformance(
     if not probe.usable or memory not in probe.memory:
         _cannot(f"back end {cls.name} does not work here on {memory} memory: {probe.reason}")
     try:
-        found = run_suite(backend, chosen, {"memory": memory, **attributes}, only)
+        if mutants:
+            _break(backend, chosen, {"memory": memory, **attributes})
+            return
+        found = run_suite(backend, chosen, {"memory": memory, **attributes}, only, fail_fast)
     except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint="--options") from None
     except TransportError as e:
@@ -89,6 +103,20 @@ def conformance(
     kept, broken, left = (found.count(outcome) for outcome in ("kept", "broken", "left out"))
     typer.echo(f"back end {cls.name}: {kept} cases kept, {broken} broken, {left} left out")
     if not found.conforms:
+        raise typer.Exit(1)
+
+
+def _break(backend: str, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Try all mutants of a back end, and print what became of each."""
+    results, lines = Counter[str](), []
+    for mutant, report in run_mutants(backend, options, settings):
+        broken = [case.said for case in report.results if case.outcome == "broken"]
+        result = "found" if broken else "survives" if report.conforms else "left out"
+        results[result] += 1
+        lines.append(f"{result:8} {mutant.__name__}, {mutant.found_by}: {broken[0] if broken else '-'}")
+    typer.echo("\n".join(lines))
+    typer.echo(f"mutants of back end {backend}: {', '.join(f'{n} {result}' for result, n in sorted(results.items()))}")
+    if results["survives"]:
         raise typer.Exit(1)
 
 

@@ -47,6 +47,7 @@ _DEFAULTS: dict[str, Any] = {
     "abort": "batch",
     "quiet": "batch",
     "quiet_s": 0.05,
+    "lends": True,
     "delay_s": 0.0,
     "lose": 0.0,
     "corrupt": 0.0,
@@ -70,7 +71,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
     """A back end within one process, which moves bytes and breaks on request.
 
     All options may be left out. ``verbs`` are names (default: all) and ``memory`` kinds of memory. ``elastic``,
-    ``gathers``, ``factored``, ``run_bytes``, ``abort`` and ``quiet`` are as in ``Capabilities``. ``network`` is a ``Network``.
+    ``gathers``, ``factored``, ``run_bytes``, ``abort``, ``quiet`` and ``lends`` are as in ``Capabilities``. ``network`` is a ``Network``.
     ``quiet_s`` is how many seconds a failed batch takes to get quiet if ``quiet`` is ``later``. ``delay_s`` delays every batch.
     ``lose``, ``corrupt`` and ``fail`` are the probabilities that a batch of this agent meets that fault, drawn with ``seed``.
     With ``wakeup: false``, ``fileno`` returns ``None``.
@@ -103,11 +104,13 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
             may_block_s=0.1,  # a batch moves in one call, however large
             abort=o["abort"],
             quiet=o["quiet"],
+            lends=o["lends"],
         )
         super().__init__(agent, options)
         self.dead = self.stopped = False
         self._net: Network = o["network"]
         self._random = random.Random(o["seed"])
+        self._lent: dict[str, tuple[frozenset[int], bool]] = {}
         with self._net.lock:
             self._net.join(self)
 
@@ -121,18 +124,21 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         token = uuid.uuid4().hex
+        self._lent[token] = (frozenset(memories), writable)
         with self._net.lock:
             self._net.own(token, self)
         return Endpoint(self.agent, id(self._net), token)
 
     def drop_endpoint(self, mine: Endpoint) -> None:
+        self._lent.pop(mine.token, None)
         with self._net.lock:
             self._net.disown(mine.token)
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> LinkEnd:
         if theirs.network != id(self._net):
             raise TransportError(f"the endpoint of {theirs.agent!r} belongs to another network or process")
-        side = LinkEnd(self, frozenset((mine.token, theirs.token)), theirs.agent)
+        lent, writable = self._lent.pop(mine.token)
+        side = LinkEnd(self, frozenset((mine.token, theirs.token)), theirs.agent, lent, writable)
         self._net.link(side)
         return side
 

@@ -13,7 +13,7 @@ import ctypes
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,10 +22,9 @@ from msgspec import Meta
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.options import BackendOptions
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.failures import Failure
 from kvxfer.geometry.cache import Region
-from kvxfer.transport import registry
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Transport, Verb
+from kvxfer.testing.wrapper import Wrapper
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Quieted, Verb
 
 __all__ = ["Faulty", "Options", "Zeroing"]
 
@@ -77,16 +76,19 @@ class _Gate:
         return self._due is not None and time.monotonic() >= self._due
 
 
-class Faulty(Transport):
+class Faulty(Wrapper):
     """A back end that misbehaves as ``Options`` says, and otherwise does what its inner back end does."""
 
     name = "faulty"
-    contract = 2
-    guarded = "always"
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
-        super().__init__(agent, options)
+        """Make it around an inner back end.
+
+        Raises:
+            ConfigError: An option is unknown or bad, or bytes are to be corrupted and the inner back end only writes.
+        """
         self._options = Options.parse(options)
+        super().__init__(agent, self._options.inner, self._options.inner_options)
         self._random = random.Random(self._options.seed)
         self._memories = Memories()
         self._running: dict[int, Batch] = {}
@@ -94,47 +96,27 @@ class Faulty(Transport):
         self._succeeded = 0
         self._dead = False
         self._free = 0.0  # when the link will have moved all batches so far
-        self._inner = registry.load(self._options.inner)(agent, self._options.inner_options)
         if not self.capabilities.verbs:
-            self._inner.close()
+            self.inner.close()
             raise ConfigError(
                 f"back end {self._options.inner!r} only writes, and bytes can be corrupted only where READ or RECV brings them in"
             )
 
-    @classmethod
-    def probe(cls) -> Probe:
-        return Probe(True, "as usable as the back end inside it; for tests", frozenset({"cpu", "cuda"}))
-
     @property
     def capabilities(self) -> Capabilities:
-        inner = self._inner.capabilities
+        inner = self.inner.capabilities
         spoils = self._options.corrupt or self._options.zero_block
         # The bytes to corrupt are found by their runs, so the inner back end must get runs, not plans.
         return replace(inner, factored=False, verbs=inner.verbs - {Verb.WRITE} if spoils else inner.verbs)
 
     def register(self, regions: Sequence[Region]) -> int:
-        memory = self._inner.register(regions)
+        memory = self.inner.register(regions)
         self._memories.add(regions, frozenset({"cpu", "cuda"}))
         return memory
 
     def deregister(self, memory: int) -> None:
-        self._inner.deregister(memory)
+        self.inner.deregister(memory)
         self._memories.remove(memory)
-
-    def endpoint(self) -> bytes:
-        return self._inner.endpoint()
-
-    def dials(self, theirs: bytes) -> Collection[str]:
-        return self._inner.dials(theirs)
-
-    def connect(self, mine: bytes, theirs: bytes) -> int:
-        return self._inner.connect(mine, theirs)
-
-    def withdraw(self, endpoint: bytes) -> None:
-        self._inner.withdraw(endpoint)
-
-    def disconnect(self, peer: int) -> None:
-        self._inner.disconnect(peer)
 
     def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         if isinstance(batch, PlanBatch):
@@ -145,11 +127,11 @@ class Faulty(Transport):
         elif self._options.delay_s or self._options.bytes_per_s:
             soonest = time.monotonic() + self._options.delay_s
             after = _Gate(after, lambda: max(soonest, self._sent(batch)))
-        number = self._inner.submit(batch, after)
+        number = self.inner.submit(batch, after)
         self._running[number] = batch
         if failed:
             self._failing.add(number)
-            self._inner.abort(number)
+            self.inner.abort(number)
         return number
 
     def _sent(self, batch: Batch) -> float:
@@ -162,7 +144,7 @@ class Faulty(Transport):
     def poll(self) -> list[Completion | Quieted]:
         if self._dead:
             return []
-        words = [self._reword(word) if isinstance(word, Completion) else word for word in self._inner.poll()]
+        words = [self._reword(word) if isinstance(word, Completion) else word for word in self.inner.poll()]
         for done in words:
             if isinstance(done, Quieted):
                 continue
@@ -173,24 +155,11 @@ class Faulty(Transport):
                     self._spoil(batch)
         if self._options.die_after is not None and self._succeeded >= self._options.die_after:
             self._dead = True
-            self._inner.close()
+            self.inner.close()
         return words
 
-    def lost(self, peer: int) -> Failure | None:
-        return self._inner.lost(peer)
-
-    def abort(self, batch: int) -> None:
-        self._inner.abort(batch)
-
-    def close(self) -> None:
-        self._inner.close()
-
     def fileno(self) -> int | None:
-        return None if self._dead else self._inner.fileno()
-
-    @property
-    def poll_interval_s(self) -> tuple[float, float]:
-        return self._inner.poll_interval_s
+        return None if self._dead else self.inner.fileno()
 
     def _reword(self, done: Completion) -> Completion:
         """Say so in the error if this object aborted the batch."""

@@ -85,6 +85,7 @@ class LinkEnd:
         owner: The fake whose end it is.
         tokens: The tokens of both ends.
         peer_agent: Name of the peer.
+        lent: The owner's memories that the peer may read, and write to if ``writable``.
         other: The other end, once it is there.
         broken: Why nothing can pass any more.
         posts: Batches that have not ended.
@@ -93,6 +94,8 @@ class LinkEnd:
     owner: NetworkMember
     tokens: frozenset[str]
     peer_agent: str
+    lent: frozenset[int]
+    writable: bool
     other: LinkEnd | None = None
     broken: PeerError | None = None
     posts: list[PendingBatch] = field(default_factory=list)
@@ -327,6 +330,9 @@ def _ends(post: PendingBatch, other: LinkEnd) -> tuple[Ints, Ints]:
         TransportError: The other side has no such place.
     """
     if post.remote is not None:
+        may = other.owner.capabilities.lends
+        if may and (post.batch.remote not in other.lent or (post.batch.verb is Verb.WRITE and not other.writable)):
+            raise TransportError(f"it does not lend memory {post.batch.remote} for this")
         there = other.owner.memories.addresses(post.batch.remote, post.remote, post.lengths)
         return (there, post.addresses) if post.batch.verb is Verb.READ else (post.addresses, there)
     wanted = Verb.RECV if post.batch.verb is Verb.SEND else Verb.SEND

@@ -10,7 +10,7 @@ import mmap
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -131,7 +131,9 @@ class Participant(Protocol):
     def write(self, memory: int, offset: int, data: Bytes) -> None: ...
     def fill(self, memory: int, seed: int) -> None: ...
     def deregister(self, memory: int) -> None: ...
+    def register_again(self, memory: int) -> int: ...
     def endpoint(self) -> bytes: ...
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes: ...
     def withdraw(self, endpoint: bytes) -> None: ...
     def connect(self, mine: bytes, theirs: bytes) -> int: ...
     def disconnect(self, peer: int) -> None: ...
@@ -220,8 +222,16 @@ class LocalParticipant:
         self._touched = True
         self.transport.deregister(memory)
 
+    def register_again(self, memory: int) -> int:
+        """Deregister a memory, register the same bytes anew, and return their new number."""
+        self.give_back(memory)
+        return self._register(self._memories.pop(memory))
+
     def endpoint(self) -> bytes:
         return self.transport.endpoint()
+
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
+        return self.transport.endpoint_lending(memories, writable)
 
     def withdraw(self, endpoint: bytes) -> None:
         self._touched = True

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -72,8 +72,14 @@ class RemoteParticipant:
     def deregister(self, memory: int) -> None:
         self._ask("deregister", memory)
 
+    def register_again(self, memory: int) -> int:
+        return int(self._ask("register_again", memory))
+
     def endpoint(self) -> bytes:
         return bytes(self._ask("endpoint"))
+
+    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
+        return bytes(self._ask("endpoint_lending", list(memories), writable))
 
     def connect(self, mine: bytes, theirs: bytes) -> int:
         return int(self._ask("connect", mine, theirs))

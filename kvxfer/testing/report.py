@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,11 +18,13 @@ from typing import Any
 
 import kvxfer
 from kvxfer.errors import ArgumentError, KvxferError, TransportError
+from kvxfer.testing.mutant import Mutant
+from kvxfer.testing.mutants import MUTANTS
 from kvxfer.testing.recorder import SUBJECT
 from kvxfer.transport import Capabilities, Transport, registry
 from kvxfer.transport.contract import CONTRACT_VERSION
 
-__all__ = ["ConformanceReport", "CaseResult", "run_suite"]
+__all__ = ["CaseResult", "ConformanceReport", "run_mutants", "run_suite"]
 
 _WELL = tuple(f"exit status {status}" for status in (0, 1, 5))
 """How pytest ends if it was able to run: all passed, some failed, none was selected."""
@@ -112,7 +114,7 @@ class ConformanceReport:
 
 
 def run_suite(
-    backend: str, options: Mapping[str, Any], settings: Mapping[str, Any], only: str = ""
+    backend: str, options: Mapping[str, Any], settings: Mapping[str, Any], only: str = "", fail_fast: bool = False
 ) -> ConformanceReport:
     """Run the suite against a back end; pytest prints its progress on standard output.
 
@@ -123,6 +125,7 @@ def run_suite(
         options: Its options.
         settings: Attributes of the suite to set.
         only: Selects clauses, as pytest's ``-k`` does.
+        fail_fast: Whether to stop at the first clause that is broken.
 
     Raises:
         ConfigError: There is no such back end, or it refuses the options.
@@ -134,14 +137,27 @@ def run_suite(
     with tempfile.TemporaryDirectory(prefix="kvxfer-conformance-") as folder:
         record = Path(folder, "record")
         record.touch()
-        ended = _pytest(folder, record, {**settings, "backend": backend, "options": options}, only)
+        ended = _pytest(folder, record, {**settings, "backend": backend, "options": options}, only, fail_fast)
         if only and ended == _MISUSED:
             raise ArgumentError(f"only cannot be {only!r}, which pytest -k does not understand")
         results = _results(record.read_text().splitlines(), ended)
     return ConformanceReport({**about, "seconds": round(time.monotonic() - begun, 1)}, tuple(results))
 
 
-def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) -> str:
+def run_mutants(
+    backend: str, options: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Iterator[tuple[type[Mutant], ConformanceReport]]:
+    """Break a back end in each of the ways of ``kvxfer.testing.mutants``, and have the clause that must find it run.
+
+    The arguments and errors are those of ``run_suite``. A report that ``conforms`` is of a fault that was not found; one without a
+    broken case or a kept one, of a fault that this back end cannot have.
+    """
+    for mutant in MUTANTS:
+        name, made_of = f"{mutant.__module__}:{mutant.__qualname__}", {"inner": backend, "inner_options": dict(options)}
+        yield mutant, run_suite(name, made_of, settings, mutant.found_by, fail_fast=True)
+
+
+def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str, fail_fast: bool) -> str:
     """Run pytest in a process of its own; return in words how that ended."""
     command = [sys.executable, "-m", "pytest", str(_FILE), "-q", "-rN", "--tb=short"]
     command += ["-c", os.devnull, "--rootdir", folder]
@@ -149,7 +165,9 @@ def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str) ->
     # Plugins and options from the environment are meant for other tests.
     environment = {**os.environ, SUBJECT: json.dumps(subject), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
-    child = subprocess.Popen([*command, *(["-k", only] if only else [])], env=environment)
+    child = subprocess.Popen(
+        [*command, *(["-k", only] if only else []), *(["-x"] if fail_fast else [])], env=environment
+    )
     size, until = 0, time.monotonic() + STUCK_S
     try:
         while True:

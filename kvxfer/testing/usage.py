@@ -1,12 +1,13 @@
-"""How much memory this process uses, measured so that a leak shows and nothing else does. Any thread."""
+"""How much memory, how many descriptors and threads this process uses, measured so that a leak shows and nothing else does. Any thread."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 
-__all__ = ["allocated", "resident"]
+__all__ = ["allocated", "descriptors_open", "resident", "threads_running"]
 
 # What glibc's ``malloc.h`` says: an option, and that freed memory at the end of a heap is given back if there is as much of it.
 M_TRIM_THRESHOLD, TRIM_BYTES = -1, 128 << 10
@@ -53,3 +54,13 @@ def allocated() -> int:
         return python
     info = _mallinfo()
     return python + int(info.uordblks) + int(info.hblkhd)
+
+
+def descriptors_open() -> int:
+    """Return how many descriptors are open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads_running() -> int:
+    """Return how many threads there are, Python's and others."""
+    return len(os.listdir("/proc/self/task"))

@@ -165,6 +165,8 @@ class Capabilities:
         quiet: What makes this side's memory quiet after a failure: the failed ``batch``'s completion, closing the link
             (``peer_close``), time (``later``: a ``Quieted`` follows when the library is done; if that takes too long, the back
             end is closed), closing the back end (``backend_reset``), or nothing (``never``).
+        lends: Whether the peer of a link reaches only the memory that its endpoint lends, and writes to it only where that is
+            allowed (``endpoint_lending``). It says nothing of a back end without ``READ`` and ``WRITE``.
     """
 
     verbs: frozenset[Verb]
@@ -176,6 +178,7 @@ class Capabilities:
     may_block_s: float = 0.05
     abort: Literal["batch", "peer"] = "batch"
     quiet: Literal["batch", "peer_close", "later", "backend_reset", "never"] = "batch"
+    lends: bool = False
 
     def moves(self, region: Region) -> bool:
         """Return whether the back end takes this region, by its kind of memory and by whether it is elastic."""
@@ -280,7 +283,7 @@ class Transport(ABC):
     def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
         """Return an ``endpoint`` for a link whose peer only reads these memories, or writes to them if ``writable``.
 
-        A back end that can keep all other memory from the peer does so; this default does not.
+        A back end that can keep all other memory from the peer does so, and says so in ``Capabilities.lends``; this default does not.
         """
         return self.endpoint()
 

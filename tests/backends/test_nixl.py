@@ -15,6 +15,7 @@ from kvxfer.testing.conformance import ParticipantLink, Started, TransferMode, W
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.endings import Endings
+from kvxfer.testing.conformance.history import Histories
 from kvxfer.testing.conformance.transfers import Transfers
 from kvxfer.testing.participant import Runs
 from kvxfer.transport import Batch, Verb
@@ -53,7 +54,7 @@ class TestCuda(ConformanceSuite):
     revokes = False
 
 
-class TestThreads(Transfers):
+class TestThreads(Transfers, Histories):
     """Batches that the plugin spreads over threads of its own."""
 
     backend = NixlTransport

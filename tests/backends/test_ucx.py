@@ -13,6 +13,7 @@ import pytest
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing import ConformanceSuite
+from kvxfer.testing.conformance.history import Histories
 from kvxfer.testing.conformance.transfers import Transfers
 from kvxfer.transport import Batch, Completion, Verb
 from tests.backends.altered import altered_as
@@ -55,7 +56,7 @@ class OneMessagePerPiece(UcxTransport):
         return False
 
 
-class TestOneMessagePerPiece(Transfers):
+class TestOneMessagePerPiece(Transfers, Histories):
     backend = OneMessagePerPiece
 
 

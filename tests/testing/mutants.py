@@ -15,6 +15,26 @@ import pytest
 
 from kvxfer.testing import FakeTransport, Network
 from kvxfer.testing.conformance import OutOfPatience, Part, TransferMode, World
+from kvxfer.testing.mutant import Mutant
+from kvxfer.testing.mutants import (
+    AbortsTheOldest,
+    DropsTheLastByte,
+    FlipsAfterAGigabyte,
+    ForgetsTheLastRun,
+    IgnoresAborts,
+    IgnoresFences,
+    LendsEverything,
+    NamesNobody,
+    NeverTells,
+    RepeatsItsEndpoint,
+    ResumesOnTheNextLink,
+    SpoilsAfterIdleTime,
+    SpoilsEachThousandthBatch,
+    SpoilsTheFiftiethLink,
+    SwapsEqualRuns,
+    TellsTwice,
+)
+from kvxfer.transport import Transport
 from tests.testing.broken.blocking import (
     BlocksNowAndThen,
     BlocksOnLargeBatches,
@@ -26,19 +46,14 @@ from tests.testing.broken.blocking import (
 )
 from tests.testing.broken.ending import (
     AbortsAllOfALink,
-    AbortsTheOldest,
     ClosesQuietly,
-    IgnoresAborts,
     LeavesItsWritesBehind,
-    NamesNobody,
     NeverGetsQuiet,
-    NeverTells,
     SaysItInWords,
     SaysQuietedTooSoon,
     SaysQuietedTwice,
     SaysQuietTooSoon,
     SwapsResults,
-    TellsTwice,
 )
 from tests.testing.broken.keeping import (
     ClaimsAGpu,
@@ -54,7 +69,6 @@ from tests.testing.broken.keeping import (
     LeaksWithEachBatch,
     LeavesAChild,
     LeavesAFile,
-    RepeatsItsEndpoint,
     SealsItsMemory,
     ServesWhatWasGivenBack,
     Spins,
@@ -71,9 +85,7 @@ from tests.testing.broken.moving import (
     CountsIn32Bits,
     CountsStreams,
     FailsAtRoundSizes,
-    ForgetsTheLastRun,
     ForgetsToAskTheFence,
-    IgnoresFences,
     LosesAFenceBetweenTwoQuestions,
     MixesUpEqualBatches,
     MovesTooMuch,
@@ -90,7 +102,7 @@ __all__ = ["MUTANTS", "SOUND", "LeaksMemory", "clean_up", "complaint", "complain
 WAYS = {"way": TransferMode.READ}
 PART = {"part": Part(TransferMode.READ, "target")}
 
-MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
+MUTANTS: list[tuple[type[Transport], str, dict[str, Any]]] = [
     (TellsEarly, "test_complete_means_visible", WAYS),
     (TellsTwice, "test_every_batch_ends_once", {**WAYS, "layout": "one odd run"}),
     (NeverTells, "test_every_batch_ends_once", {**WAYS, "layout": "one odd run"}),
@@ -154,9 +166,19 @@ MUTANTS: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
     (BelievesAnyAddress, "test_forged_endpoints_reach_nothing", {"way": TransferMode.READ}),
     (BelievesAnyAddress, "test_forged_endpoints_reach_nothing", {"way": TransferMode.WRITE}),
     (OpensAnyFile, "test_forged_endpoints_reach_nothing", {"way": TransferMode.READ}),
+    *((ResumesOnTheNextLink, "test_any_history", {"way": way, "seed": 0}) for way in TransferMode),
+    *((FlipsAfterAGigabyte, "test_gigabytes_over_one_link", {"way": way}) for way in TransferMode),
+    (NamesNobody, "test_any_history", {**WAYS, "seed": 0}),
+    (SpoilsEachThousandthBatch, "test_batches_do_not_leak", {}),
+    (SpoilsTheFiftiethLink, "test_links_do_not_leak", {}),
+    (SpoilsAfterIdleTime, "test_idle_costs_nothing", {}),
+    (DropsTheLastByte, "test_round_sizes", WAYS),
+    (SwapsEqualRuns, "test_exactly_these_bytes", {**WAYS, "layout": "equal runs"}),
+    (LendsEverything, "test_memory_that_was_not_lent_is_out_of_reach", {"one_sided": TransferMode.READ}),
+    (LendsEverything, "test_memory_that_was_not_lent_is_out_of_reach", {"one_sided": TransferMode.WRITE}),
 ]
 
-SOUND: list[tuple[type[FakeTransport], str, dict[str, Any]]] = [
+SOUND: list[tuple[type[Transport], str, dict[str, Any]]] = [
     (WithdrawsLate, "test_a_withdrawn_endpoint_is_forgotten", WAYS),
     (HeldUpOnce, "test_no_call_blocks", {}),
 ]
@@ -170,15 +192,19 @@ class Complaint(NamedTuple):
     text: str
 
 
-def complaint(transport: type[FakeTransport], clause: str, arguments: dict[str, Any]) -> Complaint | None:
+def complaint(transport: type[Transport], clause: str, arguments: dict[str, Any]) -> Complaint | None:
     """Run a clause of the suite against a back end; returns what it complains of, ``None`` if it passes."""
+
+    here = Network()
+    around = {"inner": "kvxfer.testing:FakeTransport", "inner_options": {"network": here}}
 
     class Suite(OnFake):
         backend = transport
-        options: ClassVar[dict[str, Any]] = {"network": Network()}
+        network = here
+        options: ClassVar[dict[str, Any]] = around if issubclass(transport, Mutant) else {"network": here}
         patience_s = 1.5
         notice_s = 1.5
-        rounds = 30
+        rounds = 60 if issubclass(transport, Mutant) else 30
         gigabytes = True
         __test__ = False
 
@@ -198,7 +224,7 @@ def complaint(transport: type[FakeTransport], clause: str, arguments: dict[str, 
 _of_sound: dict[str, Complaint | None] = {}
 
 
-def complaint_of_sound(transport: type[FakeTransport], clause: str, arguments: dict[str, Any]) -> Complaint | None:
+def complaint_of_sound(transport: type[Transport], clause: str, arguments: dict[str, Any]) -> Complaint | None:
     """Return what a clause has against the back end that a mutant was made of. Asked once a process."""
     sound = transport.__bases__[0]
     sound = sound if sound in (FakeTransport, GetsQuietLater) else FakeTransport

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvxfer.testing import ConformanceSuite, FakeTransport, Network
 from kvxfer.testing.conformance import World
 from kvxfer.testing.participant import LocalParticipant
@@ -26,11 +28,13 @@ class OnFake(ConformanceSuite):
     """Its options name a network."""
 
     backend = FakeTransport
+    network: ClassVar[Network | None] = None
+    """Taken from the options, unless they have none."""
     gigabytes = False
     __test__ = False
 
     def make_mortal(self, world: World, name: str) -> MortalFake:
         participant = MortalFake(self.backend, self.options, name, self.memory)
-        participant.network = self.options["network"]
+        participant.network = self.network or self.options["network"]
         world.adopt(participant)
         return participant

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvxfer.testing import FakeTransport
 from kvxfer.testing.conformance.transfers import LAYOUTS
+from kvxfer.transport import Transport
 from tests.testing.mutants import MUTANTS, SOUND, LeaksMemory, clean_up, complaint, complaint_of_sound
 
 
@@ -22,7 +22,7 @@ def nothing_kept() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("backend, clause, arguments", MUTANTS, ids=[f"{m[0].__name__}-{m[1]}" for m in MUTANTS])
-def test_a_defect_is_found(backend: type[FakeTransport], clause: str, arguments: dict[str, Any]) -> None:
+def test_a_defect_is_found(backend: type[Transport], clause: str, arguments: dict[str, Any]) -> None:
     """It is found as what it is: by the rule that it breaks, not because the suite ran out of patience."""
     assert complaint_of_sound(backend, clause, arguments) is None, "the clause fails for a good back end as well"
     found = complaint(backend, clause, arguments)
@@ -30,9 +30,7 @@ def test_a_defect_is_found(backend: type[FakeTransport], clause: str, arguments:
 
 
 @pytest.mark.parametrize("backend, clause, arguments", SOUND, ids=[f"{s[0].__name__}-{s[1]}" for s in SOUND])
-def test_what_the_contract_leaves_is_let_pass(
-    backend: type[FakeTransport], clause: str, arguments: dict[str, Any]
-) -> None:
+def test_what_the_contract_leaves_is_let_pass(backend: type[Transport], clause: str, arguments: dict[str, Any]) -> None:
     assert complaint(backend, clause, arguments) is None
 
 

@@ -11,6 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from kvxfer.cli.conformance import conformance
+from kvxfer.testing.mutant import Mutant
+from kvxfer.testing.mutants import MUTANTS, TellsTwice
 from kvxfer.transport import Probe
 from tests.testing.broken.moving import TellsEarly
 
@@ -85,6 +87,14 @@ def test_a_broken_clause_is_named(tmp_path: Path) -> None:
     assert "## Broken" in page.read_text()
 
 
+def test_the_first_failure_may_be_the_last() -> None:
+    options = "--options", json.dumps({"inner": GOOD})
+    broken = "kvxfer.testing.mutants:RepeatsItsEndpoint", *options, "--only", "unknown_option or fresh_and_small"
+    for arguments, outcome in (((), "1 cases kept, 1 broken"), (("--fail-fast",), "0 cases kept, 1 broken")):
+        ran = run(*broken, *arguments)
+        assert ran.exit_code == 1 and outcome in ran.output, ran.output
+
+
 def test_a_process_that_dies_has_broken_the_clause(tmp_path: Path) -> None:
     page = tmp_path / "report.json"
     ran = run("tests.testing.test_report:Dies", "--only", "fresh_and_small", "--report", str(page))
@@ -92,6 +102,21 @@ def test_a_process_that_dies_has_broken_the_clause(tmp_path: Path) -> None:
     (verdict,) = json.loads(page.read_text())["clauses"]
     assert verdict["outcome"] == "broken" and verdict["said"] == "the process died of SIGSEGV"
     assert verdict["rule"] == "Each call of ``endpoint`` describes one future link."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_suite_finds_each_mutant_of_a_real_back_end(mutant: type[Mutant], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.testing.report.MUTANTS", (mutant,))
+    ran = run("tcp", "--mutants", "--suite", '{"patience_s": 3}')
+    assert ran.exit_code == 0 and "mutants of back end tcp: 1 found" in ran.output, ran.output
+
+
+def test_a_mutant_that_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.testing.report.MUTANTS", (TellsTwice,))
+    monkeypatch.setattr(TellsTwice, "found_by", "test_endpoints_are_fresh_and_small")
+    ran = run("tcp", "--mutants")
+    assert ran.exit_code == 1 and "survives TellsTwice" in ran.output, ran.output
 
 
 @pytest.mark.parametrize(
@@ -111,6 +136,8 @@ def test_a_process_that_dies_has_broken_the_clause(tmp_path: Path) -> None:
         ([GOOD, "--report", "report.txt"], 2),
         ([GOOD, "--report", "no-such-folder/report.md"], 2),
         ([GOOD, "--only", "no_such_clause"], 2),
+        ([GOOD, "--mutants", "--only", "leak"], 2),
+        ([GOOD, "--mutants", "--report", "report.md"], 2),
         ([GOOD, "--memory", "cuda"], 3),
         (["tests.testing.test_report:Idle"], 3),
         (["tests.testing.test_report:AsksInVain"], 3),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 from msgspec import Meta
@@ -11,7 +11,7 @@ from kvxfer.backend import EndpointBase, Memories
 from kvxfer.backend.endpoint import Token
 from kvxfer.geometry.cache import Region
 
-__all__ = ["Endpoint", "exported"]
+__all__ = ["Endpoint", "exported", "reaches_again"]
 
 Address = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Nbytes = Annotated[int, Meta(ge=1, le=1 << 48)]
@@ -55,4 +55,16 @@ def exported(memories: Memories, lent: Collection[int]) -> tuple[Regions | None,
     return tuple(
         tuple((r.address, r.nbytes) for r in memories.regions(number)) if number in known else None
         for number in range(max(known, default=-1) + 1)
+    )
+
+
+def reaches_again(lent: tuple[Regions | None, ...], registered: Mapping[int, Collection[Region]]) -> bool:
+    """Return whether a peer reaches memory that it was not lent, by regions that it was lent and that are no longer registered."""
+    gone = [region for number, regions in enumerate(lent) if number not in registered for region in regions or ()]
+    return bool(gone) and any(
+        address < r.address + r.nbytes and r.address < address + nbytes
+        for address, nbytes in gone
+        for number, regions in registered.items()
+        if number >= len(lent) or lent[number] is None
+        for r in regions
     )

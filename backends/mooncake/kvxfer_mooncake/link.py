@@ -15,12 +15,15 @@ LOOK_S = (0.002, 0.05)
 
 
 class Link:
-    """A link: how many looks at the peer's cell have begun, the last one that found it up, and why nothing can move any more."""
+    """A link: how many looks at the peer's cell have begun, the last one that found it up, and why nothing can move any more.
+
+    ``space``: the peer's memory, as it was lent to this side. ``lent``: of this side's memory, what was lent to the peer.
+    """
 
     def __init__(self, number: int, cell: Cell, mine: Endpoint, theirs: Endpoint, peer: Peer, now: float) -> None:
         """Show the peer that this end is there."""
         self.number, self.agent, self.their_token, self.peer = number, theirs.agent, theirs.token, peer
-        self.space = theirs.space()
+        self.space, self.lent = theirs.space(), mine.memories
         self.looks = self.seen = 0
         self.broken: PeerError | None = None
         self.cell = cell

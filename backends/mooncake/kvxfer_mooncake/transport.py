@@ -20,7 +20,7 @@ from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_mooncake.cells import Cell, Cells
-from kvxfer_mooncake.endpoint import Endpoint, exported
+from kvxfer_mooncake.endpoint import Endpoint, exported, reaches_again
 from kvxfer_mooncake.flight import Flight
 from kvxfer_mooncake.library import LibraryEngine, load, version_of
 from kvxfer_mooncake.link import Link
@@ -85,6 +85,8 @@ class MooncakeTransport(Base[Endpoint, Link]):
     def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
         self._spans.add(regions)
         self._registered[memory] = tuple(regions)
+        for link in self.links.values():
+            self._close_if_stale(link)
 
     def drop_memory(self, memory: int) -> None:
         self._spans.remove(self._registered.pop(memory))
@@ -115,7 +117,14 @@ class MooncakeTransport(Base[Endpoint, Link]):
             cell = self._cells.take() if peer is None else peer.cell
             peer = self._peers[theirs.engine] = Peer(theirs.engine, self._engine, theirs.cell, cell)
         self._uninherited.soon()
-        return Link(number, self._offered.pop(mine.token), mine, theirs, peer, time.monotonic())
+        link = Link(number, self._offered.pop(mine.token), mine, theirs, peer, time.monotonic())
+        self._close_if_stale(link)
+        return link
+
+    def _close_if_stale(self, link: Link) -> None:
+        """Close a link if its peer would reach memory that it was not lent: Mooncake goes by addresses, and some are registered again."""
+        if reaches_again(link.lent, self._registered):
+            link.close("memory that it had lent was given back and has been registered again")
 
     def _forget_peers(self, but: str) -> None:
         """Forget the peers to which no link leads, apart from one: those that have died never come back under their names."""

@@ -75,6 +75,7 @@ class TcpTransport(Base[Endpoint, Link]):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             verbs=frozenset({Verb.READ}),
+            lends=True,
             memory=frozenset({"cpu"}),
             # We copy what is to be encrypted, and a page that is gone would end the process.
             elastic=self._keys is None,

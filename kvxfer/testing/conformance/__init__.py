@@ -17,6 +17,7 @@ _THEMES = (
     "declaration",
     "memory",
     "transfers",
+    "history",
     "links",
     "forgeries",
     "endings",
@@ -25,7 +26,7 @@ _THEMES = (
     "resources",
     "volume",
 )
-_SHARED = ("content", "participant_link", "suite", "world")
+_SHARED = ("content", "participant_link", "patterns", "suite", "world")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in (*_THEMES, *_SHARED)))
 
 # Only now, so that failed assertions in them explain themselves.
@@ -34,6 +35,7 @@ from kvxfer.testing.conformance.deaths import Deaths  # noqa: E402
 from kvxfer.testing.conformance.declaration import Declaration  # noqa: E402
 from kvxfer.testing.conformance.endings import Endings  # noqa: E402
 from kvxfer.testing.conformance.forgeries import Forgeries  # noqa: E402
+from kvxfer.testing.conformance.history import Histories  # noqa: E402
 from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode  # noqa: E402
@@ -56,7 +58,9 @@ __all__ = [
 ]
 
 
-class ConformanceSuite(Declaration, Memory, Transfers, Volume, Links, Forgeries, Endings, Deaths, Blocking, Resources):
+class ConformanceSuite(
+    Declaration, Memory, Transfers, Histories, Volume, Links, Forgeries, Endings, Deaths, Blocking, Resources
+):
     """All clauses. Subclass it and set ``backend``; see ``Suite`` for the other settings."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.testing.conformance.content import assert_equal
-from kvxfer.testing.conformance.participant_link import Part, Started
+from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started
 from kvxfer.testing.conformance.suite import Suite
 from kvxfer.testing.conformance.world import SIZES, World
-from kvxfer.testing.participant import Runs
+from kvxfer.testing.participant import Participant, Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])
 
@@ -25,8 +25,9 @@ class Deaths(Suite):
         submitted later (for these ``submit`` may raise at once). What had completed stays complete. ``lost`` then says why
         the link can no longer be used, unless the back end never calls a link lost.
         """
-        a, b = world.local(), world.mortal()
+        a, b, c = world.local(), world.mortal(), world.other()
         world.allocate(a, b)
+        other = self._beside(world, a, c)
         in_flight = []
         if moment == "before":
             link = world.half_link(a, b)
@@ -48,21 +49,29 @@ class Deaths(Suite):
         for error in [r.error for r in ended if r.error is not None]:
             cause = error.replace(b.name, "")
             assert b.name in error and len(cause.split()) > 3, f"the peer is {b.name!r}; the error: {error}"
+        world.move(other, part.way, *part.sides(a, c), Runs.of([5], [0], [1_000_000]), 1, 1)
 
     def test_a_restarted_peer_is_a_new_one(self, world: World, part: Part) -> None:
         """A process that died and was restarted under the same name is reached with a new endpoint.
 
-        The old process's link does not get in the way.
+        The old process's link does not get in the way, nor do batches that were in flight on it.
         """
         a, b = world.local(), world.mortal()
         world.allocate(a, b)
         link = world.link(a, b)
         world.move(link, part.way, *part.sides(a, b), Runs.of([0], [0], [1000]))
+        started = [link.start(part.way, *part.sides(a, b), LARGE) for _ in range(3)]
         b.kill()
         again = world.mortal(b.name)
         again.allocate([1 << 20], 7)
+        mine = [Started([h for h in s.halves if h[0] is a]) for s in started]
+        world.promptly(lambda: all(s.over() for s in mine), "what was in flight with a dead peer ends", self.notice_s)
+        if not world.make_quiet(a, link, world.finish(*mine)) or a.closed:
+            return
+        a.fill(0, seed=77)
         link = world.link(a, again)
-        world.move(link, part.way, *part.sides(a, again), Runs.of([0], [0], [1000]))
+        for i in range(3):
+            world.move(link, part.way, *part.sides(a, again), Runs.of([i], [2 * i], [1000]))
 
     def test_the_peer_is_stopped(self, world: World, part: Part) -> None:
         """A stopped peer (SIGSTOP, or a hung host) blocks nobody, although most libraries never notice it.
@@ -71,10 +80,9 @@ class Deaths(Suite):
         batch does not touch memory that was quiet, and a new link works.
         """
         a, b, c = world.local(), world.mortal(), world.other()
-        world.allocate(a, b, c)
-        for participant in (a, c):
-            participant.allocate(SIZES, 7)  # what is in flight with b may still change the first memory
-        link, other_link = world.link(a, b), world.link(a, c)
+        world.allocate(a, b)
+        other_link = self._beside(world, a, c)
+        link = world.link(a, b)
         world.move(link, part.way, *part.sides(a, b), Runs.of([0], [0], [10]))
         batches = link.halves(part.way, *part.sides(a, b), LARGE)
         for batch in [batch for participant, batch in batches if participant is b]:
@@ -93,3 +101,10 @@ class Deaths(Suite):
             assert_equal(a.content(0), after, "memory that was quiet")
         if not a.closed:
             world.move(world.link(a, b), part.way, *part.sides(a, b), Runs.of([0], [0], [1000]))
+
+    def _beside(self, world: World, a: Participant, c: Participant) -> ParticipantLink:
+        """Link ``a`` with one more peer, by memories 1: what is in flight with another one may still change the first memory."""
+        c.allocate([1000], 1)
+        for participant in (a, c):
+            participant.allocate(SIZES, 7)
+        return world.link(a, c)

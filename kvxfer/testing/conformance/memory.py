@@ -7,19 +7,39 @@ import pytest
 from kvxfer.errors import TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.testing.conformance.content import assert_equal
-from kvxfer.testing.conformance.participant_link import Part, Started, TransferMode
+from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.suite import Suite, present
 from kvxfer.testing.conformance.world import SIZES, World
 from kvxfer.testing.participant import Buffer, Runs
+
+MANY = 260
+"""Memories: more than a byte can number."""
 
 
 class Memory(Suite):
     """Clauses about registered memory."""
 
     def test_memories_are_numbered_in_order(self, world: World) -> None:
-        """The peer names a memory by its number, so the numbers are 0, 1, 2 ... in the order of registration."""
+        """The peer names a memory by its number: 0, 1, 2 ... in the order of registration, and no number is used twice."""
         participant = world.local()
-        assert [participant.allocate([4096], seed) for seed in range(3)] == [0, 1, 2]
+        for number in range(MANY):
+            assert participant.allocate([4096], number) == number
+            if number > 1:
+                participant.deregister(number)
+
+    def test_the_number_of_a_memory_may_be_high(self, world: World, way: TransferMode) -> None:
+        """Memory is moved by its number although hundreds were given back before it."""
+        a, b = world.local(), world.other()
+        for number in range(MANY):
+            for participant in (a, b):
+                participant.allocate([4096], number)
+                if number > 1:
+                    participant.deregister(number)
+        for participant in (a, b):
+            participant.allocate([100_000], MANY)
+        link = world.link(a, b)
+        for memory in (0, 1, MANY):
+            world.move(link, way, a, b, Runs.of([9], [5], [4000]), memory, memory)
 
     def test_impossible_regions_are_refused(self, world: World) -> None:
         """A region without bytes or address, or on a device of an unknown kind, raises ``TransportError``."""
@@ -194,6 +214,36 @@ class Memory(Suite):
         assert_equal(owner.content(0), before, "memory that was given back")
         if self.revokes:
             world.move(link, one_sided, source, target, Runs.of([5], [7], [100_000]), 1, 1)
+
+    def test_memory_that_was_not_lent_is_out_of_reach(self, world: World, one_sided: TransferMode) -> None:
+        """If ``capabilities.lends`` is true, a peer reaches only the memories that ``endpoint_lending`` named, over this link.
+
+        It writes to them only if that is allowed. Check the memory of each batch that you serve: a peer may ask for any.
+        """
+        if not self.capabilities().lends:
+            pytest.skip("capabilities.lends is false")
+        owner, peer = world.local(), world.other()
+        for participant in (owner, peer):
+            for seed in (1, 2):
+                participant.allocate([1 << 20], seed)
+        source, target = (owner, peer) if one_sided is TransferMode.READ else (peer, owner)
+        writes = one_sided is TransferMode.WRITE
+        runs = Runs.of([5], [7], [100_000])
+        for lent in ([1], [0], []):
+            for writable in (True, False):
+                mine, theirs = owner.endpoint_lending(lent, writable), peer.endpoint()
+                link = ParticipantLink({owner.name: owner.connect(mine, theirs), peer.name: peer.connect(theirs, mine)})
+                for memory in (0, 1):
+                    named = {"target_memory" if writes else "memory": memory}
+                    if memory in lent and (writable or not writes):
+                        world.move(link, one_sided, source, target, runs, **named)
+                        continue
+                    before = owner.content(memory), peer.content(0)
+                    [(participant, batch)] = link.halves(one_sided, source, target, runs, **named)
+                    ended = world.finish(world.submit(participant, batch))
+                    assert all(r.error is not None for r in ended), "a batch on memory that was not lent succeeded"
+                    assert_equal(owner.content(memory), before[0], "memory that was not lent")
+                    assert_equal(peer.content(0), before[1], "the memory of the peer that was refused")
 
     def test_memory_in_use_cannot_be_deregistered(self, world: World, part: Part) -> None:
         """``deregister`` fails while a batch of this side uses the memory, and works once that has ended."""

@@ -13,13 +13,14 @@ from collections.abc import Callable
 import pytest
 
 from kvxfer.testing.clock import thread_clock
+from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import HostFence
 from kvxfer.testing.conformance.garbage import old_objects_aside
-from kvxfer.testing.conformance.participant_link import PARTS, Started
+from kvxfer.testing.conformance.participant_link import PARTS, Started, TransferMode
 from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import World
+from kvxfer.testing.conformance.world import SIZES, World
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
-from kvxfer.testing.usage import allocated, resident
+from kvxfer.testing.usage import allocated, descriptors_open, resident, threads_running
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
@@ -44,14 +45,6 @@ LINKS, LINK_STRETCHES = 40, 3
 
 ENDS_S, FORGETS_S = 0.2, 1.0
 """How long to wait until this side knows that its links have ended, and then until a back end has forgotten those it has closed."""
-
-
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def _idle(world: World, transports: int) -> tuple[float, float]:
@@ -156,7 +149,7 @@ class Resources(Suite):
                     a.allocate([10_000], i)
                     b.allocate([10_000], i)
                     link = inner.link(a, b)
-                    inner.succeed(link.start(way, a, b, Runs.of([0], [5], [5000])))
+                    inner.move(link, way, a, b, Runs.of([0], [5], [5000]))
                     if i % 2:
                         a.disconnect(link.peers[a.name])
                 finally:
@@ -173,11 +166,13 @@ class Resources(Suite):
         way = self.ways()[0]
         a, b = world.local(), world.other()
         world.allocate(a, b)
+        content = a.content(0)
 
         def rounds(count: int) -> None:
             for i in range(count):
                 link = world.link(a, b)
-                world.succeed(link.start(way, a, b, Runs.of([0], [5], [5000])))
+                world.succeed(link.start(way, a, b, Runs.of([i], [5], [5000])))
+                assert_equal(b.read(0, 5, 5000), content[i : i + 5000], f"what came over link {i}")
                 if i % 2:
                     _abort(world, link.start(way, a, b, Runs.of([0], [5], [5000])))
                 a.disconnect(link.peers[a.name])
@@ -198,6 +193,7 @@ class Resources(Suite):
         a, b = world.local(), world.other()
         world.allocate(a, b)
         self._kept_of_links(world, a, b, end, 0.0)  # what is kept on first use
+        descriptors, threads = descriptors_open(), threads_running()
         kept: list[Counter[str]] = []
         while len(kept) < LINK_STRETCHES and min(map(Counter.total, kept), default=LINKS) >= LINKS // 2:
             kept.append(self._kept_of_links(world, a, b, end, FORGETS_S))
@@ -205,6 +201,7 @@ class Resources(Suite):
         by_use = sorted(least, key=lambda name: (name.startswith(("builtins.", "collections.")), -least[name]))
         what = ", ".join(f"{least[name]} {name}" for name in by_use[:5])
         assert least.total() < LINKS // 2, f"of {LINKS} links that had ended ({end}) these objects are kept: {what}"
+        self._no_more(world, descriptors, threads)
 
     def _kept_of_links(
         self, world: World, a: LocalParticipant, b: Participant, end: str, seconds: float
@@ -255,15 +252,18 @@ class Resources(Suite):
         No entry of a table, buffer, mapping or Python object may stay: an engine moves millions of batches.
         """
         a, b, link = world.pair()
-        way, can = self.ways()[0], self.capabilities()
+        way, can, content = self.ways()[0], self.capabilities(), a.content(0)
         aborts = can.abort == "batch" and can.quiet in ("batch", "later")  # others need a new link after it
 
         def batches(count: int) -> None:
             for i in range(0, count, 8):
-                started = [link.start(way, a, b, Runs.of([j], [2 * j], [3000])) for j in range(i, i + 8)]
+                started = [link.start(way, a, b, Runs.of([i + 3 * j], [3000 * j], [3000])) for j in range(8)]
                 if aborts:
                     _abort(world, started.pop())
                 world.succeed(*started)
+                found = b.read(0, 0, 3000 * len(started)).reshape(-1, 3000)
+                for j, piece in enumerate(found):
+                    assert_equal(piece, content[i + 3 * j : i + 3 * j + 3000], f"what batch {i + j} brought")
             for participant in (a, b):
                 if isinstance(participant, LocalParticipant):
                     world.wait_for(participant.quiet, "the quiet of what was aborted")
@@ -274,6 +274,52 @@ class Resources(Suite):
         heap, memory = (statistics.median(column) for column in zip(*grown, strict=True))
         assert heap < HEAP, f"{heap:.0f} bytes of memory are lost a batch"
         assert memory < MAPPED, f"{memory:.0f} bytes of mapped memory are lost a batch"
+
+    @old_objects_aside()
+    def test_a_refused_batch_leaves_nothing_behind(self, world: World, one_sided: TransferMode) -> None:
+        """A batch that names memory or bytes that the peer has not fails by an error that names the peer, and moves nothing.
+
+        Not even those of its runs that are good move. Nothing is kept of it, and the link goes on, or another one if ``lost`` says so;
+        batches before and after it succeed.
+        """
+        a, b, link = world.pair()
+        c = world.other()
+        c.allocate(SIZES, 9)
+        other = world.link(a, c)
+        source, target = (b, a) if one_sided is TransferMode.READ else (a, b)
+        where = "src" if one_sided is TransferMode.READ else "dst"
+        before = target.content(0)
+        good = Runs.of([100], [1_000_000], [500_000])
+        wanted = overlay(before, source.content(0), good)
+
+        def rounds(count: int) -> None:
+            nonlocal link
+            for i in range(count):
+                named, bad = {}, Runs.of([7, 50], [2_000_000, 2_100_000], [50_000, 9])
+                if i % 2:
+                    named["memory" if where == "src" else "target_memory"] = 77
+                else:
+                    getattr(bad, where)[1] = (SIZES[0] - 5, -1, 1 << 40)[i // 2 % 3]
+                first = link.start(one_sided, source, target, good)
+                [(_, batch)] = link.halves(one_sided, source, target, bad, **named)
+                refused = world.submit(a, batch)
+                last = link.start(one_sided, source, target, good)
+                for result in world.finish(refused):
+                    assert result.error is not None and b.name in result.error, f"a refused batch ended with {result}"
+                ended = world.finish(first, last)
+                if a.transport.lost(link.peers[a.name]) is not None:
+                    for participant in (a, b):
+                        participant.disconnect(link.peers[participant.name])
+                    link = world.link(a, b)
+                    ended = world.finish(link.start(one_sided, source, target, good))
+                assert all(r.error is None for r in ended), f"beside a batch that was refused others fail: {ended}"
+                world.wait_for(a.quiet, "the quiet of what was refused")
+                a.forget()
+
+        self._stays(world, rounds, "a batch that was refused")
+        assert_equal(target.content(0), wanted, "the target's memory")
+        source, target = (c, a) if one_sided is TransferMode.READ else (a, c)
+        world.move(other, one_sided, source, target, Runs.of([0], [9], [1000]))
 
     def test_nothing_is_left_in_the_system(self, world: World) -> None:
         """When both sides have closed, no file of theirs is left in shared memory, and no child process."""
@@ -307,19 +353,23 @@ class Resources(Suite):
         rounds(few)
         gc.collect()  # else descriptors of garbage would count as open before
         world.run(0.2)
-        descriptors, threads = _descriptors(), _threads()
+        descriptors, threads = descriptors_open(), threads_running()
         lost = _lost(rounds, self.rounds - few)
-        world.promptly(
-            lambda: _descriptors() <= descriptors, f"no more descriptors stay open than the {descriptors} before"
-        )
-        world.promptly(lambda: _threads() <= threads, f"no more threads stay than the {threads} before")
+        self._no_more(world, descriptors, threads)
         assert lost < RSS_SLACK, f"{lost / self.rounds:.0f} bytes of memory were lost {what}"
+
+    def _no_more(self, world: World, descriptors: int, threads: int) -> None:
+        """Check that there are soon no more descriptors and threads than before."""
+        world.promptly(
+            lambda: descriptors_open() <= descriptors, f"no more descriptors stay open than the {descriptors} before"
+        )
+        world.promptly(lambda: threads_running() <= threads, f"no more threads stay than the {threads} before")
 
     def test_a_peer_that_came_too_early_leaves_nothing(self, world: World) -> None:
         """If a peer connects to an endpoint that is then withdrawn, everything that this took is given back."""
         a, b, _ = world.pair()
         world.run(0.3)
-        descriptors = _descriptors()
+        descriptors = descriptors_open()
         for _ in range(20):
             mine, theirs = a.endpoint(), b.endpoint()
             early = b.connect(theirs, mine)
@@ -327,11 +377,11 @@ class Resources(Suite):
             a.withdraw(mine)
             b.disconnect(early)
         world.promptly(
-            lambda: _descriptors() <= descriptors, f"no more descriptors stay open than the {descriptors} before"
+            lambda: descriptors_open() <= descriptors, f"no more descriptors stay open than the {descriptors} before"
         )
 
     def test_idle_costs_nothing(self, world: World) -> None:
-        """A connected transport with nothing to do uses less than 3 % of a core and 200 polls a second.
+        """A connected transport with nothing to do uses less than 3 % of a core and 200 polls a second, and then goes on.
 
         No thread spins, and ``fileno`` is readable only when there is something to do. The least of several measurements
         counts, since other work on the host inflates them.
@@ -344,3 +394,5 @@ class Resources(Suite):
         used, turns = _least(world, here, IDLE_CPU, IDLE_TURNS, IDLE_STRETCHES)
         assert used < IDLE_CPU, f"an idle transport uses {used:.1%} of a core"
         assert turns < IDLE_TURNS, f"an idle transport wants to be polled {turns:.0f} times a second"
+        world.move(link, way, a, b, Runs.of([0], [9], [100_000]))
+        world.move(link, way, b, a, Runs.of([0], [9], [100_000]))

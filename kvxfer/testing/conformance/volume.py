@@ -5,22 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvxfer.geometry.cache import GAP, Region, flat_starts
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.participant_link import ParticipantLink, TransferMode
 from kvxfer.testing.conformance.suite import Suite
 from kvxfer.testing.conformance.world import World
-from kvxfer.testing.participant import PERIOD, Participant, Runs
+from kvxfer.testing.participant import PERIOD, TAIL, Participant, Runs
 
 MIB = 1 << 20
 ROUND = (64 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Sizes that buffers, slots and limits tend to have. Each is moved as it is, one byte shorter and one byte longer."""
-MANY_RUNS, MANY_BATCHES, MANY_LINKS = 100_000, 200, 40
-HIGH = 4 << 30
-"""The first flat offset that does not fit 32 bits."""
+MANY_RUNS, MANY_REGIONS, MANY_BATCHES, MANY_LINKS = 100_000, 250, 200, 40
+HIGH = (2 << 30, 4 << 30)
+"""The first flat offsets that do not fit 31 bits, or 32."""
 LONG = (4 << 30) + 4096
 """A length of a run that does not fit 32 bits."""
 LONG_S = 120.0
 """How long that may take."""
+PIECE, PIECES = 64 * MIB, 34
+"""What is moved over one link, in batches of one run or of many: more than 1 GiB, and than 2 GiB."""
 
 
 class Volume(Suite):
@@ -48,14 +51,18 @@ class Volume(Suite):
         """One batch of so many runs arrives whole.
 
         A prompt of 100,000 tokens has as many in a cache with blocks of one token. Cut the batch if your library has a limit.
+        They lie in hundreds of regions, as those of a cache with a region for each layer.
         """
         a, b = world.local(), world.other()
-        size, gap = 24, 32
+        size, gap, each = 24, 32, MANY_RUNS // MANY_REGIONS
         for participant in (a, b):
-            participant.allocate([MANY_RUNS * gap], 5)
+            participant.allocate([each * gap + GAP * (i % 2) for i in range(MANY_REGIONS)], 5)
+        starts = np.array(flat_starts(tuple(Region(1, each * gap + GAP * (i % 2)) for i in range(MANY_REGIONS))))
         link = world.link(a, b)
         order = np.random.default_rng(0)
-        src, dst = (order.permutation(MANY_RUNS) * gap for _ in range(2))
+        src, dst = (
+            starts[places // each] + places % each * gap for places in (order.permutation(MANY_RUNS) for _ in range(2))
+        )
         world.move(link, way, a, b, Runs.of(src, dst, np.full(MANY_RUNS, size)))
 
     def test_hundreds_of_equal_batches_at_once(self, world: World, way: TransferMode) -> None:
@@ -85,18 +92,24 @@ class Volume(Suite):
 
     @pytest.mark.slow
     def test_offsets_beyond_four_gigabytes(self, world: World) -> None:
-        """Bytes at offsets beyond 32 bits are moved, and not those 4 GiB before them."""
+        """Bytes at offsets beyond 31 and 32 bits are moved, on either side, and so is a run that begins before and ends behind them."""
         a, b = self._hosts(world)
         for participant in (a, b):
-            participant.allocate_untouched([HIGH + 4 * MIB])
+            participant.allocate_untouched([HIGH[-1] + 4 * MIB])
         link = world.link(a, b)
         data = np.random.default_rng(3).integers(1, 255, MIB, np.uint8)
         for way in self.ways():
-            a.write(0, HIGH + 17, data)
-            world.succeed(link.start(way, a, b, Runs.of([HIGH + 17], [HIGH + 4097], [MIB])))
-            assert_equal(b.read(0, HIGH + 4097, MIB), data, "what lies beyond 4 GiB")
-            assert not b.read(0, 0, 2 * MIB).any(), "bytes arrived 4 GiB before their place"
-            data = data[::-1]
+            for high in HIGH:
+                for src, dst in ((high + 17, high + 4097), (high - 5003, 3), (7, high - MIB // 2)):
+                    a.write(0, src, data)
+                    world.succeed(link.start(way, a, b, Runs.of([src], [dst], [MIB])))
+                    found = b.read(0, dst - 1, MIB + 2)
+                    assert_equal(found[1:-1], data, f"what came from {src} to {dst}")
+                    assert not found[0] and not found[-1], "more arrived than was sent"
+                    b.write(0, dst, np.zeros(MIB, np.uint8))
+                    for low in (0, *HIGH):
+                        assert not b.read(0, low, 2 * MIB).any(), f"bytes arrived {dst - low} bytes before their place"
+                    data = data[::-1]
 
     @pytest.mark.slow
     def test_a_run_longer_than_four_gigabytes(self, world: World) -> None:
@@ -105,14 +118,30 @@ class Volume(Suite):
         for participant in (a, b):
             participant.allocate_repeating(LONG + 8192)  # so that the run ends in bytes that are not repeated
         link = world.link(a, b)
-        data = np.random.default_rng(4).integers(1, 255, 4096, np.uint8)
-        for at in (0, PERIOD // 2, LONG - 4096):
-            a.write(0, at, data)
+        data = np.random.default_rng(4).integers(1, 255, PERIOD, np.uint8)
+        tail = LONG + 8192 - TAIL
+        a.write(0, 0, data)
+        a.write(0, tail, data[: LONG - tail])
         ended = world.finish(link.start(self.ways()[0], a, b, Runs.of([0], [64], [LONG])), seconds=LONG_S)
         assert all(r.error is None for r in ended), ended
-        for at in (0, PERIOD // 2, LONG - 4096):
-            assert_equal(b.read(0, at + 64, 4096), data, f"byte {at} and after it")
+        assert_equal(b.read(0, 0, PERIOD), np.roll(data, 64), "what is repeated")
+        assert_equal(b.read(0, tail + 64, LONG - tail), data[: LONG - tail], "the run's last bytes")
         assert not b.read(0, LONG + 64, 4096).any(), "more arrived than was sent"
+
+    @pytest.mark.slow
+    def test_gigabytes_over_one_link(self, world: World, way: TransferMode) -> None:
+        """A link that has moved gigabytes moves the next bytes as well as the first: each is compared."""
+        a, b = self._hosts(world)
+        a.allocate([PIECE + MIB], 6)
+        b.allocate_untouched([PIECE + MIB])
+        link, content, order = world.link(a, b), a.content(0), np.random.default_rng(7)
+        expected = b.content(0)
+        for i in range(PIECES):
+            places = order.permutation(PIECE // MIB) * MIB if i % 2 else np.zeros(1, np.int64)
+            runs = Runs.of(places + 4097 * i, places[::-1] + 1001 * i, np.full(len(places), PIECE // len(places)))
+            world.succeed(link.start(way, a, b, runs))
+            expected = overlay(expected, content, runs)
+            assert_equal(b.content(0), expected, f"the target's memory after {(i + 1) * PIECE >> 20} MiB")
 
     def _hosts(self, world: World) -> tuple[Participant, Participant]:
         """Make two participants, or skip the clause unless gigabytes are to be tried."""

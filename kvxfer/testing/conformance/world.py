@@ -44,9 +44,9 @@ class World:
         self._remote: list[RemoteParticipant] = []
         self._names = 0
 
-    def local(self, device: str | None = None) -> LocalParticipant:
+    def local(self, device: str | None = None, name: str | None = None) -> LocalParticipant:
         """Make a participant in this process and thread, with its memory on ``device`` if that is given."""
-        name, device = self._name("local"), device or self._device()
+        name, device = name or self._name("local"), device or self._device()
         participant = LocalParticipant(self._suite.backend, self._suite.options, name, device)
         self._local.append(participant)
         return participant
@@ -61,9 +61,9 @@ class World:
         self._remote.append(participant)
         return participant
 
-    def other(self) -> Participant:
+    def other(self, name: str | None = None) -> Participant:
         """Make a second participant, in this process if the back end can have two there."""
-        return self.local() if self._suite.in_process else self.process(self._name("process"))
+        return self.local(name=name) if self._suite.in_process else self.process(name or self._name("process"))
 
     def pair(self) -> tuple[LocalParticipant, Participant, ParticipantLink]:
         """Make two connected participants with a memory of ``SIZES`` each."""
@@ -111,7 +111,7 @@ class World:
         Raises:
             OutOfPatience: It takes too long.
         """
-        if not self._comes(condition, seconds, busy):
+        if not self.comes(condition, seconds, busy):
             raise OutOfPatience(f"{what} took longer than {self._patience(seconds):g} s")
 
     def promptly(self, condition: Callable[[], bool], rule: str, seconds: float | None = None) -> None:
@@ -120,10 +120,12 @@ class World:
         Raises:
             RuleBroken: It does not come true in time; the message is the rule.
         """
-        if not self._comes(condition, seconds, None):
+        if not self.comes(condition, seconds):
             raise RuleBroken(f"{rule}; that did not happen within {self._patience(seconds):g} s")
 
-    def _comes(self, condition: Callable[[], bool], seconds: float | None, busy: Participant | None) -> bool:
+    def comes(
+        self, condition: Callable[[], bool], seconds: float | None = None, busy: Participant | None = None
+    ) -> bool:
         """Let everything go on until the condition holds; return false if that takes too long."""
         until = thread_clock() + self._patience(seconds)
         while not condition():

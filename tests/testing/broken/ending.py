@@ -14,22 +14,6 @@ from kvxfer.transport import Completion, Quieted, Verb
 from tests.testing.sound import GetsQuietLater
 
 
-class TellsTwice(FakeTransport):
-    def finish(self, completion: Completion) -> None:
-        super().finish(completion)
-        self.completions.append(completion)
-
-
-class NeverTells(FakeTransport):
-    def finish(self, completion: Completion) -> None:
-        pass
-
-
-class IgnoresAborts(FakeTransport):
-    def abort(self, batch: int) -> None:
-        pass
-
-
 class SaysQuietTooSoon(FakeTransport):
     """Bytes of an aborted batch come late, although it was said to be quiet."""
 
@@ -45,12 +29,6 @@ class SaysQuietTooSoon(FakeTransport):
         pass
 
 
-class NamesNobody(FakeTransport):
-    def finish(self, completion: Completion) -> None:
-        error = completion.error and PeerError("the transfer failed")
-        super().finish(dataclasses.replace(completion, error=error))
-
-
 class ClosesQuietly(FakeTransport):
     """Tells its peers nothing when it closes."""
 
@@ -61,12 +39,6 @@ class ClosesQuietly(FakeTransport):
         for token in [t for t, owner in self._net._owners.items() if owner is self]:
             del self._net._owners[token]
         super().close()
-
-
-class AbortsTheOldest(FakeTransport):
-    def abort(self, batch: int) -> None:
-        posts = [p.number for side in self.links.values() for p in side.posts if not p.withdrawn]
-        super().abort(min(posts) if batch in posts else batch)
 
 
 class AbortsAllOfALink(FakeTransport):

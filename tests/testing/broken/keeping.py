@@ -45,12 +45,6 @@ class LeaksDescriptors(FakeTransport):
         super().close()
 
 
-class RepeatsItsEndpoint(FakeTransport):
-    def endpoint(self) -> bytes:
-        self._once = getattr(self, "_once", None) or super().endpoint()
-        return self._once
-
-
 class KeepsEndpoints(FakeTransport):
     def withdraw(self, endpoint: bytes) -> None:
         self.__dict__.setdefault("kept", []).append(Endpoint.decode(endpoint))

@@ -32,25 +32,12 @@ class MovesTooMuch(FakeTransport):
         return super().submit(dataclasses.replace(batch, lengths=-(-batch.lengths // 8) * 8), after)
 
 
-class ForgetsTheLastRun(FakeTransport):
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        lengths = batch.lengths.copy()
-        if len(lengths) > 1:
-            lengths[-1] = 0
-        return super().submit(dataclasses.replace(batch, lengths=lengths), after)
-
-
 class BelievesAnyOffset(FakeTransport):
     """Takes offsets on trust, as most libraries do."""
 
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         inside = np.clip(batch.local_offsets, 0, 100), np.clip(batch.lengths, 0, 100)
         return super().submit(dataclasses.replace(batch, local_offsets=inside[0], lengths=inside[1]), after)
-
-
-class IgnoresFences(FakeTransport):
-    def submit(self, batch: Batch, after: Fence | None = None) -> int:
-        return super().submit(batch, None)
 
 
 class ForgetsToAskTheFence(FakeTransport):
