@@ -18,8 +18,8 @@ class Offers:
 
     def __init__(self, schedule: OfferSchedule, blocks: OfferedBlocks, tables: TableCheck, notices: Notices) -> None:
         self._schedule, self._blocks, self._tables, self._notices = schedule, blocks, tables, notices
-        # Request -> what it offers, which may be over before it.
-        self._transfers: dict[str, tuple[TransferId, bytes]] = {}
+        # What each running request offers, which may be over before it; None if an earlier one of its name holds blocks.
+        self._transfers: dict[str, tuple[TransferId | None, bytes]] = {}
         self._over: list[TransferId] = []  # those that were, which the workers have to hear of
 
     def arrive(
@@ -27,6 +27,7 @@ class Offers:
     ) -> bool:
         """Accept an offer; see ``SchedulerSide.offer``."""
         if request in self._blocks.held:
+            self._transfers.setdefault(request, (None, b""))
             return False
         taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops)
         if taken:
@@ -35,7 +36,8 @@ class Offers:
 
     def ticket(self, request: str, source: Source) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
-        transfer, digest = self._transfers.get(request, (None, b""))
+        held = self._blocks.held.get(request)
+        transfer, digest = self._transfers.get(request) or (held, self._schedule.digest(held) if held else b"")
         return Ticket(transfer, digest, source) if transfer and self._schedule.offers(transfer, digest) else None
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
@@ -48,6 +50,7 @@ class Offers:
                 self._tables.lists("table", table, g, 0, min(computed + scheduled, self._schedule.total(request)))
         self._schedule.check(request, computed + scheduled, table)
         transfer, digest = self._transfers[request]
+        assert transfer is not None
         begun = self._schedule.begun(transfer, digest)
         self._blocks.runs(request, computed, scheduled, table)
         if not begun:

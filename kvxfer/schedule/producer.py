@@ -5,7 +5,7 @@ differs from it although nothing of the aborted one is remembered.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvxfer.identity import Generation, TransferId
 from kvxfer.ledger import BlockLedger
@@ -15,9 +15,9 @@ from kvxfer.values import NULL, BlockTable, Group, Offer
 
 @dataclass(slots=True)
 class _Prefill:
-    """One tracked request. What is listed in ``blocks`` has been offered in ``generation``."""
+    """One offering. What is listed in ``blocks`` has been offered in ``generation``."""
 
-    request: str
+    request: str  # whose blocks are offered
     transfer: TransferId
     digest: bytes
     total: int  # tokens that will be offered in the end
@@ -31,6 +31,7 @@ class _Prefill:
     progress: int = 0  # tokens computed after the last step; may exceed ``total``
     finished: bool = False
     gone: bool = False
+    sharers: dict[str, int] = field(default_factory=dict)  # other running requests that offer it; consumers that each adds
 
 
 class OfferSchedule:
@@ -51,7 +52,8 @@ class OfferSchedule:
         self._states = any(group.kind == "state" for group in self._groups)
         self._nothing = BlockTable((b"",) * len(self._groups))
         self._generation: Generation = 0
-        self._running: dict[str, _Prefill] = {}
+        self._running: dict[str, _Prefill] = {}  # by the request whose blocks are offered
+        self._sharing: dict[str, _Prefill] = {}  # by other requests that offer the same
         self._transfers: dict[TransferId, _Prefill] = {}
         self._offers: dict[TransferId, Offer] = {}
         self._revokes: list[Revoke] = []
@@ -61,6 +63,7 @@ class OfferSchedule:
     ) -> bool:
         """Track a request, the first ``tokens`` tokens of whose prompt will be fetched by ``consumers`` engines.
 
+        Requests that offer the same transfer share it: the blocks of one are offered. If that one fails, those of another are.
         Calling it again for a tracked request changes nothing.
 
         Args:
@@ -68,31 +71,46 @@ class OfferSchedule:
             transfer: The name under which consumers fetch it.
             digest: What its KV depends on.
             tokens: How many tokens.
-            consumers: How many engines.
+            consumers: How many engines this request adds to those that will fetch it. None are added to an offer whose request
+                has finished: the request is then taken for a retry, whose answer replaces the earlier one.
             stops: Nothing is computed for the request after these tokens, so that a recurrent state stays as they leave it.
 
         Returns:
-            Whether it is tracked. It is not if there is nothing to offer, or if another request, running or held,
-            offers this transfer already (another sample of the same prompt, say).
+            Whether it is tracked. It is not if there is nothing to offer, or if the transfer is offered with other content.
 
         Raises:
-            ScheduleError: The request offers another transfer.
+            ScheduleError: The request offers another transfer, or another number of tokens.
         """
         known = self._transfers.get(transfer)
+        own = self._running.get(request) or self._sharing.get(request)
+        if own is not None and own is not known:
+            raise ScheduleError(f"request {request} offers {own.transfer}, not {transfer} too")
+        if own is not None and (own.digest, own.total) != (digest, tokens):
+            raise ScheduleError(f"request {request} offers {own.total} tokens of {transfer}, and not {tokens} of other content")
+        if own is not None:
+            return True
         if known is not None:
-            return known.request == request and not known.finished
-        if request in self._running:
-            raise ScheduleError(f"request {request} offers {self._running[request].transfer}, not {transfer} too")
+            return self._share(known, request, digest, tokens, consumers)
         if tokens <= 0:
             return False
+        consumers = max(1, consumers)
         generation = self._next_generation()
         prefill = _Prefill(request, transfer, digest, tokens, consumers, stops, generation, generation, self._nothing)
         self._running[request] = self._transfers[transfer] = prefill
         return True
 
+    def _share(self, known: _Prefill, request: str, digest: bytes, tokens: int, consumers: int) -> bool:
+        """Let a request share what another offers, if it is the same content."""
+        if known.gone or (known.digest, known.total) != (digest, tokens):
+            return False
+        added = 0 if known.finished else consumers
+        known.sharers[request], self._sharing[request] = added, known
+        self._count(known, added)
+        return True
+
     def __contains__(self, request: str) -> bool:
         """Return whether this request is tracked; the block tables of others need not be looked up."""
-        return request in self._running
+        return request in self._running or request in self._sharing
 
     def offered(self, request: str) -> BlockTable:
         """Return the blocks of a running request that other engines may be reading."""
@@ -111,7 +129,7 @@ class OfferSchedule:
 
     def total(self, request: str) -> int:
         """Return how many tokens a running request will offer; 0 if it is not tracked."""
-        prefill = self._running.get(request)
+        prefill = self._running.get(request) or self._sharing.get(request)
         return 0 if prefill is None else prefill.total
 
     def check(self, request: str, tokens: int, table: BlockTable) -> None:
@@ -172,13 +190,18 @@ class OfferSchedule:
             True if the engine must keep the blocks until ``released`` returns the request. False if it can free them
             now, because everything is revoked or has been read.
         """
+        shared = self._sharing.pop(request, None)
+        if shared is not None:
+            added = shared.sharers.pop(request)
+            self._count(shared, 0 if complete else -added)
         prefill = self._running.pop(request, None)
         if prefill is None:
             return False
         reason = self._unusable(prefill, table) if complete else "the producer's request was aborted or failed"
         if reason is not None:
             self._revoke(prefill, reason, gone=True, kept=kept and not (self._windows or self._states))
-            del self._transfers[prefill.transfer]
+            self._forget(prefill)
+            self._pass_on(prefill)
             return False
         prefill.finished = True
         self._offer(prefill, prefill.total, self._full(table, prefill.total), table)
@@ -187,7 +210,12 @@ class OfferSchedule:
     def offers(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether this transfer, with this digest, is offered or will be. Any thread."""
         prefill = self._transfers.get(transfer)
-        return prefill is not None and prefill.digest == digest
+        return prefill is not None and prefill.digest == digest and not prefill.gone
+
+    def digest(self, transfer: TransferId) -> bytes:
+        """Return what an offer's KV depends on; empty if there is none of this name."""
+        prefill = self._transfers.get(transfer)
+        return b"" if prefill is None else prefill.digest
 
     def begun(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
@@ -212,11 +240,10 @@ class OfferSchedule:
         prefill = self._transfers.get(transfer)
         if prefill is None:
             return
-        prefill.consumers -= 1
-        if prefill.consumers <= 0:
+        if prefill.consumers == 1:
             self.withdraw(transfer, reason)
-        elif prefill.tokens or prefill.final:
-            self._state(prefill)
+        else:
+            self._count(prefill, -1)
 
     def released(self, transfer: TransferId, generation: Generation) -> str | None:
         """Record that all ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
@@ -369,6 +396,12 @@ class OfferSchedule:
             p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers, handle=p.request
         )
 
+    def _count(self, prefill: _Prefill, more: int) -> None:
+        """Change how many engines are expected to fetch an offer."""
+        prefill.consumers += more
+        if more and (prefill.tokens or prefill.final) and not prefill.gone:
+            self._state(prefill)
+
     def _restart(self, prefill: _Prefill, reason: str) -> None:
         if prefill.blocks != self._nothing:
             self._revoke(prefill, reason, gone=False)
@@ -387,6 +420,13 @@ class OfferSchedule:
     def _forget(self, prefill: _Prefill) -> None:
         del self._transfers[prefill.transfer]
         self._running.pop(prefill.request, None)
+        for sharer in prefill.sharers:
+            del self._sharing[sharer]
+
+    def _pass_on(self, failed: _Prefill) -> None:
+        """Let those that shared the offer of a failed request offer their own blocks, as of their next step."""
+        for sharer, added in failed.sharers.items():
+            self.arrive(sharer, failed.transfer, failed.digest, failed.total, added)
 
 
 def _whole(group: Group, present: int, ready: int, last: bool) -> int:

@@ -38,9 +38,12 @@ class Giving:
         self.transfer = transfer
         self.request = request
         self.tokens = request.prompt
+        self.content = request.tokens[: request.prompt]
         self.latest: Offer | None = None  # what workers may read now
         self.heard = 0  # the newest generation that workers know
         self.withdrawn = False
+        self.sharers: list[Request] = []  # running requests that offer the same
+        self.inherited = False  # from a request that failed, and not stepped since
 
 
 class Taking:
@@ -114,10 +117,14 @@ class Machine(RuleBasedStateMachine):
         self.run(soon)
 
     def give(self, transfer: TransferId, request: Request) -> None:
-        taken = self.producer.arrive(request.id, transfer, bytes(request.tokens), request.prompt)
-        assert taken == (transfer not in self.giving) == (request.id in self.producer)
-        if taken:
+        known = self.giving.get(transfer)
+        same = known is not None and not known.withdrawn and known.content == request.tokens[: request.prompt]
+        taken = self.producer.arrive(request.id, transfer, bytes(request.tokens[: request.prompt]), request.prompt)
+        assert taken == (known is None or same) == (request.id in self.producer)
+        if known is None:
             self.giving[transfer] = Giving(transfer, request)
+        elif same:
+            known.sharers.append(request)
 
     @rule(prompt=prompts, max_tokens=lengths, transfer=names, samples=samples, onward=st.none() | names, soon=soon)
     def decode(
@@ -159,9 +166,14 @@ class Machine(RuleBasedStateMachine):
         self.given_up(request)
 
     def given_up(self, request: Request) -> None:
+        """A request failed: those that share what it offered offer it from now on."""
         for giving in list(self.giving.values()):
+            giving.sharers = [sharer for sharer in giving.sharers if sharer is not request]
             if giving.request is request:
                 self.owed.append(self.giving.pop(giving.transfer))
+                for sharer in giving.sharers:
+                    self.give(giving.transfer, sharer)
+                    self.giving[giving.transfer].inherited = True
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
@@ -235,8 +247,8 @@ class Machine(RuleBasedStateMachine):
             assert offer.tokens or offer.final
         else:
             assert offer.generation == giving.latest.generation
-            assert not giving.latest.final
-            assert offer.tokens > giving.latest.tokens or offer.final
+            if offer.consumers == giving.latest.consumers:
+                assert not giving.latest.final and (offer.tokens > giving.latest.tokens or offer.final)
             before = giving.latest.blocks.tolist()
         assert offer.tokens <= giving.tokens
         for group, old, new in zip(self.groups, before, offer.blocks.tolist(), strict=True):
@@ -256,7 +268,7 @@ class Machine(RuleBasedStateMachine):
             for group, row, new in zip(self.groups, giving.request.table, offer.blocks.tolist(), strict=True):
                 first = len(new) - 1 if group.kind == "state" else 0
                 assert list(new[first:]) == row[first : len(new)]
-        giving.heard, giving.latest = offer.generation, offer
+        giving.heard, giving.latest, giving.inherited = offer.generation, offer, False
 
     def everything_computed_is_offered(self) -> None:
         """As far as whole blocks of all full groups go, or farther, and all of it once the prompt is done."""
@@ -264,7 +276,7 @@ class Machine(RuleBasedStateMachine):
         for giving in self.giving.values():
             if giving.request.over:
                 assert giving.withdrawn or (giving.latest and giving.latest.final)
-            elif full:
+            elif full and not giving.inherited:
                 ready = giving.request.computed if giving.request in self.engine.running else 0
                 tokens = min(ready // group.block_tokens * group.block_tokens for group in full)
                 if ready >= giving.tokens:
@@ -277,8 +289,11 @@ class Machine(RuleBasedStateMachine):
     def finished(self, request: Request, held: bool) -> None:
         mine = [giving for giving in self.giving.values() if giving.request is request]
         for giving in mine:
-            assert held == (request.computed == giving.tokens or not self.stateful)
+            assert held == (request.computed == giving.tokens or not self.stateful) or giving.inherited
+            giving.inherited = False
         assert mine or not held
+        for giving in self.giving.values():
+            giving.sharers = [sharer for sharer in giving.sharers if sharer is not request]
         if not held:
             self.given_up(request)
 

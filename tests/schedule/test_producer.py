@@ -339,18 +339,58 @@ class TestPreemption:
 
 
 class TestNames:
-    def test_siblings_offer_once(self) -> None:
+    def test_siblings_share_one_offer(self) -> None:
         tracker = tracking(FULL, 20)
-        assert not tracker.arrive("s", T, DIGEST, 20)
-        assert "s" not in tracker
+        assert tracker.arrive("s", T, DIGEST, 20, consumers=0)
         assert tracker.arrive("r", T, DIGEST, 20), "asked again"
+        tracker.step("r", 0, 20, table([5, 6]))
+        tracker.step("s", 0, 20, table([5, 7]))
+        assert only_offer(tracker).blocks == table((5, 6))
+        assert tracker.finish("r", table([5, 6]), True) and not tracker.finish("s", table([5, 7]), True)
+        assert tracker.offers(T, DIGEST) and tracker.released(T, 9) == "r" and len(tracker) == 0
 
-    def test_a_held_transfer_is_not_offered_anew(self) -> None:
+    def test_other_content_or_another_length_is_not_shared(self) -> None:
+        tracker = tracking(FULL, 20)
+        assert not tracker.arrive("s", T, b"other", 20) and not tracker.arrive("s", T, DIGEST, 19)
+        assert "s" not in tracker
+        for digest, tokens in ((DIGEST, 19), (b"other", 20)):
+            with pytest.raises(ScheduleError, match="request r offers 20 tokens of ext/t#0"):
+                tracker.arrive("r", T, digest, tokens)
+
+    def test_each_further_answer_adds_a_consumer(self) -> None:
+        tracker = tracking(FULL, 20)
+        assert tracker.arrive("s", T, DIGEST, 20) and tracker.arrive("a", T, DIGEST, 20)
+        tracker.step("r", 0, 20, table([5, 6]))
+        assert only_offer(tracker).consumers == 3
+        tracker.finish("a", table([]), False)
+        assert only_offer(tracker).consumers == 2, "its client is gone"
+        tracker.finish("r", table([5, 6]), True), tracker.finish("s", table([7, 8]), True)
+        assert not tracker.commands().offers
+
+    def test_a_retry_shares_what_is_held(self) -> None:
         tracker = tracking(FULL, 20)
         tracker.step("r", 0, 20, table([5, 6]))
         tracker.finish("r", table([5, 6]), True)
-        assert not tracker.arrive("s", T, DIGEST, 20)
-        assert not tracker.arrive("r", T, DIGEST, 20)
+        assert only_offer(tracker).consumers == 1
+        assert tracker.arrive("s", T, DIGEST, 20)
+        assert not tracker.commands(), "its answer replaces the first"
+        assert not tracker.finish("s", table([7, 8]), True) and tracker.held == {T}
+        tracker.withdraw(T, "its lease ran out")
+        assert not tracker.arrive("u", T, DIGEST, 20), "it is about to end"
+
+    def test_who_shares_offers_its_own_blocks_if_the_first_fails(self) -> None:
+        tracker = tracking(FULL, 20)
+        assert tracker.arrive("s", T, DIGEST, 20, consumers=0)
+        tracker.step("r", 0, 20, table([5, 6]))
+        first = only_offer(tracker)
+        tracker.finish("r", table([5, 6]), False)
+        tracker.step("s", 16, 4, table([5, 7]))
+        commands = tracker.commands()
+        assert [revoke.generation for revoke in commands.revokes] == [first.generation]
+        (second,) = commands.offers
+        assert (second.blocks, second.consumers, second.handle) == (table((5, 7)), 1, "s")
+        assert second.generation > first.generation
+        assert tracker.finish("s", table([5, 7]), True) and tracker.released(T, second.generation) == "s"
 
     def test_a_retry_is_told_from_what_it_retries(self) -> None:
         """Reports and offers of the first request, which come late, must not pass for the second's."""
