@@ -15,7 +15,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.ledger import BlockLedger
-from kvxfer.schedule import FetchSchedule
+from kvxfer.schedule import FetchSchedule, ScheduleError
 from kvxfer.values import BlockTable
 
 __all__ = ["Loads"]
@@ -103,6 +103,8 @@ class Loads:
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
         """Begin the load if the request counts on it; see ``SchedulerSide.allocated``."""
         if request not in self._computed:
+            if external:
+                raise ScheduleError(f"request {request} counts on {external} tokens, and does not load: call 'load' first")
             return
         self._notices.forget(request)
         try:

@@ -23,13 +23,13 @@ class Offers:
         self._over: list[TransferId] = []  # those that were, which the workers have to hear of
 
     def arrive(
-        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool, answer: str
     ) -> bool:
         """Accept an offer; see ``SchedulerSide.offer``."""
         if request in self._blocks.held:
             self._transfers.setdefault(request, (None, b""))
             return False
-        taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops)
+        taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
         if taken:
             self._transfers[request] = transfer, digest
         return taken

@@ -123,7 +123,7 @@ class SchedulerSide:
 
     @_held
     def offer(
-        self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1, stops: bool = False
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1, stops: bool = False, answer: str | None = None
     ) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to other engines, as they are computed.
 
@@ -136,21 +136,26 @@ class SchedulerSide:
             digest: What its KV depends on (``kvxfer.identity.digest``).
             tokens: How many tokens to offer.
             consumers: How many engines are to fetch it. Requests of one engine share one load, and count as one.
+            answer: A name for what tells consumers of this offer, if that is one answer for several requests: samples of one prompt.
+                ``consumers`` counts once for each answer. None: each request has its own.
             stops: Whether nothing is computed for the request after these tokens. A recurrent state is then offered with the
                 step that completes them, and otherwise once the request has finished.
 
         Returns:
-            Whether it is offered. It is not if there is nothing to offer, if another request (such as another sample of
-            the same prompt) offers this transfer already, or if the blocks of an earlier request of this name are still held.
+            Whether it is offered. It is not if there is nothing to offer, if the transfer is offered with other content, or if the
+            blocks of an earlier request of this name are still held. Requests that offer the same content as the same transfer
+            share it: the blocks of one are offered, and those of another if that one fails.
 
         Raises:
             ArgumentError: An argument has the wrong type or range.
             ClosedError: This side has been closed.
-            ScheduleError: The request offers another transfer.
+            ScheduleError: The request offers another transfer, or another number of tokens.
         """
         self._check_open("offer")
         arguments.string("request", request)
-        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops)
+        if answer is not None:
+            arguments.string("answer", answer)
+        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops, answer or request)
 
     @_held
     def load(
@@ -219,7 +224,10 @@ class SchedulerSide:
 
     @_held
     def ticket(self, request: str) -> Ticket | None:
-        """Return what a consumer of this request's offer must be told; None if it offers nothing, or nothing any more."""
+        """Return what a consumer of this request's offer must be told; None if it offers nothing, or nothing any more.
+
+        It stays the same when the request has finished, as long as its blocks are held. Hand it on once this side is ``ready``.
+        """
         return self._offers.ticket(request, self.source)
 
     @_held
@@ -386,9 +394,14 @@ class SchedulerSide:
                 self._schedule.ledger.learn(block_spaces(one.cache))
         self._offered.elastic = any(one.cache.elastic for one in self._descriptors.values())
         self._tables.relearn(one.cache for one in self._descriptors.values())
-        if len(self._descriptors) == self._ranks:
+        if self.ready:
             with suppress(ClosedError):  # workers may report once more after ``close``
                 self.directory.publish(tuple(self._descriptors.values()))
+
+    @property
+    def ready(self) -> bool:
+        """Whether other engines can find all ranks of this one. What they fetch before that fails after ``peer_timeout``."""
+        return len(self._descriptors) == self._ranks
 
     def listen_to(self, channels: Mapping[Rank, ChannelAddress]) -> None:
         """Record where worker sides listen; once all are known, fetches need not wait for a step.

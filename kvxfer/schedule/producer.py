@@ -31,7 +31,8 @@ class _Prefill:
     progress: int = 0  # tokens computed after the last step; may exceed ``total``
     finished: bool = False
     gone: bool = False
-    sharers: dict[str, int] = field(default_factory=dict)  # other running requests that offer it; consumers that each adds
+    answers: dict[str, int] = field(default_factory=dict)  # how many consumers each answer adds that tells of it
+    sharers: dict[str, str] = field(default_factory=dict)  # other running requests that offer it, and their answers
 
 
 class OfferSchedule:
@@ -59,7 +60,14 @@ class OfferSchedule:
         self._revokes: list[Revoke] = []
 
     def arrive(
-        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int = 1, stops: bool = False
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        tokens: int,
+        consumers: int = 1,
+        stops: bool = False,
+        answer: str | None = None,
     ) -> bool:
         """Track a request, the first ``tokens`` tokens of whose prompt will be fetched by ``consumers`` engines.
 
@@ -71,9 +79,10 @@ class OfferSchedule:
             transfer: The name under which consumers fetch it.
             digest: What its KV depends on.
             tokens: How many tokens.
-            consumers: How many engines this request adds to those that will fetch it. None are added to an offer whose request
+            consumers: How many engines its answer adds to those that will fetch it. None are added to an offer whose request
                 has finished: the request is then taken for a retry, whose answer replaces the earlier one.
             stops: Nothing is computed for the request after these tokens, so that a recurrent state stays as they leave it.
+            answer: The name of the answer that tells consumers of it, by default the request's.
 
         Returns:
             Whether it is tracked. It is not if there is nothing to offer, or if the transfer is offered with other content.
@@ -90,22 +99,22 @@ class OfferSchedule:
         if own is not None:
             return True
         if known is not None:
-            return self._share(known, request, digest, tokens, consumers)
+            return self._share(known, request, digest, tokens, consumers, answer or request)
         if tokens <= 0:
             return False
-        consumers = max(1, consumers)
         generation = self._next_generation()
         prefill = _Prefill(request, transfer, digest, tokens, consumers, stops, generation, generation, self._nothing)
         self._running[request] = self._transfers[transfer] = prefill
         return True
 
-    def _share(self, known: _Prefill, request: str, digest: bytes, tokens: int, consumers: int) -> bool:
+    def _share(self, known: _Prefill, request: str, digest: bytes, tokens: int, consumers: int, answer: str) -> bool:
         """Let a request share what another offers, if it is the same content."""
         if known.gone or (known.digest, known.total) != (digest, tokens):
             return False
-        added = 0 if known.finished else consumers
-        known.sharers[request], self._sharing[request] = added, known
-        self._count(known, added)
+        known.sharers[request], self._sharing[request] = answer, known
+        if answer not in known.answers and not known.finished:
+            known.answers[answer] = consumers
+            self._count(known, consumers)
         return True
 
     def __contains__(self, request: str) -> bool:
@@ -192,8 +201,9 @@ class OfferSchedule:
         """
         shared = self._sharing.pop(request, None)
         if shared is not None:
-            added = shared.sharers.pop(request)
-            self._count(shared, 0 if complete else -added)
+            answer = shared.sharers.pop(request)
+            if not complete and answer not in shared.sharers.values() and request != shared.request:
+                self._count(shared, -shared.answers.pop(answer, 0))
         prefill = self._running.pop(request, None)
         if prefill is None:
             return False
@@ -425,8 +435,9 @@ class OfferSchedule:
 
     def _pass_on(self, failed: _Prefill) -> None:
         """Let those that shared the offer of a failed request offer their own blocks, as of their next step."""
-        for sharer, added in failed.sharers.items():
-            self.arrive(sharer, failed.transfer, failed.digest, failed.total, added)
+        for sharer, answer in failed.sharers.items():
+            consumers = failed.answers.get(answer, 1)
+            self.arrive(sharer, failed.transfer, failed.digest, failed.total, consumers, answer=answer)
 
 
 def _whole(group: Group, present: int, ready: int, last: bool) -> int:

@@ -224,7 +224,7 @@ def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., E
     """Most likely no engine that loads was given the request; no transfer has taken long."""
     p = make(lease=0.2)
     ended: list[Ended] = []
-    p.worker = WorkerSide(p.worker.agent, on_ended=ended.append)
+    p.worker._on_ended = ended.append
     p.offer("x", [1, 2], 7)
     assert "x" in p.until("x").free
     (failure,) = [end.outcome.failure for end in ended]
