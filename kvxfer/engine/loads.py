@@ -59,11 +59,12 @@ class Loads:
         offered: bool,
         progress: int,
         enough: int,
+        answer: str | None,
     ) -> bool:
         """Accept a load; see ``SchedulerSide.load``."""
         if request in self._prefetches and request not in self._computed:
             return False  # what an earlier request of this name has prefetched is still being copied
-        taken = self._schedule.arrive(request, transfer, digest, source, tokens, progress, offered, enough)
+        taken = self._schedule.arrive(request, transfer, digest, source, tokens, progress, offered, enough, answer)
         if taken:
             self._computed.setdefault(request, 0)
             self._notices.loads(request, transfer, digest, source, begun)
@@ -104,7 +105,9 @@ class Loads:
         """Begin the load if the request counts on it; see ``SchedulerSide.allocated``."""
         if request not in self._computed:
             if external:
-                raise ScheduleError(f"request {request} counts on {external} tokens, and does not load: call 'load' first")
+                raise ScheduleError(
+                    f"request {request} counts on {external} tokens, and does not load: call 'load' first"
+                )
             return
         self._notices.forget(request)
         try:

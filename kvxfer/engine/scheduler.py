@@ -123,7 +123,15 @@ class SchedulerSide:
 
     @_held
     def offer(
-        self, request: str, transfer: TransferId, digest: bytes, tokens: int, *, consumers: int = 1, stops: bool = False, answer: str | None = None
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        tokens: int,
+        *,
+        consumers: int = 1,
+        stops: bool = False,
+        answer: str | None = None,
     ) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to other engines, as they are computed.
 
@@ -170,6 +178,7 @@ class SchedulerSide:
         offered: bool = False,
         progress: int = 0,
         enough: int = 0,
+        answer: str | None = None,
     ) -> bool:
         """Load those of the first ``tokens`` tokens of this request's prompt that are not cached here from another engine.
 
@@ -190,6 +199,8 @@ class SchedulerSide:
             progress: A ``report`` tells of progress each time that so many more tokens are here; 0 for never.
             enough: The fewest tokens that are of use if the producer gives up before it has computed all (``Update.short``). 0:
                 all or none. At most ``tokens``. Only where all groups are ``full``.
+            answer: The name of the answer that has told of the transfer, if the producer counts its consumers by answer
+                (``offer``). If requests with different answers share a load, the producer is told that it has one consumer less.
 
         Returns:
             Whether it may load. It may not if the transfer is in use for other content or from another source, or was given
@@ -203,11 +214,18 @@ class SchedulerSide:
         self._check_open("load")
         arguments.string("request", request)
         arguments.integer("enough", enough, 0, tokens)
-        return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough)
+        if answer is not None:
+            arguments.string("answer", answer)
+        return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough, answer)
 
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
+
+    @_held
+    def decline(self, transfer: TransferId, digest: bytes, source: Source) -> None:
+        """Have a producer told that this engine will not fetch a transfer for which no request has come here."""
+        self._schedule.consumer.decline(transfer, digest, source, "the request was rejected")
 
     @_held
     def prefetch(self, request: str, computed: int) -> None:
@@ -229,6 +247,18 @@ class SchedulerSide:
         It stays the same when the request has finished, as long as its blocks are held. Hand it on once this side is ``ready``.
         """
         return self._offers.ticket(request, self.source)
+
+    @_held
+    def answer(self, request: str) -> str:
+        """Return the name of the answer that tells consumers of this request's offer: that of a lost one for a retry.
+
+        Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
+        """
+        return self._schedule.producer.answer(request)
+
+    def offers(self, ticket: Ticket) -> bool:
+        """Return whether what a ticket of this engine names is offered, or will be."""
+        return self._schedule.producer.offers(ticket.transfer, ticket.digest)
 
     @_held
     def loadable(self, request: str, computed: int) -> int | None:

@@ -389,5 +389,7 @@ def _agent(agent: Agent) -> Agent:
     if not hasattr(agent, "cache"):
         raise ArgumentError(f"agent must be a kvxfer Agent, not {arguments.shown(agent)}")
     if agent in _FOLLOWED:
-        raise ArgumentError("agent must not have a worker side yet: each takes the agent's events, so make one for each agent")
+        raise ArgumentError(
+            "agent must not have a worker side yet: each takes the agent's events, so make one for each agent"
+        )
     return agent

@@ -31,6 +31,7 @@ class _Load:
     offered: bool
     enough: int
     requests: set[str] = field(default_factory=set)
+    answers: set[str | None] = field(default_factory=set)  # those that have told of it
     state: _State = _State.OPEN
     loader: str | None = None  # the request whose load the workers have not reported yet, cancelled or not
 
@@ -67,12 +68,14 @@ class FetchSchedule:
         progress: int = 0,
         offered: bool = False,
         enough: int = 0,
+        answer: str | None = None,
     ) -> bool:
         """Record a request, the first ``tokens`` tokens of whose prompt can be loaded from ``source``.
 
         Requests with the same transfer (samples of one prompt) share it: one loads, the others wait and then find
         the blocks in the engine's prefix cache. Calling it again for a known request changes nothing. If ``tokens`` is 0, an
-        ``offered`` transfer is given up at once. See ``Fetch`` for the other arguments.
+        ``offered`` transfer is given up at once. If another ``answer`` has told of the transfer, its producer counts another
+        consumer, and is told that there is none. See ``Fetch`` for the other arguments.
 
         Returns:
             False if the transfer is in use for other content or from another source, or if a load of it, or of an earlier
@@ -96,9 +99,16 @@ class FetchSchedule:
             )
             if offered and not tokens:
                 self._decline(load, "the consumer does not need it")
+        elif answer not in load.answers:
+            self.decline(transfer, digest, source, "another request of this engine loads it")
+        load.answers.add(answer)
         load.requests.add(request)
         self._requests[request] = load
         return True
+
+    def decline(self, transfer: TransferId, digest: bytes, source: Source, reason: str) -> None:
+        """Have a producer told that one of the consumers which it counts will not fetch a transfer."""
+        self._declines.append(DeclinedTransfer(transfer, digest, source, reason))
 
     def matched(self, request: str, computed: int) -> int | None:
         """Return how many tokens after the ``computed`` local ones can be loaded. Changes nothing.
@@ -275,7 +285,7 @@ class FetchSchedule:
 
     def _decline(self, load: _Load, reason: str) -> None:
         load.state = _State.CLOSED
-        self._declines.append(DeclinedTransfer(load.transfer, load.digest, load.source, reason))
+        self.decline(load.transfer, load.digest, load.source, reason)
 
     def _prune(self, load: _Load) -> None:
         if not load.requests and load.loader is None:

@@ -18,6 +18,7 @@ class _Prefill:
     """One offering. What is listed in ``blocks`` has been offered in ``generation``."""
 
     request: str  # whose blocks are offered
+    answer: str  # the name of the answer to that request
     transfer: TransferId
     digest: bytes
     total: int  # tokens that will be offered in the end
@@ -95,7 +96,9 @@ class OfferSchedule:
         if own is not None and own is not known:
             raise ScheduleError(f"request {request} offers {own.transfer}, not {transfer} too")
         if own is not None and (own.digest, own.total) != (digest, tokens):
-            raise ScheduleError(f"request {request} offers {own.total} tokens of {transfer}, and not {tokens} of other content")
+            raise ScheduleError(
+                f"request {request} offers {own.total} tokens of {transfer}, and not {tokens} of other content"
+            )
         if own is not None:
             return True
         if known is not None:
@@ -103,7 +106,18 @@ class OfferSchedule:
         if tokens <= 0:
             return False
         generation = self._next_generation()
-        prefill = _Prefill(request, transfer, digest, tokens, consumers, stops, generation, generation, self._nothing)
+        prefill = _Prefill(
+            request,
+            answer or request,
+            transfer,
+            digest,
+            tokens,
+            consumers,
+            stops,
+            generation,
+            generation,
+            self._nothing,
+        )
         self._running[request] = self._transfers[transfer] = prefill
         return True
 
@@ -111,10 +125,12 @@ class OfferSchedule:
         """Let a request share what another offers, if it is the same content."""
         if known.gone or (known.digest, known.total) != (digest, tokens):
             return False
-        known.sharers[request], self._sharing[request] = answer, known
-        if answer not in known.answers and not known.finished:
+        if known.finished:  # a retry: its answer says what the lost one did
+            answer = known.answer
+        elif answer not in known.answers:
             known.answers[answer] = consumers
             self._count(known, consumers)
+        known.sharers[request], self._sharing[request] = answer, known
         return True
 
     def __contains__(self, request: str) -> bool:
@@ -221,6 +237,12 @@ class OfferSchedule:
         """Return whether this transfer, with this digest, is offered or will be. Any thread."""
         prefill = self._transfers.get(transfer)
         return prefill is not None and prefill.digest == digest and not prefill.gone
+
+    def answer(self, request: str) -> str:
+        """Return the name of the answer that tells consumers of what a running request offers; its own if it offers nothing."""
+        prefill = self._running.get(request)
+        shared = self._sharing.get(request)
+        return prefill.answer if prefill else shared.sharers[request] if shared else request
 
     def digest(self, transfer: TransferId) -> bytes:
         """Return what an offer's KV depends on; empty if there is none of this name."""

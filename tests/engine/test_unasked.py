@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvxfer import Agent, BlockTable, Config, Ended, FailureKind, Group, Rank, Ticket, TransferId
-from kvxfer.engine import BlockPins, Report, SchedulerSide, WorkerSide
+from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Source

@@ -126,7 +126,7 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "offer tokens by halves": (lambda s: offer(s, tokens=4.0), "tokens must be an integer, not 4.0"),
     "offer negative tokens": (lambda s: offer(s, tokens=-1), "tokens must be at least 0, not -1"),
     "offer to nobody": (lambda s: offer(s, consumers=0), "consumers must be at least 1"),
-    "an answer of a number": (lambda s: offer(s, answer=5), "answer must be a text, not 5"),
+    "an answer of a number": (lambda s: offer(s, answer=5), "answer must be a str, not 5"),
     "offer, and stop or not": (lambda s: offer(s, stops=None), "stops must be True or False"),
     "load a text": (lambda s: load(s, transfer="x"), "transfer must be a kvxfer TransferId"),
     "load a ticket": (
@@ -154,7 +154,10 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "count on a text": (lambda s: allocated(s, external="4"), "external must be an integer"),
     "count on less than nothing": (lambda s: allocated(s, external=-4), "external must be at least 0"),
     "count on too much": (lambda s: allocated(s, external=5), "counts on 5 tokens where 4 can be had"),
-    "count on what is not loaded": (lambda s: s.allocated("x", TABLE, 4), "request x counts on 4 tokens, and does not load"),
+    "count on what is not loaded": (
+        lambda s: s.allocated("x", TABLE, 4),
+        "request x counts on 4 tokens, and does not load",
+    ),
     "load into too few blocks": (lambda s: allocated(s, BlockTable.of([[1]])), "no blocks for tokens 0 to 4"),
     "load into two groups": (
         lambda s: allocated(s, BlockTable.of([[1, 2], [3]])),

@@ -341,7 +341,7 @@ class TestPreemption:
 class TestNames:
     def test_siblings_share_one_offer(self) -> None:
         tracker = tracking(FULL, 20)
-        assert tracker.arrive("s", T, DIGEST, 20, consumers=0)
+        assert tracker.arrive("s", T, DIGEST, 20, answer="r")
         assert tracker.arrive("r", T, DIGEST, 20), "asked again"
         tracker.step("r", 0, 20, table([5, 6]))
         tracker.step("s", 0, 20, table([5, 7]))
@@ -380,7 +380,7 @@ class TestNames:
 
     def test_who_shares_offers_its_own_blocks_if_the_first_fails(self) -> None:
         tracker = tracking(FULL, 20)
-        assert tracker.arrive("s", T, DIGEST, 20, consumers=0)
+        assert tracker.arrive("s", T, DIGEST, 20, answer="r")
         tracker.step("r", 0, 20, table([5, 6]))
         first = only_offer(tracker)
         tracker.finish("r", table([5, 6]), False)

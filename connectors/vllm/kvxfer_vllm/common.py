@@ -18,12 +18,14 @@ __all__ = ["CommonPart", "common_part"]
 class CommonPart(NamedTuple):
     """What to load: the digest of it, and how many tokens. 0: none, and whoever offers this digest may be told so.
 
-    differs: Whether that is since the prompt does not begin with the other one.
+    differs: Whether the prompt does not begin with the other one.
+    rejected: Whether the front end has rejected the request, and all others of its batch.
     """
 
     digest: bytes
     tokens: int
     differs: bool = False
+    rejected: bool = False
 
 
 def common_part(
@@ -48,7 +50,7 @@ def common_part(
     same = length <= whole and told.digest in (b"", own)
     if told.digest and not same and told.facts in ("", facts):
         # vLLM's front end replaces a prompt that it refuses by one token.
-        return CommonPart(told.digest, 0, differs=whole > 1)
+        return CommonPart(told.digest, 0, differs=whole > 1, rejected=whole == 1)
     if not same:
         length, own = whole, content
     tokens = length - left

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvxfer.arguments import shown
@@ -26,12 +27,14 @@ from kvxfer_vllm.ids import ExternalId
 __all__ = [
     "Told",
     "answer",
+    "answer_of",
     "digest_of",
     "is_load",
     "is_offer",
     "is_routed",
     "offer_key",
     "offered_id",
+    "others_of",
     "told_of",
     "translated",
     "wanted",
@@ -39,8 +42,11 @@ __all__ = [
 
 TRANSFER, EPOCH, DIGEST, ADDRESS = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address"
 FACTS, TOKENS, REQUEST = "kvxfer_facts", "remote_num_tokens", "remote_request_id"
+OTHERS = "kvxfer_others"
 LONGEST = 4096
 """Characters that a text in params may have; vLLM's request ids are far shorter."""
+MOST_PROMPTS = 1 << 12
+"""The most prompts of a batch of which an answer speaks."""
 
 
 def translated(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,22 +86,48 @@ def is_routed(params: Mapping[str, Any]) -> bool:
     return bool(params.get("transfer_id"))
 
 
-def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId) -> TransferId:
+def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId, digest: bytes) -> TransferId:
     """Return the id under which a prompt is offered: the router's, or else one that this engine makes.
+
+    Clients send one request id for several requests, so the digest is part of the id that this engine makes.
 
     Raises:
         IdentityError: The router's id is invalid, or the request's id is too long.
     """
     name = params.get("transfer_id")
-    return _routed(name, external) if name else TransferId.mint(epoch, external.base, external.prompt)
+    return _routed(name, external) if name else TransferId.mint(epoch, _named(external.base, digest), external.prompt)
 
 
-def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, tokens: int, facts: str) -> dict[str, Any]:
-    """Return P's answer, which its router passes to D. ``facts`` is a hash of what all of P's KV depends on.
+def _named(base: str, digest: bytes) -> str:
+    """Return the base of a transfer's id for one content."""
+    return f"{base}/{digest.hex()}"
+
+
+def answer(
+    ticket: Ticket,
+    engine: str,
+    request: str,
+    tp: int,
+    groups: int,
+    tokens: int,
+    facts: str,
+    others: Mapping[int, bytes] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return P's answer, which its router passes to D.
+
+    Args:
+        ticket: The offer of the prompt, the first if the request was a batch.
+        engine: The engine's name.
+        request: The name of the answer (``SchedulerSide.answer``).
+        tp: How many ranks share the heads.
+        groups: The number of KV-cache groups.
+        tokens: How many tokens are offered.
+        facts: A hash of what all of P's KV depends on.
+        others: The digests of the other prompts of a batch, by position.
 
     ``remote_block_ids`` holds an empty row for each group: kvxfer does not need it, but some routers check that it is there.
     """
-    source = ticket.source
+    source, base = ticket.source, ticket.transfer.base
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -106,11 +138,12 @@ def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, toke
         "remote_port": source.port,
         TOKENS: tokens,
         "tp_size": tp,
-        TRANSFER: ticket.transfer.base,
+        TRANSFER: base.removesuffix("/" + ticket.digest.hex()),
         ADDRESS: str(Address(source.host, source.port)),
         EPOCH: f"{source.epoch:x}",
         DIGEST: ticket.digest.hex(),
         FACTS: facts,
+        **({OTHERS: {str(position): digest.hex() for position, digest in others.items()}} if others else {}),
     }
 
 
@@ -168,8 +201,23 @@ def wrong_role(params: Mapping[str, Any]) -> str | None:
     )
 
 
-def wanted(params: Mapping[str, Any], external: ExternalId) -> tuple[TransferId, Source] | str:
-    """Return which transfer D is to load and from where, or a text that says what is missing or malformed.
+def answer_of(params: Mapping[str, Any]) -> str | None:
+    """Return the name of P's answer, if it has one."""
+    name = params.get(REQUEST)
+    return name if isinstance(name, str) and 0 < len(name) <= LONGEST else None
+
+
+def others_of(params: Mapping[str, Any]) -> dict[int, bytes]:
+    """Return the digests of the other prompts of P's batch by position; what is unreadable is left out."""
+    told = params.get(OTHERS)
+    if not isinstance(told, Mapping) or len(told) > MOST_PROMPTS:
+        return {}
+    read = ((position, digest_of({DIGEST: text})) for position, text in told.items())
+    return {int(position): digest for position, digest in read if digest and str(position).isdecimal()}
+
+
+def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes) -> tuple[TransferId, Source] | str:
+    """Return which transfer with this content D is to load and from where, or a text that says what is missing or malformed.
 
     Raises:
         IdentityError: The transfer's id is invalid.
@@ -186,7 +234,9 @@ def wanted(params: Mapping[str, Any], external: ExternalId) -> tuple[TransferId,
     if len(base) > LONGEST:
         return f"{TRANSFER} has {len(base)} characters, more than {LONGEST}: {shown(base)}"
     try:
-        return TransferId(base, external.prompt), Source(where.host, where.port, int(epoch[:LONGEST], 16))
+        return TransferId(_named(base, digest), external.prompt), Source(
+            where.host, where.port, int(epoch[:LONGEST], 16)
+        )
     except ValueError:
         return f"{EPOCH} is not a hexadecimal number of up to 63 bits: {shown(epoch)}"
 

@@ -19,6 +19,7 @@ from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
 from kvxfer_vllm.adapters import UnknownAdapterError
+from kvxfer_vllm.batches import Batches
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.identity import facts_of, updated
@@ -87,6 +88,7 @@ class SchedulerHooks:
         self._seen: set[str] = set()
         self._spans = RequestSpans(vllm_config)
         self._loading = LoadingRequests(self._spans)
+        self._batches = Batches()
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
         self._partial: dict[str, tuple[int, ...]] = {}  # loads that are here in part, and their blocks behind that
@@ -136,10 +138,7 @@ class SchedulerHooks:
             return
         external, content = external_id(name), self._digest(request)  # of the whole prompt, before it may be cut
         if offers:
-            transfer = p.offered_id(params, self.side.source.epoch, external)
-            if self._recurrent:  # not before it is known that there will be an offer
-                leave_last_token(request)
-            self.side.offer(name, transfer, content, request.num_prompt_tokens, stops=request.max_tokens == 1)
+            self._offer(request, params, external, content)
         if loads:
             # The last prompt token is computed here in any case, so its KV need not come. Who offers a state computes the one before
             # it, too, and of the tokens before both P has no state.
@@ -154,13 +153,36 @@ class SchedulerHooks:
             )
             self._load(request, params, external, part)
 
+    def _offer(self, request: Request, params: Mapping[str, Any], external: ExternalId, content: bytes) -> None:
+        """Offer a prompt to other engines, or say why not."""
+        name = request.request_id
+        transfer = p.offered_id(params, self.side.source.epoch, external, content)
+        if request.resumable:
+            self._not_offered(name, "vLLM tells nobody of it, since more of its prompt may come (streaming input)")
+            return
+        if self._recurrent:  # not before it is known that there will be an offer
+            leave_last_token(request)
+        # The samples of a prompt have one answer. So have all requests for which a router has one name.
+        answer = str(transfer) if p.is_routed(params) else name if external.child is None else name.partition("_")[2]
+        tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
+        if self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
+            self._batches.arrived(name, external, content)
+        elif tokens:
+            self._not_offered(name, f"{transfer} is offered with other content, or its last offer is just ending")
+
+    def _not_offered(self, name: str, why: str) -> None:
+        self._loading.not_offered()
+        log.warning("request %s is not offered to other engines: %s", printable(name), why)
+
     def _load(self, request: Request, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
         """Load this part of a prompt from where the params say, unless that is known to be in vain."""
-        name, want = request.request_id, p.wanted(params, external)
+        name, want = request.request_id, p.wanted(params, external, part.digest)
         if isinstance(want, str):
             log.warning("request %s is computed here: %s", printable(name), want)
             return
         transfer, source = want
+        if part.rejected:
+            self._decline_others(params, external)
         key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
         if key in self._loading.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
@@ -169,7 +191,7 @@ class SchedulerHooks:
             return
         enough = min(self._block_tokens, part.tokens) if self._partly and not answered else 0
         what = name, transfer, part.digest, source, part.tokens
-        took = self.side.load(*what, begun=answered, offered=answered, enough=enough)
+        took = self.side.load(*what, begun=answered, offered=answered, enough=enough, answer=p.answer_of(params))
         self._loading.arrived(request, str(transfer), key if took else None)
         self._ends[name] = part.tokens
         if part.differs:
@@ -180,6 +202,13 @@ class SchedulerHooks:
         if self._hits is not None and not request.skip_reading_prefix_cache:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
             self.side.prefetch(name, self._hits(request))
+
+    def _decline_others(self, params: Mapping[str, Any], external: ExternalId) -> None:
+        """Tell a producer that nobody will fetch the other prompts of a batch."""
+        for position, content in p.others_of(params).items():
+            want = p.wanted(params, ExternalId(external.base, position, None), content)
+            if not isinstance(want, str):
+                self.side.decline(want[0], content, want[1])
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
@@ -237,11 +266,15 @@ class SchedulerHooks:
         self._tables.pop(name, None)
         self._loading.ended(name, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
-        if not self.side.finished(name, _table(block_ids), whole, good=aborted) or ticket is None:
-            return False, None
-        self._spans.begin(OFFER, request, str(ticket.transfer))
+        answer, others = self.side.answer(name), self._batches.others(name)
+        self._batches.finished(name)
+        held = self.side.finished(name, _table(block_ids), whole, good=aborted)
+        if ticket is None or not self.side.offers(ticket):
+            return held, None
+        if held:
+            self._spans.begin(OFFER, request, str(ticket.transfer))
         sizes = self._tp, len(block_ids), request.num_prompt_tokens
-        return True, p.answer(ticket, self._engine, name, *sizes, self._facts)
+        return held, p.answer(ticket, self._engine, answer, *sizes, self._facts, others)
 
     def _digest(self, request: Request, tokens: int | None = None) -> bytes:
         """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""

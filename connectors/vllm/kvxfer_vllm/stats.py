@@ -22,6 +22,9 @@ DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
 """What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, since all was
 cached, or what was fetched ahead of its step failed."""
 
+NOT_OFFERED = "not_offered"
+"""What became of a request that was to be offered, and is not; its log line says why."""
+
 COUNTS = ("corrupt", "direct", "staged")
 """Those of an agent's stats that only ever grow."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
@@ -60,6 +63,10 @@ class KVXferStats(KVConnectorStats):
     def request(self, outcome: str, seconds: float) -> None:
         """Record that a request's load has ended, so many seconds after the request arrived."""
         self.data["requests"].append([outcome, seconds])
+
+    def not_offered(self) -> None:
+        """Record that a request was to be offered, and is not."""
+        self._count("offers", NOT_OFFERED, 1)
 
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
         """Record how a rank's agent's numbers have changed since ``before``; None if there was nothing before."""
@@ -168,7 +175,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 self._parts.labels(*values, way)
             for outcome in (DELIVERED, COMPUTED, *FailureKind):
                 self._requests.labels(*values, str(outcome))
-            for outcome in (DELIVERED, *FailureKind):
+            for outcome in (DELIVERED, NOT_OFFERED, *FailureKind):
                 self._loads.labels(*values, str(outcome))
                 self._offers.labels(*values, str(outcome))
             if self._nixl is not None:
