@@ -431,7 +431,7 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        ours: tuple[Sized, ...] = (self._seen, self._tables, self._loads, self._ends, self._partial, self._content)
+        ours: tuple[Sized, ...] = (self._seen, self._tables, self._loads, self._ends, self._partial, self._content, self._batches)
         return sum(map(len, (*ours, self._loading, self._retained, self._spans, self.side)))
 
 

@@ -1,0 +1,185 @@
+"""One HTTP answer, many requests of the engine: samples of a prompt, batches, and requests under one id that a client has chosen.
+
+Whatever is asked for, its KV moves or the log says why not, and nothing is held once all is answered.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+
+import pytest
+
+from tests.vllm.cases import OFFER, check, prefill
+from tests.vllm.engine import STATEFUL, Engine, prompt
+
+Make = Callable[..., Engine]
+
+
+def children(engine: Engine, text: list[int], params: dict[str, object], count: int, n: int) -> list[str]:
+    """The samples of one prompt, as vLLM's front end names them. The harness adds digits, and vLLM does so before the prefix."""
+    parent = f"chatcmpl-x-{secrets.token_hex(4)}"
+    return [engine.child(i, parent, text, params, n=n) for i in range(count)]
+
+
+def settle(*engines: Engine, steps: int = 40) -> None:
+    for _ in range(steps):
+        for engine in engines:
+            engine.step()
+
+
+def clean(*engines: Engine) -> None:
+    """Nothing is held, and no lease was waited for."""
+    settle(*engines)
+    for engine in engines:
+        assert engine.free == engine.room, "blocks are held"
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_samples_share_one_offer_and_any_of_them_tells_it(make: Make, count: int) -> None:
+    p, d = make(), make()
+    text = prompt(50)
+    at_p = children(p, text, OFFER, count, n=1)
+    p.run(until=at_p[-1])
+    params = [p.done[name].params for name in at_p]
+    assert all(said is not None for said in params), "vLLM relays those of the one that ends last"
+    assert len({str(said) for said in params}) == 1
+    at_d = children(d, text, params[-1], count, n=4)
+    for name in at_d:
+        d.run(p, until=name)
+        check(d, name, text)
+    assert d.loaded > 0
+    clean(p, d)
+
+
+def test_the_sample_whose_blocks_are_offered_may_fail(make: Make) -> None:
+    p, d = make(budget=16), make()
+    text = prompt(50)
+    first, second = children(p, text, OFFER, 2, n=1)
+    p.step()
+    p.abort(first)
+    p.run(until=second)
+    params = p.done[second].params
+    assert params is not None
+    name = d.add(text, params)
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.loaded > 0
+    clean(p, d)
+
+
+@pytest.mark.parametrize("one_at", [0, 1, 2])
+def test_a_batch_with_a_prompt_of_one_token(make: Make, one_at: int) -> None:
+    p, d = make(), make()
+    texts = [prompt(50 + i, seed=i) for i in range(3)]
+    texts[one_at] = [7]
+    params, _ = batch(p, texts)
+    at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
+    settle(d, p)
+    for name, text in zip(at_d, texts, strict=True):
+        check(d, name, text)
+    clean(p, d)
+
+
+def batch(p: Engine, texts: list[list[int]], name: str = "cmpl-abc") -> tuple[dict[str, object], list[str]]:
+    """Have P compute a batch; what vLLM tells of it, and the ids."""
+    at_p = [p.add(text, OFFER, n=1, name=f"{name}-{i}") for i, text in enumerate(texts)]
+    for one in at_p:
+        p.run(until=one)
+    p.steps(3)
+    params = p.done[at_p[0]].params
+    assert params is not None
+    return params, at_p
+
+
+def test_a_batch_that_the_front_end_rejects_is_given_up_whole(make: Make) -> None:
+    p, d = make(), make()
+    params, _ = batch(p, [prompt(50 + i, seed=i) for i in range(3)])
+    assert p.free < p.room
+    d.reject([], params, "cmpl-abc")
+    clean(p, d)
+
+
+def test_batches_under_one_id_do_not_give_each_other_up(make: Make) -> None:
+    """It is unclear which prompts belong together, so what is rejected waits for its lease."""
+    p, d = make(), make()
+    texts = [[prompt(40 + i, seed=10 * j + i) for i in range(2)] for j in range(2)]
+    at_p = [[p.add(text, OFFER, n=1, name=f"cmpl-abc-{i}") for i, text in enumerate(one)] for one in texts]
+    for name in (*at_p[0], *at_p[1]):
+        p.run(until=name)
+    d.reject([], p.done[at_p[0][0]].params, "cmpl-abc")
+    params = p.done[at_p[1][0]].params
+    at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts[1])]
+    settle(d, p)
+    for name, text in zip(at_d, texts[1], strict=True):
+        check(d, name, text)
+    assert d.loaded == sum(len(text) - 1 for text in texts[1])
+    p.lease_ends()
+    clean(p, d)
+
+
+@pytest.mark.parametrize("groups", [STATEFUL], ids=["stateful"])
+def test_a_recurrent_model_whose_first_prompt_has_one_token(make: Make, groups: object) -> None:
+    p, d = make(groups), make(groups)
+    texts = [[7], prompt(50), prompt(60, seed=3)]
+    params, _ = batch(p, texts)
+    at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
+    settle(d, p, steps=80)
+    for name, text in zip(at_d, texts, strict=True):
+        check(d, name, text)
+    assert d.loaded > 0
+    clean(p, d)
+
+
+def test_requests_under_one_id_are_offered_each(make: Make) -> None:
+    p, d = make(), make()
+    texts = [prompt(30 + i, seed=i) for i in range(5)]
+    at_p = [p.add(text, OFFER, n=1, name="chatcmpl-session") for text in texts]
+    p.run(until=at_p[-1])
+    at_d = [
+        d.add(text, p.done[name].params, name="chatcmpl-session") for text, name in zip(texts, at_p, strict=True)
+    ]
+    for name, text in zip(at_d, texts, strict=True):
+        d.run(p, until=name)
+        check(d, name, text)
+    assert d.loaded == sum(len(text) - 1 for text in texts)
+    clean(p, d)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_one_prompt_twice_under_one_id_at_once(make: Make, engines: int) -> None:
+    """Each answer may go to an engine of its own; if both go to one, that says so."""
+    p, ds = make(), [make() for _ in range(engines)]
+    text = prompt(50)
+    at_p = [p.add(text, OFFER, n=1, name="chatcmpl-session") for _ in range(2)]
+    p.run(until=at_p[-1])
+    at_d = [(ds[i % engines], ds[i % engines].add(text, p.done[name].params)) for i, name in enumerate(at_p)]
+    settle(p, *ds)
+    for d, name in at_d:
+        check(d, name, text)
+    assert all(d.loaded for d in ds)
+    clean(p, *ds)
+
+
+def test_a_retry_under_the_id_of_an_answer_that_was_lost(make: Make) -> None:
+    p, d = make(), make()
+    text = prompt(50)
+    prefill(p, text, name="chatcmpl-session")
+    params = prefill(p, text, name="chatcmpl-session")
+    other = prefill(p, prompt(40, seed=5), name="chatcmpl-session")
+    for said, one in ((params, text), (other, prompt(40, seed=5))):
+        name = d.add(one, said)
+        d.run(p, until=name)
+        check(d, name, one)
+    assert d.loaded == 49 + 39
+    clean(p, d)
+
+
+def test_streaming_input_is_not_offered_and_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    p = make()
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        name = p.add(prompt(30), OFFER, n=1, resumable=True)
+        p.steps(4)
+    assert "not offered to other engines" in caplog.text and "streaming input" in caplog.text
+    p.abort(name)
+    clean(p)
