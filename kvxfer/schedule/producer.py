@@ -118,6 +118,7 @@ class OfferSchedule:
             generation,
             self._nothing,
         )
+        prefill.answers[prefill.answer] = consumers
         self._running[request] = self._transfers[transfer] = prefill
         return True
 

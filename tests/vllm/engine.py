@@ -333,6 +333,16 @@ class Engine:
         """Queue a request; the result is its id."""
         self.count += 1
         name = f"{name or f'r{self.count}'}-{secrets.token_hex(4)}"  # as vLLM does: no other engine calls it so
+        return self._queue(name, tokens, params, n, more)
+
+    def samples(self, tokens: Sequence[int], params: dict[str, Any], count: int, *, n: int = 4, name: str) -> list[str]:
+        """Queue the samples of one prompt, as vLLM's front end does; the result is their ids."""
+        parent = f"{name}-{secrets.token_hex(4)}"
+        return [self._queue(f"{i}_{parent}", tokens, params, n, {}) for i in range(count)]
+
+    def _queue(
+        self, name: str, tokens: Sequence[int] | None, params: dict[str, Any] | None, n: int, more: dict[str, Any]
+    ) -> str:
         extra = {"kv_transfer_params": params} if params is not None else None
         self.scheduler.add_request(
             Request(
@@ -523,6 +533,11 @@ class Engine:
         """Whether a consumer that names this source means us."""
         here = self.address
         return (source.host, source.port) == (here.host, here.port) and source.epoch in (0, here.epoch)
+
+    @property
+    def loaded(self) -> int:
+        """How many tokens its first rank has loaded from other engines."""
+        return int(self.agents[0].loaded)
 
     @property
     def free(self) -> int:

@@ -4,7 +4,7 @@ Whatever is asked for, its KV moves or the log says why not, and nothing is held
 """
 
 import logging
-import secrets
+import time
 from collections.abc import Callable
 
 import pytest
@@ -15,14 +15,9 @@ from tests.vllm.engine import STATEFUL, Engine, prompt
 Make = Callable[..., Engine]
 
 
-def children(engine: Engine, text: list[int], params: dict[str, object], count: int, n: int) -> list[str]:
-    """The samples of one prompt, as vLLM's front end names them. The harness adds digits, and vLLM does so before the prefix."""
-    parent = f"chatcmpl-x-{secrets.token_hex(4)}"
-    return [engine.child(i, parent, text, params, n=n) for i in range(count)]
-
-
 def settle(*engines: Engine, steps: int = 40) -> None:
     for _ in range(steps):
+        time.sleep(0.002)  # what engines tell each other goes through real sockets
         for engine in engines:
             engine.step()
 
@@ -39,12 +34,12 @@ def clean(*engines: Engine) -> None:
 def test_samples_share_one_offer_and_any_of_them_tells_it(make: Make, count: int) -> None:
     p, d = make(), make()
     text = prompt(50)
-    at_p = children(p, text, OFFER, count, n=1)
+    at_p = p.samples(text, OFFER, count, n=1, name="chatcmpl-x")
     p.run(until=at_p[-1])
     params = [p.done[name].params for name in at_p]
     assert all(said is not None for said in params), "vLLM relays those of the one that ends last"
-    assert len({str(said) for said in params}) == 1
-    at_d = children(d, text, params[-1], count, n=4)
+    assert len({(said["kvxfer_transfer"], said["kvxfer_digest"], said["remote_request_id"]) for said in params}) == 1
+    at_d = d.samples(text, params[-1], count, name="chatcmpl-y")
     for name in at_d:
         d.run(p, until=name)
         check(d, name, text)
@@ -55,7 +50,7 @@ def test_samples_share_one_offer_and_any_of_them_tells_it(make: Make, count: int
 def test_the_sample_whose_blocks_are_offered_may_fail(make: Make) -> None:
     p, d = make(budget=16), make()
     text = prompt(50)
-    first, second = children(p, text, OFFER, 2, n=1)
+    first, second = p.samples(text, OFFER, 2, n=1, name="cmpl-x-0")
     p.step()
     p.abort(first)
     p.run(until=second)
@@ -136,9 +131,7 @@ def test_requests_under_one_id_are_offered_each(make: Make) -> None:
     texts = [prompt(30 + i, seed=i) for i in range(5)]
     at_p = [p.add(text, OFFER, n=1, name="chatcmpl-session") for text in texts]
     p.run(until=at_p[-1])
-    at_d = [
-        d.add(text, p.done[name].params, name="chatcmpl-session") for text, name in zip(texts, at_p, strict=True)
-    ]
+    at_d = [d.add(text, p.done[name].params, name="chatcmpl-session") for text, name in zip(texts, at_p, strict=True)]
     for name, text in zip(at_d, texts, strict=True):
         d.run(p, until=name)
         check(d, name, text)

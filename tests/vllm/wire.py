@@ -6,6 +6,7 @@ a test that wants to see the middle of something pauses it and calls `read`, `se
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ class Agent:
     unwanted: set[TransferId] = field(default_factory=set)  # dropped before they were offered
     out: list[Event] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    readers: Counter[TransferId] = field(default_factory=Counter)  # how many have read what is offered
+    loaded: int = 0  # tokens that were delivered here
     said: Stats = Stats(fetches=0, offers=0, quarantined_bytes=0, corrupt=0, direct=0, staged=0)
 
     def links(self) -> list[LinkStatus]:
@@ -67,6 +70,7 @@ class Agent:
     def offer(self, offer: Offer, after: Any = None) -> None:
         if offer.generation > self.over.get(offer.transfer, -1):
             self.offers[offer.transfer] = offer
+            self.enough(offer.transfer)
             if offer.transfer in self.unwanted and offer.transfer not in self.over:
                 self._over(offer.transfer, offer.generation, Outcome(Failure(FailureKind.CANCELLED, "nobody wants it")))
 
@@ -150,6 +154,13 @@ class Agent:
             self.unwanted.add(fetch.transfer)
         elif offer.digest == fetch.digest:  # else it meant something else by that name
             self._over(offer.transfer, offer.generation, Outcome(why))
+
+    def enough(self, transfer: TransferId) -> None:
+        """An offer is over once as many have read it as it is for."""
+        offer = self.offers[transfer]
+        if self.readers[transfer] >= offer.consumers:
+            del self.readers[transfer]
+            self._over(transfer, offer.generation, Outcome())
 
     def lease_ends(self) -> None:
         """Nobody has asked in time for what is still offered."""
@@ -257,7 +268,9 @@ class Wire:
             return self.fail(load, "the producer's blocks are not those that were announced")
         load.agent.end(load, Outcome(), offer.generation, offer.tokens if offer.tokens < load.fetch.tokens else None)
         load.agent.quiet(load)
-        peer._over(offer.transfer, offer.generation, Outcome())
+        load.agent.loaded += min(offer.tokens, load.fetch.tokens) - load.fetch.start
+        peer.readers[offer.transfer] += 1
+        peer.enough(offer.transfer)
         return True
 
     def fail(self, load: Load, reason: str, quiet: bool = True, kind: FailureKind = FailureKind.PEER_LOST) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import BlockPins, Report, SchedulerSide
+from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
@@ -89,6 +89,7 @@ class SchedulerHooks:
         self._spans = RequestSpans(vllm_config)
         self._loading = LoadingRequests(self._spans)
         self._batches = Batches()
+        self._nothing: dict[str, Ticket] = {}  # of requests that have nothing to offer
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
         self._partial: dict[str, tuple[int, ...]] = {}  # loads that are here in part, and their blocks behind that
@@ -109,15 +110,22 @@ class SchedulerHooks:
         self._seen.add(request.request_id)
         self._room.arrived(request.request_id)
         self._content.arrived(request)
+        params: Mapping[str, Any] = {}
         try:
-            params = request.kv_transfer_params or self._legacy(request)
+            params = p.translated(request.kv_transfer_params or self._legacy(request) or {})
             if params:
-                self._take_up(request, p.translated(params))
+                self._take_up(request, params)
         except UnknownAdapterError as e:
+            self._takes_no_part(params)
             (log.debug if e.adapter in self._warned else log.warning)("%s", e)
             self._warned.add(e.adapter)
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
+            self._takes_no_part(params)
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
+
+    def _takes_no_part(self, params: Mapping[str, Any]) -> None:
+        if self._produces and p.is_offer(params):
+            self._loading.not_offered()
 
     def _legacy(self, request: Request) -> dict[str, Any] | None:
         """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
@@ -160,6 +168,11 @@ class SchedulerHooks:
         if request.resumable:
             self._not_offered(name, "vLLM tells nobody of it, since more of its prompt may come (streaming input)")
             return
+        if request.num_prompt_tokens < 1 + self._recurrent:
+            # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if that is this one.
+            self._batches.arrived(name, external, content)
+            self._nothing[name] = Ticket(transfer, content, self.side.source)
+            return
         if self._recurrent:  # not before it is known that there will be an offer
             leave_last_token(request)
         # The samples of a prompt have one answer. So have all requests for which a router has one name.
@@ -167,7 +180,7 @@ class SchedulerHooks:
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
         if self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
             self._batches.arrived(name, external, content)
-        elif tokens:
+        else:
             self._not_offered(name, f"{transfer} is offered with other content, or its last offer is just ending")
 
     def _not_offered(self, name: str, why: str) -> None:
@@ -266,10 +279,13 @@ class SchedulerHooks:
         self._tables.pop(name, None)
         self._loading.ended(name, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
+        nothing = self._nothing.pop(name, None)
         answer, others = self.side.answer(name), self._batches.others(name)
         self._batches.finished(name)
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
         if ticket is None or not self.side.offers(ticket):
+            ticket = nothing if whole and others else None
+        if ticket is None:
             return held, None
         if held:
             self._spans.begin(OFFER, request, str(ticket.transfer))
@@ -431,7 +447,16 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        ours: tuple[Sized, ...] = (self._seen, self._tables, self._loads, self._ends, self._partial, self._content, self._batches)
+        ours: tuple[Sized, ...] = (
+            self._seen,
+            self._tables,
+            self._loads,
+            self._ends,
+            self._partial,
+            self._content,
+            self._batches,
+            self._nothing,
+        )
         return sum(map(len, (*ours, self._loading, self._retained, self._spans, self.side)))
 
 
