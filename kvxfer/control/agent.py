@@ -68,6 +68,9 @@ class Agent:
         facts: What all KV in the cache depends on, the same as the engine's directory states (``kvxfer.facts``); ``None`` if
             the engine will call ``identify``.
 
+    Attributes:
+        followed: Whether a ``kvxfer.engine.WorkerSide`` takes its events.
+
     Raises:
         ArgumentError: An argument has the wrong type, or ``Cache.check`` refuses the cache.
         ConfigError: The back end is unknown, or options or facts are bad.
@@ -84,7 +87,7 @@ class Agent:
         self._calls = Calls(cache)
         stated = None if facts is None else f.check(facts)
         self.cache, self.config, self.epoch = cache, config, new_epoch()
-        self._owner = ProcessGuard("this agent")
+        self._owner, self.followed = ProcessGuard("this agent"), False
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
         self._backends = candidates(config, (r.device for r in cache.regions))
         self._events = EventQueue()

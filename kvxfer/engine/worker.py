@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from weakref import WeakSet
 
 from msgspec.structs import replace
 
@@ -99,7 +98,7 @@ class WorkerSide:
         self._direct: set[int] = set()  # numbers of fetches that have begun, and come again with their step
         self._next = 0  # the number after those of the last step
         self._channel = None if channel is None else self._open(channel)
-        _FOLLOWED.add(agent)
+        agent.followed = True
 
     def _open(self, channel: Callable[[Take, Results], WorkerChannel]) -> WorkerChannel | None:
         try:
@@ -380,15 +379,11 @@ class WorkerSide:
             return self._ends.results()
 
 
-_FOLLOWED: WeakSet[Agent] = WeakSet()
-"""The agents that have a worker side, which takes their events."""
-
-
 def _agent(agent: Agent) -> Agent:
     """Refuse what is not an agent, and one whose events another worker side takes."""
     if not hasattr(agent, "cache"):
         raise ArgumentError(f"agent must be a kvxfer Agent, not {arguments.shown(agent)}")
-    if agent in _FOLLOWED:
+    if getattr(agent, "followed", False):
         raise ArgumentError(
             "agent must not have a worker side yet: each takes the agent's events, so make one for each agent"
         )

@@ -41,6 +41,7 @@ def measure(
         The further steps that each load took. For each stage, the median over these loads of the time at which it was reached, in µs
         from the request's arrival; and, for each stage but the first, how long after the stage before it that was.
     """
+    from kvxfer_vllm.params import content_name
     from kvxfer_vllm.played import engines  # here, since it loads vLLM, and the program loads this file even for --help
     from kvxfer_vllm.played_prefill import Prompt
 
@@ -60,7 +61,8 @@ def measure(
                 "kvxfer_epoch": f"{source.epoch:x}",
             }
             request = engine.request(f"load{i}", tokens, 1, params)
-            producer.begin(Prompt(TransferId(base, 0), engine.digest(request), tokens, 1, 0.0))
+            content = engine.digest(request)
+            producer.begin(Prompt(TransferId(content_name(base, content), 0), content, tokens, 1, 0.0))
             producer.last_token()
             engine.step()
             begun, first = time.monotonic(), engine.steps + 1

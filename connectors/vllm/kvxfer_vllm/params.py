@@ -28,6 +28,7 @@ __all__ = [
     "Told",
     "answer",
     "answer_of",
+    "content_name",
     "digest_of",
     "is_load",
     "is_offer",
@@ -95,10 +96,14 @@ def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId, dige
         IdentityError: The router's id is invalid, or the request's id is too long.
     """
     name = params.get("transfer_id")
-    return _routed(name, external) if name else TransferId.mint(epoch, _named(external.base, digest), external.prompt)
+    return (
+        _routed(name, external)
+        if name
+        else TransferId.mint(epoch, content_name(external.base, digest), external.prompt)
+    )
 
 
-def _named(base: str, digest: bytes) -> str:
+def content_name(base: str, digest: bytes) -> str:
     """Return the base of a transfer's id for one content."""
     return f"{base}/{digest.hex()}"
 
@@ -216,8 +221,10 @@ def others_of(params: Mapping[str, Any]) -> dict[int, bytes]:
     return {int(position): digest for position, digest in read if digest and str(position).isdecimal()}
 
 
-def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes) -> tuple[TransferId, Source] | str:
-    """Return which transfer with this content D is to load and from where, or a text that says what is missing or malformed.
+def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes = b"") -> tuple[TransferId, Source] | str:
+    """Return which transfer D is to load and from where, or a text that says what is missing or malformed.
+
+    ``digest`` is that of D's prompt. It names the transfer unless P has named this very prompt, which may turn out to be another.
 
     Raises:
         IdentityError: The transfer's id is invalid.
@@ -234,9 +241,8 @@ def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes) -> tu
     if len(base) > LONGEST:
         return f"{TRANSFER} has {len(base)} characters, more than {LONGEST}: {shown(base)}"
     try:
-        return TransferId(_named(base, digest), external.prompt), Source(
-            where.host, where.port, int(epoch[:LONGEST], 16)
-        )
+        base = content_name(base, told_of(params, external).digest or digest)
+        return TransferId(base, external.prompt), Source(where.host, where.port, int(epoch[:LONGEST], 16))
     except ValueError:
         return f"{EPOCH} is not a hexadecimal number of up to 63 bits: {shown(epoch)}"
 

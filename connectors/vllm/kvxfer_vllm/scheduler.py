@@ -169,7 +169,8 @@ class SchedulerHooks:
             self._not_offered(name, "vLLM tells nobody of it, since more of its prompt may come (streaming input)")
             return
         if request.num_prompt_tokens < 1 + self._recurrent:
-            # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if that is this one.
+            # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
+            # that is this one.
             self._batches.arrived(name, external, content)
             self._nothing[name] = Ticket(transfer, content, self.side.source)
             return
