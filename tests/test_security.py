@@ -216,7 +216,7 @@ def test_who_dials_takes_nobody_without_the_key_for_a_producer(
 
     threading.Thread(target=serve, daemon=True).start()
     d = engine(key_file=key, transfer_timeout=1.0)
-    end = outcome(d, d, Source("127.0.0.1", listener.getsockname()[1], 7))
+    end = outcome(engine(key_file=key), d, Source("127.0.0.1", listener.getsockname()[1], 7))
     listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves the thread in ``accept``
     listener.close()
     assert end.outcome.kind is FailureKind.REFUSED and not any(heard)

@@ -209,6 +209,11 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
             "opened_by": "side channel, in each worker of an engine that has one",
             "who": "the engine's own scheduler, which knows each worker's secret",
         },
+        {
+            "port": "unix:@kvxfer-revocations-*",
+            "opened_by": "revocation counter, in each worker",
+            "who": "consumers on this host, which know a secret of their link",
+        },
     ]
     for name, f in found.items():
         if not f.probe.usable:

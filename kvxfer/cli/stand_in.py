@@ -26,7 +26,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.memory import allocate
 from kvxfer.protocol.messages import Await, Named
-from kvxfer.protocol.values import Ended
+from kvxfer.protocol.values import Ended, Released
 from kvxfer.settings import loopback
 from kvxfer.values import BlockTable, Fetch, Offer
 
@@ -48,13 +48,13 @@ MOST_ASKED = 1000
 
 
 class _Half:
-    """An agent with a cache that no request uses, and its directory."""
+    """An agent with a cache that no request uses, and its directory. What it offers and what it fetches lie in halves of that cache."""
 
     def __init__(self, config: Config, name: str, device: str, seconds: float) -> None:
         self._longest = 2 * seconds
         config = msgspec.structs.replace(config, transfer_timeout=seconds, lease=seconds)
-        self._space = allocate(BLOCKS * BLOCK, device)
-        view = View("kv", 0, ("0",), (0,), BLOCKS, BLOCK, BLOCK, "bytes")
+        self._space = allocate(2 * BLOCKS * BLOCK, device)
+        view = View("kv", 0, ("0",), (0,), 2 * BLOCKS, BLOCK, BLOCK, "bytes")
         self.agent = Agent(Cache((self._space.region,), (Group(1),), (view,)), config, name, {})
         try:
             self.directory = Directory(config, name, {}, epoch=self.agent.epoch)
@@ -67,17 +67,19 @@ class _Half:
         self.agent.offer(Offer(transfer, DIGEST, 1, blocks, _table(blocks), True, payload=payload))
 
     def fetch(self, transfer: TransferId, blocks: int, source: Source) -> Ended:
-        """Fetch a transfer, and return how it ended.
+        """Fetch a transfer, and return how it ended once its blocks may be used again.
 
         Raises:
             KvxferError: It does not end.
         """
-        self.agent.fetch(Fetch(str(transfer), transfer, DIGEST, source, _table(blocks), 0, blocks))
-        until = time.monotonic() + self._longest
+        self.agent.fetch(Fetch(str(transfer), transfer, DIGEST, source, _table(blocks, BLOCKS), 0, blocks))
+        until, ended = time.monotonic() + self._longest, None
         while time.monotonic() < until:
             for event in self.agent.events(0.1):
                 if isinstance(event, Ended) and event.transfer == transfer:
-                    return event
+                    ended = event
+                if ended is not None and isinstance(event, Released) and event.transfer == transfer:
+                    return ended
         raise KvxferError(f"transfer {transfer} did not end within {self._longest:g} s")
 
     def close(self) -> None:
@@ -85,9 +87,9 @@ class _Half:
         self.agent.close()
 
 
-def _table(blocks: int) -> BlockTable:
-    """Return this many blocks, scattered over the cache: 389 and 1024 have no common divisor."""
-    return BlockTable.of([[i * 389 % BLOCKS for i in range(blocks)]])
+def _table(blocks: int, first: int = 0) -> BlockTable:
+    """Return this many blocks, scattered over half of the cache: 389 and 1024 have no common divisor."""
+    return BlockTable.of([[first + i * 389 % BLOCKS for i in range(blocks)]])
 
 
 class StandIn:

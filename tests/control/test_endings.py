@@ -150,11 +150,11 @@ def test_what_comes_after_close_is_refused_and_what_came_before_has_its_end(engi
     p, d = engine({}, seed=1), engine({})
     agent = d.agents[0]
     agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
-    agent.offer(offered([1], 4, transfer=name(10), final=False))
+    agent.offer(offered([2], 4, transfer=name(10), final=False))
     agent.close()
     for call in (
         lambda: agent.fetch(fetch(p.source, [1], 4, transfer=name(1), handle="1")),
-        lambda: agent.offer(offered([1, 2], 8, transfer=name(10))),
+        lambda: agent.offer(offered([2, 3], 8, transfer=name(10))),
         lambda: agent.revoke(name(10), 1, "over", gone=True),
         lambda: agent.renew(name(10)),
         lambda: agent.cancel("1", "over"),

@@ -239,12 +239,12 @@ def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
     b.agents[0].cancel("req", "its client left")
     a.wait(Ended)
     for i in range(8):  # whatever slot it takes
-        b.agents[0].offer(offered([2 + i], 4, transfer=TransferId("own/1/other", i)))
+        b.agents[0].offer(offered([30 + i], 4, transfer=TransferId("own/1/other", i)))
         a.agents[0].fetch(fetch(b.source, [20 + i], 4, transfer=TransferId("own/1/other", i), handle=str(i)))
     ends = [e for e in a.wait(Ended, count=9) if e.role == "consumer"]
     assert all(e.outcome.delivered for e in ends), ends
     for i in range(8):
-        assert np.array_equal(a.block(20 + i), b.block(2 + i))
+        assert np.array_equal(a.block(20 + i), b.block(30 + i))
 
 
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)

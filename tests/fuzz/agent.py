@@ -114,7 +114,7 @@ class Rig:
         for event in self.agent.events():
             self.fetching &= not (isinstance(event, Released) and event.role == "consumer")
         if not self.fetching:  # else its blocks are still in use
-            self.agent.fetch(Fetch(f"fetch {self.names}", T, b"digest", source, table, 0, 12))
+            self.agent.fetch(Fetch(f"fetch {self.names}", T, b"digest", source, BlockTable.of([[4, 2, 6]]), 0, 12))
             self.fetching = True
         self.directory.notices()
 
