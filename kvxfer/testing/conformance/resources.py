@@ -20,7 +20,7 @@ from kvxfer.testing.conformance.participant_link import PARTS, Started, Transfer
 from kvxfer.testing.conformance.suite import Suite
 from kvxfer.testing.conformance.world import SIZES, World
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
-from kvxfer.testing.usage import allocated, descriptors_open, resident, threads_running
+from kvxfer.testing.usage import allocated, children, descriptors_open, resident, threads_running
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
@@ -107,14 +107,6 @@ def _objects() -> Counter[str]:
     """Count the objects that Python's collector knows, by their classes."""
     gc.collect()
     return Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects())
-
-
-def _children() -> set[int]:
-    found: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as f:
-            found |= set(map(int, f.read().split()))
-    return found
 
 
 def _shared_files() -> set[str]:
@@ -328,13 +320,13 @@ class Resources(Suite):
 
     def test_nothing_is_left_in_the_system(self, world: World) -> None:
         """When both sides have closed, no file of theirs is left in shared memory, and no child process."""
-        files, children = _shared_files(), _children()
+        files, started = _shared_files(), children()
         for _ in range(3):
             a, b, link = world.pair()
             world.move(link, self.ways()[0], a, b, Runs.of([0], [0], [1_000_000]))
             a.close()
             b.close()
-        world.promptly(lambda: not _children() - children, "who closes ends the processes that it has started")
+        world.promptly(lambda: not children() - started, "who closes ends the processes that it has started")
         world.promptly(lambda: not _unused(_shared_files() - files), "who closes leaves no file in shared memory")
 
     def test_waiting_for_a_fence_does_not_spin(self, world: World) -> None:
