@@ -24,7 +24,8 @@ and direction, from any start and with gaps of any size. Neither half is submitt
 **Completion.** Every accepted batch ends in exactly one ``Completion`` from ``poll``. Success means that all bytes are
 *visible* at the target to anyone who is told so over any other channel. ``quiet`` means that this batch can no longer
 read or write memory on this side. A failed batch that is not quiet becomes so as ``Capabilities.quiet`` says, and ``poll``
-may then return a ``Quieted`` for it.
+may then return a ``Quieted`` for it. The bytes that a failed batch was to fill are undefined
+afterwards, and no other byte has changed. A batch that names memory or bytes that the peer never had moves nothing.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ class TestThreads(Transfers, Histories):
     """Batches that the plugin spreads over threads of its own."""
 
     backend = NixlTransport
+    revokes = False
     options: ClassVar[dict[str, Any]] = {"num_threads": 2, "plugin_params": {"split_batch_size": 16}}
 
 

@@ -147,6 +147,24 @@ def test_an_aborted_send_fails_though_the_peer_may_have_it_all(pair: tuple[Side,
     assert "first" in str(received.error) if received.error else (b.bytes == wanted).all()
 
 
+@pytest.mark.parametrize("aborts", [True, False], ids=["abort", "disconnect"])
+def test_the_end_of_a_link_with_a_full_queue_reaches_the_peer(pair: tuple[Side, Side], aborts: bool) -> None:
+    """UCX queues what its buffers to a peer have no room for, and throws that away with the link: the peer had waited for ever."""
+    a, b = pair
+    b.submit(Verb.RECV, 0, [0], [1])
+    a.submit(Verb.SEND, 0, [0], [1])
+    run(a, b, ends=2)
+    sends = [a.submit(Verb.SEND, stream, [0], [1000]) for stream in range(1, 2000)]
+    for stream in range(1, 2001):
+        b.submit(Verb.RECV, stream, [0], [1000])
+    if aborts:
+        a.transport.abort(sends[0])
+    else:
+        a.transport.disconnect(a.peer)
+    ends = run(a, b, ends=len(sends) + 2000)
+    assert any("first" in str(c.error) for c in ends)
+
+
 @pytest.mark.parametrize(("sent", "wanted"), [(100, 99), (99, 100), (100_000, 90_000), (90_000, 100_000)])
 def test_halves_of_different_size_both_fail(pair: tuple[Side, Side], sent: int, wanted: int) -> None:
     """UCX tells the receiver of too long a message, and nobody else of anything. The link stays usable."""

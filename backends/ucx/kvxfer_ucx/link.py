@@ -27,6 +27,9 @@ still for a while, peer and all, uses up one."""
 DRAIN_S = 5.0
 """How long UCX may take to let go of a dead link's batch before it is reported as one that may still be touched."""
 
+PART_S = 1.0
+"""How long a link that ends goes on with what is queued before its farewell, which UCX would throw away with the rest."""
+
 FENCE_INTERVAL_S = 0.00005, 0.0005
 """How often a fence is asked whether it has passed: at first (packing on a GPU takes no longer), and in the end."""
 
@@ -91,11 +94,12 @@ class Link:
         self.gone = False
         self._messages = connection.messages
         self._chunk_s, self._chunks = timeout_s / CHUNKS, CHUNKS
-        self._due = now + self._chunk_s
+        self._due = self._part_by = now + self._chunk_s
+        self._parted = False
         self._swept = now
         self._open = False
         self._heard: list[Posted] = []
-        self._welcome = self._bye = Posted(self._messages)
+        self._welcome = self._bye = self._farewell = Posted(self._messages)
         self._met: Posted | None = None
         self._waiting: deque[Half] = deque()
         self._interval = FENCE_INTERVAL_S[0]
@@ -140,6 +144,8 @@ class Link:
         """When ``step`` has to be called although UCX reports nothing."""
         if self.broken is None and self._open:
             return now + self._interval if self._waiting else math.inf
+        if self.broken is not None and not self._parted:
+            return self._part_by
         return self._due if self.broken is None or self._going else math.inf
 
     def step(self, now: float) -> list[Completion]:
@@ -156,6 +162,7 @@ class Link:
         if self.broken is None:
             self._look_for_trouble(now)
         if self.broken is not None:
+            self._part(now)
             ended += self._end(now)
         elif now >= self._swept + SWEEP_S:
             self._swept = now
@@ -166,14 +173,12 @@ class Link:
         """End the link. Batches end in the next steps, as soon as UCX has let go of their memory."""
         if self.broken is not None:
             return
-        self.broken, self._due = cause, now + DRAIN_S
+        self.broken, self._due, self._part_by = cause, now + DRAIN_S, now + PART_S
         if self._heard and self.connection.trouble() is None:
-            self._say(_BYE, 0, True)  # over shared memory UCX would not tell
-        for posted in self._heard:
-            posted.cancel()
+            self._farewell = self._say(_BYE, 0, True)  # over shared memory UCX would not tell
         for half in self._going:
             half.cancel()
-        self.connection.close()
+        self._part(now)
 
     def quiet(self) -> bool:
         """Whether the link has ended, and nothing of it is in flight."""
@@ -187,6 +192,15 @@ class Link:
         stuck, self.gone, self._stuck = self._stuck, True, []
         self.connection.destroy()
         return [half.number for half in stuck]
+
+    def _part(self, now: float) -> None:
+        """Close the connection once the farewell is on its way, or nobody waits for it any more."""
+        if self._parted or not (self._farewell.done() or self._bye.done() or now >= self._part_by):
+            return
+        self._parted = True
+        for posted in self._heard:
+            posted.cancel()
+        self.connection.close()
 
     def _meet(self) -> bool:
         """Whether the two sides have met.
@@ -275,8 +289,10 @@ class Link:
             self._stuck, self._going = self._stuck + self._going, []
         return ended
 
-    def _say(self, kind: int, stream: int, yes: bool) -> None:
-        self._said.append(self._messages.say(self.connection.handle, self._tag(self.theirs, kind, stream), yes))
+    def _say(self, kind: int, stream: int, yes: bool) -> Posted:
+        said = self._messages.say(self.connection.handle, self._tag(self.theirs, kind, stream), yes)
+        self._said.append(said)
+        return said
 
     def _what(self, half: Half) -> str:
         return f"{half.verb} of {half.nbytes} bytes with {self.theirs.agent!r}"

@@ -34,7 +34,7 @@ UNKNOWN = 77
 
 
 @dataclass(eq=False)
-class Party:
+class HistorySide:
     """An agent, and what each of its memories must hold."""
 
     participant: Participant
@@ -46,10 +46,10 @@ class Line:
     """A link of the hub with one of its peers, and the memories that each had when it was made."""
 
     link: ParticipantLink
-    sides: tuple[Party, Party]
+    sides: tuple[HistorySide, HistorySide]
     known: tuple[Collection[int], Collection[int]]
 
-    def memories(self, side: Party) -> list[int]:
+    def memories(self, side: HistorySide) -> list[int]:
         """Return the memories of a side that it reaches and that are still there."""
         return [m for m in self.known[self.sides.index(side)] if m in side.memories]
 
@@ -59,8 +59,8 @@ class Transfer:
     """A transfer that a step has started: the line, the (side, memory) that it takes from and fills, and its runs."""
 
     line: Line
-    source: tuple[Party, int]
-    target: tuple[Party, int]
+    source: tuple[HistorySide, int]
+    target: tuple[HistorySide, int]
     runs: Runs
     started: Started
 
@@ -74,7 +74,7 @@ class History:
         self._fills = 0
         self._fences: list[HostFence] = []
         peer = world.other()
-        self._hub, *self._peers = self._sides = [Party(p) for p in (world.local(), peer, world.other(peer.name))]
+        self._hub, *self._peers = self._sides = [HistorySide(p) for p in (world.local(), peer, world.other(peer.name))]
         for side in self._sides:
             for _ in range(2 if side is self._hub else 1):
                 self._fill(side, side.participant.allocate_untouched(SIZES))
@@ -147,7 +147,7 @@ class History:
             self._lines.remove(line)
             self._world.run(float(self._dice.choice(PAUSES)))
             self._hub.participant.disconnect(line.link.peers[self._hub.participant.name])
-        new = self._peers[i] = self._sides[1 + i] = Party(self._world.other(old.name))
+        new = self._peers[i] = self._sides[1 + i] = HistorySide(self._world.other(old.name))
         self._fill(new, new.participant.allocate_untouched(SIZES))
         self._end(transfers, cut)
 
@@ -207,7 +207,7 @@ class History:
             self._refused(line, (owner, memory), Runs.of([good[0], src], [good[1], dst], [5000, 2]))
         self._check()
 
-    def _refused(self, line: Line, remote: tuple[Party, int], runs: Runs) -> None:
+    def _refused(self, line: Line, remote: tuple[HistorySide, int], runs: Runs) -> None:
         """Have a peer submit a batch on memory of this side that fails; with SEND or RECV, this side itself."""
         owner, _ = remote
         [other] = (s for s in line.sides if s is not owner)
@@ -226,7 +226,7 @@ class History:
 
     # What they are made of
 
-    def _fill(self, side: Party, memory: int) -> None:
+    def _fill(self, side: HistorySide, memory: int) -> None:
         self._fills += 1
         side.participant.fill(memory, self._fills)
         side.memories[memory] = side.participant.content(memory)
@@ -245,20 +245,20 @@ class History:
                 participant.disconnect(line.link.peers[participant.name])
                 self._world.run(float(self._dice.choice(PAUSES)))
 
-    def _ends(self, line: Line, hub_is_target: bool) -> tuple[tuple[Party, int], tuple[Party, int]]:
+    def _ends(self, line: Line, hub_is_target: bool) -> tuple[tuple[HistorySide, int], tuple[HistorySide, int]]:
         """Return a source and a target on a line, each a side with a memory."""
         here, there = ((s, int(self._dice.choice(line.memories(s)))) for s in line.sides)
         return (there, here) if hub_is_target else (here, there)
 
     def _halves(
-        self, line: Line, source: tuple[Party, int], target: tuple[Party, int], runs: Runs
+        self, line: Line, source: tuple[HistorySide, int], target: tuple[HistorySide, int], runs: Runs
     ) -> list[tuple[Participant, Batch]]:
         return line.link.halves(self._way, source[0].participant, target[0].participant, runs, source[1], target[1])
 
     def _start(self, most: int) -> list[Transfer]:
         """Start transfers. Of each memory one half is read from and the other filled, each part by one of them."""
         count = int(self._dice.integers(1, most + 1))
-        fills_upper: dict[tuple[Party, int], bool] = {}
+        fills_upper: dict[tuple[HistorySide, int], bool] = {}
         transfers: list[Transfer] = []
         for i in range(count):
             line = self._lines[int(self._dice.integers(len(self._lines)))]
@@ -319,7 +319,7 @@ class History:
             for side, memory in {end for t in may_fail for end in (t.source, t.target) if end[0] in self._sides}:
                 self._fill(side, memory)
 
-    def _failed(self, line: Line, ended: list[tuple[Party, Result]]) -> None:
+    def _failed(self, line: Line, ended: list[tuple[HistorySide, Result]]) -> None:
         """Check that failed batches name the peer, which each result comes with, and do what makes memory quiet."""
         can = self._suite.capabilities()
         for peer, result in ended:
@@ -339,7 +339,7 @@ class History:
     def _check(self, transfers: Collection[Transfer] = ()) -> None:
         """Compare all memory: what has succeeded has arrived, what has failed may have, and nothing else has changed."""
         self._world.run(float(self._dice.choice(PAUSES)))
-        possible: dict[tuple[Party, int], Bytes] = {}
+        possible: dict[tuple[HistorySide, int], Bytes] = {}
         for t in transfers:
             (source, memory), (target, filled) = t.source, t.target
             if any(r and r.error is None for r in t.started.results()):
