@@ -102,7 +102,11 @@ class Loads:
         return request in self._prefetches
 
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
-        """Begin the load if the request counts on it; see ``SchedulerSide.allocated``."""
+        """Begin the load if the request counts on it; see ``SchedulerSide.allocated``.
+
+        Raises:
+            ScheduleError: The request counts on tokens that it does not load, or has no blocks for them.
+        """
         if request not in self._computed:
             if external:
                 raise ScheduleError(
