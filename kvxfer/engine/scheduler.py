@@ -224,8 +224,11 @@ class SchedulerSide:
 
     @_held
     def decline(self, transfer: TransferId, digest: bytes, source: Source) -> None:
-        """Have a producer told that this engine will not fetch a transfer for which no request has come here."""
-        self._schedule.consumer.decline(transfer, digest, source, "the request was rejected")
+        """Have a producer told that this engine will not fetch a transfer, nor anything else of which its answer has told.
+
+        For a request that was rejected before it came here.
+        """
+        self._schedule.consumer.decline(transfer, digest, source, "the request was rejected", whole=True)
 
     @_held
     def prefetch(self, request: str, computed: int) -> None:

@@ -219,7 +219,7 @@ class OfferSchedule:
         shared = self._sharing.pop(request, None)
         if shared is not None:
             answer = shared.sharers.pop(request)
-            if not complete and answer not in shared.sharers.values() and request != shared.request:
+            if not complete and answer != shared.answer and answer not in shared.sharers.values():
                 self._count(shared, -shared.answers.pop(answer, 0))
         prefill = self._running.pop(request, None)
         if prefill is None:
@@ -277,6 +277,13 @@ class OfferSchedule:
             self.withdraw(transfer, reason)
         else:
             self._count(prefill, -1)
+
+    def decline_answer(self, transfer: TransferId, reason: str) -> None:
+        """Record that nobody will read any of the transfers of which the answer has told that told of this one."""
+        prefill = self._transfers.get(transfer)
+        answer = None if prefill is None else prefill.answer
+        for told in [told for told in self._transfers.values() if answer in told.answers]:
+            self.decline(told.transfer, reason)
 
     def released(self, transfer: TransferId, generation: Generation) -> str | None:
         """Record that all ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.

@@ -172,8 +172,13 @@ class Machine(RuleBasedStateMachine):
             if giving.request is request:
                 self.owed.append(self.giving.pop(giving.transfer))
                 for sharer in giving.sharers:
-                    self.give(giving.transfer, sharer)
-                    self.giving[giving.transfer].inherited = True
+                    if not sharer.over:
+                        self.give(giving.transfer, sharer)
+                        self.giving[giving.transfer].inherited = True
+                    elif (
+                        giving.transfer not in self.giving
+                    ):  # it ended with the same step, just after it had become its turn
+                        self.owed.append(Giving(giving.transfer, sharer))
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())

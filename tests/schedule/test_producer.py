@@ -374,6 +374,9 @@ class TestNames:
         assert only_offer(tracker).consumers == 1
         assert tracker.arrive("s", T, DIGEST, 20)
         assert not tracker.commands(), "its answer replaces the first"
+        tracker.finish("s", table([]), False)
+        assert not tracker.commands(), "nor does it count if it is aborted"
+        assert tracker.arrive("s", T, DIGEST, 20)
         assert not tracker.finish("s", table([7, 8]), True) and tracker.held == {T}
         tracker.withdraw(T, "its lease ran out")
         assert not tracker.arrive("u", T, DIGEST, 20), "it is about to end"

@@ -1,46 +1,60 @@
-"""Which offers answer one HTTP request: the prompts of a batched completion, of which vLLM relays the params of the first only.
+"""Which requests one HTTP answer tells of: the samples of a prompt, and the prompts of a batched completion.
 
-A decode engine finds the offers of the others by their content. If its front end rejects the batch, it knows no content. So the
-params of the first prompt name what the others offer.
+vLLM gives them request ids of their own and relays the params of one. A decode engine finds the offers of the other prompts by their
+content. If its front end rejects the batch, it knows no content, and gives up all that the answer tells of.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 
 from kvxfer_vllm.ids import ExternalId
 
 __all__ = ["Batches"]
 
 
+@dataclass(eq=False)
+class _Batch:
+    """The prompts of one HTTP request, as far as is known; ``answer`` is the name of its answer."""
+
+    answer: str
+    prompts: dict[int, str] = field(default_factory=dict)  # by position: the name that vLLM has given to a prompt
+    requests: set[str] = field(default_factory=set)
+
+
 class Batches:
-    """The batches whose prompts are being computed. One thread."""
+    """The HTTP requests of which something is computed or held here. One thread."""
 
     def __init__(self) -> None:
-        self._by_id: defaultdict[str, list[dict[int, bytes]]] = defaultdict(list)  # by external id: digests by position
-        self._of: dict[str, tuple[str, dict[int, bytes]]] = {}  # by request
+        self._by_id: defaultdict[str, list[_Batch]] = defaultdict(list)
+        self._of: dict[str, tuple[str, _Batch]] = {}  # by request: its external id, and its batch
 
-    def arrived(self, request: str, external: ExternalId, digest: bytes) -> None:
-        """Record a request that offers: the first of its position in its batch, or else of another batch with the same id."""
+    def answer(self, request: str, external: ExternalId) -> str:
+        """Take in a request that offers, and return the name of the answer that will tell of it.
+
+        Clients send one id for several requests. Where it is unclear to which of them a prompt belongs, it has an answer of its own.
+        """
+        prompt = request if external.child is None else request.partition("_")[2]
         known = self._by_id[external.base]
-        batch = next((batch for batch in known if batch.get(external.prompt, digest) == digest), None)
-        if batch is None:
-            known.append(batch := {})
-        batch[external.prompt] = digest
+        fitting = [batch for batch in known if batch.prompts.get(external.prompt, prompt) == prompt]
+        if len(fitting) == 1:
+            (batch,) = fitting
+        else:
+            known.append(batch := _Batch(prompt))
+        batch.prompts[external.prompt] = prompt
+        batch.requests.add(request)
         self._of[request] = external.base, batch
+        return batch.answer
 
-    def others(self, request: str) -> dict[int, bytes]:
-        """Return the digests of the other prompts of a batch by position; none if several batches have its id, so that it is unclear."""
-        base, batch = self._of.get(request, ("", {}))
-        if len(self._by_id.get(base, ())) != 1:
-            return {}
-        return {position: digest for position, digest in batch.items() if position}
-
-    def finished(self, request: str) -> None:
-        """Record that a request is over."""
+    def over(self, request: str) -> None:
+        """Record that nothing is computed or held for a request any more."""
         base, batch = self._of.pop(request, ("", None))
-        if batch is not None and not any(other is batch for _, other in self._of.values()):
-            self._by_id[base] = [other for other in self._by_id[base] if other is not batch]
+        if batch is None:
+            return
+        batch.requests.remove(request)
+        if not batch.requests:
+            self._by_id[base].remove(batch)
             if not self._by_id[base]:
                 del self._by_id[base]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvxfer.arguments import shown
@@ -35,7 +34,6 @@ __all__ = [
     "is_routed",
     "offer_key",
     "offered_id",
-    "others_of",
     "told_of",
     "translated",
     "wanted",
@@ -43,11 +41,8 @@ __all__ = [
 
 TRANSFER, EPOCH, DIGEST, ADDRESS = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address"
 FACTS, TOKENS, REQUEST = "kvxfer_facts", "remote_num_tokens", "remote_request_id"
-OTHERS = "kvxfer_others"
 LONGEST = 4096
 """Characters that a text in params may have; vLLM's request ids are far shorter."""
-MOST_PROMPTS = 1 << 12
-"""The most prompts of a batch of which an answer speaks."""
 
 
 def translated(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,16 +103,7 @@ def content_name(base: str, digest: bytes) -> str:
     return f"{base}/{digest.hex()}"
 
 
-def answer(
-    ticket: Ticket,
-    engine: str,
-    request: str,
-    tp: int,
-    groups: int,
-    tokens: int,
-    facts: str,
-    others: Mapping[int, bytes] = MappingProxyType({}),
-) -> dict[str, Any]:
+def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, tokens: int, facts: str) -> dict[str, Any]:
     """Return P's answer, which its router passes to D.
 
     Args:
@@ -128,7 +114,6 @@ def answer(
         groups: The number of KV-cache groups.
         tokens: How many tokens are offered.
         facts: A hash of what all of P's KV depends on.
-        others: The digests of the other prompts of a batch, by position.
 
     ``remote_block_ids`` holds an empty row for each group: kvxfer does not need it, but some routers check that it is there.
     """
@@ -148,7 +133,6 @@ def answer(
         EPOCH: f"{source.epoch:x}",
         DIGEST: ticket.digest.hex(),
         FACTS: facts,
-        **({OTHERS: {str(position): digest.hex() for position, digest in others.items()}} if others else {}),
     }
 
 
@@ -210,15 +194,6 @@ def answer_of(params: Mapping[str, Any]) -> str | None:
     """Return the name of P's answer, if it has one."""
     name = params.get(REQUEST)
     return name if isinstance(name, str) and 0 < len(name) <= LONGEST else None
-
-
-def others_of(params: Mapping[str, Any]) -> dict[int, bytes]:
-    """Return the digests of the other prompts of P's batch by position; what is unreadable is left out."""
-    told = params.get(OTHERS)
-    if not isinstance(told, Mapping) or len(told) > MOST_PROMPTS:
-        return {}
-    read = ((position, digest_of({DIGEST: text})) for position, text in told.items())
-    return {int(position): digest for position, digest in read if digest and str(position).isdecimal()}
 
 
 def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes = b"") -> tuple[TransferId, Source] | str:

@@ -171,17 +171,14 @@ class SchedulerHooks:
         if request.num_prompt_tokens < 1 + self._recurrent:
             # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
             # that is this one.
-            self._batches.arrived(name, external, content)
             self._nothing[name] = Ticket(transfer, content, self.side.source)
             return
         if self._recurrent:  # not before it is known that there will be an offer
             leave_last_token(request)
-        # The samples of a prompt have one answer. So have all requests for which a router has one name.
-        answer = str(transfer) if p.is_routed(params) else name if external.child is None else name.partition("_")[2]
+        # All requests for which a router has one name have one answer, too.
+        answer = str(transfer) if p.is_routed(params) else self._batches.answer(name, external)
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
-        if self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
-            self._batches.arrived(name, external, content)
-        else:
+        if not self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
             self._not_offered(name, f"{transfer} is offered with other content, or its last offer is just ending")
 
     def _not_offered(self, name: str, why: str) -> None:
@@ -196,7 +193,9 @@ class SchedulerHooks:
             return
         transfer, source = want
         if part.rejected:
-            self._decline_others(params, external)
+            self.side.decline(transfer, part.digest, source)
+            self._loading.arrived(request, str(transfer), None)
+            return
         key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
         if key in self._loading.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
@@ -216,13 +215,6 @@ class SchedulerHooks:
         if self._hits is not None and not request.skip_reading_prefix_cache:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
             self.side.prefetch(name, self._hits(request))
-
-    def _decline_others(self, params: Mapping[str, Any], external: ExternalId) -> None:
-        """Tell a producer that nobody will fetch the other prompts of a batch."""
-        for position, content in p.others_of(params).items():
-            want = p.wanted(params, ExternalId(external.base, position, None), content)
-            if not isinstance(want, str):
-                self.side.decline(want[0], content, want[1])
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
@@ -281,17 +273,18 @@ class SchedulerHooks:
         self._loading.ended(name, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         nothing = self._nothing.pop(name, None)
-        answer, others = self.side.answer(name), self._batches.others(name)
-        self._batches.finished(name)
+        answer = self.side.answer(name)
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
+        if not held:
+            self._batches.over(name)
         if ticket is None or not self.side.offers(ticket):
-            ticket = nothing if whole and others else None
+            ticket = nothing if whole else None
         if ticket is None:
             return held, None
         if held:
             self._spans.begin(OFFER, request, str(ticket.transfer))
         sizes = self._tp, len(block_ids), request.num_prompt_tokens
-        return held, p.answer(ticket, self._engine, answer, *sizes, self._facts, others)
+        return held, p.answer(ticket, self._engine, answer, *sizes, self._facts)
 
     def _digest(self, request: Request, tokens: int | None = None) -> bytes:
         """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""
@@ -359,6 +352,7 @@ class SchedulerHooks:
         update = self.side.report(ours.report)
         self._freed += update.free
         for name in update.free:
+            self._batches.over(name)
             self._spans.end(OFFER, name)
         for name in update.loaded:
             self._loading.ended(name, DELIVERED)
@@ -382,6 +376,7 @@ class SchedulerHooks:
         self._told = (self._told - over) | early
         for name in output.finished_sending or ():
             self.side.freed(name)
+            self._batches.over(name)
             self._spans.end(OFFER, name)
 
     def stats(self) -> KVXferStats | None:

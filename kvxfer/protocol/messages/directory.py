@@ -70,11 +70,16 @@ class Renew(WireMessage, frozen=True, tag="renew"):
 
 
 class Decline(WireMessage, frozen=True, tag="decline"):
-    """A consumer's scheduler side to the producer's: these will never be fetched, free them."""
+    """A consumer's scheduler side to the producer's: these will never be fetched, free them.
+
+    Attributes:
+        whole: Whether the same is true of all that was told by the answers which told of these.
+    """
 
     epoch: Number
     transfers: Names
     reason: str
+    whole: bool = False
 
     def __post_init__(self) -> None:
         shorten(self)
