@@ -437,9 +437,11 @@ class OfferSchedule:
         )
 
     def _count(self, prefill: _Prefill, more: int) -> None:
-        """Change how many engines are expected to fetch an offer."""
+        """Change how many engines are expected to fetch an offer. Within a generation there can only be fewer."""
         prefill.consumers += more
-        if more and (prefill.tokens or prefill.final) and not prefill.gone:
+        if more > 0:
+            self._restart(prefill, "one more engine is to read it")
+        elif more and (prefill.tokens or prefill.final) and not prefill.gone:
             self._state(prefill)
 
     def _restart(self, prefill: _Prefill, reason: str) -> None:

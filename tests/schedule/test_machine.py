@@ -252,6 +252,7 @@ class Machine(RuleBasedStateMachine):
             assert offer.tokens or offer.final
         else:
             assert offer.generation == giving.latest.generation
+            assert offer.consumers <= giving.latest.consumers
             if offer.consumers == giving.latest.consumers:
                 assert not giving.latest.final and (offer.tokens > giving.latest.tokens or offer.final)
             before = giving.latest.blocks.tolist()

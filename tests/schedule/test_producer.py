@@ -361,6 +361,16 @@ class TestNames:
         tracker = tracking(FULL, 20)
         assert tracker.arrive("s", T, DIGEST, 20) and tracker.arrive("a", T, DIGEST, 20)
         tracker.step("r", 0, 20, table([5, 6]))
+        first = only_offer(tracker)
+        assert first.consumers == 3
+        assert tracker.arrive("b", T, DIGEST, 20)
+        assert [revoke.gone for revoke in tracker.commands().revokes] == [False], (
+            "an agent takes no more within a generation"
+        )
+        tracker.step("r", 20, 1, table([5, 6]))
+        again = only_offer(tracker)
+        assert (again.consumers, again.blocks) == (4, first.blocks) and again.generation > first.generation
+        tracker.finish("b", table([]), False)
         assert only_offer(tracker).consumers == 3
         tracker.finish("a", table([]), False)
         assert only_offer(tracker).consumers == 2, "its client is gone"
