@@ -8,7 +8,7 @@ import msgspec
 
 from kvxfer.identity import Address, IdentityError, parse_address
 
-__all__ = ["ExternalId", "RoutedAddresses", "external_id", "routed_addresses"]
+__all__ = ["ExternalId", "RoutedAddresses", "external_id", "may_be_of_batch", "routed_addresses"]
 
 _CHILD = re.compile(r"([0-9]{1,9})_")
 _KIND = re.compile(r"(cmpl|chatcmpl|generate-tokens)-")
@@ -63,6 +63,11 @@ def external_id(internal: str) -> ExternalId:
     if not rest:
         raise IdentityError(f"request id {internal!r} has no external part: send a request id of your own")
     return ExternalId(rest, prompt, child)
+
+
+def may_be_of_batch(internal: str) -> bool:
+    """Return whether a request may be one prompt of several: those of a completion, each of which has an index."""
+    return _CHILD.sub("", internal, count=1).startswith("cmpl-")
 
 
 class RoutedAddresses(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from kvxfer_vllm.batches import Batches
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.identity import facts_of, updated
-from kvxfer_vllm.ids import ExternalId, external_id
+from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pool import VllmBlockPool
@@ -171,7 +171,8 @@ class SchedulerHooks:
         if request.num_prompt_tokens < 1 + self._recurrent:
             # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
             # that is this one.
-            self._nothing[name] = Ticket(transfer, content, self.side.source)
+            if may_be_of_batch(name):
+                self._nothing[name] = Ticket(transfer, content, self.side.source)
             return
         if self._recurrent:  # not before it is known that there will be an offer
             leave_last_token(request)
