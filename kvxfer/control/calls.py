@@ -45,6 +45,8 @@ class Calls:
         self._ledger = BlockLedger(self._spaces)  # held by the handles of fetches, and by the transfers of offers
         self._free: deque[tuple[Hashable, Generation]] = deque()  # what the ledger has yet to drop
         self._offers: dict[TransferId, Offer] = {}  # the last of each transfer that is not over
+        # Offers that the ledger has not been told of, each with the one before it: it need not be while nothing is filled.
+        self._late: dict[TransferId, list[tuple[Offer, Offer | None]]] = {}
 
     def offer(self, offer: Offer) -> None:
         """Refuse an offer whose blocks cannot hold its tokens or are being filled, or that contradicts an earlier one.
@@ -66,11 +68,29 @@ class Calls:
             last = self._offers.get(offer.transfer)
             if last is not None:
                 self._follows(last, offer)
-            blocks = self._ledger.blocks(offer.blocks, self._added(offer, last))
-            self._refuse(offer, blocks)
-            by = offer.handle, offer.transfer
-            self._ledger.claim(offer.transfer, blocks, by, fills=False, generation=offer.generation)
+            if self._ledger.filling:
+                self._tell()
+                self._claim(offer, last)
+            else:
+                self._late.setdefault(offer.transfer, []).append((offer, last))
             self._offers[offer.transfer] = offer
+
+    def _claim(self, offer: Offer, last: Offer | None) -> None:
+        """Have the ledger know what an offer lets others read.
+
+        Raises:
+            ArgumentError: Some of it is being filled.
+        """
+        blocks = self._ledger.blocks(offer.blocks, self._added(offer, last))
+        self._refuse(offer, blocks)
+        by = offer.handle, offer.transfer
+        self._ledger.claim(offer.transfer, blocks, by, fills=False, generation=offer.generation)
+
+    def _tell(self) -> None:
+        """Have the ledger know of all offers."""
+        while self._late:
+            for offer, last in self._late.pop(next(iter(self._late))):
+                self._claim(offer, last)
 
     def _added(self, offer: Offer, last: Offer | None) -> list[tuple[int, tuple[int, int]]]:
         """Return the positions, by group, of the blocks that readers may read by this offer, and could not by the last."""
@@ -122,6 +142,7 @@ class Calls:
         blocks = self._ledger.blocks(fetch.blocks, spans.items())
         with self._lock:
             self._drop()
+            self._tell()
             if fetch.handle in self._ledger:
                 raise ArgumentError(f"handle must be unused, and that of a fetch not released yet is {fetch.handle!r}")
             self._refuse(fetch, blocks)
@@ -133,7 +154,12 @@ class Calls:
 
     def _drop(self) -> None:
         while self._free:
-            self._ledger.drop(*self._free.popleft())
+            holder, generation = self._free.popleft()
+            if isinstance(holder, TransferId) and holder in self._late:
+                late = [one for one in self._late.pop(holder) if one[0].generation > generation]
+                if late:
+                    self._late[holder] = late
+            self._ledger.drop(holder, generation)
 
     def _refuse(self, what: Offer | Fetch, blocks: Blocks) -> None:
         """Refuse an offer or a fetch of blocks that are being filled, and a fetch of such as are being read.
