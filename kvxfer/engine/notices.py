@@ -87,7 +87,9 @@ class Notices:
         renewed, self._renewed = tuple(self._renewed), []
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
-            self._directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason, decline.whole))
+            self._directory.tell(
+                decline.source, Decline(decline.source.epoch, (named,), decline.reason, decline.answer)
+            )
         now = time.monotonic()
         if now - self._looked >= self._renewals.interval:
             self._looked = now
@@ -110,8 +112,8 @@ class Notices:
                     continue  # over, or a made-up name
                 if isinstance(notice, Renew):
                     self._renewed.append(named.transfer)
-                elif notice.whole:
-                    self._schedule.producer.decline_answer(named.transfer, notice.reason)
+                elif notice.answer:
+                    self._schedule.producer.decline_answer(named.transfer, notice.answer, notice.reason)
                 else:
                     self._schedule.producer.decline(named.transfer, notice.reason)
 

@@ -223,12 +223,12 @@ class SchedulerSide:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
     @_held
-    def decline(self, transfer: TransferId, digest: bytes, source: Source) -> None:
-        """Have a producer told that this engine will not fetch a transfer, nor anything else of which its answer has told.
+    def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
+        """Have a producer told that this engine will not fetch a transfer, nor anything else of which an answer of this name has told, if it is not empty.
 
         For a request that was rejected before it came here.
         """
-        self._schedule.consumer.decline(transfer, digest, source, "the request was rejected", whole=True)
+        self._schedule.consumer.decline(transfer, digest, source, "the request was rejected", answer)
 
     @_held
     def prefetch(self, request: str, computed: int) -> None:

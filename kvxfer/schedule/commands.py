@@ -81,4 +81,4 @@ class DeclinedTransfer(msgspec.Struct, frozen=True):
     digest: bytes
     source: Source
     reason: str
-    whole: bool = False  # nor for anything else that the same answer has told of
+    answer: str = ""  # nor for anything else of which the answer of this name has told

@@ -106,12 +106,12 @@ class FetchSchedule:
         self._requests[request] = load
         return True
 
-    def decline(self, transfer: TransferId, digest: bytes, source: Source, reason: str, whole: bool = False) -> None:
+    def decline(self, transfer: TransferId, digest: bytes, source: Source, reason: str, answer: str = "") -> None:
         """Have a producer told that one of the consumers which it counts will not fetch a transfer.
 
-        ``whole``: nor anything else of which the same answer has told.
+        ``answer``: the name of an answer that has told of it, if nothing else of which that has told will be fetched either.
         """
-        self._declines.append(DeclinedTransfer(transfer, digest, source, reason, whole))
+        self._declines.append(DeclinedTransfer(transfer, digest, source, reason, answer))
 
     def matched(self, request: str, computed: int) -> int | None:
         """Return how many tokens after the ``computed`` local ones can be loaded. Changes nothing.

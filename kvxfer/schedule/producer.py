@@ -278,11 +278,15 @@ class OfferSchedule:
         else:
             self._count(prefill, -1)
 
-    def decline_answer(self, transfer: TransferId, reason: str) -> None:
-        """Record that nobody will read any of the transfers of which the answer has told that told of this one."""
+    def decline_answer(self, transfer: TransferId, answer: str, reason: str) -> None:
+        """Record that nobody will read any of the transfers of which an answer has told; ``transfer`` is one of them.
+
+        A second time it changes nothing.
+        """
         prefill = self._transfers.get(transfer)
-        answer = None if prefill is None else prefill.answer
-        for told in [told for told in self._transfers.values() if answer in told.answers]:
+        if prefill is None or answer not in prefill.answers:
+            return
+        for told in [told for told in self._transfers.values() if told.answers.pop(answer, 0)]:
             self.decline(told.transfer, reason)
 
     def released(self, transfer: TransferId, generation: Generation) -> str | None:

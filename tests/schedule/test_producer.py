@@ -391,6 +391,19 @@ class TestNames:
         tracker.withdraw(T, "its lease ran out")
         assert not tracker.arrive("u", T, DIGEST, 20), "it is about to end"
 
+    def test_a_rejected_answer_takes_only_what_it_has_told_of(self) -> None:
+        tracker = OfferSchedule(FULL)
+        for request, transfer, answer in (("a0", T, "a"), ("a1", U, "a"), ("b0", T, "b")):
+            assert tracker.arrive(request, transfer, DIGEST, 20, answer=answer)
+        tracker.step("a0", 0, 20, table([5, 6])), tracker.step("a1", 0, 20, table([7, 8]))
+        tracker.commands()
+        for _ in range(2):
+            tracker.decline_answer(T, "b", "rejected")
+            assert set(tracker.transfers) == {T, U}, "the other answer still tells of both"
+        tracker.decline_answer(U, "unheard of", "rejected")
+        tracker.decline_answer(T, "a", "rejected")
+        assert not tracker.transfers
+
     def test_who_shares_offers_its_own_blocks_if_the_first_fails(self) -> None:
         tracker = tracking(FULL, 20)
         assert tracker.arrive("s", T, DIGEST, 20, answer="r")

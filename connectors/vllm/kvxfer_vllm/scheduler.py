@@ -194,7 +194,7 @@ class SchedulerHooks:
             return
         transfer, source = want
         if part.rejected:
-            self.side.decline(transfer, part.digest, source)
+            self.side.decline(transfer, part.digest, source, p.answer_of(params) or "")
             self._loading.arrived(request, str(transfer), None)
             return
         key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun

@@ -59,6 +59,9 @@ class Named(WireMessage, frozen=True):
         arguments.octets("digest", self.digest, MOST_DIGEST, empty=True)
 
 
+MAX_ANSWER = 1 << 14
+"""The most characters of the name of an answer."""
+
 Names = Annotated[tuple[Named, ...], Meta(max_length=MAX_NAMES)]
 
 
@@ -73,13 +76,13 @@ class Decline(WireMessage, frozen=True, tag="decline"):
     """A consumer's scheduler side to the producer's: these will never be fetched, free them.
 
     Attributes:
-        whole: Whether the same is true of all that was told by the answers which told of these.
+        answer: The name of an answer that has told of these: nothing else that it has told of will be fetched either. May be empty.
     """
 
     epoch: Number
     transfers: Names
     reason: str
-    whole: bool = False
+    answer: Annotated[str, Meta(max_length=MAX_ANSWER)] = ""
 
     def __post_init__(self) -> None:
         shorten(self)
