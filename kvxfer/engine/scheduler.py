@@ -224,9 +224,13 @@ class SchedulerSide:
 
     @_held
     def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
-        """Have a producer told that this engine will not fetch a transfer, nor anything else of which an answer of this name has told, if it is not empty.
+        """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
 
-        For a request that was rejected before it came here.
+        Args:
+            transfer: The name of the transfer.
+            digest: What its KV depends on.
+            source: The directory of the engine that offers it.
+            answer: The name of the answer that has told of it; nothing else of which that has told will be fetched either. Empty: none.
         """
         self._schedule.consumer.decline(transfer, digest, source, "the request was rejected", answer)
 
