@@ -192,9 +192,10 @@ class Inbound(LinkTable[_Dialled]):
         Raises:
             PeerError: Something moves over each of them, and nobody has more than the newcomer.
         """
-        made = sorted((link for link in self._links.values() if link.planner is not None), key=lambda link: link.asked)
+        made = [link for link in self._links.values() if link.planner is not None]
         if not made or (len(made) < MOST and not self._sockets.short):
             return None
+        made.sort(key=lambda link: link.asked)
         idle = [link for link in made if link.up and not self._serving(link.id)]
         spare = largest_group(idle or made, lambda link: link.owner)
         if not idle and len(spare) <= sum(link.owner == new.owner for link in made) + 1:

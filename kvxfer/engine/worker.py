@@ -333,6 +333,7 @@ class WorkerSide:
         with self._lock:
             self.agent, self._device, self._computed = agent, agent.cache.regions[0].device, ComputedBands(agent.cache)
             self._asleep = False
+            agent.followed = True
             self._ends.report.descriptors[self._rank] = agent.descriptor
         if self._channel is not None:
             agent.listen(self._channel.wake)

@@ -37,8 +37,8 @@ def name(i: int | str) -> TransferId:
     return TransferId(f"own/1/{i}", 0)
 
 
-class Slow(Stranger):
-    """A consumer that asks for 38 pieces of 4 KiB, and takes them when it is told to."""
+class Greedy(Stranger):
+    """A consumer that asks for 38 pieces of 4 KiB, and takes none of them."""
 
     def __init__(self, p: Engine, other: FakeTransport, i: int) -> None:
         super().__init__(p.agents[0].descriptor.address, 20.0)
@@ -46,8 +46,15 @@ class Slow(Stranger):
         share = ShardAssignment(0, 0, cache.views[0].layers, 0, 4)
         self.say(hello(p, endpoint=other.endpoint(), epoch=i + 1, cache=cache, assignments=(share,)))
         assert isinstance(self.answer(), m.Welcome)
-        self.say(m.FetchRequest(name(i), 1, b"d", 0, 800, BlockTable.of([list(range(200))]), 1, 50.0))
         p.agents[0].offer(offered(list(range(200)), 800, transfer=name(i)))
+        self.say(m.FetchRequest(name(i), 1, b"d", 0, 800, BlockTable.of([list(range(200))]), 1, 50.0))
+
+
+class Slow(Greedy):
+    """One that takes them when it is told to."""
+
+    def __init__(self, p: Engine, other: FakeTransport, i: int) -> None:
+        super().__init__(p, other, i)
         assert isinstance(self.answer(), m.PartReady)
 
     def hears(self) -> m.SlotReady:
@@ -281,16 +288,3 @@ def test_links_that_take_nothing_lose_their_slots_together_and_have_one_between_
             assert end.outcome.delivered, end
             took.append(end.seconds)
     assert max(took) < 10.0 and sorted(took)[4] < 0.5, took
-
-
-class Greedy(Stranger):
-    """A consumer that asks for many pieces, and takes none of them."""
-
-    def __init__(self, p: Engine, other: FakeTransport, i: int) -> None:
-        super().__init__(p.agents[0].descriptor.address, 20.0)
-        cache = make_cache(np.zeros(1 << 20, np.uint8), 1, 0, 400)
-        share = ShardAssignment(0, 0, cache.views[0].layers, 0, 4)
-        self.say(hello(p, endpoint=other.endpoint(), epoch=i + 1, cache=cache, assignments=(share,)))
-        assert isinstance(self.answer(), m.Welcome)
-        p.agents[0].offer(offered(list(range(200)), 800, transfer=name(i)))
-        self.say(m.FetchRequest(name(i), 1, b"d", 0, 800, BlockTable.of([list(range(200))]), 1, 50.0))

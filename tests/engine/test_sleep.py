@@ -13,7 +13,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.engine import Report, Step, WorkerSide
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Group, Region, View
 from kvxfer.identity import TransferId
@@ -116,6 +116,8 @@ def test_through_two_sleeps_of_each(pair: tuple[Worker, Worker]) -> None:
         sleeper.sleep()
         hears_that_it_is_gone((d if sleeper is p else p).side.agent)
         sleeper.wake()
+        with pytest.raises(ArgumentError, match="must not have a worker side yet"):
+            WorkerSide(sleeper.side.agent)
         assert moves(p, d, number)
 
 
