@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import kvxfer
-from kvxfer.bench.devices import check_device
 from kvxfer.cli.addresses import address_problems, running_engine
+from kvxfer.cli.devices import check_device
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
