@@ -32,9 +32,7 @@ class _Program(InstalledCommands):
 
 def build() -> typer.Typer:
     """Build the program with all installed commands. A command that cannot be imported says so when it is called."""
-    program = typer.Typer(
-        name="kvxfer", cls=_Program, no_args_is_help=True, pretty_exceptions_enable=False
-    )
+    program = typer.Typer(name="kvxfer", cls=_Program, no_args_is_help=True, pretty_exceptions_enable=False)
 
     @program.callback()
     def common(

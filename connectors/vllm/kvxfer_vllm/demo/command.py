@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kvxfer.cli.demo import Demo, demo_settings
 from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
+from kvxfer.cli.terminal import make_console
 
 
 def demo(
@@ -42,7 +43,7 @@ def demo(
     # Imported only here, so that no other command waits for them.
     from kvxfer_vllm.demo.servers import ServerError, ended_by_sigterm
 
-    progress = Console(stderr=True, highlight=False)
+    progress = make_console(stderr=True, highlight=False)
     try:
         with ended_by_sigterm(), _log_folder(keep_logs) as logs:
             if chaos is None:
