@@ -79,7 +79,7 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
         model = Path(folder)
         write_model(model)
-        with progress.status("this takes about 40 seconds on two cores") as status:
+        with progress.status("this takes about 40 seconds on two idle cores, and more on a busy machine") as status:
 
             def on_ready(server: Any) -> None:
                 progress.print(f"  {server.name} ready after {time.monotonic() - start:.0f} s")
