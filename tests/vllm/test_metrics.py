@@ -59,6 +59,7 @@ def counted() -> KVXferStats:
     ended("consumer", FailureKind.TIMED_OUT)
     ended("consumer", FailureKind.CANCELLED)
     ended("producer", None)
+    ended("producer", FailureKind.UNFETCHED)
     ended("producer", FailureKind.TIMED_OUT)
     links = [LinkStatus("p", "consumer", "zmq", up, {}, None) for up in (True, True, False)]
     stats.note("0.0", None, Gauges(Stats(2, 3, 7, 0, 5, 1), links))
