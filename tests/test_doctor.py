@@ -147,7 +147,9 @@ def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
     with StringIO() as shown:
         show_visit(Console(file=shown, width=500), found)
         told = shown.getvalue()
-    assert "from the peer: " in told and "Mbit/s) for 64 MiB" in told and "to the peer: the peer could not fetch" in told
+    assert (
+        "from the peer: " in told and "Mbit/s) for 64 MiB" in told and "to the peer: the peer could not fetch" in told
+    )
 
 
 def test_a_stand_in_is_begun_by_the_command_and_ended_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,3 +371,12 @@ def test_a_port_that_something_else_uses_is_a_problem(monkeypatch: pytest.Monkey
         settings = json.dumps({"backend": "kvxfer.testing.fake:FakeTransport", "port": taken.getsockname()[1]})
         result = CliRunner().invoke(build(), ["doctor", "--json", "--config", settings])
     assert result.exit_code == 1 and "no other process uses" in "".join(json.loads(result.stdout)["problems"])
+
+
+def test_what_goes_to_a_pipe_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `grep problem` shows the advice as well."""
+    monkeypatch.setattr(registry, "available", dict)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = ["doctor", "--config", '{"backend": "tests.test_doctor:Later", "advertise": "no-such-host.invalid"}']
+    [problem] = [line for line in CliRunner().invoke(build(), words).stdout.splitlines() if "problem:" in line]
+    assert "no-such-host.invalid" in problem and problem.endswith("or to 'auto'")

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 import kvxfer
@@ -21,7 +20,7 @@ from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.cli.stand_in import StandIn
-from kvxfer.cli.terminal import verbatim
+from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
@@ -290,7 +289,7 @@ def _version(names: Sequence[str]) -> str | None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    console = Console()
+    console = make_console()
     host = report["host"]
     console.print(
         f"kvxfer {report['kvxfer']}, Python {host['python']}, {host['system']} {host['machine']}, "
