@@ -31,8 +31,8 @@ Behind the two sides, each idea has a module of its own:
 - ``trace``: a line for each load that ends.
 """
 
+from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import BlockCopy, Report, Step
-from kvxfer.engine.load_ends import Update
 from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
 from kvxfer.engine.prefix_pool import PrefixPool
 from kvxfer.engine.scheduler import SchedulerSide
