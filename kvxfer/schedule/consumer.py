@@ -171,7 +171,11 @@ class FetchSchedule:
             self._decline(load, _E.NOT_NEEDED, "the consumer does not need it")
 
     def fetch(self, request: str, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
-        """Queue the fetch of a load into these blocks; ``event`` says whose they are. For the rest see ``allocated``."""
+        """Queue the fetch of a load into these blocks; ``event`` says whose they are. For the rest see ``allocated``.
+
+        Raises:
+            ScheduleError: As ``allocated`` does.
+        """
         load, promised = self.of(request), self.matched(request, computed)
         if load is None or promised is None or external > promised or (external < promised and not self._partly):
             raise ScheduleError(f"request {request} counts on {external} tokens where {promised} can be had")
