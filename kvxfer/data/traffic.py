@@ -329,7 +329,7 @@ class Traffic:
         active, idle = self._transport.poll_interval_s
         wait = 1.0 if self.fd is not None else (active if self._batches else idle)
         soon = self._aborted or self._quarantine or hungry
-        return min(wait, 0.05) if soon else wait
+        return min(wait, 0.05, max(self._hungry.look_at - time.monotonic(), 0.0)) if soon else wait
 
     def poll(self) -> None:
         """Record which batches have ended, and which have become quiet."""
