@@ -24,10 +24,10 @@ from kvxfer.data.commands import (
     Disconnected,
     EndpointMade,
     LinkBroken,
-    PieceReady,
-    PieceTaken,
     Reset,
     Result,
+    SlotFree,
+    SlotReady,
     ThreadDied,
 )
 from kvxfer.data.hasher import Hasher
@@ -183,7 +183,7 @@ class Shell:
             case Disconnected():
                 closed = self._data.disconnected(result.link)
                 return self.consumer.link_closed(result.link, now) if closed else []
-            case PieceReady() | PieceTaken():
+            case SlotReady() | SlotFree():
                 self._peers.tell(result)
             case Reset():
                 return self._peers.reset(result.backend, result.failure.about("the back end was reset: "), now)
