@@ -233,16 +233,15 @@ class OfferRecord(msgspec.Struct, eq=False):
         """Return why it ends if its lease of so many seconds has run out."""
         whose = f", by all {self.consumers} engines that it is for" if self.consumers > 1 else ""
         why = f"it was not fetched within the lease of {lease:g} s{whose}"
-        advice = "check that the router sends the request to an engine that loads, or raise 'lease' if it queues there for long"
-        if not self.claimed:
-            why += ", and no engine has asked for it"
-            advice = "check that the router passes the params of this engine's answer on to an engine that loads"
-        return Failure(FailureKind.TIMED_OUT, why, advice=advice)
+        if self.claimed:
+            return Failure(FailureKind.UNFETCHED, why)
+        advice = "check that the router passes the params of this engine's answer on to an engine that loads"
+        return Failure(FailureKind.UNFETCHED, f"{why}, and no engine has asked for it", advice=advice)
 
     def ended(self, outcome: Outcome, now: float) -> Ended:
         """Make the event that tells the engine of the outcome."""
         seconds = now - self.began
-        unclaimed = outcome.kind is FailureKind.TIMED_OUT and not self.claimed
+        unclaimed = outcome.kind is FailureKind.UNFETCHED and not self.claimed
         what = self.transfer, self.name, outcome, self.nbytes, seconds, self.generation
         return Ended("producer", *what, unclaimed=unclaimed)
 
@@ -324,6 +323,6 @@ def told(outcome: Outcome) -> Failure:
     """Return what consumers that still want a transfer are told of its end."""
     if outcome.failure is None:
         return Failure(FailureKind.WITHDRAWN, "all its readers have fetched it")
-    kept = (FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
+    kept = (FailureKind.UNFETCHED, FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
     kind = outcome.failure.kind
     return Failure(kind if kind in kept else FailureKind.WITHDRAWN, outcome.failure.detail)
