@@ -1,4 +1,4 @@
-"""More than fits a message of a socket, passed to a process of this host: in a file without a name, whose descriptor goes over the socket."""
+"""More than fits a message of a socket, passed to a process of this host: in a file without a name, by its descriptor."""
 
 from __future__ import annotations
 

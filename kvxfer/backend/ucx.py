@@ -106,7 +106,11 @@ def split(settings: Mapping[str, str], gpus: bool) -> Split:
         host, network, networked = _host_but(set(), gpus), ["^sm", *sorted(_WITHIN - _GROUPS["sm"])], True
     else:
         host = [item for item in items if _parts(item) <= (_WITHIN | _ANYWHERE if gpus else _WITHIN)]
-        network = [part for item in items for part in ([item] if _parts(item).isdisjoint(_WITHIN) else sorted(_parts(item) & _ANYWHERE))]
+        network = [
+            part
+            for item in items
+            for part in ([item] if _parts(item).isdisjoint(_WITHIN) else sorted(_parts(item) & _ANYWHERE))
+        ]
         networked = "tcp" in named or bool(_cards() and not set(network) <= _ANYWHERE)
     within = set[str]().union(*map(_parts, host)) & _WITHIN - {"self"}
     if within and networked and not within & _MESSAGES:

@@ -1,4 +1,4 @@
-"""The programs of `test_impostors.py`: a process with a secret, a transport on its host, and a peer elsewhere that claims to be that process.
+"""The programs of `test_impostors.py`: a process with a secret, a transport on its host, and a peer elsewhere that claims to be it.
 
 Each is told what to do and tells what has come of it in lines of JSON. The peer holds its own bytes at the address at which the other
 process has the secret, and its UCX address is genuine but for that process's number. Two hosts of these tests have one kernel, so that
@@ -86,8 +86,16 @@ def holder() -> None:
     say(whole=all(memory.tobytes() == SECRET * (NBYTES // len(SECRET)) for memory in (secret, lent)))
 
 
-def victim(backend: str, listen: str) -> None:
-    """Receive, or read, what the peer has; tell what has come and what it was told of this process."""
+def undivide(backend: str) -> None:
+    """Have UCX use shared memory and a network in one context, as it does by itself."""
+    options = importlib.import_module(f"kvxfer_{backend}.options")
+    options.split = lambda settings, gpus: Split(None, dict(settings))  # type: ignore[attr-defined]
+
+
+def victim(backend: str, listen: str, undivided: str = "") -> None:
+    """Receive, or read, what the peer has; tell what has come. ``undivided``: as if UCX's transports were not divided."""
+    if undivided:
+        undivide(backend)
     memory = np.zeros(NBYTES, np.uint8)
     side = transport(backend, listen)
     number = side.register([Region(memory.ctypes.data, NBYTES)])
@@ -126,9 +134,7 @@ def peer(backend: str, listen: str, allowed: str, pid: str, segment: str) -> Non
         allowed: What its own UCX may use; the victim's then takes the same.
     """
     mapped(OWN)
-    options = importlib.import_module(f"kvxfer_{backend}.options")
-    # Its own UCX has shared memory and a network in one context, as UCX by itself has.
-    options.split = lambda settings, gpus: Split(None, dict(settings))  # type: ignore[attr-defined]
+    undivide(backend)
     side = transport(backend, listen, ucx={"TLS": allowed})
     number = side.register([Region(ADDRESS, NBYTES)])
     mine = side.endpoint()

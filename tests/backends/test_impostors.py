@@ -58,9 +58,7 @@ def apart() -> Iterator[list[Host]]:
 @pytest.mark.parametrize("whom", ["a neighbour", "the reader itself"])
 @pytest.mark.parametrize("allowed", ["tcp,cma", "tcp,sysv", "tcp,posix", "all"])
 @pytest.mark.parametrize("backend", ["ucx", "nixl"])
-def test_a_peer_passes_for_no_process_that_it_is_not(
-    apart: list[Host], backend: str, allowed: str, whom: str
-) -> None:
+def test_a_peer_passes_for_no_process_that_it_is_not(apart: list[Host], backend: str, allowed: str, whom: str) -> None:
     """What comes is what the peer itself has, over the network, if anything does; no memory of others is attached for it."""
     require(backend)
     here, there = apart
@@ -77,3 +75,16 @@ def test_a_peer_passes_for_no_process_that_it_is_not(
             assert other["segment"] not in got["segments"], "it has attached what the peer named"
             assert holder.hear()["whole"], "it has written to what the peer named"
             assert got["own"], got
+
+
+@pytest.mark.timeout(120)
+def test_the_claim_is_believed_by_ucx_itself(apart: list[Host]) -> None:
+    """Or the test above would find nothing."""
+    require("nixl")
+    here, there = apart
+    with program(here, "holder") as holder, program(here, "victim", "nixl", here.address, "undivided") as victim:
+        mine, other = victim.hear(), holder.hear()
+        with program(there, "peer", "nixl", there.address, "tcp,cma", str(other["pid"]), str(other["segment"])) as peer:
+            victim.tell(endpoint=peer.hear()["endpoint"])
+            peer.tell(endpoint=mine["endpoint"])
+            assert victim.hear()["secret"]

@@ -62,7 +62,6 @@ class LibraryAgent:
             ConfigError: This NIXL lacks the plugin, or a parameter.
             TransportError: It cannot start.
         """
-        self.name = name
         self._library = library = load(options.log_level)
         self._nixl = nixl = library.bindings
         self._errors = library.errors

@@ -83,9 +83,6 @@ class Peers:
         name = next((n for n, m in self._metadata.items() if m == metadata), None)
         if name is None:
             name = self._agent.add(metadata)
-            if name == self._agent.name:
-                self._agent.remove(name)
-                raise TransportError("it has sent the metadata of this side's own agent")
             self._metadata[name] = metadata
         return self._known.setdefault(name, Peer(name, here, self._agent))
 
@@ -122,7 +119,8 @@ class Link:
         self._greeted = False
         self._broken: PeerError | None = None
         self.began = time.monotonic()
-        self._greet_at, self._again_s = self.began, GREET_AGAIN_S if liveness is None else math.inf
+        self._again_s = GREET_AGAIN_S if liveness is None else math.inf
+        self._greet_at = self.began + self._again_s
         self._settle()
 
     def __str__(self) -> str:
@@ -157,22 +155,24 @@ class Link:
             told = self._introduction.address
         if self.peer is None:
             self.peer = self._choose(told)
-            self.greet(time.monotonic())
+            self._greet()  # even one that has greeted us before
 
     @property
     def up(self) -> bool:
         """Whether the other side is there; on this host it has to say so itself, whoever greets in its name."""
-        return self._greeted and (self.liveness is None or self.liveness.up)
+        return self._greeted and self.peer is not None and (self.liveness is None or self.liveness.up)
 
     def greet(self, now: float) -> None:
-        """Tell the peer that this end is there, if it is time to: at once, and again where no socket tells of its end.
-
-        The first greeting also makes the connection, so that no transfer has to wait for it.
-        """
+        """Tell the peer again that this end is there, if it is time to: where no socket tells of the peer's end."""
         if not self._greeted and self.broken is None and self.peer is not None and now >= self._greet_at:
             self._greet_at = now + self._again_s
-            with suppress(TransportError):  # it is in ``broken`` now
-                self.peer.tell(GREETING + self.their_end)
+            self._greet()
+
+    def _greet(self) -> None:
+        """Tell the peer that this end is there. The first time also makes the connection, so that no transfer has to wait for it."""
+        assert self.peer is not None  # it was chosen
+        with suppress(TransportError):  # it is in ``broken`` now
+            self.peer.tell(GREETING + self.their_end)
 
     def hear(self, message: str) -> None:
         if message == GREETING:

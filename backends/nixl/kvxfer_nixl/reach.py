@@ -22,9 +22,11 @@ _CARDS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Reach:
-    """Attributes:
-    host: Whether processes of this host are, which the kernel has shown to be like this one.
-    network: Whether others are.
+    """Who is reached.
+
+    Attributes:
+        host: Whether processes of this host are, by shared memory.
+        network: Whether others are.
     """
 
     host: bool
@@ -46,8 +48,7 @@ class Reach:
         )
         devices = "" if contexts.network is None else in_force(contexts.network, "NET_DEVICES")
         return cls(
-            bool(host & (HOST if "cuda" in memory else {"cma"})),
-            bool(network & NETWORK and allowed_by(devices, cards)),
+            bool(host & (HOST if "cuda" in memory else {"cma"})), bool(network & NETWORK and allowed_by(devices, cards))
         )
 
     @property

@@ -128,7 +128,10 @@ class Link:
             connection = self._ways.choose()
         except PeerError as e:
             self.fail(
-                PeerError(f"{self.theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?"), now
+                PeerError(
+                    f"{self.theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?"
+                ),
+                now,
             )
             return
         if connection is None:
@@ -284,7 +287,7 @@ class Link:
             return
         half.ack = self._messages.hear(self._tag(self.mine, _ACK, half.stream))
         tag = self._tag(self.theirs, _DATA, half.stream)
-        half.data = self._messages.send(self.connection.handle, half.pieces, tag, self.plain)
+        half.data = self._messages.send(self._handle, half.pieces, tag, self.plain)
 
     def _finish(self, now: float) -> list[Completion]:
         """Take out what has ended by itself."""
@@ -319,9 +322,14 @@ class Link:
         return ended
 
     def _say(self, kind: int, stream: int, yes: bool) -> Posted:
-        said = self._messages.say(self.connection.handle, self._tag(self.theirs, kind, stream), yes)
+        said = self._messages.say(self._handle, self._tag(self.theirs, kind, stream), yes)
         self._said.append(said)
         return said
+
+    @property
+    def _handle(self) -> int:
+        assert self.connection is not None  # it was chosen
+        return self.connection.handle
 
     def _what(self, half: Half) -> str:
         return f"{half.verb} of {half.nbytes} bytes with {self.theirs.agent!r}"

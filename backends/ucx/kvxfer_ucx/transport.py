@@ -304,7 +304,9 @@ class UcxTransport(Base[Endpoint, Link]):
             self.wakeup.add(connection.epoll, connection)
             self._uninherited.soon()
         if link.parted and link.liveness is not None:
-            self._liveness.hang_up(link.liveness)  # once the farewell is on its way, or cannot be: the peer learns by this, then
+            self._liveness.hang_up(
+                link.liveness
+            )  # once the farewell is on its way, or cannot be: the peer learns by this, then
         if link.quiet():
             if connection is not None:
                 self.wakeup.remove(connection.epoll)
