@@ -15,6 +15,7 @@ from kvxfer.security import make_key
 
 SHORT = [
     "1,100 idle connections at the directory",
+    "100 connections from another address, each made again after its handshake",
     "40 links that take no piece, each under its own name",
     "a directory of 3,000 ranks",
     "another producer that is cut off amid a load",
