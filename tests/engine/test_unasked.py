@@ -232,11 +232,13 @@ def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., P
     assert "no engine has asked for it" in failure.detail and ended[0].unclaimed
 
 
-def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(make: Callable[..., Engine]) -> None:
+def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(
+    make: Callable[..., PagedEngine],
+) -> None:
     p = make(lease=0.5)
     ended: list[Ended] = []
     p.worker._on_ended = ended.append
-    ticket = p.offer("x", [1, 2], 7)
+    ticket = p.offer("x", 8)
     p.worker.agent.renew(ticket.transfer)
     assert "x" in p.until("x").free
     (failure,) = [end.outcome.failure for end in ended]
@@ -244,11 +246,11 @@ def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(
 
 
 def test_lines_about_offers_that_nobody_asked_for_are_bounded(
-    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+    make: Callable[..., PagedEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     p = make(lease=0.2)
     for i in range(6):
-        p.offer(f"x{i}", [i + 1], 4)
+        p.offer(f"x{i}", 4)
     p.until("x5")
     assert len([record for record in caplog.records if "no engine has asked for it" in record.getMessage()]) == 1
 
