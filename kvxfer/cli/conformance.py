@@ -46,7 +46,7 @@ def conformance(
     only: Annotated[
         str,
         typer.Option(
-            help="Test only the clauses whose names match this expression, as with pytest -k; with --router, the cases whose names contain it."
+            help="Test only the clauses whose names match this expression, as with pytest -k; or the cases with it in their names."
         ),
     ] = "",
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first clause that is broken.")] = False,
