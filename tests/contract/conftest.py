@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "window": (write_window, []),
     "latent": (write_mla, ["--block-size", "16", *EXACT_POSITIONS]),
     "state": (write_recurrent, ["--no-enable-prefix-caching", *EXACT_POSITIONS]),
-    "mamba": (write_mamba, []),
+    "mamba": (write_mamba, ["--no-enable-prefix-caching"]),
 }
 """The models that the folder's tests can run with, by ``KVXFER_CONTRACT_MODEL``, and flags of their servers."""
 
