@@ -1,5 +1,7 @@
 """For tests: the suite that a back end must pass, an in-process fake, and fault injection (``kvxfer.testing.faults``).
 
+``kvxfer.testing.engine`` has a small simulated engine, for tests of engines.
+
 ``ConformanceSuite`` needs pytest; the rest does not.
 """
 

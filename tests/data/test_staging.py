@@ -102,7 +102,7 @@ def test_a_cancelled_load_resets_no_back_end(engine, caplog):
         d.agents[0].cancel(str(i), "its client left")
         for side in (p, d):
             side.wait(Released, count=i + 1)
-        d.memories[0][:] = 0
+        d.memory.arrays[0][:] = 0
     time.sleep(0.2)
     assert "resetting" not in caplog.text
     assert d.agents[0].stats().quarantined_bytes == 0
