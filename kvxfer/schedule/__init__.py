@@ -7,11 +7,13 @@ from kvxfer.ledger import BlockLedger
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
 from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
+from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingState
 from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.values import BlockTable, Group
 
 __all__ = [
     "LOAD",
+    "OFFERING",
     "Cancel",
     "DeclinedTransfer",
     "FetchSchedule",
@@ -19,6 +21,9 @@ __all__ = [
     "LoadEvent",
     "LoadState",
     "OfferSchedule",
+    "Offering",
+    "OfferingEvent",
+    "OfferingState",
     "RankResult",
     "Revoke",
     "Schedule",
