@@ -65,8 +65,7 @@ class BlockPins:
         self._pool: BlockPool | None = None
         if pool is not None:
             self.bind(pool)
-        self._kept: dict[Hashable, list[int]] = {}
-        self._held: dict[Hashable, int] = {}
+        self._kept: dict[Hashable, tuple[list[int], bool]] = {}  # and whether they count towards the limit
 
     def bind(self, pool: BlockPool) -> None:
         """Use this pool from now on.
@@ -82,21 +81,21 @@ class BlockPins:
         Returns:
             False if there is no pool yet, and so nothing is held.
         """
+        return self._keep(holder, list(blocks), False)
+
+    def _keep(self, holder: Hashable, blocks: list[int], limited: bool) -> bool:
         if self._pool is None:
             return False
-        found = list(blocks)
-        self._pool.touch(found)
-        self._kept.setdefault(holder, []).extend(found)
+        self._pool.touch(blocks)
+        self._kept.setdefault(holder, ([], limited))[0].extend(blocks)
         return True
 
     def hold(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Pin blocks that no request stands for, within the limit; return False if that is reached or there is no pool."""
         wanted = list(blocks)
         limit = self._limit if not isinstance(self._pool, ElasticPool) else min(self._limit, self._pool.capacity() // 4)
-        if sum(self._held.values()) + len(wanted) > limit or not self.keep(holder, wanted):
-            return False
-        self._held[holder] = self._held.get(holder, 0) + len(wanted)
-        return True
+        held = sum(len(kept) for kept, limited in self._kept.values() if limited)
+        return held + len(wanted) <= limit and self._keep(holder, wanted, True)
 
     def quarantine(self, holder: Hashable, blocks: Sequence[int] | Set[int]) -> bool:
         """Pin blocks that nobody needs any more and a transfer may still touch, as ``hold`` does; log it if that fails."""
@@ -107,19 +106,17 @@ class BlockPins:
 
     def drop(self, holder: Hashable) -> None:
         """Give up all references of ``holder``, if it has any."""
-        kept = self._kept.pop(holder, None)
-        self._held.pop(holder, None)
+        kept, _ = self._kept.pop(holder, ((), False))
         if kept and self._pool is not None:
             self._pool.free(kept[::-1])
 
     def borrow(self, holder: Hashable, blocks: int) -> list[int] | None:
         """Take so many unused blocks from a ``LendingPool``, within the limit; None if there are none to spare."""
-        held = sum(map(len, self._kept.values()))
-        if not isinstance(self._pool, LendingPool) or held + blocks > self._limit:
+        if not isinstance(self._pool, LendingPool) or len(self) + blocks > self._limit:
             return None
         found = self._pool.lend(blocks)
         if found is not None:
-            self._kept.setdefault(holder, []).extend(found)
+            self._kept.setdefault(holder, ([], False))[0].extend(found)
         return None if found is None else list(found)
 
     @property
@@ -129,4 +126,4 @@ class BlockPins:
 
     def __len__(self) -> int:
         """Return how many references are held."""
-        return sum(map(len, self._kept.values()))
+        return sum(len(kept) for kept, _ in self._kept.values())

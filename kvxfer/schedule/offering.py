@@ -94,6 +94,7 @@ class Offering:
         namesake: Whether another request has the name of this one, whose blocks are held.
         tokens: How many tokens are offered.
         progress: How many tokens are computed after the last step; may exceed ``total``.
+        changed: Whether the workers have to hear of it with the next step.
         answers: How many consumers each answer adds that tells of it.
         sharers: Other running requests that offer it, and their answers.
 
@@ -119,6 +120,7 @@ class Offering:
     namesake: bool = False
     tokens: int = 0
     progress: int = 0
+    changed: bool = False
     answers: dict[str, int] = field(default_factory=dict)
     sharers: dict[str, str] = field(default_factory=dict)
 

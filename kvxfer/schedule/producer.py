@@ -36,7 +36,7 @@ class OfferSchedule:
         self._offerings: dict[OfferingNumber, Offering] = {}
         self._live: dict[str, OfferingNumber] = {}  # by the engine's name of the request
         self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
-        self._offers: dict[TransferId, Offer] = {}
+        self._changed: list[Offering] = []  # what workers have to hear of
         self._revokes: list[Revoke] = []
 
     # --- which offerings there are -----------------------------------------------------------------------------------
@@ -390,14 +390,17 @@ class OfferSchedule:
     @property
     def untold(self) -> bool:
         """Whether ``commands`` would return something."""
-        return bool(self._offers or self._revokes)
+        return bool(self._changed or self._revokes)
 
     def commands(self) -> StepCommands:
         """Return the offers and revocations since the last call. Call it once a step, after ``preempt`` and ``step``."""
-        if not self._offers and not self._revokes:
+        if not self._changed and not self._revokes:
             return StepCommands()
-        drained = StepCommands(offers=tuple(self._offers.values()), revokes=tuple(self._revokes))
-        self._offers.clear()
+        offers = tuple(self._offer_of(found) for found in self._changed)
+        for found in self._changed:
+            found.changed = False
+        drained = StepCommands(offers=offers, revokes=tuple(self._revokes))
+        self._changed.clear()
         self._revokes.clear()
         return drained
 
@@ -428,12 +431,21 @@ class OfferSchedule:
                 found.on(_E.ALL_OFFERED)
             self._state(found)
 
+    @staticmethod
+    def _offer_of(p: Offering) -> Offer:
+        return Offer(p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers, handle=p.request)
+
     def _state(self, found: Offering) -> None:
-        """Queue the offer of what is ready."""
-        p, whole = found, found.final
-        self._offers[p.transfer] = Offer(
-            p.transfer, p.digest, p.generation, p.tokens, p.blocks, whole, p.consumers, handle=p.request
-        )
+        """Have the workers told of what is ready."""
+        if not found.changed:
+            found.changed = True
+            self._changed.append(found)
+
+    def _unstate(self, found: Offering) -> None:
+        """Tell the workers nothing more of what is revoked."""
+        if found.changed:
+            found.changed = False
+            self._changed.remove(found)
 
     def _count(self, found: Offering, more: int) -> None:
         """Change how many engines are expected to fetch an offer. Within a generation there can only be fewer."""
@@ -446,7 +458,7 @@ class OfferSchedule:
     def _restart(self, found: Offering, reason: str) -> None:
         if found.blocks != self._nothing:
             found.on(_E.RESTART)
-            self._offers.pop(found.transfer, None)
+            self._unstate(found)
             self._ledger.drop(found.transfer, found.generation)
             self._revokes.append(Revoke(found.transfer, found.generation, reason, False))
             found.generation = self._next_generation()
@@ -458,7 +470,7 @@ class OfferSchedule:
         if not found.on(event):
             return
         if was_offered and not found.offered:
-            self._offers.pop(found.transfer, None)
+            self._unstate(found)
             if not kept:
                 self._ledger.drop(found.transfer, found.generation)
             self._revokes.append(Revoke(found.transfer, found.generation, reason, True, kept))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvxfer.schedule.coverage import Coverage
 from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.engine import STATEFUL, Engine, prompt
 
