@@ -22,7 +22,6 @@ from kvxfer.engine.pins import BlockPins
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
-from kvxfer.schedule.offering import OfferingNumber
 from kvxfer.ticket import Ticket
 from kvxfer.values import BlockTable, Group, Rank
 
@@ -62,7 +61,6 @@ class Offers:
         self._groups = tuple(groups)
         self._windows = any(group.window for group in groups)
         self.elastic = False
-        self._pinned: set[OfferingNumber] = set()  # those with pinned blocks for which no request stands
         self._leaving: list[Hashable] = []  # holders of blocks that the next step revokes
         self._over: list[TransferId] = []  # ended before the requests that offered them, which are over now as well
 
@@ -94,8 +92,6 @@ class Offers:
             except ScheduleError:
                 self._pins.drop(("computed", transfer))
                 raise
-            assert known is not None  # no other has this name
-            self._pinned.add(known.number)
             self._notices.begins(transfer, digest)
         same = known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
         return Ticket(transfer, digest, source) if same else None
@@ -162,7 +158,6 @@ class Offers:
             return
         generation, blocks = found.read
         if self._pins.quarantine(("revoked", found.number), blocks):
-            self._pinned.add(found.number)
             found.revoked = generation, {rank for rank, until in found.done.items() if until >= generation}
 
     def _unpin_read(self, found: Offering) -> None:
@@ -204,10 +199,7 @@ class Offers:
             self._keep_revoked(offering)
             return False
         blocks = offering.blocks.ids() if offering.computed and found else ()
-        kept = bool(blocks) and self._pins.quarantine(("kept", offering.number), blocks)
-        if kept:
-            self._pinned.add(offering.number)
-        return kept
+        return bool(blocks) and self._pins.quarantine(("kept", offering.number), blocks)
 
     # --- what ranks report ---------------------------------------------------------------------------------------------
 
@@ -225,8 +217,6 @@ class Offers:
                 if len(quiet) >= self._ranks:
                     found.revoked = None
                     self._pins.drop(("revoked", found.number))
-                    if found.state is not _S.ABANDONED:
-                        self._pinned.discard(found.number)
                     self._schedule.forget(found)
 
     def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> str | None:
@@ -249,8 +239,6 @@ class Offers:
         if found.state is _S.CLOSED and found.over:
             for holder in (("computed", found.transfer), ("kept", found.number), ("end", found.number)):
                 self._pins.drop(holder)
-            if found.revoked is None:
-                self._pinned.discard(found.number)
         return freed
 
     def freed(self, request: str) -> None:
@@ -267,7 +255,7 @@ class Offers:
     @property
     def waiting(self) -> bool:
         """Whether blocks are pinned for requests that the engine may have forgotten."""
-        return bool(self._leaving or self._pinned)
+        return bool(self._leaving or self._pins.held)
 
 
 def _reading(found: Offering, generation: Generation) -> Hashable:

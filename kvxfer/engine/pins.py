@@ -58,6 +58,9 @@ class BlockPins:
         limit: The most blocks that ``hold`` and ``quarantine`` may hold at a time: a quarter of the pool, say. In an elastic pool it never
             holds more than a quarter of the blocks that can be in use.
         pool: The engine's pool. It may be bound later; until then nothing is held.
+
+    Attributes:
+        held: How many blocks are held for which no request of the engine stands.
     """
 
     def __init__(self, limit: int, pool: BlockPool | None = None) -> None:
@@ -66,6 +69,7 @@ class BlockPins:
         if pool is not None:
             self.bind(pool)
         self._kept: dict[Hashable, tuple[list[int], bool]] = {}  # and whether they count towards the limit
+        self.held = 0
 
     def bind(self, pool: BlockPool) -> None:
         """Use this pool from now on.
@@ -94,8 +98,10 @@ class BlockPins:
         """Pin blocks that no request stands for, within the limit; return False if that is reached or there is no pool."""
         wanted = list(blocks)
         limit = self._limit if not isinstance(self._pool, ElasticPool) else min(self._limit, self._pool.capacity() // 4)
-        held = sum(len(kept) for kept, limited in self._kept.values() if limited)
-        return held + len(wanted) <= limit and self._keep(holder, wanted, True)
+        if self.held + len(wanted) > limit or not self._keep(holder, wanted, True):
+            return False
+        self.held += len(wanted)
+        return True
 
     def quarantine(self, holder: Hashable, blocks: Sequence[int] | Set[int]) -> bool:
         """Pin blocks that nobody needs any more and a transfer may still touch, as ``hold`` does; log it if that fails."""
@@ -106,7 +112,8 @@ class BlockPins:
 
     def drop(self, holder: Hashable) -> None:
         """Give up all references of ``holder``, if it has any."""
-        kept, _ = self._kept.pop(holder, ((), False))
+        kept, limited = self._kept.pop(holder, ((), False))
+        self.held -= len(kept) * limited
         if kept and self._pool is not None:
             self._pool.free(kept[::-1])
 

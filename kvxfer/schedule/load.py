@@ -22,10 +22,7 @@ from kvxfer.schedule.commands import RankResult
 from kvxfer.transitions import Transitions, pairs
 from kvxfer.values import BlockTable, Rank, Stages
 
-__all__ = ["LOAD", "Load", "LoadEvent", "LoadNumber", "LoadState", "RequestName", "Wanted"]
-
-RequestName = NewType("RequestName", str)
-"""The engine's name of a request. Another request may have it once the engine has said that this one is over."""
+__all__ = ["LOAD", "Load", "LoadEvent", "LoadNumber", "LoadState", "Wanted"]
 
 LoadNumber = NewType("LoadNumber", int)
 """The serial number of a load, which no other load of the engine has, has had or will have."""

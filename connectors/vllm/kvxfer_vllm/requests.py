@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import Ticket
 from kvxfer.failures import FailureKind as K
@@ -26,12 +26,32 @@ GONE = {
 
 
 @dataclass(slots=True, eq=False)
+class Batch:
+    """The prompts of one HTTP request, as far as is known.
+
+    Attributes:
+        answer: The name of its answer.
+        base: The id that its prompts have in common.
+        arrived: When it came.
+        prompts: By position, the name that vLLM has given to a prompt.
+        requests: The requests of which something is computed or held.
+    """
+
+    answer: str
+    base: str
+    arrived: float
+    prompts: dict[int, str] = field(default_factory=dict)
+    requests: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
 class RequestFacts:
-    """One request, from its arrival until vLLM says that it is over.
+    """One request, from its arrival until vLLM says that it is over, or until its blocks are no longer held for others.
 
     Attributes:
         name: vLLM's id of it.
         number: Requests count up in the order of their arrival.
+        asked_in: The step for which vLLM has asked about it, and has no blocks for it so far.
         table: Its whole block table, where vLLM tells increments only.
         nothing: What is told of it although it has nothing to offer.
         end: Up to which token its load is to bring its prompt.
@@ -40,10 +60,13 @@ class RequestFacts:
         since: When it came, if it is not known yet what becomes of its load.
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
+        batch: The HTTP request that it belongs to, if it offers.
+        span: The span of its load, and later that of its offer.
     """
 
     name: str
     number: int
+    asked_in: int = 0
     table: list[list[int]] | None = None
     nothing: Ticket | None = None
     end: int = 0
@@ -52,6 +75,16 @@ class RequestFacts:
     since: float | None = None
     key: bytes | None = None
     passers: set[str] | None = None
+    batch: Batch | None = None
+    span: Any = None
+
+    def end_span(self, outcome: str | None = None) -> None:
+        """Close its span, if one is open."""
+        span, self.span = self.span, None
+        if span is not None:
+            if outcome is not None:
+                span.set_attribute("kvxfer.outcome", outcome)
+            span.end()
 
 
 class LoadOutcomes:
@@ -69,14 +102,14 @@ class LoadOutcomes:
     def expect(self, facts: RequestFacts, request: Request, transfer: str, key: bytes | None) -> None:
         """Record that a request has come whose KV is to be loaded, and the key of the offer that this takes, if it has one."""
         facts.since, facts.key = time.monotonic(), key
-        self._spans.begin(LOAD, request, transfer)
+        facts.span = self._spans.begin(LOAD, request, transfer)
 
     def ended(self, facts: RequestFacts | None, outcome: str) -> None:
         """Process what has become of its load; the first word of a request counts, and what follows changes nothing."""
         if facts is None or facts.since is None:
             return
         self._stats.request(outcome, time.monotonic() - facts.since)
-        self._spans.end(LOAD, facts.name, outcome)
+        facts.end_span(outcome)
         if facts.key is not None and outcome in GONE:
             self.used.add(facts.key)
         facts.since = None

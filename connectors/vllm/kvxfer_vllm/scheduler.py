@@ -88,13 +88,15 @@ class SchedulerHooks:
         )
         self._facts = sealed(self.side.facts)
         self._requests: dict[str, RequestFacts] = {}  # by name, until they are over
+        self._held: dict[str, RequestFacts] = {}  # those that are over, and whose blocks are held for others
         self._numbers = itertools.count()
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
         self._batches, self._spread = Batches(), spread_over_ranks(self._engine, parallel)
         self._unoffered = Unoffered(self._outcomes)
         self._next = StepMetadata()  # what vLLM is to be told with the next step
-        self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
+        self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
+        self._steps = 1
         self._holding_back = False  # whether this step gives blocks to nobody
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
 
@@ -185,7 +187,11 @@ class SchedulerHooks:
         if self._recurrent:  # not before it is known that there will be an offer
             leave_last_token(request)
         # All requests for which a router has one name have one answer, too.
-        answer = str(transfer) if p.is_routed(params) else self._batches.answer(name, external, request.arrival_time)
+        answer = (
+            str(transfer)
+            if p.is_routed(params)
+            else self._batches.answer(self._requests[name], external, request.arrival_time)
+        )
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
         if not self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
             why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
@@ -226,27 +232,34 @@ class SchedulerHooks:
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
         self.arrive(request)
+        facts = self._requests[request.request_id]
         if self._holding_back:
             return None, False
         if request.skip_reading_prefix_cache:  # it needs its whole prompt computed; vLLM before 0.31 leaves that to us
-            self._unplaced.add(request.request_id)
+            self._asked(facts)
             return 0, False
         if not self._content.adapters.is_same(request.request_id):
-            self._unplaced.add(request.request_id)
+            self._asked(facts)
             return 0, False
         tokens = self.side.loadable(request.request_id, computed)
         if tokens is not None:
-            self._unplaced.add(request.request_id)
+            self._asked(facts)
         beside = bool(tokens) and not self.side.here(request.request_id)
-        if tokens and beside and self._room.lacks(self._requests[request.request_id], computed, computed + tokens):
+        if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
         return tokens, beside
+
+    def _asked(self, facts: RequestFacts) -> None:
+        """Record that vLLM looks for blocks for a request in this step, unless ``allocated`` follows."""
+        if facts.asked_in != self._steps:
+            facts.asked_in, self._unplaced = self._steps, self._unplaced + 1
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Handle ``update_state_after_alloc``."""
         name, table = request.request_id, _table(blocks.get_block_ids())
         facts = self._requests[name]
-        self._unplaced.discard(name)
+        if facts.asked_in == self._steps:
+            facts.asked_in, self._unplaced = 0, self._unplaced - 1
         self._room.admitted(facts)
         if external:
             facts.into = table if self._partly else None
@@ -277,8 +290,10 @@ class SchedulerHooks:
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         answer = self.side.answer(name)
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
-        if not held:
-            self._batches.over(name)
+        if held:
+            self._held[name] = facts
+        else:
+            self._batches.over(facts)
         if ticket is None or not self.side.offers(ticket):
             if ticket is not None and whole:
                 why = f"{printable(ticket.transfer)} is given up, as the line of its withdrawal explains"
@@ -287,7 +302,7 @@ class SchedulerHooks:
         if ticket is None:
             return held, None
         if held:
-            self._spans.begin(OFFER, request, str(ticket.transfer))
+            facts.span = self._spans.begin(OFFER, request, str(ticket.transfer))
         sizes = self._tp, len(block_ids), request.num_prompt_tokens
         return held, p.answer(ticket, self._engine, answer, *sizes, self._facts, self._spread)
 
@@ -308,7 +323,7 @@ class SchedulerHooks:
             self.side.short_of_blocks()
         self._follow(output)
         self.side.stands_still(stuck)
-        self._unplaced.clear()
+        self._unplaced, self._steps = 0, self._steps + 1
         step, self._next = self._next, StepMetadata()
         step.step, step.idle = self.side.step(), idle
         self._holding_back = False
@@ -360,8 +375,7 @@ class SchedulerHooks:
         update = self.side.report(ours.report)
         self._next.freed += tuple(update.free)
         for name in update.free:
-            self._batches.over(name)
-            self._spans.end(OFFER, name)
+            self._let_held_go(name)
         ends = {name: str(failure.kind) for name, failure in update.failed.items()} | dict.fromkeys(
             update.loaded, DELIVERED
         )
@@ -384,8 +398,14 @@ class SchedulerHooks:
         compat.correct(output, over=update.loaded - over - wrong, still=wrong | (update.repeated & over))
         for name in output.finished_sending or ():
             self.side.freed(name)
-            self._batches.over(name)
-            self._spans.end(OFFER, name)
+            self._let_held_go(name)
+
+    def _let_held_go(self, name: str) -> None:
+        """Forget a request whose blocks are no longer held for others."""
+        facts = self._held.pop(name, None)
+        if facts is not None:
+            self._batches.over(facts)
+            facts.end_span()
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
@@ -456,7 +476,7 @@ class SchedulerHooks:
             self._next.partial,
             self._content,
             self._batches,
-            self._spans,
+            self._held,
             self.side,
         )
         return sum(map(len, ours))
