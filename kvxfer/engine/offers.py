@@ -237,7 +237,9 @@ class Offers:
             self._unpin_read(found)
         freed = self._schedule.done(found, generation)
         if found.state is _S.CLOSED and found.over:
-            for holder in (("computed", found.transfer), ("kept", found.number), ("end", found.number)):
+            for holder in (
+                (("kept", found.number), ("end", found.number)) if found.request else (("computed", found.transfer),)
+            ):
                 self._pins.drop(holder)
         return freed
 
@@ -253,7 +255,7 @@ class Offers:
         return over
 
     @property
-    def waiting(self) -> bool:
+    def unsettled(self) -> bool:
         """Whether blocks are pinned for requests that the engine may have forgotten."""
         return bool(self._leaving or self._pins.held)
 

@@ -394,7 +394,7 @@ class SchedulerSide:
 
     def step(self) -> Step:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
-        renewals = self._notices.step()
+        renewals = self._notices.exchange()
         commands = self._schedule.commands()
         self._offers.shipped()
         return self._dispatch.step(commands, renewals, self._loads.copies(), self._offers.over())
@@ -444,7 +444,7 @@ class SchedulerSide:
         The engine must then go on making steps, or others will not hear what it has given up, and it will not learn that those
         blocks are free.
         """
-        return self._schedule.untold or self._offers.waiting or self._loads.waiting
+        return self._schedule.untold or self._offers.unsettled or self._loads.unsettled
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -521,8 +521,8 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop serving the directory; nothing is offered or loaded any more. May be called more than once."""
         self._closed = True
-        self._notices.close()
-        self._dispatch.close()
+        self._notices.renewals.close()
+        self._dispatch.channel.close()
         self.directory.close()
 
     def __len__(self) -> int:

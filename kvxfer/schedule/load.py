@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from typing import NewType
 
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, Source, TransferId
@@ -179,7 +179,6 @@ class Load:
         wanted: The transfer.
         state: Where it is; see ``LOAD``.
         over: Whether the engine has said that the request is over.
-        note: What the engine's connector keeps of it.
         computed: The local tokens when the engine asked last.
 
         fetched: The number of its fetch; None: there is none yet.
@@ -217,7 +216,6 @@ class Load:
     wanted: Wanted
     state: LoadState
     over: bool = False
-    note: Any = None
     computed: int = 0
 
     fetched: int | None = None

@@ -112,3 +112,22 @@ def test_a_request_that_waits_for_blocks_goes_first(p: Holder, monkeypatch: pyte
     assert [revoke.gone for revoke in p.side.step().commands.revokes] == [True]
     p.released(offer.generation)
     p.over()
+
+
+def test_the_end_of_an_earlier_offer_of_the_name_frees_nothing_of_it(p: Holder) -> None:
+    """A request was aborted while others were reading; then its KV is found in the cache, and offered again under the same name."""
+    p.side._descriptors[RANK] = None  # type: ignore[assignment]  # others can find this engine
+    first, second = p.pool.take(2), p.pool.take(2)
+    assert p.side.offer("r", T, D, 8)
+    p.side.runs("r", 0, 4, BlockTable.of([first]))
+    (offer,) = p.side.step().commands.offers
+    assert not p.side.finished("r", BlockTable.of([first]), False)
+    p.pool.free(first)
+    assert p.side.offer_computed(T, D, 8, BlockTable.of([second])) is not None
+    p.pool.free(second)
+    (later,) = p.side.step().commands.offers
+    p.released(offer.generation)
+    assert p.pool.used() == 2, "the second stay"
+    p.released(later.generation)
+    p.side.step()
+    p.over()
