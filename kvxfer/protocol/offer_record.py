@@ -241,7 +241,7 @@ class OfferRecord(msgspec.Struct, eq=False):
     def ended(self, outcome: Outcome, now: float) -> Ended:
         """Make the event that tells the engine of the outcome."""
         seconds = now - self.began
-        unclaimed = outcome.kind is FailureKind.TIMED_OUT and not self.claimed
+        unclaimed = outcome.kind is FailureKind.UNFETCHED and not self.claimed
         what = self.transfer, self.name, outcome, self.nbytes, seconds, self.generation
         return Ended("producer", *what, unclaimed=unclaimed)
 

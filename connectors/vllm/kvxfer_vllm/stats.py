@@ -26,7 +26,7 @@ cached, or what was fetched ahead of its step failed."""
 
 COUNTS = ("corrupt", "direct", "staged")
 """Those of an agent's stats that only ever grow."""
-TALLIES = ("offers", "failures", "unclaimed", "not_offered", "counts")
+TALLIES = ("offers", "unclaimed", "not_offered", "failures", "counts")
 """Those of what vLLM is told that are numbers by name, which add up."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
 """Those of an agent's stats that go up and down, and their names here."""
@@ -238,14 +238,14 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 self._request_seconds.labels(*values).observe(seconds)
         for outcome, n in data["offers"].items():
             self._offers.labels(*values, outcome).inc(n)
+        self._unclaimed.labels(*values).inc(data["unclaimed"].get("offers", 0))
+        for reason, n in data["not_offered"].items():
+            self._not_offered.labels(*values, reason).inc(n)
         for key, n in data["failures"].items():
             outcome, _, peer = key.partition("/")
             if len(self._peers) < MOST_PEERS:
                 self._peers.add(peer)
             self._failures.labels(*values, outcome, peer if peer in self._peers else OTHERS).inc(n)
-        self._unclaimed.labels(*values).inc(data["unclaimed"].get("offers", 0))
-        for reason, n in data["not_offered"].items():
-            self._not_offered.labels(*values, reason).inc(n)
         counts = data["counts"]
         self._wasted.labels(*values).inc(counts.get("wasted", 0))
         self._corrupt.labels(*values).inc(counts.get("corrupt", 0))
