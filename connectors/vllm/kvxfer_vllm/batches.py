@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from kvxfer_vllm.ids import ExternalId
-from kvxfer_vllm.requests import Batch, RequestFacts
+from kvxfer_vllm.requests import HttpBatch, RequestFacts
 
 __all__ = ["Batches", "spread_over_ranks"]
 
@@ -19,7 +19,7 @@ class Batches:
     """The HTTP requests of which something is computed or held here. One thread."""
 
     def __init__(self) -> None:
-        self._by_id: defaultdict[str, list[Batch]] = defaultdict(list)
+        self._by_id: defaultdict[str, list[HttpBatch]] = defaultdict(list)
 
     def answer(self, facts: RequestFacts, external: ExternalId, arrived: float) -> str:
         """Take in a request that offers, and return the name of the answer that will tell of it.
@@ -35,7 +35,7 @@ class Batches:
         if len(fitting) == 1:
             (batch,) = fitting
         else:
-            known.append(batch := Batch(prompt, external.base, arrived))
+            known.append(batch := HttpBatch(prompt, external.base, arrived))
         batch.prompts[external.prompt] = prompt
         batch.requests.add(request)
         facts.batch = batch

@@ -26,7 +26,7 @@ GONE = {
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class HttpBatch:
     """The prompts of one HTTP request, as far as is known.
 
     Attributes:
@@ -75,7 +75,7 @@ class RequestFacts:
     since: float | None = None
     key: bytes | None = None
     passers: set[str] | None = None
-    batch: Batch | None = None
+    batch: HttpBatch | None = None
     span: Any = None
 
     def end_span(self, outcome: str | None = None) -> None:
