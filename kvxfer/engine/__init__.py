@@ -1,4 +1,4 @@
-"""What an engine needs around its scheduler and in each of its workers, so that a connector is only hooks.
+"""What an engine that has a scheduler and workers needs around the scheduler and in each of its workers, so that a connector is only hooks.
 
 ``SchedulerSide`` lives in the process that schedules, one for each engine: it follows requests, serves the directory by
 which other engines find this one, and says with each step what the workers are to do (``Step``). ``WorkerSide`` lives in each

@@ -4,20 +4,21 @@ All generations come from one counter, so that none is used twice in an epoch: a
 differs from it although nothing of the aborted one is remembered.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvxfer.identity import Generation, TransferId
 from kvxfer.ledger import BlockLedger
 from kvxfer.schedule.commands import Revoke, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.coverage import Coverage
-from kvxfer.schedule.offering import Offering, OfferingEvent, OfferingNumber, OfferingState
+from kvxfer.schedule.offering import Offering, OfferingEvent, OfferingState
+from kvxfer.schedule.offerings import Offerings
 from kvxfer.values import BlockTable, Group, Offer
 
 _S, _E = OfferingState, OfferingEvent
 
 
-class OfferSchedule:
-    """The engine's offerings (``Offering``): turns a scheduler's steps into offers and revocations.
+class OfferSchedule(Offerings):
+    """The engine's offerings: turns a scheduler's steps into offers and revocations.
 
     There is one for each engine, called by one thread. The calls for a request are ``arrive``, any number of ``step`` and
     ``preempt``, then ``finish``; calls about a request that is not tracked do nothing, so a connector may make them for all.
@@ -28,47 +29,16 @@ class OfferSchedule:
     """
 
     def __init__(self, groups: Sequence[Group], ledger: BlockLedger | None = None) -> None:
-        self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
+        super().__init__(groups)
+        self._ledger = BlockLedger() if ledger is None else ledger
         self._coverage = Coverage(groups, self._ledger)
-        self._nothing = BlockTable((b"",) * len(self._groups))
-        self._numbers = 0
-        self._generation: Generation = 0
-        self._offerings: dict[OfferingNumber, Offering] = {}
-        self._live: dict[str, OfferingNumber] = {}  # by the engine's name of the request
-        self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
         self._changed: list[Offering] = []  # what workers have to hear of
         self._revokes: list[Revoke] = []
-
-    # --- which offerings there are -----------------------------------------------------------------------------------
-
-    def named(self, request: str) -> Offering | None:
-        """Return the offering of this name, also if its request is over and its blocks are held."""
-        number = self._live.get(request)
-        return None if number is None else self._offerings[number]
-
-    def of(self, request: str) -> Offering | None:
-        """Return the offering of a running request, which may be over before it."""
-        found = self.named(request)
-        return None if found is None or (found.over and request not in found.sharers) else found
 
     def _run_by(self, request: str) -> Offering | None:
         """Return the offering of which a running request's blocks are offered."""
         found = self.of(request)
         return found if found is not None and found.request == request and found.computed else None
-
-    def under(self, transfer: TransferId) -> Sequence[Offering]:
-        """Return the offerings of this name that something is remembered of, the latest last. Any thread."""
-        return self._transfers.get(transfer, ())
-
-    def current(self, transfer: TransferId) -> Offering | None:
-        """Return what is offered under this name, or was, and is held. Any thread."""
-        known = self._transfers.get(transfer)
-        last = known[-1] if known else None
-        return last if last is not None and (last.computed or last.held) else None
-
-    def __iter__(self) -> Iterator[Offering]:
-        """Yield all offerings, the oldest first; they may change meanwhile."""
-        return iter(self._offerings.copy().values())
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
@@ -124,20 +94,6 @@ class OfferSchedule:
             return self._share(known, request, digest, tokens, consumers, answer or request)
         self._add(request, transfer, digest, tokens, consumers, stops, answer or request)
         return True
-
-    def _add(
-        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool, answer: str
-    ) -> Offering:
-        self._numbers += 1
-        number, born = OfferingNumber(self._numbers), self._next_generation()
-        what = transfer, digest, tokens, consumers, stops
-        new = Offering(number, request, answer, *what, born, born, self._nothing)
-        new.answers[answer] = consumers
-        self._offerings[number] = new
-        if request:
-            self._live[request] = number
-        self._transfers.setdefault(transfer, []).append(new)
-        return new
 
     def _share(self, known: Offering, request: str, digest: bytes, tokens: int, consumers: int, answer: str) -> bool:
         """Let a request share what another offers, if it is the same content."""
@@ -369,20 +325,6 @@ class OfferSchedule:
         return held and found.state is _S.CLOSED
 
     @property
-    def held(self) -> frozenset[TransferId]:
-        """The transfers whose request has finished and whose blocks are held until ``released``."""
-        return frozenset(found.transfer for found in self if found.held)
-
-    @property
-    def transfers(self) -> tuple[TransferId, ...]:
-        """The transfers of requests that are tracked or held."""
-        return tuple(found.transfer for found in self if found.computed or found.held)
-
-    def __len__(self) -> int:
-        """Return how many transfers are offered, including held ones."""
-        return len(self.transfers)
-
-    @property
     def revokes(self) -> bool:
         """Whether the next ``commands`` returns revocations."""
         return bool(self._revokes)
@@ -403,10 +345,6 @@ class OfferSchedule:
         self._changed.clear()
         self._revokes.clear()
         return drained
-
-    def _next_generation(self) -> Generation:
-        self._generation += 1
-        return self._generation
 
     def _offer(self, found: Offering, tokens: int, full: BlockTable, last: BlockTable | None) -> None:
         """Queue an offer of what is new; if it contradicts what was offered (an unseen preemption), begin a new generation.
@@ -476,27 +414,6 @@ class OfferSchedule:
             self._revokes.append(Revoke(found.transfer, found.generation, reason, True, kept))
         if found.state is _S.CLOSED:
             self.forget(found)
-
-    def _leave(self, found: Offering, request: str) -> None:
-        """Let a running request have nothing to do with an offering any more."""
-        found.sharers.pop(request, None)
-        if found.request == request:
-            found.over = True
-        del self._live[request]
-        self.forget(found)
-
-    def forget(self, found: Offering) -> None:
-        """Drop the record of an offering that is closed, once nobody asks about it."""
-        if found.state is not _S.CLOSED or not found.over or found.sharers or found.revoked is not None:
-            return
-        if self._offerings.pop(found.number, None) is None:
-            return
-        if self._live.get(found.request) == found.number:
-            del self._live[found.request]
-        known = self._transfers[found.transfer]
-        known.remove(found)
-        if not known:
-            del self._transfers[found.transfer]
 
     def _pass_on(self, failed: Offering) -> None:
         """Let those that shared the offer of a failed request offer their own blocks, as of their next step."""
