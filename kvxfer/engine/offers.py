@@ -66,6 +66,22 @@ class Offers:
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
+    def arrive(
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        tokens: int,
+        consumers: int,
+        stops: bool,
+        answer: str | None,
+    ) -> bool:
+        """Accept an offer; see ``SchedulerSide.offer``."""
+        taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
+        if taken:
+            self._notices.offered(transfer, digest)
+        return taken
+
     def ticket(self, request: str, source: Source) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
         found = self._schedule.named(request)
@@ -257,7 +273,7 @@ class Offers:
     @property
     def unsettled(self) -> bool:
         """Whether blocks are pinned for requests that the engine may have forgotten."""
-        return bool(self._leaving or self._pins.held)
+        return bool(self._leaving or self._pins.holding)
 
 
 def _reading(found: Offering, generation: Generation) -> Hashable:

@@ -58,9 +58,6 @@ class BlockPins:
         limit: The most blocks that ``hold`` and ``quarantine`` may hold at a time: a quarter of the pool, say. In an elastic pool it never
             holds more than a quarter of the blocks that can be in use.
         pool: The engine's pool. It may be bound later; until then nothing is held.
-
-    Attributes:
-        held: How many blocks are held for which no request of the engine stands.
     """
 
     def __init__(self, limit: int, pool: BlockPool | None = None) -> None:
@@ -68,8 +65,8 @@ class BlockPins:
         self._pool: BlockPool | None = None
         if pool is not None:
             self.bind(pool)
-        self._kept: dict[Hashable, tuple[list[int], bool]] = {}  # and whether they count towards the limit
-        self.held = 0
+        self._kept: dict[Hashable, list[int]] = {}
+        self._held: dict[Hashable, int] = {}  # how many of them no request stands for
 
     def bind(self, pool: BlockPool) -> None:
         """Use this pool from now on.
@@ -85,23 +82,26 @@ class BlockPins:
         Returns:
             False if there is no pool yet, and so nothing is held.
         """
-        return self._keep(holder, list(blocks), False)
-
-    def _keep(self, holder: Hashable, blocks: list[int], limited: bool) -> bool:
         if self._pool is None:
             return False
-        self._pool.touch(blocks)
-        self._kept.setdefault(holder, ([], limited))[0].extend(blocks)
+        found = list(blocks)
+        self._pool.touch(found)
+        self._kept.setdefault(holder, []).extend(found)
         return True
 
     def hold(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Pin blocks that no request stands for, within the limit; return False if that is reached or there is no pool."""
         wanted = list(blocks)
         limit = self._limit if not isinstance(self._pool, ElasticPool) else min(self._limit, self._pool.capacity() // 4)
-        if self.held + len(wanted) > limit or not self._keep(holder, wanted, True):
+        if sum(self._held.values()) + len(wanted) > limit or not self.keep(holder, wanted):
             return False
-        self.held += len(wanted)
+        self._held[holder] = self._held.get(holder, 0) + len(wanted)
         return True
+
+    @property
+    def holding(self) -> bool:
+        """Whether blocks are held for which no request of the engine stands."""
+        return bool(self._held)
 
     def quarantine(self, holder: Hashable, blocks: Sequence[int] | Set[int]) -> bool:
         """Pin blocks that nobody needs any more and a transfer may still touch, as ``hold`` does; log it if that fails."""
@@ -112,8 +112,8 @@ class BlockPins:
 
     def drop(self, holder: Hashable) -> None:
         """Give up all references of ``holder``, if it has any."""
-        kept, limited = self._kept.pop(holder, ((), False))
-        self.held -= len(kept) * limited
+        kept = self._kept.pop(holder, None)
+        self._held.pop(holder, None)
         if kept and self._pool is not None:
             self._pool.free(kept[::-1])
 
@@ -123,7 +123,7 @@ class BlockPins:
             return None
         found = self._pool.lend(blocks)
         if found is not None:
-            self._kept.setdefault(holder, ([], False))[0].extend(found)
+            self._kept.setdefault(holder, []).extend(found)
         return None if found is None else list(found)
 
     @property
@@ -133,4 +133,4 @@ class BlockPins:
 
     def __len__(self) -> int:
         """Return how many references are held."""
-        return sum(len(kept) for kept, _ in self._kept.values())
+        return sum(map(len, self._kept.values()))

@@ -163,7 +163,7 @@ class SchedulerSide:
         arguments.string("request", request)
         if answer is not None:
             arguments.string("answer", answer)
-        return self._schedule.producer.arrive(request, transfer, digest, tokens, consumers, stops, answer)
+        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops, answer)
 
     @_held
     def offer_computed(
