@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, RankFetchEvent, RankFetchState, ServeEvent, ServeState
-from kvxfer.schedule import LOAD, LoadEvent, LoadState
+from kvxfer.schedule import LOAD, OFFERING, LoadEvent, LoadState, OfferingEvent, OfferingState
 from kvxfer.transitions import Transitions
 
 Table = tuple[Transitions[Any, Any], Any, Any]
@@ -23,7 +23,10 @@ TABLES: dict[str, Table] = {
     "serve": (RANK_SERVE, ServeState, ServeEvent),
 }
 ROOM = Path(__file__).with_name("engine-room.md")
-ROOM_TABLES: dict[str, Table] = {"load": (LOAD, LoadState, LoadEvent)}
+ROOM_TABLES: dict[str, Table] = {
+    "load": (LOAD, LoadState, LoadEvent),
+    "offering": (OFFERING, OfferingState, OfferingEvent),
+}
 
 
 def diagram(life: Transitions[Any, Any], states: Any) -> str:

@@ -16,7 +16,6 @@ from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
-from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.offers import Offers
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
@@ -110,14 +109,15 @@ class SchedulerSide:
         self._schedule = Schedule(groups, own)
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = Notices(config, self.directory, self._schedule)
-        self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks, writes_early)
-        self._offers = Offers(self._schedule.producer, self._offered, self._tables, self._notices)
+        self._offers = Offers(
+            self._schedule.producer, self._pins, self._tables, groups, ranks, writes_early, self._notices
+        )
         self._descriptors: dict[Rank, RankDescriptor] = {}
         consumer, ledger = self._schedule.consumer, self._schedule.ledger
         self._loads = Loads(
             config, consumer, ledger, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )
-        self._standstill = Standstill(self._offered.held, self._schedule.producer.withdraw)
+        self._standstill = Standstill(self._schedule.producer)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,38 @@ class SchedulerSide:
         arguments.string("request", request)
         if answer is not None:
             arguments.string("answer", answer)
-        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops, answer or request)
+        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops, answer)
+
+    @_held
+    def offer_computed(
+        self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, *, consumers: int = 1
+    ) -> Ticket | None:
+        """Offer KV that is in these blocks already: of the prefix cache, or of a request with what it has generated.
+
+        The blocks are taken for this transfer alone, out of the limit of ``pins``, until all consumers have fetched it or given it up,
+        its lease ends, or the engine stands still for want of blocks (``stands_still``). No ``report`` names it. To others it is an
+        offer like any other.
+
+        Args:
+            transfer: The name under which consumers fetch it.
+            digest: What its KV depends on (``kvxfer.identity.digest``).
+            tokens: How many tokens it has, all of them computed by a step that has been given to the workers.
+            table: Their blocks, which must be in use now; the engine may let go of them afterwards. Of a window, the blocks that the
+                token behind the last one attends to; of a state, the one that holds it after exactly these tokens.
+            consumers: How many engines are to fetch it.
+
+        Returns:
+            What a consumer must be told. The same for the same content under the same name; its ``consumers`` stay as they were. None:
+            the name has other content, ``pins`` has no pool, or what it may hold is used up.
+
+        Raises:
+            ArgumentError: An argument has the wrong type or range, or the table does not fit this engine's groups.
+            ClosedError: This side has been closed.
+            ScheduleError: The table lacks blocks for the tokens, or a load still fills one of them.
+        """
+        self._check_open("offer_computed")
+        arguments.integer("tokens", tokens, 1, MOST_TOKENS)
+        return self._offers.computed(transfer, digest, tokens, table, consumers, self.source)
 
     @_held
     def load(
@@ -316,7 +347,7 @@ class SchedulerSide:
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
-        return request in self._schedule.producer or request in self._offered
+        return self._offers.follows(request)
 
     @_held
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
@@ -337,9 +368,8 @@ class SchedulerSide:
     @_held
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
-        self._schedule.producer.preempt(request)
         self._loads.preempted(request)
-        self._offered.preempted(request)
+        self._offers.preempted(request)
 
     @_held
     def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
@@ -366,15 +396,15 @@ class SchedulerSide:
     @_held
     def freed(self, request: str) -> None:
         """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
-        self._offered.freed(request)
+        self._offers.freed(request)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
-        renewals = self._notices.step()
+        renewals = self._notices.exchange()
         commands = self._schedule.commands()
-        self._offered.shipped()
+        self._offers.shipped()
         return self._dispatch.step(commands, renewals, self._loads.copies(), self._offers.over())
 
     def short_of_blocks(self) -> None:
@@ -396,8 +426,8 @@ class SchedulerSide:
             self.listen_to(report.channels)
         self._dispatch.begun(report.begun)
         for transfer, revoked in report.revoked.items():
-            self._offered.revoked(transfer, revoked)
-        free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
+            self._offers.unread(transfer, revoked)
+        free = {self._offers.released(transfer, ranks) for transfer, ranks in report.released.items()}
         update = self._loads.report(report)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
@@ -422,7 +452,7 @@ class SchedulerSide:
         The engine must then go on making steps, or others will not hear what it has given up, and it will not learn that those
         blocks are free.
         """
-        return self._schedule.untold or self._offered.waiting or self._loads.waiting
+        return self._schedule.untold or self._offers.unsettled or self._loads.unsettled
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -437,7 +467,7 @@ class SchedulerSide:
         for one in new.values():
             if len(one.cache.groups) == len(self._tables.groups):  # else the workers turn the tables into others
                 self._schedule.ledger.learn(block_spaces(one.cache))
-        self._offered.elastic = any(one.cache.elastic for one in self._descriptors.values())
+        self._offers.elastic = any(one.cache.elastic for one in self._descriptors.values())
         self._tables.relearn(one.cache for one in self._descriptors.values())
         if self.ready:
             with suppress(ClosedError):  # workers may report once more after ``close``
@@ -499,11 +529,11 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop serving the directory; nothing is offered or loaded any more. May be called more than once."""
         self._closed = True
-        self._notices.close()
-        self._dispatch.close()
+        self._notices.renewals.close()
+        self._dispatch.channel.close()
         self.directory.close()
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        blocks = len(self._offered) + len(self._pins) + len(self._schedule.ledger)
-        return len(self._schedule) + len(self._offers) + blocks
+        records = sum(1 for _ in self._schedule.consumer) + sum(1 for _ in self._schedule.producer)
+        return records + len(self._pins) + len(self._schedule.ledger)
