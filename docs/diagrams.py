@@ -1,7 +1,7 @@
-"""Draw the tables of ``kvxfer.protocol.transitions`` into ``docs/session.md``: ``python docs/diagrams.py``.
+"""Draw the tables of ``kvxfer.protocol.transitions`` and of staged pieces into ``docs/session.md``: ``python docs/diagrams.py``.
 
-Replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` (and the same for ``serve``) by a diagram of
-all moves and a table of what is ignored, and why.
+Replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` (and the same for the other tables) by a diagram
+of all moves and a table of what is ignored, and why.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState
 from kvxfer.protocol.transitions import (
     RANK_FETCH,
     RANK_SERVE,
@@ -22,7 +23,11 @@ from kvxfer.protocol.transitions import (
 )
 
 PAGE = Path(__file__).with_name("session.md")
-TABLES = {"rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent), "serve": (RANK_SERVE, ServeState, ServeEvent)}
+TABLES = {
+    "rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent),
+    "serve": (RANK_SERVE, ServeState, ServeEvent),
+    "piece": (PIECE, PieceState, PieceEvent),
+}
 
 
 def diagram(life: Transitions[Any, Any], states: Any) -> str:
