@@ -25,8 +25,7 @@ from kvxfer.data.commands import (
     MakeEndpoint,
     Reset,
     Result,
-    SlotFree,
-    SlotReady,
+    SlotNews,
     Stop,
     ThreadDied,
 )
@@ -233,19 +232,19 @@ class DataThread:
                 self._traffic.abort(command.ref)
             case RemoteWritesEnded():
                 self._traffic.remote_writes_ended(command.ref)
-            case SlotReady() | SlotFree():
+            case SlotNews():
                 self._traffic.heard(command)
             case _:
                 assert_never(command)
 
-    def _refuse(self, command: Connect | Move | Abort | RemoteWritesEnded | SlotReady | SlotFree) -> None:
+    def _refuse(self, command: Connect | Move | Abort | RemoteWritesEnded | SlotNews) -> None:
         """Answer a command while the back end is down, when nothing is left of its links."""
         match command:
             case Connect():
                 self._post(Connected(command.link, command.number, backend_failed("the back end is down")))
             case Move():
                 self._post(unmoved(command.ref))
-            case Abort() | RemoteWritesEnded() | SlotReady() | SlotFree():
+            case Abort() | RemoteWritesEnded() | SlotNews():
                 pass
             case _:
                 assert_never(command)

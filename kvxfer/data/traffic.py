@@ -212,10 +212,10 @@ class Traffic:
             self._checks.get_ready(job.action)
 
     def heard(self, news: SlotNews) -> None:
-        """Handle what the peer says about a piece."""
+        """Handle what the peer says about a slot."""
         job = self._jobs.get(news.ref)
         if job is not None:
-            job.heard(news)
+            job.heard(news.said)
             self._go_on_with(job)
 
     def abort(self, ref: PartRef) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvxfer.data.commands import SlotNews
+from kvxfer.data.commands import SlotMessage, SlotNews
 from kvxfer.data.staging import Slot, Staging
 from kvxfer.failures import Failure
 from kvxfer.protocol.values import Move
@@ -31,7 +31,7 @@ class Wire:
         most: The most bytes of a batch, if a part may be cut.
         staging: Staging memory.
         batches: The jobs of each batch in flight; short parts share one.
-        tell: Tells the peer about pieces.
+        tell: Tells the peer about slots.
         broken: Whether nothing can move on it any more.
     """
 
@@ -118,8 +118,8 @@ class Job:
         """Return whether closing its link makes its memory quiet."""
         return caps.quiet == "peer_close" or (self.lends_memory and caps.quiet == "batch")
 
-    def heard(self, news: SlotNews) -> None:
-        """Handle what the peer says about a piece; matters only to staged jobs."""
+    def heard(self, said: SlotMessage) -> None:
+        """Handle what the peer says about a slot; matters only to staged jobs."""
 
     def stop(self, why: Failure) -> None:
         """Submit nothing more; the first reason counts."""

@@ -14,7 +14,7 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.protocol.transitions import Transitions
 from kvxfer.transport import Fence
 
-__all__ = ["PIECE", "Piece", "PieceEvent", "PieceState"]
+__all__ = ["PIECE", "StagedPiece", "PieceEvent", "PieceState"]
 
 
 class PieceState(enum.StrEnum):
@@ -107,7 +107,7 @@ PIECE: Transitions[PieceState, PieceEvent] = Transitions(
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class StagedPiece:
     """A piece of a part on one side.
 
     Attributes:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kvxfer.data.commands import SlotFree, SlotNews, SlotReady
+from kvxfer.data.commands import SlotMessage, SlotNews
 from kvxfer.data.jobs.job import PIECES, STAGE, Job, Wire
-from kvxfer.data.jobs.piece import PIECE, Piece, PieceEvent, PieceState
+from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState, StagedPiece
 from kvxfer.data.staging import Slot
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, Completion, Verb
 
@@ -21,7 +22,7 @@ WITHOUT_SLOT = frozenset({PieceState.SETTLING, PieceState.OVER})
 ON_DEVICE = frozenset({PieceState.PACKING, PieceState.UNPACKING, PieceState.SETTLING})
 
 
-def _pieces(action: Move) -> Iterator[Piece]:
+def _pieces(action: Move) -> Iterator[StagedPiece]:
     """Yield a part's pieces, the same on both sides.
 
     If there are many pieces, the first is half as long, so that they do not all end at once: a library that shares its link
@@ -29,7 +30,7 @@ def _pieces(action: Move) -> Iterator[Piece]:
     """
     nbytes = action.piece_bytes
     plans = action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
-    return (Piece(number, plan) for number, plan in enumerate(plans))
+    return (StagedPiece(number, plan) for number, plan in enumerate(plans))
 
 
 class Staged(Job):
@@ -42,12 +43,12 @@ class Staged(Job):
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
         self.staging = wire.staging
-        self.pieces: dict[int, Piece] = {}
+        self.pieces: dict[int, StagedPiece] = {}
         self._rest = _pieces(action)
-        self._ahead: Piece | None = None
+        self._ahead: StagedPiece | None = None
         self._starving = False  # wants a slot, and there was none
 
-    def peek(self) -> Piece | None:
+    def peek(self) -> StagedPiece | None:
         """Return the piece to begin next, or ``None`` after the last.
 
         It is cut when first asked for, while the one before is being packed.
@@ -82,7 +83,7 @@ class Staged(Job):
         stopped = self.error is not None
         return any(p.state in ON_DEVICE or (stopped and p.fence is not None) for p in self.pieces.values())
 
-    def step(self, piece: Piece, event: PieceEvent) -> None:
+    def step(self, piece: StagedPiece, event: PieceEvent) -> None:
         """Have a piece go on as its table says; a piece that needs its slot no more gives it back."""
         after = PIECE.after(piece.state, event)
         if after is None:
@@ -124,7 +125,7 @@ class Staged(Job):
         for piece in [p for p in self.pieces.values() if p.state is PieceState.STRANDED]:
             self.step(piece, PieceEvent.QUIET)
 
-    def begin(self) -> Piece | None:
+    def begin(self) -> StagedPiece | None:
         """Return the next piece with a slot for it, or ``None`` if there is nothing to begin now."""
         piece = self.peek()
         if piece is None or self.error is not None or not self.my_turn or not self._take(piece):
@@ -132,7 +133,7 @@ class Staged(Job):
         self._ahead = None
         return piece
 
-    def _take(self, piece: Piece) -> bool:
+    def _take(self, piece: StagedPiece) -> bool:
         """Take a slot for a piece; return whether there was one."""
         piece.slot = self.staging.take(self.ref.link, self.ref.role, self._sure(piece))
         self._starving = piece.slot is None
@@ -140,17 +141,17 @@ class Staged(Job):
             self.pieces[piece.number] = piece
         return not self._starving
 
-    def _sure(self, piece: Piece) -> bool:
+    def _sure(self, piece: StagedPiece) -> bool:
         """Return whether the peer need not wait for a slot of its own for a piece."""
         return True
 
-    def pack(self, piece: Piece) -> None:
+    def pack(self, piece: StagedPiece) -> None:
         """Begin to pack a piece."""
         assert piece.slot is not None
         piece.fence = self.staging.pack(piece.plan, piece.slot)
         self.step(piece, PieceEvent.PACK)
 
-    def submit_piece(self, verb: Verb, piece: Piece) -> None:
+    def submit_piece(self, verb: Verb, piece: StagedPiece) -> None:
         """Move a piece in a batch of its own, once it is packed."""
         assert piece.slot is not None
         here, there = piece.slot.offset, piece.remote
@@ -175,7 +176,7 @@ class Staged(Job):
         else:
             self.step(piece, PieceEvent.FAIL if done.quiet else PieceEvent.FAIL_UNQUIET)
 
-    def moved(self, piece: Piece) -> None:
+    def moved(self, piece: StagedPiece) -> None:
         """Handle the end of a piece's batch."""
         if self.ref.role == "producer":
             self.step(piece, PieceEvent.LEFT)
@@ -183,7 +184,7 @@ class Staged(Job):
             self.step(piece, PieceEvent.CAME)
             self.land(piece)
 
-    def prepare(self, expected: Iterable[Piece] = ()) -> None:
+    def prepare(self, expected: Iterable[StagedPiece] = ()) -> None:
         """Prepare to unpack the pieces that are on their way, and others.
 
         Call it while the peer has everything that it needs to go on, so that it costs no time.
@@ -198,17 +199,21 @@ class Staged(Job):
             if piece.unpack is None:
                 piece.unpack = self.staging.unpack(piece.plan)
 
-    def land(self, piece: Piece) -> None:
+    def land(self, piece: StagedPiece) -> None:
         """Begin to unpack a piece that has arrived in its slot."""
         assert piece.slot is not None
         unpack = piece.unpack or self.staging.unpack(piece.plan)
         piece.fence = unpack(piece.slot)
         self.step(piece, PieceEvent.UNPACK)
 
-    def fits(self, news: SlotReady, piece: Piece) -> bool:
+    def tell_ready(self, piece: StagedPiece, offset: int | None = None) -> None:
+        """Tell the peer that there is a slot for a piece, and where if it must know."""
+        self.wire.tell(SlotNews(self.ref, m.SlotReady(*self.ref[2:], piece.number, offset, piece.plan.nbytes)))
+
+    def fits(self, said: m.SlotReady, piece: StagedPiece) -> bool:
         """Return whether a piece is as long at the peer; if it is not, stop."""
-        if piece.plan.nbytes != news.nbytes:
-            what = f"piece {news.piece} has {news.nbytes} bytes at the peer and {piece.plan.nbytes} here"
+        if piece.plan.nbytes != said.nbytes:
+            what = f"piece {said.piece} has {said.nbytes} bytes at the peer and {piece.plan.nbytes} here"
             self.stop(Failure(FailureKind.MISUSE, what))
         return self.error is None
 
@@ -219,24 +224,24 @@ class SlotAtPeer(Staged):
     def __init__(self, action: Move, wire: Wire) -> None:
         super().__init__(action, wire)
         self.unbegun = {piece.number: piece for piece in self._rest}
-        self._named: deque[Piece] = deque()  # those of them that the peer has named, in that order
+        self._named: deque[StagedPiece] = deque()  # those of them that the peer has named, in that order
 
     @property
     def complete(self) -> bool:
         return super().complete and not self.unbegun
 
-    def heard(self, news: SlotNews) -> None:
-        piece = self.unbegun.get(news.piece)
-        if piece is None or isinstance(news, SlotFree):
+    def heard(self, said: SlotMessage) -> None:
+        piece = self.unbegun.get(said.piece)
+        if piece is None or isinstance(said, m.SlotFree):
             return
-        if news.offset is None:
-            self.stop(Failure(FailureKind.MISUSE, f"the peer has named no slot for piece {news.piece}"))
-        elif self.fits(news, piece) and piece.state is PieceState.WAITING:
-            piece.remote = news.offset
+        if said.offset is None:
+            self.stop(Failure(FailureKind.MISUSE, f"the peer has named no slot for piece {said.piece}"))
+        elif self.fits(said, piece) and piece.state is PieceState.WAITING:
+            piece.remote = said.offset
             self.step(piece, PieceEvent.SLOT_READY)
             self._named.append(piece)
 
-    def begin(self) -> Piece | None:
+    def begin(self) -> StagedPiece | None:
         """Return the next piece that has a slot on both sides, or ``None`` if there is none now."""
         if self.error is not None or not self._named or not self._take(self._named[0]):
             return None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import islice
 
-from kvxfer.data.commands import SlotFree, SlotNews, SlotReady
-from kvxfer.data.jobs.piece import Piece, PieceEvent, PieceState
+from kvxfer.data.commands import SlotMessage, SlotNews
+from kvxfer.data.jobs.piece import PieceEvent, PieceState, StagedPiece
 from kvxfer.data.jobs.staged import SlotAtPeer, Staged
+from kvxfer.protocol import messages as m
 from kvxfer.transport import Verb
 
 __all__ = ["StagedRead", "StagedServe"]
@@ -28,14 +29,14 @@ class StagedServe(Staged):
             self.pack(piece)
             self.settle()  # a device packs a piece in less time than it takes to start the next
 
-    def step(self, piece: Piece, event: PieceEvent) -> None:
+    def step(self, piece: StagedPiece, event: PieceEvent) -> None:
         super().step(piece, event)
         if event is PieceEvent.DEVICE_DONE and piece.state is PieceState.OFFERED and piece.slot is not None:
-            self.wire.tell(SlotReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
+            self.tell_ready(piece, piece.slot.offset)
 
-    def heard(self, news: SlotNews) -> None:
-        piece = self.pieces.get(news.piece)
-        if piece is not None and isinstance(news, SlotFree):
+    def heard(self, said: SlotMessage) -> None:
+        piece = self.pieces.get(said.piece)
+        if piece is not None and isinstance(said, m.SlotFree):
             self.step(piece, PieceEvent.SLOT_FREE)
 
 
@@ -48,6 +49,6 @@ class StagedRead(SlotAtPeer):
             self.submit_piece(Verb.READ, piece)
         self.prepare(islice(self.unbegun.values(), READY))
 
-    def moved(self, piece: Piece) -> None:
-        self.wire.tell(SlotFree(self.ref, piece.number))
+    def moved(self, piece: StagedPiece) -> None:
+        self.wire.tell(SlotNews(self.ref, m.SlotFree(*self.ref[2:], piece.number)))
         super().moved(piece)

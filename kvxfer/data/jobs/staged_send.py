@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvxfer.data.commands import SlotNews, SlotReady
+from kvxfer.data.commands import SlotMessage
 from kvxfer.data.jobs.job import Wire
-from kvxfer.data.jobs.piece import Piece
+from kvxfer.data.jobs.piece import StagedPiece
 from kvxfer.data.jobs.staged import Staged
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Verb
@@ -26,7 +26,7 @@ class StagedSend(Staged):
         finally:
             # Told last, since telling takes time, for which a consumer that is short of slots can wait.
             if last is not None:
-                self.wire.tell(SlotReady(self.ref, last.number, None, last.plan.nbytes))
+                self.tell_ready(last)
 
 
 class StagedRecv(Staged):
@@ -39,10 +39,10 @@ class StagedRecv(Staged):
         super().__init__(action, wire)
         self._announced = 0
 
-    def heard(self, news: SlotNews) -> None:
-        self._announced = max(self._announced, news.piece + 1)
+    def heard(self, said: SlotMessage) -> None:
+        self._announced = max(self._announced, said.piece + 1)
 
-    def _sure(self, piece: Piece) -> bool:
+    def _sure(self, piece: StagedPiece) -> bool:
         return piece.number < self._announced
 
     def advance(self) -> None:

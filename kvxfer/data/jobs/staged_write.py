@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvxfer.data.commands import SlotNews, SlotReady
-from kvxfer.data.jobs.piece import Piece, PieceEvent, PieceState
+from kvxfer.data.commands import SlotMessage
+from kvxfer.data.jobs.piece import PieceEvent, PieceState, StagedPiece
 from kvxfer.data.jobs.staged import SlotAtPeer, Staged
+from kvxfer.protocol import messages as m
 from kvxfer.transport import Verb
 
 __all__ = ["StagedLend", "StagedWrite"]
@@ -19,9 +20,9 @@ class StagedWrite(SlotAtPeer):
             self.pack(piece)
             self.submit_piece(Verb.WRITE, piece)
 
-    def moved(self, piece: Piece) -> None:
+    def moved(self, piece: StagedPiece) -> None:
         super().moved(piece)
-        self.wire.tell(SlotReady(self.ref, piece.number, None, piece.plan.nbytes))
+        self.tell_ready(piece)
 
 
 class StagedLend(Staged):
@@ -32,13 +33,13 @@ class StagedLend(Staged):
 
     lends_memory = True
 
-    def heard(self, news: SlotNews) -> None:
-        piece = self.pieces.get(news.piece)
+    def heard(self, said: SlotMessage) -> None:
+        piece = self.pieces.get(said.piece)
         if (
             piece is not None
             and piece.state is PieceState.LENT
-            and isinstance(news, SlotReady)
-            and self.fits(news, piece)
+            and isinstance(said, m.SlotReady)
+            and self.fits(said, piece)
         ):
             self.step(piece, PieceEvent.SLOT_READY)
 
@@ -49,7 +50,7 @@ class StagedLend(Staged):
         while (piece := self.begin()) is not None:  # type: ignore[assignment]
             self.step(piece, PieceEvent.LEND)
             assert piece.slot is not None
-            self.wire.tell(SlotReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
+            self.tell_ready(piece, piece.slot.offset)
         self.prepare()
 
     def remote_writes_ended(self) -> None:
