@@ -2,7 +2,7 @@
 
 Each part is a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of
 transfers. Time matters only for aborts, which must end in bounded time: if a batch does not end within ``grace`` seconds of its
-abort, its link is closed, and if memory does not get quiet, the back end may be reset (``quarantine.py``).
+abort, its link is closed, and if memory does not get quiet, the back end may be reset (``part_ends.py``).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvxfer.data.checks import Checks
 from kvxfer.data.commands import Connect, Connected, LinkBroken, Result, SlotNews
-from kvxfer.data.ends import backend_failed, shut, unmoved
 from kvxfer.data.jobs import SHARED, Direct, Job, Wire, make_job, shares, submit_together
+from kvxfer.data.part_ends import LOOK_S, Limits, PartEnds, backend_failed, shut, unmoved
 from kvxfer.data.policy import lent
-from kvxfer.data.quarantine import Limits, Quarantine
 from kvxfer.data.slot_queue import SlotQueue
 from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError
@@ -30,12 +28,9 @@ from kvxfer.security import Security
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MOST_ENDPOINT
 
-__all__ = ["LOOK_S", "Traffic"]
+__all__ = ["Traffic"]
 
 log = logger("kvxfer.data")
-
-LOOK_S = 0.00003
-"""Seconds between two checks of whether a device is done, if nothing else tells; it packs a piece in twice that time."""
 
 
 class Traffic:
@@ -45,10 +40,8 @@ class Traffic:
         transport: The back end.
         regions: The cache's memory.
         staging: The staging memory.
-        checks: Makes checksums of what has arrived, before its end is reported.
         post: Called with each result; must not block.
-        quarantine: The parts that have ended but whose memory a back end may still touch; they outlive this object if a
-            back end never lets go.
+        ends: The parts that have ended and wait for something. They outlive this object.
         limits: When a link or the back end is given up.
         security: Which hosts the back end may dial because a peer names them.
     """
@@ -58,16 +51,14 @@ class Traffic:
         transport: Transport,
         regions: tuple[Region, ...],
         staging: Staging,
-        checks: Checks,
         post: Callable[[Result], None],
-        quarantine: dict[PartRef, Job],
+        ends: PartEnds,
         limits: Limits,
         security: Security,
     ) -> None:
         self._transport, self._can = transport, transport.capabilities
         self._most, self._staging = most_bytes(regions), staging
-        self._checks, self._post, self._limits, self._security = checks, post, limits, security
-        self._quarantine = Quarantine(quarantine, self._can, limits, post)
+        self._ends, self._post, self._limits, self._security = ends, post, limits, security
         self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
         self._wires: dict[LinkId, Wire] = {}  # links that are connected
         self._doubtful: set[LinkId] = set()  # links on which something has failed
@@ -137,7 +128,7 @@ class Traffic:
             job.stop(_hung_up())
             self._advance(job)
             self._must_end(job)
-        self._quarantine.link_closed(link)
+        self._ends.link_closed(link, self._can)
         for verb in Verb:
             self._lines.pop((link, verb), None)
         self._staging.usage.forget(link)
@@ -209,7 +200,7 @@ class Traffic:
 
     def _get_ready(self, job: Job) -> None:
         if job.ref in self._jobs:
-            self._checks.get_ready(job.action)
+            self._ends.prepare(job.action)
 
     def heard(self, news: SlotNews) -> None:
         """Handle what the peer says about a slot."""
@@ -224,14 +215,14 @@ class Traffic:
             self._stop(job, Failure(FailureKind.CANCELLED, "aborted"))
 
     def remote_writes_ended(self, ref: PartRef) -> None:
-        job = self._jobs.get(ref) or self._quarantine.get(ref)
+        job = self._jobs.get(ref) or self._ends.unquiet(ref)
         if job is None:
             return
         job.stop(Failure(FailureKind.CANCELLED, "the peer has ended its half"))
         job.remote_writes_ended()
         self._advance(job)
-        if job.quiet and self._quarantine.get(ref) is not None:
-            self._quarantine.release(ref)
+        if job.quiet and self._ends.unquiet(ref) is not None:
+            self._ends.calm(job)
 
     def _stop(self, job: Job, why: Failure) -> None:
         """End a job early, in bounded time."""
@@ -253,7 +244,7 @@ class Traffic:
             if done.error is not None:
                 self._doubtful.add(job.ref.link)
             if not done.quiet:
-                self._quarantine.failed(done.batch, job)
+                self._ends.failed(done.batch, job)
             try:
                 job.completed(done)
             except BaseException as e:
@@ -305,13 +296,12 @@ class Traffic:
         wire = self._wires.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
         if closing and wire is not job.wire:
-            self._quarantine.calm(job)  # its link is closed, which made it quiet
-        if not job.quiet:
-            self._quarantine.put(job)
-            if closing and not job.lends_memory:  # the peer will tell about lent memory
-                self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
+            self._ends.calm(job)  # its link is closed, which made it quiet
+        if closing and not job.quiet and not job.lends_memory:  # the peer will tell about lent memory
+            self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
         took = time.monotonic() - job.begun
-        self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
+        nbytes = 0 if job.error else job.nbytes
+        self._ends.add(job, Moved(job.ref, job.error, job.quiet, nbytes, job.collateral, took))
 
     # --- the turn of the data thread ---------------------------------------------------------------------------------
 
@@ -328,14 +318,14 @@ class Traffic:
             return LOOK_S
         active, idle = self._transport.poll_interval_s
         wait = 1.0 if self.fd is not None else (active if self._batches else idle)
-        soon = self._aborted or self._quarantine or hungry
+        soon = self._aborted or hungry
         return min(wait, 0.05, max(self._hungry.look_at - time.monotonic(), 0.0)) if soon else wait
 
     def poll(self) -> None:
         """Record which batches have ended, and which have become quiet."""
         for word in self._transport.poll():
             if isinstance(word, Quieted):
-                self._quarantine.quieted(word.batch)
+                self._ends.quieted(word.batch)
             else:
                 self._completed(word)
 
@@ -375,7 +365,7 @@ class Traffic:
                 self._aborted[ref] = now + grace
                 self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
                 self._hang_up(ref.link)
-        if self._quarantine.needs_reset(bool(self._jobs), self._will_be_told):
+        if self._ends.needs_reset(self._can, bool(self._jobs), self._will_be_told):
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
 
@@ -392,21 +382,22 @@ class Traffic:
         """Close the back end; return whether that makes it touch nothing any more. ``void`` has to follow."""
         return shut(self._transport) and self._can.quiet != "never"
 
-    def void(self, why: Failure, closed: bool, work: Sequence[Fence]) -> list[Job]:
-        """End all parts, once the back end is closed; return those that have ended just now and whose memory is not quiet yet.
+    def void(self, why: Failure, closed: bool, work: Sequence[Fence]) -> None:
+        """End all parts, once the back end is closed.
 
         Args:
             why: Why they end.
             closed: Whether the back end touches nothing any more.
             work: What the device is still at work on.
         """
-        jobs, quiet = list(self._jobs.values()), closed and not work
+        jobs = list(self._jobs.values())
         for job in jobs:
             job.stop(why)
-            self._post(Moved(job.ref, job.error, quiet, 0, collateral=True))
+            self._post(Moved(job.ref, job.error, closed and not work, 0, collateral=True))
         if closed:
-            self._quarantine.release_all()  # the device was done with them when they ended
-        return [] if quiet else jobs
+            self._ends.backend_closed(jobs, work)
+        else:
+            self._ends.backend_stuck(jobs)
 
 
 def _hung_up() -> Failure:

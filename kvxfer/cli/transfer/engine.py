@@ -27,8 +27,8 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, SlotNews
 from kvxfer.data.data_thread import DataThread
+from kvxfer.data.part_ends import Limits
 from kvxfer.data.policy import LinkPolicy, stager
-from kvxfer.data.quarantine import Limits
 from kvxfer.flag import Flag
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
