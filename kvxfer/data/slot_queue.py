@@ -96,7 +96,7 @@ class SlotQueue:
         now, usage, since = time.monotonic(), self._staging.usage, self._staging.since
         self._leaving = {slot: taken for slot, taken in self._leaving.items() if since.get(slot) == taken}
         first = PATIENCE_S / NEW + self._staging.piece_bytes / NEW_BYTES_S
-        found: dict[PartRef, Job] = {}
+        found: list[Job] = []
         for stalled in (False, True):
             waiting = [at for link, at in self._starved.items() if usage.stalled(link) == stalled]
             if stalled:
@@ -110,8 +110,8 @@ class SlotQueue:
                 at = max(taken + patience, waiting[0] + patience - first)
                 if at > now:
                     self.look_at = min(self.look_at, at)
-                elif holders := {job.ref: job for job in jobs if slot in job.slots}:
-                    self._leaving[slot] = taken
+                elif holder := next((job for job in jobs if job.error is None and slot in job.slots), None):
+                    self._leaving |= {each: since[each] for each in holder.slots}
                     usage.lose(slot.owner)
-                    found |= holders
-        return list(found.values())
+                    found.append(holder)
+        return found

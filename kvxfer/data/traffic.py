@@ -343,8 +343,6 @@ class Traffic:
                 self._advance(job)
             self._hungry.feed(self._advance)
         for overstayer in self._hungry.overstayers(self._jobs.values()):
-            if overstayer.error is not None:
-                continue
             why = "its consumer took nothing for a while, and others waited for its slot of staging memory"
             # It goes on until the control thread aborts its attempt, whose consumer may ask again later. By then what was announced
             # is known to be void; a consumer that reads the slot before that must find its own bytes there.
