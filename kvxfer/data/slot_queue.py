@@ -84,7 +84,7 @@ class SlotQueue:
                     if job.starving:
                         break  # the link's other jobs would get none either
 
-    def overstayers(self, jobs: Collection[Job]) -> list[Job]:
+    def stalled_holders(self, jobs: Collection[Job]) -> list[Job]:
         """Return jobs that must give up their slots, which they have held for too long while consumers wait for their first one.
 
         As many are returned as consumers wait, and one for all that have stalled. Those that have held slots for longest come first.

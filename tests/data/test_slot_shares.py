@@ -149,7 +149,7 @@ class World:
                 heapq.heappop(self._events)[2]()
             self.queue.feed(self.progress)
             assert self.clock.now < 1300, "nobody gets anything any more"
-            for part in self.queue.overstayers(self.parts.values()):  # type: ignore[arg-type]
+            for part in self.queue.stalled_holders(self.parts.values()):  # type: ignore[arg-type]
                 self.after(CONTROL_S, part.give_up)  # type: ignore[attr-defined]
 
     def pass_s(self, seconds: float) -> None:

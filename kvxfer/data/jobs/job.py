@@ -12,7 +12,7 @@ from kvxfer.failures import Failure
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Transport
 
-__all__ = ["CACHE", "PIECES", "STAGE", "Job", "Wire"]
+__all__ = ["CACHE", "PIECES", "STAGE", "Job", "LinkContext"]
 
 CACHE, STAGE = 0, 1
 PIECES = 1 << 20
@@ -20,7 +20,7 @@ PIECES = 1 << 20
 
 
 @dataclass(eq=False)
-class Wire:
+class LinkContext:
     """A link that is connected, and what its jobs need from the data thread.
 
     Attributes:
@@ -58,10 +58,10 @@ class Job:
 
     lends_memory = False
 
-    def __init__(self, action: Move, wire: Wire) -> None:
+    def __init__(self, action: Move, context: LinkContext) -> None:
         self.ref = action.ref
         self.action = action
-        self.wire = wire
+        self.context = context
         self.batches: set[int] = set()
         self.error: Failure | None = None
         self.quiet = True
@@ -134,7 +134,7 @@ class Job:
             self.stop(Failure.of(done.error))
 
     def _submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
-        number = self.wire.transport.submit(batch, after)
+        number = self.context.transport.submit(batch, after)
         self.batches.add(number)
-        self.wire.batches[number] = (self,)
+        self.context.batches[number] = (self,)
         return number

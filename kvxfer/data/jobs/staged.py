@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from kvxfer.data.commands import SlotMessage, SlotNews
-from kvxfer.data.jobs.job import PIECES, STAGE, Job, Wire
+from kvxfer.data.jobs.job import PIECES, STAGE, Job, LinkContext
 from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState, StagedPiece
 from kvxfer.data.staging import Slot
 from kvxfer.failures import Failure, FailureKind
@@ -40,9 +40,9 @@ class Staged(Job):
         pieces: The pieces that have begun and are not over, by their numbers.
     """
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self.staging = wire.staging
+    def __init__(self, action: Move, context: LinkContext) -> None:
+        super().__init__(action, context)
+        self.staging = context.staging
         self.pieces: dict[int, StagedPiece] = {}
         self._rest = _pieces(action)
         self._ahead: StagedPiece | None = None
@@ -157,7 +157,7 @@ class Staged(Job):
         here, there = piece.slot.offset, piece.remote
         batch = Batch(
             verb,
-            self.wire.peer,
+            self.context.peer,
             STAGE,
             np.array([piece.plan.nbytes], dtype=np.int64),
             np.array([here], dtype=np.int64),
@@ -208,7 +208,7 @@ class Staged(Job):
 
     def tell_ready(self, piece: StagedPiece, offset: int | None = None) -> None:
         """Tell the peer that there is a slot for a piece, and where if it must know."""
-        self.wire.tell(SlotNews(self.ref, m.SlotReady(*self.ref[2:], piece.number, offset, piece.plan.nbytes)))
+        self.context.tell(SlotNews(self.ref, m.SlotReady(*self.ref[2:], piece.number, offset, piece.plan.nbytes)))
 
     def fits(self, said: m.SlotReady, piece: StagedPiece) -> bool:
         """Return whether a piece is as long at the peer; if it is not, stop."""
@@ -221,8 +221,8 @@ class Staged(Job):
 class SlotAtPeer(Staged):
     """A job whose pieces begin when the peer names a slot of its own for them, in any order."""
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
+    def __init__(self, action: Move, context: LinkContext) -> None:
+        super().__init__(action, context)
         self.unbegun = {piece.number: piece for piece in self._rest}
         self._named: deque[StagedPiece] = deque()  # those of them that the peer has named, in that order
 

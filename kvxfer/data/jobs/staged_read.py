@@ -50,5 +50,5 @@ class StagedRead(SlotAtPeer):
         self.prepare(islice(self.unbegun.values(), READY))
 
     def moved(self, piece: StagedPiece) -> None:
-        self.wire.tell(SlotNews(self.ref, m.SlotFree(*self.ref[2:], piece.number)))
+        self.context.tell(SlotNews(self.ref, m.SlotFree(*self.ref[2:], piece.number)))
         super().moved(piece)

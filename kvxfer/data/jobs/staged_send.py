@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.data.commands import SlotMessage
-from kvxfer.data.jobs.job import Wire
+from kvxfer.data.jobs.job import LinkContext
 from kvxfer.data.jobs.piece import StagedPiece
 from kvxfer.data.jobs.staged import Staged
 from kvxfer.protocol.values import Move
@@ -35,8 +35,8 @@ class StagedRecv(Staged):
     While slots are plenty, it begins before it is told that the piece is being sent (see ``staging.py``).
     """
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
+    def __init__(self, action: Move, context: LinkContext) -> None:
+        super().__init__(action, context)
         self._announced = 0
 
     def heard(self, said: SlotMessage) -> None:
