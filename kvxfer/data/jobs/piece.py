@@ -20,6 +20,8 @@ __all__ = ["PIECE", "StagedPiece", "PieceEvent", "PieceState"]
 class PieceState(enum.StrEnum):
     """The states of a piece on one side."""
 
+    __hash__ = str.__hash__  # an enum's own takes as long as all else of a step
+
     WAITING = "waiting"  # it has no slot
     NAMED = "named"  # it has one at the peer, and none here
     PACKING = "packing"  # the device packs it
@@ -35,6 +37,8 @@ class PieceState(enum.StrEnum):
 
 class PieceEvent(enum.StrEnum):
     """What happens to a piece."""
+
+    __hash__ = str.__hash__
 
     SLOT_READY = "slot ready at the peer"
     SLOT_FREE = "slot free at the peer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from kvxfer.transport import Batch, Completion, Verb
 __all__ = ["SlotAtPeer", "Staged"]
 
 WITHOUT_SLOT = frozenset({PieceState.SETTLING, PieceState.OVER})
+ON_ITS_WAY = frozenset({PieceState.WAITING, PieceState.NAMED, PieceState.MOVING, PieceState.LENT})
 ON_DEVICE = frozenset({PieceState.PACKING, PieceState.UNPACKING, PieceState.SETTLING})
 
 
@@ -101,10 +103,9 @@ class Staged(Job):
 
     def settle(self) -> None:
         """Take in what the device has done."""
-        for piece in list(self.pieces.values()):
-            if piece.fence is None:
-                continue
+        for piece in [p for p in self.pieces.values() if p.fence is not None]:
             try:
+                assert piece.fence is not None
                 if not piece.fence.passed():
                     continue
             except BaseException:  # a device that has failed does nothing any more
@@ -194,9 +195,8 @@ class Staged(Job):
         """
         if self.error is not None:
             return
-        on_their_way = (p for p in self.pieces.values() if p.state in (PieceState.MOVING, PieceState.LENT))
-        for piece in (*on_their_way, *expected):
-            if piece.unpack is None:
+        for piece in chain(self.pieces.values(), expected):
+            if piece.unpack is None and piece.state in ON_ITS_WAY:
                 piece.unpack = self.staging.unpack(piece.plan)
 
     def land(self, piece: StagedPiece) -> None:
