@@ -47,6 +47,7 @@ from kvxfer.protocol.values import (
     Role,
     Send,
 )
+from kvxfer.security import Complaints
 from kvxfer.text import printable
 from kvxfer.transport import Fence
 from kvxfer.values import Fetch, Offer
@@ -91,6 +92,7 @@ class Shell:
         )
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self.direct = self.staged = 0
+        self._unclaimed = Complaints(log, every=10.0)  # about offers that nobody has asked for
 
     def links(self) -> list[LinkStatus]:
         """Return the links of both roles, as they are now. Any thread."""
@@ -250,7 +252,8 @@ class Shell:
                 why = event.outcome.failure
                 if why is not None:
                     names = printable(event.handle), printable(event.transfer)
-                    log.warning("%s: request %s, transfer %s: %s", event.role, *names, why)
+                    complain = self._unclaimed if event.unclaimed else log.warning
+                    complain("%s: request %s, transfer %s: %s", event.role, *names, why)
             case Released(role="consumer"):
                 self._calls.free(event.handle)
             case Released(generation=int(generation)):

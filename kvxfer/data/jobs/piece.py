@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.data.staging import Slot
 from kvxfer.geometry import CopyPlan
-from kvxfer.protocol.transitions import Transitions
+from kvxfer.transitions import Transitions, pairs
 from kvxfer.transport import Fence
 
 __all__ = ["PIECE", "StagedPiece", "PieceEvent", "PieceState"]
@@ -61,11 +61,6 @@ _BATCH = (_e.LEFT, _e.CAME, _e.FAIL, _e.FAIL_UNQUIET)
 _DEVICE = (_e.DEVICE_DONE, _e.DEVICE_FAILED)
 
 
-def _pairs(states: Iterable[PieceState], events: Iterable[PieceEvent]) -> frozenset[tuple[PieceState, PieceEvent]]:
-    events = list(events)
-    return frozenset((s, e) for s in states for e in events)
-
-
 PIECE: Transitions[PieceState, PieceEvent] = Transitions(
     moves={
         (_S.WAITING, _e.SLOT_READY): _S.NAMED,
@@ -89,23 +84,23 @@ PIECE: Transitions[PieceState, PieceEvent] = Transitions(
         **{(s, _e.DEVICE_FAILED): _S.OVER for s in (_S.PACKING, _S.UNPACKING, _S.SETTLING)},
     },
     ignored={
-        "the peer has said it": _pairs(set(_S) - {_S.WAITING, _S.LENT}, (_e.SLOT_READY,)),
-        "only an offered slot is freed by the peer": _pairs(set(_S) - {_S.OFFERED}, (_e.SLOT_FREE,)),
-        "its batch has to end first": _pairs((_S.MOVING,), (_e.STOP, *_DEVICE)),
-        "the device ends what it has begun": _pairs((_S.UNPACKING,), (_e.STOP,)),
-        "it is over": _pairs((_S.STRANDED, _S.SETTLING, _S.OVER), (_e.STOP,)),
-        "the peer or the back end may still touch its slot": _pairs((_S.STRANDED,), _DEVICE),
+        "the peer has said it": pairs(set(_S) - {_S.WAITING, _S.LENT}, (_e.SLOT_READY,)),
+        "only an offered slot is freed by the peer": pairs(set(_S) - {_S.OFFERED}, (_e.SLOT_FREE,)),
+        "its batch has to end first": pairs((_S.MOVING,), (_e.STOP, *_DEVICE)),
+        "the device ends what it has begun": pairs((_S.UNPACKING,), (_e.STOP,)),
+        "it is over": pairs((_S.STRANDED, _S.SETTLING, _S.OVER), (_e.STOP,)),
+        "the peer or the back end may still touch its slot": pairs((_S.STRANDED,), _DEVICE),
     },
     never={
-        "it is packed once, before it moves": _pairs(set(_S) - {_S.WAITING, _S.NAMED}, (_e.PACK,)),
-        "its slot is lent before all else": _pairs(set(_S) - {_S.WAITING}, (_e.LEND,)),
-        "it moves in one batch": _pairs(set(_S) - {_S.WAITING, _S.NAMED, _S.PACKING}, (_e.SUBMIT,)),
-        "only a moving piece has a batch": _pairs(set(_S) - {_S.MOVING}, _BATCH),
-        "only what has arrived is unpacked": _pairs(set(_S) - {_S.ARRIVED}, (_e.UNPACK,)),
-        "the device has nothing of it": _pairs(
+        "it is packed once, before it moves": pairs(set(_S) - {_S.WAITING, _S.NAMED}, (_e.PACK,)),
+        "its slot is lent before all else": pairs(set(_S) - {_S.WAITING}, (_e.LEND,)),
+        "it moves in one batch": pairs(set(_S) - {_S.WAITING, _S.NAMED, _S.PACKING}, (_e.SUBMIT,)),
+        "only a moving piece has a batch": pairs(set(_S) - {_S.MOVING}, _BATCH),
+        "only what has arrived is unpacked": pairs(set(_S) - {_S.ARRIVED}, (_e.UNPACK,)),
+        "the device has nothing of it": pairs(
             (_S.WAITING, _S.NAMED, _S.OFFERED, _S.LENT, _S.ARRIVED, _S.OVER), _DEVICE
         ),
-        "its memory was quiet": _pairs(set(_S) - {_S.STRANDED}, (_e.QUIET,)),
+        "its memory was quiet": pairs(set(_S) - {_S.STRANDED}, (_e.QUIET,)),
     },
 )
 
