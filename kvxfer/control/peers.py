@@ -155,8 +155,8 @@ class AgentPeers:
         return out
 
     def tell(self, news: SlotNews) -> None:
-        """Tell the peer what the data plane says about a piece."""
-        (self._in if news.ref.role == "producer" else self._out).tell(news)
+        """Tell the peer what the data plane says about a slot."""
+        (self._in if news.ref.role == "producer" else self._out).send(news.ref.link, news.said)
 
     # --- what is due -----------------------------------------------------------------------------------------------
 

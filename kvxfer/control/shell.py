@@ -19,17 +19,7 @@ from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.peers import AgentPeers
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.sockets import ControlConnection
-from kvxfer.data.commands import (
-    Connected,
-    Disconnected,
-    EndpointMade,
-    LinkBroken,
-    Reset,
-    Result,
-    SlotFree,
-    SlotReady,
-    ThreadDied,
-)
+from kvxfer.data.commands import Connected, Disconnected, EndpointMade, LinkBroken, Reset, Result, SlotNews, ThreadDied
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
@@ -185,7 +175,7 @@ class Shell:
             case Disconnected():
                 closed = self._data.disconnected(result.link)
                 return self.consumer.link_closed(result.link, now) if closed else []
-            case SlotReady() | SlotFree():
+            case SlotNews():
                 self._peers.tell(result)
             case Reset():
                 return self._peers.reset(result.backend, result.failure.about("the back end was reset: "), now)
