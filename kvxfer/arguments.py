@@ -44,6 +44,8 @@ def integer(name: str, value: Any, least: int = -MOST_INTEGER, most: int = MOST_
     Raises:
         ArgumentError: The value is not an integer (a ``bool`` does not count), or not in ``[least, most]``.
     """
+    if type(value) is int and least <= value <= most:
+        return value
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
             raise ArgumentError(f"{name} must be an integer, not {shown(value)}")
@@ -104,10 +106,11 @@ def string(name: str, value: Any, most: int = 1 << 12, *, empty: bool = False) -
         raise ArgumentError(f"{name} must not be empty")
     if len(value) > most:
         raise ArgumentError(f"{name} must have at most {most} characters, not {len(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ArgumentError(f"{name} must be valid Unicode, not {shown(value)}") from None
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ArgumentError(f"{name} must be valid Unicode, not {shown(value)}") from None
     return value
 
 
