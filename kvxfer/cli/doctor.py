@@ -9,13 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
 import kvxfer
-from kvxfer.bench.devices import check_device
-from kvxfer.cli.addresses import address_problems
+from kvxfer.cli.addresses import address_problems, running_engine
+from kvxfer.cli.devices import check_device
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
@@ -88,7 +89,9 @@ def doctor(
         "unlisted": _unlisted(used, settings),
         "ports": _ports(found, classes, settings),
     }
-    report["problems"] = [*address_problems(settings), *_backend_problems(report, settings)]
+    report["running"] = running_engine(settings)
+    free = settings if report["running"] is None else msgspec.structs.replace(settings, port=0)
+    report["problems"] = [*address_problems(free), *_backend_problems(report, settings)]
     if peer:
         report["peer"] = visit(peer, settings)
         report["problems"] += _peer_problems(report["peer"])
@@ -322,6 +325,8 @@ def _show(report: dict[str, Any]) -> None:
     for row in report["ports"]:
         ports.add_row(*(verbatim(row[key]) for key in ("port", "opened_by", "who")))
     console.print(ports)
+    if report["running"] is not None:
+        console.print(f"engine {verbatim(repr(report['running']))} runs here with these settings", highlight=False)
     for memory, order in report["auto"].items():
         console.print(f"backend auto, {memory} memory: {verbatim(order)}", highlight=False)
     console.print(f"elastic caches: {verbatim(report['elastic'])}", highlight=False)

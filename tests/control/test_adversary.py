@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.bench.adversary import measure_adversary, measure_fleet
-from kvxfer.bench.honest import BAIT, Fleet, Prefill, limited
-from kvxfer.bench.hostile import Hostile
-from kvxfer.bench.remote import Remote
 from kvxfer.config import Config
 from kvxfer.security import make_key
+from kvxfer.testing.remote import Remote
+from kvxfer_bench.adversary import measure_adversary, measure_fleet
+from kvxfer_bench.honest import BAIT, Fleet, Prefill, limited
+from kvxfer_bench.hostile import Hostile
 
 SHORT = [
     "1,100 idle connections at the directory",

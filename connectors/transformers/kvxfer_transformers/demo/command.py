@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvxfer.bench.remote import Remote
 from kvxfer.cli.demo import Demo, demo_settings
 from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
 from kvxfer.errors import KvxferError
+from kvxfer.testing.remote import Remote
 
 __all__ = ["DEMO", "demo"]
 
