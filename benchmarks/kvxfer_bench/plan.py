@@ -152,8 +152,9 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    from rich.console import Console
     from rich.table import Column, Table
+
+    from kvxfer.cli.terminal import make_console
 
     headers = ("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "copies", "plan KiB")
     table = Table(*(Column(header, overflow="fold") for header in headers))
@@ -169,7 +170,7 @@ def plan(
             str(p["copies"]),
             f"{p['plan_bytes'] / 1024:,.0f}",
         )
-    console = Console()
+    console = make_console()
     console.print(table)
     console.print(
         f"worst pair: {found['worst_cold_ms']:.2f} ms cold, {found['worst_warm_ms']:.2f} ms warm, "

@@ -189,10 +189,11 @@ def soak(
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from kvxfer.cli.terminal import make_console
+
+    console = make_console()
     for who in WATCHED:
         table = Table("seconds", *(figure.replace("_", " ") for figure in FIGURES), title=who)
         alone = [{"seconds": "alone", **found["alone"]}] if found["alone"] else []

@@ -10,10 +10,11 @@ from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiry import inquire
 from kvxfer.errors import ConfigError, PeerError
+from kvxfer.identity import Address
 from kvxfer.security import Security
 from kvxfer.settings import everywhere
 
-__all__ = ["address_problems", "running_engine"]
+__all__ = ["address_problems", "own_address", "running_engine"]
 
 ANSWER_S = 2.0
 """Seconds in which an engine on this host answers."""
@@ -53,12 +54,17 @@ def _check_port(config: Config) -> None:
             raise OSError(e.errno, f"cannot listen on {config.listen} port {config.port}: {e.strerror}") from None
 
 
+def own_address(config: Config) -> Address:
+    """Return where an engine with these settings is found."""
+    return Address(config.advertise or ("localhost" if everywhere(config.listen) else config.listen), config.port)
+
+
 def running_engine(config: Config) -> str | None:
     """Return the name of the engine that runs on this host with these settings; None if there is none."""
     if not config.port:
         return None
-    host = config.advertise or ("localhost" if everywhere(config.listen) else config.listen)
+    at = own_address(config)
     try:
-        return inquire(host, config.port, Security.of(config), ANSWER_S).engine.engine
+        return inquire(at.host, at.port, Security.of(config), ANSWER_S).engine.engine
     except (PeerError, ConfigError):
         return None

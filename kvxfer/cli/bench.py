@@ -5,11 +5,8 @@ from typing import Any
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
 
-from kvxfer.cli.installed import add_installed
-
-GROUP = "kvxfer.benchmarks"
+from kvxfer.cli.installed import InstalledCommands
 
 _MORE = "pip install 'kvxfer[bench]' brings more benchmarks"
 
@@ -23,8 +20,10 @@ def _more() -> str | None:
     return None
 
 
-class _Benchmarks(TyperGroup):
+class _Benchmarks(InstalledCommands):
     """Says what to install when a benchmark is not found."""
+
+    entry_points = "kvxfer.benchmarks"
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (more := _more()) and self.get_command(ctx, args[0]) is None:
@@ -38,4 +37,8 @@ bench = typer.Typer(
     help="Measure what this machine and a back end can do.",
     epilog=escape(_more() or ""),
 )
-add_installed(bench, GROUP)
+
+
+@bench.callback()
+def _common() -> None:
+    pass

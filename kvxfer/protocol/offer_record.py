@@ -230,8 +230,7 @@ class OfferRecord(msgspec.Struct, eq=False):
         """Return why it ends if its lease of so many seconds has run out."""
         whose = f", by all {self.consumers} engines that it is for" if self.consumers > 1 else ""
         why = f"it was not fetched within the lease of {lease:g} s{whose}"
-        advice = "check that the router sends the request to an engine that loads, or raise 'lease' if it queues there for long"
-        return Failure(FailureKind.TIMED_OUT, why, advice=advice)
+        return Failure(FailureKind.UNFETCHED, why)
 
     def ended(self, outcome: Outcome, now: float) -> Ended:
         """Make the event that tells the engine of the outcome."""
@@ -316,6 +315,6 @@ def told(outcome: Outcome) -> Failure:
     """Return what consumers that still want a transfer are told of its end."""
     if outcome.failure is None:
         return Failure(FailureKind.WITHDRAWN, "all its readers have fetched it")
-    kept = (FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
+    kept = (FailureKind.UNFETCHED, FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
     kind = outcome.failure.kind
     return Failure(kind if kind in kept else FailureKind.WITHDRAWN, outcome.failure.detail)

@@ -17,6 +17,7 @@ from kvxfer.memory import Side
 from kvxfer.protocol.messages import Message
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
+from kvxfer.values import Stages
 
 __all__ = [
     "DELIVERED",
@@ -60,38 +61,6 @@ new each time."""
 Role = Literal["producer", "consumer"]
 Mode = Literal["read", "write", "sendrecv"]
 """How parts move over a link."""
-
-
-class Stages(msgspec.Struct, frozen=True, gc=False):
-    """When a fetch reached its stages on one rank, by ``time.monotonic``, which all processes of a host share; 0: never.
-
-    Attributes:
-        began: The engine asked for it.
-        asked: The last of the producer ranks was asked, over a link that was up.
-        announced: The first of them had announced the first part.
-        heard: The last part had been announced.
-        arrived: The last bytes were here.
-        ended: It had its outcome.
-        moving: Not a time, but the seconds in which announced parts were on their way or being checked. Waits between the parts
-            of a producer that sends as it computes do not count.
-    """
-
-    began: float = 0.0
-    asked: float = 0.0
-    announced: float = 0.0
-    heard: float = 0.0
-    arrived: float = 0.0
-    ended: float = 0.0
-    moving: float = 0.0
-
-    @property
-    def unasked(self) -> bool:
-        """Whether it began, but no producer rank was ever asked, so that none counts this agent as a reader."""
-        return bool(self.began) and not self.asked
-
-    def slowest(self, other: Stages) -> Stages:
-        """Return the later time of each stage of two ranks, and the longer ``moving``."""
-        return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):

@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
     def lease_ends(self) -> None:
         for agent in self.p.agents:
             for transfer, offer in list(agent.offers.items()):
-                agent.end(transfer, offer.generation, Outcome(Failure(FailureKind.TIMED_OUT, "nobody fetched it")))
+                agent.end(transfer, offer.generation, Outcome(Failure(FailureKind.UNFETCHED, "nobody fetched it")))
 
     @invariant()
     def blocks_have_owners(self) -> None:

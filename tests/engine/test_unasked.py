@@ -228,7 +228,7 @@ def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., E
     p.offer("x", [1, 2], 7)
     assert "x" in p.until("x").free
     (failure,) = [end.outcome.failure for end in ended]
-    assert failure is not None and failure.kind is FailureKind.TIMED_OUT and "transfer_timeout" not in failure.advice
+    assert failure is not None and failure.kind is FailureKind.UNFETCHED and "transfer_timeout" not in failure.advice
     assert "not fetched within the lease" in failure.detail and "an engine that loads" in failure.advice
 
 

@@ -572,8 +572,7 @@ def ours(connector: Any) -> KVXferConnector:
     """Our connector, also if another holds it."""
     if isinstance(connector, KVXferConnector):
         return connector
-    children = getattr(connector, "sub_connectors", None) or connector._connectors  # the latter: vLLM 0.29
-    return next(c for c in children if isinstance(c, KVXferConnector))
+    return next(c for c in connector.sub_connectors if isinstance(c, KVXferConnector))
 
 
 def _layers(groups: Sequence[Group]) -> dict[str, int]:

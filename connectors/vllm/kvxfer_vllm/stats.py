@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -30,6 +31,12 @@ COUNTS = ("corrupt", "direct", "staged")
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
 """Those of an agent's stats that go up and down, and their names here."""
 
+MOST_PEERS = 64
+"""The most hosts that failed loads are counted for, one by one; the others are counted together."""
+OTHERS = "others"
+
+_ADDRESS = re.compile(r"(?:tcp://)?(\[[^\]]*\]|[^\s,:]+):\d+")
+
 
 class KVXferStats(KVConnectorStats):
     """What vLLM is told about an engine's transfers.
@@ -39,6 +46,7 @@ class KVXferStats(KVConnectorStats):
     - ``loads``: for each load that has ended on a rank, ``[outcome, bytes, seconds, seconds of these spent waiting]``. The outcome
       is ``delivered`` or the kind of failure.
     - ``requests``: for each request of the engine whose load has ended, ``[outcome, seconds]``; see ``requests.py``.
+    - ``failures``: how many loads have failed, by ``"outcome/host of the peer"``; ``wasted``: the bytes that had come for them.
     - ``offers``: how many offers have ended with each outcome.
     - ``counts``: by how much the agents' counts have grown.
     - ``gauges``: for each rank where one of them has changed, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``,
@@ -59,6 +67,10 @@ class KVXferStats(KVConnectorStats):
             self._count("offers", outcome, 1)
         else:
             self.data["loads"].append([outcome, event.nbytes, event.seconds, event.waited])
+            failure = event.outcome.failure
+            if failure is not None and failure.kind is not FailureKind.CANCELLED:
+                self._count("failures", f"{outcome}/{_host(failure.peer)}", 1)
+                self._count("counts", "wasted", event.nbytes)
 
     def request(self, outcome: str, seconds: float) -> None:
         """Record that a request's load has ended, so many seconds after the request arrived."""
@@ -80,12 +92,12 @@ class KVXferStats(KVConnectorStats):
             self.data[of][name] = self.data[of].get(name, 0) + n
 
     def reset(self) -> None:
-        self.data = {"loads": [], "requests": [], "offers": {}, "counts": {}, "gauges": {}}
+        self.data = {"loads": [], "requests": [], "offers": {}, "failures": {}, "counts": {}, "gauges": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for of in ("loads", "requests"):
             self.data[of] += other.data[of]
-        for of in ("offers", "counts"):
+        for of in ("offers", "failures", "counts"):
             for name, n in other.data[of].items():
                 self._count(of, name, n)
         self.data["gauges"] |= other.data["gauges"]
@@ -135,6 +147,11 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
 
         counter, gauge, histogram = (partial(make, kind) for kind in kinds)
         self._bytes = counter("kvxfer_kv_bytes", "Bytes of KV cache that arrived.")
+        self._wasted = counter("kvxfer_wasted_bytes", "Bytes of KV cache that arrived for loads that then failed.")
+        self._failures = counter(
+            "kvxfer_failures", "Loads that have failed, by kind of failure and by the peer's host.", "outcome", "peer"
+        )
+        self._peers: set[str] = set()
         self._seconds = histogram(
             "kvxfer_transfer_seconds", "Time from want to outcome, for loads that were delivered.", buckets=BUCKETS
         )
@@ -169,7 +186,14 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._by_rank: dict[int, dict[str, dict[str, Any]]] = {}
         self._nixl = NixlNamedMetrics.of(vllm_config, make)
         for values in per_engine_labelvalues.values():
-            for metric in (self._corrupt, self._bytes, self._seconds, self._request_seconds, *self._gauges.values()):
+            for metric in (
+                self._corrupt,
+                self._bytes,
+                self._wasted,
+                self._seconds,
+                self._request_seconds,
+                *self._gauges.values(),
+            ):
                 metric.labels(*values)
             for way in ("direct", "staged"):
                 self._parts.labels(*values, way)
@@ -194,7 +218,13 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 self._request_seconds.labels(*values).observe(seconds)
         for outcome, n in data["offers"].items():
             self._offers.labels(*values, outcome).inc(n)
+        for key, n in data["failures"].items():
+            outcome, _, peer = key.partition("/")
+            if len(self._peers) < MOST_PEERS:
+                self._peers.add(peer)
+            self._failures.labels(*values, outcome, peer if peer in self._peers else OTHERS).inc(n)
         counts = data["counts"]
+        self._wasted.labels(*values).inc(counts.get("wasted", 0))
         self._corrupt.labels(*values).inc(counts.get("corrupt", 0))
         for way in ("direct", "staged"):
             self._parts.labels(*values, way).inc(counts.get(way, 0))
@@ -212,3 +242,9 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             self._links.labels(*values, *kind.split("/", 1)).set(
                 sum(rank["links"].get(kind, 0) for rank in ranks.values())
             )
+
+
+def _host(peer: str) -> str:
+    """Return the host, or hosts, of a peer that a failure names by its addresses."""
+    found = sorted({match[1] for match in _ADDRESS.finditer(peer)})
+    return ",".join(found) or "unknown"
