@@ -57,7 +57,9 @@ class Flag:
             self._close()
 
     def _do(self, call: Callable[..., object], *args: int) -> None:
-        self._calls.append(None)  # before it looks whether it is open, as ``close`` looks after it has said that it is not
+        self._calls.append(
+            None
+        )  # before it looks whether it is open, as ``close`` looks after it has said that it is not
         try:
             if self._open:
                 call(self._fd, *args)

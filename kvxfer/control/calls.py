@@ -16,7 +16,7 @@ from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
-from kvxfer.values import BlockTable, Fetch, Offer, Rank
+from kvxfer.values import Fetch, Offer, Rank
 
 __all__ = ["Calls"]
 

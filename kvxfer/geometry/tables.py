@@ -59,6 +59,8 @@ class TableCheck:
         Raises:
             ArgumentError: It does not fit; the message begins with the argument's name.
         """
+        if not isinstance(table, BlockTable):
+            arguments.instance(name, table, BlockTable)
         rows = table.rows
         if len(rows) != len(self.groups):
             raise ArgumentError(
