@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -201,8 +200,10 @@ def _least(row: bytes) -> int:
 def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
     """Return the ids of a row as bytes, in the form in which they are sent."""
     if type(row) in (list, tuple, range) and len(row) <= _FEW and null == NULL:
-        with suppress(struct.error):  # not integers, or too great: found below
+        try:
             return _SHORT[len(row)].pack(*row)
+        except struct.error:
+            pass  # not integers, or too great: found below
     try:
         if not isinstance(row, np.ndarray):
             if type(row) is not list and isinstance(row, (bytes, bytearray, Set, Mapping)):

@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Set
-from typing import NamedTuple
+
+import msgspec
 
 from kvxfer.block_table import BlockTable
 
@@ -24,7 +25,7 @@ Blocks = Mapping[int, Set[int]]
 """Blocks by block space: groups that share their blocks are one space."""
 
 
-class _Claim(NamedTuple):
+class _Claim(msgspec.Struct, frozen=True, gc=False):
     fills: bool
     blocks: Blocks
     by: object

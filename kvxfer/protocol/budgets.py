@@ -76,7 +76,8 @@ class PeerBudgets(Generic[Owner, K]):
                 lost.append(next(reversed(most.taken)))
                 self._take_back(most, lost[-1])
         self._free -= n
-        mine.add(n)
+        for share in mine.path:
+            share.total += n
         mine.taken[key] = n
         return lost
 
@@ -118,7 +119,8 @@ class PeerBudgets(Generic[Owner, K]):
     def _take_back(self, share: _Share[Owner, K], key: K) -> None:
         n = share.taken.pop(key)
         self._free += n
-        share.add(-n)
+        for group in share.path:
+            group.total -= n
         if share.gone:
             self._prune(share)
 
