@@ -15,7 +15,7 @@ from kvxfer.geometry import Cache, bands
 from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, TransferId
-from kvxfer.ledger import BlockLedger, Blocks
+from kvxfer.ledger import BlockLedger
 from kvxfer.values import Fetch, Offer, Rank
 
 __all__ = ["Calls"]
@@ -88,7 +88,9 @@ class Calls:
             ArgumentError: Some of it is being filled.
         """
         blocks = self._ledger.blocks(offer.blocks, self._added(offer, last))
-        self._refuse(offer, blocks)
+        found = self._ledger.overlap(blocks, fills=False)
+        if found is not None:
+            self._refuse(offer, *found)
         by = offer.handle, offer.transfer
         self._ledger.claim(offer.transfer, blocks, by, fills=False, generation=offer.generation)
 
@@ -136,14 +138,15 @@ class Calls:
                 "ranks fetch the rest"
             )
         table, start, tokens = fetch.blocks, fetch.start, fetch.tokens
-        self._tables.check("blocks", table)
-        if table.empty:
+        if not self._tables.check("blocks", table):
             raise ArgumentError("blocks must list at least one block to fill")
         blocks: dict[int, set[int]] = {}
         for g, group in self._groups.items():
             if table.rows[g]:
                 first, past = start // group.block_tokens, group.blocks(tokens)
-                ids = self._tables.listed("blocks", table, g, first if group.kind == "full" else past, tokens)
+                ids = table.blocks(g, 0, past)
+                if len(ids) != past:
+                    self._tables.lists("blocks", table, g, first if group.kind == "full" else past, tokens)
                 # What comes before it is there already, and may be shared.
                 self._put(blocks, g, table.blocks(g, first, past) if first else ids)
         with self._lock:
@@ -153,7 +156,9 @@ class Calls:
                 self._tell()
             if fetch.handle in self._ledger:
                 raise ArgumentError(f"handle must be unused, and that of a fetch not released yet is {fetch.handle!r}")
-            self._refuse(fetch, blocks)
+            found = self._ledger.overlap(blocks, fills=True)
+            if found is not None:
+                self._refuse(fetch, *found)
             self._ledger.claim(fetch.handle, blocks, fetch.handle, fills=True)
 
     def free(self, holder: str | TransferId, generation: Generation = sys.maxsize) -> None:
@@ -168,16 +173,12 @@ class Calls:
                 self._late[holder] = [one for one in late if one[0].generation > generation]
             self._ledger.drop(holder, generation)
 
-    def _refuse(self, what: Offer | Fetch, blocks: Blocks) -> None:
-        """Refuse an offer or a fetch of blocks that are being filled, and a fetch of such as are being read.
+    def _refuse(self, what: Offer | Fetch, block: int, by: object) -> None:
+        """Refuse an offer or a fetch of a block that is being filled, or a fetch into one that is being read.
 
         Raises:
-            ArgumentError: There is one; somebody would have the bytes of another transfer.
+            ArgumentError: Always; somebody would have the bytes of another transfer.
         """
-        found = self._ledger.overlap(blocks, fills=isinstance(what, Fetch))
-        if found is None:
-            return
-        block, by = found
         if isinstance(by, tuple):
             other = f"the offer {_name(*by)} lists until it is revoked or released"
         else:

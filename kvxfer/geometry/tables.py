@@ -53,8 +53,8 @@ class TableCheck:
             self.learn(cache)
         self._blocks = [sum(self._blocks)] * len(self.groups)
 
-    def check(self, name: str, table: BlockTable) -> None:
-        """Refuse a table that does not fit these groups and blocks.
+    def check(self, name: str, table: BlockTable) -> bool:
+        """Refuse a table that does not fit these groups and blocks; return whether it lists any block.
 
         Raises:
             ArgumentError: It does not fit; the message begins with the argument's name.
@@ -68,22 +68,13 @@ class TableCheck:
             )
         if table.nbytes > MOST_TABLE:
             raise ArgumentError(f"{name} must be at most {MOST_TABLE} bytes of ids, not {table.nbytes}")
+        any_block = False
         for g, limit in enumerate(self._blocks):
             most = table.greatest(g)
             if most >= limit:
                 raise ArgumentError(f"{name}[{g}] must be ids below {limit}, the cache's blocks, not {most}")
-
-    def listed(self, name: str, table: BlockTable, g: int, first: int, tokens: int) -> set[int]:
-        """Return the blocks that a row lists for ``tokens`` tokens; those before position ``first`` may be lacking.
-
-        Raises:
-            ArgumentError: As ``lists`` does.
-        """
-        past = self.groups[g].blocks(tokens)
-        blocks = table.blocks(g, 0, past)
-        if len(blocks) != past:
-            self.lists(name, table, g, first, tokens)
-        return blocks
+            any_block |= most != NULL
+        return any_block
 
     def lists(self, name: str, table: BlockTable, g: int, first: int, tokens: int) -> None:
         """Refuse a row that lacks a block at a position from ``first`` on, up to that of the last of ``tokens`` tokens.
