@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-import time
 from contextlib import suppress
 
 __all__ = ["DescriptorLimits"]
 
 _SHARE, _LEAST = 8, 32
 """The part of all descriptors that is left to others, and the fewest that are."""
-_FRESH_S, _EACH = 0.1, 8
-"""How long a count is good for, and how many descriptors may be opened meanwhile for each question that it answers."""
 
 
 class DescriptorLimits:
@@ -30,26 +27,16 @@ class DescriptorLimits:
         reserve = max(soft // _SHARE, _LEAST)
         self.accepted = max(soft - reserve, soft // 2)
         self.dialled = max(soft - reserve // 2, soft // 2)
-        self._count = self._answers = 0
-        self._until = 0.0
 
     @property
     def short(self) -> bool:
         """Whether whoever connects should take the place of another."""
-        return self._used() > self.accepted
+        return _in_use() > self.accepted
 
     @property
     def spent(self) -> bool:
         """Whether nobody may be dialled any more."""
-        return self._used() > self.dialled
-
-    def _used(self) -> int:
-        """Return how many descriptors are open, or were a moment ago: far from the limits not each question counts them anew."""
-        self._answers -= 1
-        if self._answers < 0 or time.monotonic() > self._until:
-            self._count, self._until = _in_use(), time.monotonic() + _FRESH_S
-            self._answers = (self.accepted - self._count) // _EACH
-        return self._count
+        return _in_use() > self.dialled
 
 
 def _in_use() -> int:
