@@ -284,8 +284,11 @@ class OfferSchedule:
         A second time it changes nothing.
         """
         prefill = self._transfers.get(transfer)
-        if prefill is None or answer not in prefill.answers:
-            return
+        if prefill is not None and answer in prefill.answers:
+            self.unanswered(answer, reason)
+
+    def unanswered(self, answer: str, reason: str) -> None:
+        """Record that an answer goes out to nobody: the consumers that it would have added will not come."""
         for told in [told for told in self._transfers.values() if told.answers.pop(answer, 0)]:
             self.decline(told.transfer, reason)
 

@@ -23,6 +23,7 @@ class _Batch:
     arrived: float
     prompts: dict[int, str] = field(default_factory=dict)  # by position: the name that vLLM has given to a prompt
     requests: set[str] = field(default_factory=set)
+    running: set[str] = field(default_factory=set)  # those of them that have not ended
 
 
 class Batches:
@@ -48,8 +49,17 @@ class Batches:
             known.append(batch := _Batch(prompt, arrived))
         batch.prompts[external.prompt] = prompt
         batch.requests.add(request)
+        batch.running.add(request)
         self._of[request] = external.base, batch
         return batch.answer
+
+    def ended(self, request: str) -> str | None:
+        """Record that a request has ended; return the name of its answer if all others that this tells of had ended before it."""
+        _, batch = self._of.get(request, ("", None))
+        if batch is None:
+            return None
+        batch.running.discard(request)
+        return None if batch.running or len(batch.requests) == 1 else batch.answer
 
     def over(self, request: str) -> None:
         """Record that nothing is computed or held for a request any more."""

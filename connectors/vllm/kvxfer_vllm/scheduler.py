@@ -283,9 +283,13 @@ class SchedulerHooks:
         self._tables.pop(name, None)
         self._loading.ended(name, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
-        nothing = self._nothing.pop(name, None)
+        nothing, last_of = self._nothing.pop(name, None), self._batches.ended(name)
         answer = self.side.answer(name)
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
+        if aborted and last_of is not None and not request.num_output_tokens:
+            # The client has hung up, since a stop string, which ends a request in the same way, needs output. vLLM answers once all
+            # have ended, and so nobody hears of those that were done before.
+            self.side.unanswered(last_of)
         if not held:
             self._batches.over(name)
         if ticket is None or not self.side.offers(ticket):
