@@ -84,6 +84,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
         stages: On a consumer, when it reached each stage.
         short: On a consumer, the token up to which it was delivered if the producer gave up before all were computed and so
             many are enough (``Fetch.enough``); ``None`` if all were.
+        unclaimed: On a producer, whether its lease has ended and no consumer had ever asked for it or said that it waits.
     """
 
     role: Role
@@ -97,6 +98,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     payload: bytes = b""
     stages: Stages = Stages()
     short: int | None = None
+    unclaimed: bool = False
 
 
 class Released(msgspec.Struct, frozen=True, gc=False):

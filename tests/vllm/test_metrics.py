@@ -87,6 +87,20 @@ def test_all_that_ranks_count_is_exported(registry: CollectorRegistry) -> None:
     assert value(registry, "kvxfer_links", role="consumer", backend="zmq") == 2
 
 
+def test_what_is_not_offered_and_what_nobody_asked_for(registry: CollectorRegistry) -> None:
+    exported, stats = metrics(registry), KVXferStats()
+    for unclaimed in (True, False, True):
+        timed_out = Outcome(Failure(FailureKind.TIMED_OUT, "why"))
+        stats.record(Ended("producer", T, "r", timed_out, 0, 0.5, 1, unclaimed=unclaimed))
+    stats.not_offered("nothing")
+    stats.not_offered("nothing")
+    assert stats.aggregate(stats).reduce()["not offered, nothing"] == 4
+    exported.observe(json.loads(json.dumps(stats.data)))
+    assert value(registry, "kvxfer_unclaimed_offers_total") == 4
+    assert value(registry, "kvxfer_not_offered_total", reason="nothing") == 4
+    assert value(registry, "kvxfer_not_offered_total", reason="data_parallel") == 0
+
+
 def test_requests_by_what_became_of_their_loads(make: Make, wire: Wire) -> None:
     """Each counts once, whatever the number of ranks."""
     p, d = make(ranks=2), make(ranks=2)

@@ -25,7 +25,7 @@ from kvxfer.cli.transfer.shapes import Memory, Model, Pool
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, PieceNews, PieceReady, PieceTaken
+from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, SlotFree, SlotNews, SlotReady
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.data.quarantine import Limits
@@ -176,9 +176,9 @@ class BenchEngine:
                         return at - seconds, at
                     case Moved(failure=why):
                         raise RuntimeError(f"the part ended with: {why}")
-                    case PieceReady(piece=piece, offset=offset, nbytes=nbytes):
+                    case SlotReady(piece=piece, offset=offset, nbytes=nbytes):
                         peer.tell(piece, offset, nbytes)
-                    case PieceTaken(piece=piece):
+                    case SlotFree(piece=piece):
                         peer.tell(piece, None, None)
         raise TimeoutError("the part did not end")
 
@@ -369,5 +369,5 @@ class _Info:
     planner: Planner
 
 
-def _news(ref: PartRef, piece: int, offset: int | None, nbytes: int | None) -> PieceNews:
-    return PieceTaken(ref, piece) if nbytes is None else PieceReady(ref, piece, offset, nbytes)
+def _news(ref: PartRef, piece: int, offset: int | None, nbytes: int | None) -> SlotNews:
+    return SlotFree(ref, piece) if nbytes is None else SlotReady(ref, piece, offset, nbytes)
