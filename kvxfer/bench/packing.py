@@ -94,7 +94,7 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
         "checksum": lambda after: source.checksum(plan, "source", after).fence,
     }
     if device != "cpu":
-        pinned = memory.allocate(plan.nbytes, "cpu", pinned=True)
+        pinned = memory.allocate(plan.nbytes, beside=device)
         calls["pack_to_host"] = lambda after: source.pack(plan, pinned, 0, after)
         calls["unpack_from_host"] = lambda after: sink.unpack(plan, pinned, 0, after)
     took = RoundTimer(device, repeat)(calls)

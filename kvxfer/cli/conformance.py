@@ -6,11 +6,12 @@ import importlib.util
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from kvxfer.errors import ArgumentError, ConfigError, TransportError
+from kvxfer.geometry import HOST
 from kvxfer.settings import json_object
 from kvxfer.testing.report import run_mutants, run_suite
 from kvxfer.transport import registry
@@ -32,7 +33,7 @@ _SETTINGS = {
 def conformance(
     backend: Annotated[str, typer.Argument(help="Name of the back end, or module:Class.")],
     options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
-    memory: Annotated[Literal["cpu", "cuda"], typer.Option(help="Kind of memory to move: cpu or cuda.")] = "cpu",
+    memory: Annotated[str, typer.Option(help="Kind of memory to move: cpu, or a kind of device such as cuda.")] = HOST,
     suite: Annotated[
         str, typer.Option(help='Attributes of the suite, as a JSON object such as {"rounds": 1000}.')
     ] = "{}",
