@@ -40,10 +40,8 @@ class CpuSpace(Space):
 
     contract = 1
 
-    def __init__(
-        self, regions: tuple[Region, ...], device: str = HOST, owner: object = None, *, pinned: bool = False
-    ) -> None:
-        super().__init__(regions, device, owner)
+    def __init__(self, regions: tuple[Region, ...], device: str = HOST, *, pinned: bool = False) -> None:
+        super().__init__(regions, device)
         self.pinned = pinned
         self._bytes = [_view(r) for r in regions]
         self._grids: WeakKeyDictionary[CopyPattern, dict[Side, list[Grid]]] = WeakKeyDictionary()
@@ -64,7 +62,7 @@ class CpuSpace(Space):
         except (MemoryError, ValueError) as e:
             raise KvxferError(f"cannot allocate {nbytes} bytes of staging for {device}: {e}") from e
         skip = -raw.ctypes.data % _ALIGNMENT
-        return cls((Region(raw.ctypes.data + skip, nbytes),), device, raw)
+        return cls((Region(raw.ctypes.data + skip, nbytes).kept_by(raw),), device)
 
     def gather(self, region: int, at: Ints, out: Bytes) -> None:
         out[...] = self._rows(region, out.shape[1])[at]

@@ -65,7 +65,6 @@ class Space(ABC):
     Args:
         regions: The memory, of ``device``.
         device: A kind of device and its number, as ``"vault:0"``.
-        owner: What is kept alive as long as the space.
 
     Attributes:
         regions: The memory.
@@ -78,8 +77,8 @@ class Space(ABC):
     by_itself: bool = False
     """Whether the device computes checksums while the calling thread goes on."""
 
-    def __init__(self, regions: tuple[Region, ...], device: str, owner: object = None) -> None:
-        self.regions, self.device, self.owner = regions, device, owner
+    def __init__(self, regions: tuple[Region, ...], device: str) -> None:
+        self.regions, self.device = regions, device
         self.starts = flat_starts(regions)
 
     @classmethod
@@ -90,7 +89,7 @@ class Space(ABC):
     @classmethod
     @abstractmethod
     def allocate(cls, nbytes: int, device: str) -> Space:
-        """Allocate zeroed memory of one region, which lives as long as the space or its region.
+        """Allocate zeroed memory of one region, which lives as long as that region (``Region.kept_by``).
 
         Raises:
             KvxferError: The device does not give so much.

@@ -30,8 +30,8 @@ class TorchSpace(Space):
 
     contract = 1
 
-    def __init__(self, regions: tuple[Region, ...], device: str, owner: object = None) -> None:
-        super().__init__(regions, device, owner)
+    def __init__(self, regions: tuple[Region, ...], device: str) -> None:
+        super().__init__(regions, device)
         self._held = [_bytes_of(r) for r in regions]
         self._stream = _stream(self._held[0].device) if self._held else None
 
@@ -62,9 +62,9 @@ class TorchSpace(Space):
     @classmethod
     def fence(cls, device: str) -> Fence:
         """Return an event on the calling thread's current stream; without events, wait for the device."""
-        here = torch.device(device)
-        if not _accelerated(here):
+        if not _accelerated(device.partition(":")[0]):
             return Done()
+        here = torch.device(device)
         try:
             return DeviceEvent(torch.accelerator.current_stream(here).record_event())
         except (RuntimeError, NotImplementedError):
@@ -179,7 +179,7 @@ def _bytes_of(region: Region) -> Any:
 
 def _stream(device: Any) -> Any:
     """Return a new stream of a device; ``None`` if it has none, or no events."""
-    if not _accelerated(device):
+    if not _accelerated(device.type):
         return None
     try:
         stream = torch.Stream(device)
@@ -189,11 +189,12 @@ def _stream(device: Any) -> Any:
     return stream
 
 
-def _accelerated(device: Any) -> bool:
+def _accelerated(kind: str) -> bool:
+    """Return whether this is the kind of device that torch calls the accelerator here."""
     found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == device.type
+    return found is not None and found.type == kind
 
 
 def _synchronize(device: Any) -> None:
-    if _accelerated(device):
+    if _accelerated(device.type):
         torch.accelerator.synchronize(device)

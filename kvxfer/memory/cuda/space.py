@@ -32,8 +32,8 @@ class CudaSpace(Space):
 
     contract = 1
 
-    def __init__(self, regions: tuple[Region, ...], device: str, owner: object = None) -> None:
-        super().__init__(regions, device, owner)
+    def __init__(self, regions: tuple[Region, ...], device: str) -> None:
+        super().__init__(regions, device)
         self._device = torch.device(device)
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(priority=0)  # 0 is the lowest
