@@ -13,7 +13,7 @@ import typer
 
 from kvxfer.errors import ArgumentError, ConfigError, TransportError
 from kvxfer.geometry import HOST
-from kvxfer.memory.registry import find
+from kvxfer.memory.registry import space_for
 from kvxfer.settings import json_object
 from kvxfer.testing.mutant import Mutant
 from kvxfer.testing.report import ConformanceReport, run_mutants, run_suite
@@ -101,7 +101,7 @@ def conformance(
         return
     memory = memory or HOST
     try:
-        find(memory)
+        space_for(memory)
     except (ArgumentError, ConfigError) as e:
         raise typer.BadParameter(str(e), param_hint="--memory") from None
     try:

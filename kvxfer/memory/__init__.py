@@ -15,7 +15,7 @@ from kvxfer.geometry import HOST, Region
 from kvxfer.memory.checksum import sample
 from kvxfer.memory.elastic import with_elastic
 from kvxfer.memory.fence import Done
-from kvxfer.memory.registry import find
+from kvxfer.memory.registry import space_for
 from kvxfer.memory.space import Checksum, Side, Space
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "Side",
     "Space",
     "allocate",
-    "devices",
+    "devices_of",
     "fence",
     "sample",
     "space",
@@ -71,13 +71,13 @@ def fence(device: str) -> Fence:
     return _class(device).fence(device)
 
 
-def devices(kind: str) -> Sequence[str]:
+def devices_of(kind: str) -> Sequence[str]:
     """Return the devices of a kind that this process can use; none if the kind is unknown."""
     try:
-        return find(kind).devices(kind)
+        return space_for(kind).devices(kind)
     except ArgumentError:
         return ()
 
 
 def _class(device: str) -> type[Space]:
-    return find(device.partition(":")[0])
+    return space_for(device.partition(":")[0])

@@ -11,13 +11,13 @@ from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.row_moves import row_moves
 from kvxfer.memory.space import Bytes, Checksum, Side, Space
 
-__all__ = ["checksum_of", "pack", "unpack"]
+__all__ = ["checksum_of", "pack_rows", "unpack_rows"]
 
 _CHUNK = 16 << 20
 """Bytes that a checksum brings to the host at once."""
 
 
-def pack(space: Space, plan: CopyPlan, out: Space, at: int) -> None:
+def pack_rows(space: Space, plan: CopyPlan, out: Space, at: int) -> None:
     """Implement ``Space.pack``."""
     if isinstance(out, CpuSpace):
         _gather(space, plan, "source", out.bytes(at, plan.nbytes))
@@ -29,7 +29,7 @@ def pack(space: Space, plan: CopyPlan, out: Space, at: int) -> None:
         out.scatter(region, np.array([offset]), stream[None])
 
 
-def unpack(space: Space, plan: CopyPlan, staged: Space, at: int) -> None:
+def unpack_rows(space: Space, plan: CopyPlan, staged: Space, at: int) -> None:
     """Implement ``Space.unpack``."""
     if isinstance(staged, CpuSpace):
         stream = staged.bytes(at, plan.nbytes)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kvxfer.geometry import Region
-from kvxfer.memory.registry import find
+from kvxfer.memory.registry import space_for
 
 __all__ = ["with_elastic"]
 
@@ -32,4 +32,4 @@ def _marked(region: Region, elastic: bool) -> Region:
 
 
 def _found(region: Region) -> bool:
-    return region.elastic or find(region.kind).remaps(region)
+    return region.elastic or space_for(region.kind).remaps(region)

@@ -14,7 +14,7 @@ from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.row_moves import row_moves
 from kvxfer.memory.space import Bytes, Side, Space
 
-__all__ = ["move_indexed", "move_rows"]
+__all__ = ["move_indexed", "copy_rows"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -46,7 +46,7 @@ def move_indexed(
             cache.index_copy_(0, at, packed.index_select(0, to))
 
 
-def move_rows(held: Any, at: Ints, rows: Bytes, *, pack: bool) -> None:
+def copy_rows(held: Any, at: Ints, rows: Bytes, *, pack: bool) -> None:
     """Implement ``Space.gather`` if ``pack``, else ``Space.scatter``, for a region that is the tensor ``held``, of uint8.
 
     What is gathered is there on return.

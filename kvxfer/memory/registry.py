@@ -10,7 +10,7 @@ from kvxfer.errors import ArgumentError, ConfigError, why_not_loaded
 from kvxfer.geometry import HOST
 from kvxfer.memory.space import SPACE_CONTRACTS, Space
 
-__all__ = ["SPACES", "find", "installed", "load"]
+__all__ = ["SPACES", "space_for", "installed", "load"]
 
 SPACES = "kvxfer.spaces"
 """The entry point group. An entry point's name is the kind of device."""
@@ -40,7 +40,7 @@ def installed() -> dict[str, str]:
 
 
 @cache
-def find(kind: str) -> type[Space]:
+def space_for(kind: str) -> type[Space]:
     """Return the class for a kind of device.
 
     Raises:

@@ -144,10 +144,10 @@ class Space(ABC):
         Raises:
             ValueError: A row would leave its region, or the stream ``out``.
         """
-        from kvxfer.memory.by_rows import pack
+        from kvxfer.memory.by_rows import pack_rows
 
         _require(after)
-        pack(self, plan, out, at)
+        pack_rows(self, plan, out, at)
         return Done()
 
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
@@ -156,10 +156,10 @@ class Space(ABC):
         Raises:
             ValueError: As ``pack`` does.
         """
-        from kvxfer.memory.by_rows import unpack
+        from kvxfer.memory.by_rows import unpack_rows
 
         _require(after)
-        unpack(self, plan, staged, at)
+        unpack_rows(self, plan, staged, at)
         return Done()
 
     def prepare_unpack(self, plan: CopyPlan, staged: Space) -> Callable[[int], Fence]:

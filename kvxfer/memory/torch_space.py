@@ -19,7 +19,7 @@ from kvxfer.geometry import CopyPlan, Region
 from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.fence import DeviceEvent, Done
-from kvxfer.memory.indexed import move_indexed, move_rows
+from kvxfer.memory.indexed import copy_rows, move_indexed
 from kvxfer.memory.space import Bytes, Side, Space
 
 __all__ = ["TorchSpace"]
@@ -73,11 +73,11 @@ class TorchSpace(Space):
 
     def gather(self, region: int, at: Ints, out: Bytes) -> None:
         with self._on_stream():
-            move_rows(self._held[region], at, out, pack=True)
+            copy_rows(self._held[region], at, out, pack=True)
 
     def scatter(self, region: int, at: Ints, rows: Bytes) -> None:
         with self._on_stream():
-            move_rows(self._held[region], at, rows, pack=False)
+            copy_rows(self._held[region], at, rows, pack=False)
         self._wait()
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:

@@ -53,17 +53,17 @@ class TestTorch(SpaceSuite):
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     def put(kind: str, target: str, name: str = "site") -> None:
         monkeypatch.syspath_prepend(str(install(tmp_path / name, kind, target)))
-        registry.find.cache_clear()
+        registry.space_for.cache_clear()
 
     yield put
     monkeypatch.undo()
-    registry.find.cache_clear()
+    registry.space_for.cache_clear()
 
 
 def test_an_installed_space_is_found_by_its_kind(installed) -> None:  # type: ignore[no-untyped-def]
     installed("island", ISLAND)
     made = memory.allocate(100, DEVICE)
-    assert type(made).__name__ == "IslandSpace" and memory.devices("island") == [DEVICE]
+    assert type(made).__name__ == "IslandSpace" and memory.devices_of("island") == [DEVICE]
     assert type(memory.space(made.regions)).__name__ == "IslandSpace"
     assert memory.fence(DEVICE).passed()
 
@@ -71,8 +71,8 @@ def test_an_installed_space_is_found_by_its_kind(installed) -> None:  # type: ig
 def test_an_installed_space_comes_before_ours_but_never_for_the_host(installed) -> None:  # type: ignore[no-untyped-def]
     installed("cuda", "kvxfer.memory.torch_space:TorchSpace")
     installed("cpu", ISLAND, "other")
-    assert registry.find("cuda").__name__ == "TorchSpace"
-    assert registry.find("cpu") is CpuSpace
+    assert registry.space_for("cuda").__name__ == "TorchSpace"
+    assert registry.space_for("cpu") is CpuSpace
 
 
 def test_two_spaces_for_one_kind_are_refused(installed) -> None:  # type: ignore[no-untyped-def]
@@ -108,7 +108,7 @@ class OfTomorrow(CpuSpace):
 def test_a_device_that_nobody_knows_is_told_with_what_to_do() -> None:
     with pytest.raises(ArgumentError, match=r"'abacus' is not known: .*'cpu'.*'cuda'.*Install the distribution"):
         memory.space((Region(1, 1, "abacus:0"),))
-    assert memory.devices("abacus") == ()
+    assert memory.devices_of("abacus") == ()
 
 
 def test_a_region_of_numbers_is_no_tensor() -> None:

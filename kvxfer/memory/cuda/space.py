@@ -21,7 +21,7 @@ from kvxfer.memory.checksum import logical_copies
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.cuda.pages import FixedMemory, is_mapped
 from kvxfer.memory.fence import DeviceEvent
-from kvxfer.memory.indexed import move_indexed, move_rows
+from kvxfer.memory.indexed import copy_rows, move_indexed
 from kvxfer.memory.space import Bytes, Checksum, Side, Space
 
 __all__ = ["CudaSpace"]
@@ -96,11 +96,11 @@ class CudaSpace(Space):
 
     def gather(self, region: int, at: Ints, out: Bytes) -> None:
         with self._on_stream(None):
-            move_rows(self._memory(region), at, out, pack=True)
+            copy_rows(self._memory(region), at, out, pack=True)
 
     def scatter(self, region: int, at: Ints, rows: Bytes) -> None:
         with self._on_stream(None):
-            move_rows(self._memory(region), at, rows, pack=False)
+            copy_rows(self._memory(region), at, rows, pack=False)
             self._stream.synchronize()
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:

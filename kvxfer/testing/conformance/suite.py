@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvxfer.geometry import HOST
-from kvxfer.memory import devices
+from kvxfer.memory import devices_of
 from kvxfer.testing.conformance.participant_link import PARTS, Part, TransferMode
 from kvxfer.testing.conformance.world import World
 from kvxfer.testing.participant import Participant
@@ -75,7 +75,7 @@ class Suite:
         The first participant has one device and all others another (if there is one), so that every transfer goes from
         device to device.
         """
-        found = devices(self.memory)
+        found = devices_of(self.memory)
         return found[0 if participant == 0 else -1]
 
     def make_mortal(self, world: World, name: str) -> Participant:
@@ -114,4 +114,4 @@ class Suite:
 
 def present(kind: str) -> str | None:
     """Return a device of this host with this kind of memory; ``None`` if there is none that this suite can allocate on."""
-    return next(iter(devices(kind)), None)
+    return next(iter(devices_of(kind)), None)

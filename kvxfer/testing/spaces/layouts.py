@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvxfer import memory
 from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Region, route
 from kvxfer.memory import Space
 from kvxfer.memory.space import Bytes
 
-__all__ = ["LAYOUTS", "Held", "Layout", "hold", "pairs", "plan", "rows"]
+__all__ = ["LAYOUTS", "Held", "CacheLayout", "hold_cache", "pairs", "plan_between", "rows_of"]
 
 LAYERS, HEADS, BLOCKS = 2, 2, 7
 TOKENS, START = 19, 2
@@ -21,7 +22,7 @@ TOKENS, START = 19, 2
 
 
 @dataclass(frozen=True)
-class Layout:
+class CacheLayout:
     """How a cache lies in memory.
 
     Attributes:
@@ -34,8 +35,13 @@ class Layout:
     block_tokens: int
     make: Callable[[], tuple[Mapping[str, Any], str | Mapping[str, str]]]
 
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """The first of the tokens that are moved, and the one after the last."""
+        return (0, TOKENS // self.block_tokens * self.block_tokens) if self.content == "pages" else (START, TOKENS)
 
-def _planes(axes: str, block_tokens: int, units: Mapping[str, int], *, pad: int = 0) -> Layout:
+
+def _planes(axes: str, block_tokens: int, units: Mapping[str, int], *, pad: int = 0) -> CacheLayout:
     """Return K and V (or other planes) in tensors of their own, with unused bytes behind each unit."""
 
     def make() -> tuple[Mapping[str, Any], str]:
@@ -43,10 +49,10 @@ def _planes(axes: str, block_tokens: int, units: Mapping[str, int], *, pad: int 
         shape = [size[axis] for axis in axes.split()]
         return {p: np.zeros((*shape, n + pad), np.uint8)[..., :n] for p, n in units.items()}, f"{axes} unit"
 
-    return Layout(f"{units}", block_tokens, make)
+    return CacheLayout(f"{units}", block_tokens, make)
 
 
-def _by_layer(axes: str, block_tokens: int, units: Mapping[str, int]) -> Layout:
+def _by_layer(axes: str, block_tokens: int, units: Mapping[str, int]) -> CacheLayout:
     """Return a tensor for each layer and plane."""
 
     def make() -> tuple[Mapping[str, Any], str]:
@@ -54,10 +60,10 @@ def _by_layer(axes: str, block_tokens: int, units: Mapping[str, int]) -> Layout:
         shape = [size[axis] for axis in axes.split()]
         return {p: [np.zeros((*shape, n), np.uint8) for _ in range(LAYERS)] for p, n in units.items()}, f"{axes} unit"
 
-    return Layout(f"{units}", block_tokens, make)
+    return CacheLayout(f"{units}", block_tokens, make)
 
 
-def _together(block_tokens: int, units: Mapping[str, int]) -> Layout:
+def _together(block_tokens: int, units: Mapping[str, int]) -> CacheLayout:
     """Return K and V of a head side by side, all layers of a block together."""
 
     def make() -> tuple[Mapping[str, Any], str]:
@@ -68,10 +74,10 @@ def _together(block_tokens: int, units: Mapping[str, int]) -> Layout:
             at += n
         return found, "block layer token head unit"
 
-    return Layout(f"{units}", block_tokens, make)
+    return CacheLayout(f"{units}", block_tokens, make)
 
 
-def _opaque(axes: str, pad: int = 0) -> Layout:
+def _opaque(axes: str, pad: int = 0) -> CacheLayout:
     """Return pages that are never cut."""
 
     def make() -> tuple[Mapping[str, Any], str]:
@@ -79,12 +85,12 @@ def _opaque(axes: str, pad: int = 0) -> Layout:
         shape = [size[axis] for axis in axes.split()]
         return {"page": np.zeros((*shape, 200 + pad), np.uint8)[..., :200]}, f"{axes} unit"
 
-    return Layout("pages", 4, make)
+    return CacheLayout("pages", 4, make)
 
 
 WIDE, ODD, LATENT = {"k": 64, "v": 64}, {"k": 7, "v": 10}, {"latent": 72}
 
-LAYOUTS: Mapping[str, Layout] = {
+LAYOUTS: Mapping[str, CacheLayout] = {
     "tokens first": _planes("layer block token head", 4, WIDE),
     "heads first": _planes("layer block head token", 6, WIDE),
     "blocks outermost": _planes("block layer head token", 8, WIDE),
@@ -112,28 +118,38 @@ class Held:
         host: The space of ``cache``.
     """
 
-    layout: Layout
+    layout: CacheLayout
     cache: Cache
     space: Space
     host: Space
 
+    def blocks(self, seed: int) -> list[int]:
+        """Return the blocks of a request, scattered."""
+        order = np.random.default_rng(seed).permutation(BLOCKS)
+        return [int(x) for x in order[: -(-TOKENS // self.layout.block_tokens)]]
+
+    @property
+    def on_device(self) -> Cache:
+        """The cache whose regions are on the device."""
+        return replace(self.cache, regions=self.space.regions)
+
     def image(self) -> list[Bytes]:
         """Return what the regions on the device hold."""
-        return [rows(self.space, i, 0, r.nbytes) for i, r in enumerate(self.cache.regions)]
+        return [rows_of(self.space, i, 0, r.nbytes) for i, r in enumerate(self.cache.regions)]
 
     def expected(self) -> list[Bytes]:
         """Return what the regions on the host hold."""
-        return [rows(self.host, i, 0, r.nbytes) for i, r in enumerate(self.cache.regions)]
+        return [rows_of(self.host, i, 0, r.nbytes) for i, r in enumerate(self.cache.regions)]
 
 
-def rows(space: Space, region: int, at: int, nbytes: int) -> Bytes:
+def rows_of(space: Space, region: int, at: int, nbytes: int) -> Bytes:
     """Return some bytes of a region."""
     out = np.empty((1, nbytes), np.uint8)
     space.gather(region, np.array([at]), out)
     return np.asarray(out[0])
 
 
-def hold(layout: Layout, kind: type[Space], device: str, seed: int) -> Held:
+def hold_cache(layout: CacheLayout, kind: type[Space], device: str, seed: int) -> Held:
     """Make a cache of this layout with random content, on a device and on the host."""
     tensors, dims = layout.make()
     cache = Cache.of_tensors(tensors, dims, group=Group(layout.block_tokens))
@@ -153,12 +169,7 @@ def pairs() -> list[tuple[str, str]]:
     return [(a, b) for a, one in LAYOUTS.items() for b, other in LAYOUTS.items() if one.content == other.content]
 
 
-def plan(src: Held, dst: Held) -> CopyPlan:
+def plan_between(src: Held, dst: Held) -> CopyPlan:
     """Return the plan of a request whose blocks are scattered on both sides."""
     planner = Planner(src.cache, dst.cache, route([src.cache], [dst.cache])[dst.cache.rank].assignments[src.cache.rank])
-    tables = [
-        [[int(x) for x in np.random.default_rng(seed).permutation(BLOCKS)[: -(-TOKENS // held.layout.block_tokens)]]]
-        for seed, held in ((1, src), (2, dst))
-    ]
-    whole = src.layout.content == "pages"
-    return planner.plan(tables[0], tables[1], 0 if whole else START, TOKENS - TOKENS % 4 if whole else TOKENS)
+    return planner.plan([src.blocks(1)], [dst.blocks(2)], *src.layout.wanted)

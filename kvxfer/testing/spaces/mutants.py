@@ -233,7 +233,7 @@ class NeverPasses(SpaceMutant):
         return _Never()
 
 
-class IgnoresFences(SpaceMutant):
+class PacksBeforeFences(SpaceMutant):
     found_by = "test_no_fence_is_ignored"
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:

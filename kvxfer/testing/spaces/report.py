@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvxfer.memory.registry import find, load
+from kvxfer.memory.registry import load, space_for
 from kvxfer.memory.space import SPACE_CONTRACTS, Space
 from kvxfer.testing.report import ConformanceReport, release_of, run_clauses
 from kvxfer.testing.spaces.mutants import SPACE_MUTANTS, SpaceMutant
@@ -23,7 +23,7 @@ def space_named(name: str) -> type[Space]:
         ArgumentError: The kind is unknown.
         ConfigError: It cannot be loaded.
     """
-    return load(name, "under test") if ":" in name else find(name)
+    return load(name, "under test") if ":" in name else space_for(name)
 
 
 def run_space_suite(

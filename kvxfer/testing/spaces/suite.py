@@ -16,7 +16,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.geometry import HOST, CopyPattern, CopyPlan, Region, StridedCopy
 from kvxfer.memory import Fence, Space
 from kvxfer.memory.space import SPACE_CONTRACTS, Side
-from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold, pairs, plan, rows
+from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, pairs, plan_between, rows_of
 from kvxfer.testing.usage import resident
 
 __all__ = ["SpaceSuite"]
@@ -72,7 +72,7 @@ class SpaceSuite:
 
     def held(self, layout: str, seed: int = 1) -> Held:
         """Return a cache with random content on the device, and the same on the host."""
-        return hold(LAYOUTS[layout], self.space, self.device, seed)
+        return hold_cache(LAYOUTS[layout], self.space, self.device, seed)
 
     @staticmethod
     def same(held: Held) -> None:
@@ -86,7 +86,7 @@ class SpaceSuite:
         """Return the packed stream of a plan's source, by the host."""
         out = memory.allocate(made.nbytes)
         held.host.pack(made, out)
-        return rows(out, 0, 0, made.nbytes)
+        return rows_of(out, 0, 0, made.nbytes)
 
     def test_it_says_what_it_is(self) -> None:
         """The class declares its contract, and has a device of each kind that it says is here: ``kind:N``, or host memory."""
@@ -104,12 +104,12 @@ class SpaceSuite:
             assert isinstance(made, self.space) and made.device == self.device
             assert (made.region.nbytes, made.region.device) == (nbytes, self.device)
             assert made.region.address > 0, "an address or a handle is positive"
-            assert not rows(made, 0, 0, nbytes).any()
+            assert not rows_of(made, 0, 0, nbytes).any()
             self.filled(nbytes)  # so that what is freed and allocated again is not zero by chance
             del made
 
     def test_too_much_memory_is_refused(self) -> None:
-        """``allocate`` and ``allocate_host`` raise ``KvxferError`` for more bytes than any device has."""
+        """``allocate`` and ``allocate_host`` fail with a ``KvxferError`` for more bytes than any device has."""
         with pytest.raises(KvxferError):
             self.space.allocate(1 << 60, self.device)
         with pytest.raises(KvxferError):
@@ -127,7 +127,7 @@ class SpaceSuite:
         for i in range(5):
             self.filled(4096 + i, 100 + i)
         for region, content in zip(regions, contents, strict=True):
-            assert np.array_equal(rows(self.space((region,), self.device), 0, 0, region.nbytes), content)
+            assert np.array_equal(rows_of(self.space((region,), self.device), 0, 0, region.nbytes), content)
 
     def test_memory_is_given_back(self) -> None:
         """What was allocated is freed with its region, as far as the memory of this process shows it."""
@@ -161,7 +161,7 @@ class SpaceSuite:
             made.scatter(0, at, data)
             for x, row in zip(at.tolist(), data, strict=True):
                 content[x : x + nbytes] = row
-            assert np.array_equal(rows(made, 0, 0, 70_001), content)
+            assert np.array_equal(rows_of(made, 0, 0, 70_001), content)
 
     def test_scattered_rows_are_the_callers_again(self) -> None:
         """When ``scatter`` has returned, the caller may overwrite what it gave."""
@@ -171,29 +171,33 @@ class SpaceSuite:
             made.scatter(0, np.arange(8) * MIB, data)
             data[:] = 99
             time.sleep(0.02)
-            assert (rows(made, 0, 0, 8 * MIB) == value).all()
+            assert (rows_of(made, 0, 0, 8 * MIB) == value).all()
 
     def test_regions_are_told_apart(self) -> None:
         """Rows are of the region with that number, at an offset in it."""
         several = [self.filled(5000 + i, i) for i in range(3)]
         made = self.space(tuple(s.region for s, _ in several), self.device)
         for i, (_, content) in enumerate(several):
-            assert np.array_equal(rows(made, i, 17, 900), content[17:917])
+            assert np.array_equal(rows_of(made, i, 17, 900), content[17:917])
         made.scatter(1, np.array([3]), np.zeros((1, 5), np.uint8))
         several[1][1][3:8] = 0
         for one, content in several:
-            assert np.array_equal(rows(one, 0, 0, one.nbytes), content)
+            assert np.array_equal(rows_of(one, 0, 0, one.nbytes), content)
 
     @pytest.mark.parametrize(("src", "dst"), pairs(), ids=" to ".join)
     def test_any_layout(self, src: str, dst: str) -> None:
         """What is packed is what host memory of that layout gives; what is unpacked is where it belongs, and nothing else changes."""
         source, sink = self.held(src, 1), self.held(dst, 2)
-        made = plan(source, sink)
+        made = plan_between(source, sink)
         for out in (self.space.allocate_host(made.nbytes), memory.allocate(made.nbytes)):
             self.pass_(source.space.pack(made, out))
-            assert np.array_equal(rows(out, 0, 0, made.nbytes), self.packed(source, made)), "the packed stream is wrong"
+            assert np.array_equal(rows_of(out, 0, 0, made.nbytes), self.packed(source, made)), (
+                "the packed stream is wrong"
+            )
         self.pass_(sink.space.unpack(made, out))
-        assert np.array_equal(rows(out, 0, 0, made.nbytes), self.packed(source, made)), "unpacking changed the stream"
+        assert np.array_equal(rows_of(out, 0, 0, made.nbytes), self.packed(source, made)), (
+            "unpacking changed the stream"
+        )
         sink.host.unpack(made, out)
         self.same(source)
         self.same(sink)
@@ -203,7 +207,7 @@ class SpaceSuite:
     def test_pieces(self, where: str, prepared: bool) -> None:
         """Plans are cut, and each piece is packed and unpacked at any offset, in the device's memory too."""
         source, sink = self.held("odd, tokens first", 1), self.held("odd, padded", 2)
-        pieces = list(plan(source, sink).split(SLICE))
+        pieces = list(plan_between(source, sink).split(SLICE))
         assert len(pieces) > 3
         room = sum(p.nbytes for p in pieces) + 11
         out = self.space.allocate_host(room) if where != "the device" else self.space.allocate(room, self.device)
@@ -211,24 +215,24 @@ class SpaceSuite:
         at, begun = 11, list[tuple[CopyPlan, int]]()
         for piece in pieces:
             self.pass_(source.space.pack(piece, out, at))
-            assert np.array_equal(rows(out, 0, at, piece.nbytes), self.packed(source, piece))
+            assert np.array_equal(rows_of(out, 0, at, piece.nbytes), self.packed(source, piece))
             begun.append((piece, at))
             at += piece.nbytes
-        assert (rows(out, 0, 0, 11) == 5).all(), "bytes before the piece were written"
+        assert (rows_of(out, 0, 0, 11) == 5).all(), "bytes before the piece were written"
         for piece, at in begun[::-1]:
             if prepared:
                 self.pass_(sink.space.prepare_unpack(piece, out)(at))
             else:
                 self.pass_(sink.space.unpack(piece, out, at))
             staged = memory.allocate(piece.nbytes)
-            staged.scatter(0, np.array([0]), rows(out, 0, at, piece.nbytes)[None])
+            staged.scatter(0, np.array([0]), rows_of(out, 0, at, piece.nbytes)[None])
             sink.host.unpack(piece, staged)
         self.same(sink)
 
     def test_what_leaves_memory_is_refused(self) -> None:
-        """A plan with a row outside its region, and a stream without room, raise ``ValueError``; nothing outside is touched."""
+        """A plan with a row outside its region, and a stream without room, are a ``ValueError``; nothing outside is touched."""
         source, sink = self.held("tokens first", 1), self.held("heads first", 2)
-        made = plan(source, sink)
+        made = plan_between(source, sink)
         short = Region(sink.space.regions[-1].address, sink.space.regions[-1].nbytes // 2, self.device)
         short.kept_by(sink.space.regions[-1].owner)
         cut = self.space((*sink.space.regions[:-1], short), self.device)
@@ -259,7 +263,7 @@ class SpaceSuite:
     def test_checksums_are_those_of_the_host(self, src: str, dst: str) -> None:
         """A checksum is that of the same content in host memory, read by either side, of all of a plan or of a sample."""
         source, sink = self.held(src, 1), self.held(dst, 2)
-        made = plan(source, sink)
+        made = plan_between(source, sink)
         for some in (made, memory.sample(made, 3)):
             side: Side
             for held, side in ((source, "source"), (sink, "destination")):
@@ -270,11 +274,11 @@ class SpaceSuite:
     def test_checksums_follow_the_content(self) -> None:
         """A checksum that was prepared reads the memory when it begins, and each byte counts."""
         held = self.held("odd, tokens first")
-        made = plan(held, held)
+        made = plan_between(held, held)
         begin, before = held.space.prepare_checksum(made, "source"), held.space.checksum(made, "source").value
         place = int(made.copies[0].src_at[0] + made.copies[0].src_rows[0])
         region, at = held.host.locate(place, 1)
-        held.space.scatter(region, np.array([at]), ~rows(held.space, region, at, 1)[None])
+        held.space.scatter(region, np.array([at]), ~rows_of(held.space, region, at, 1)[None])
         changed = begin(None).value
         assert changed != before
         assert changed == held.space.checksum(made, "source").value
@@ -282,17 +286,17 @@ class SpaceSuite:
     def test_fences_pass(self) -> None:
         """``fence`` returns a fence that passes, and work after it may wait for it."""
         source, sink = self.held("tokens first", 1), self.held("heads first", 2)
-        made, out = plan(source, sink), self.space.allocate_host(MIB)
+        made, out = plan_between(source, sink), self.space.allocate_host(MIB)
         fence = self.space.fence(self.device)
         self.pass_(fence)
         self.pass_(source.space.pack(made, out, 0, self.space.fence(self.device)))
         self.pass_(sink.space.unpack(made, out, 0, fence))
-        assert np.array_equal(rows(out, 0, 0, made.nbytes), self.packed(source, made))
+        assert np.array_equal(rows_of(out, 0, 0, made.nbytes), self.packed(source, made))
 
     def test_no_fence_is_ignored(self) -> None:
-        """What cannot wait for a fence raises ``ValueError`` while that has not passed, and touches nothing."""
+        """What cannot wait for a fence refuses with a ``ValueError`` while that has not passed, and touches nothing."""
         source, sink = self.held("tokens first", 1), self.held("heads first", 2)
-        made, out = plan(source, sink), self.space.allocate_host(MIB)
+        made, out = plan_between(source, sink), self.space.allocate_host(MIB)
         calls: tuple[Callable[[], object], ...] = (
             lambda: source.space.pack(made, out, 0, Unpassed()),
             lambda: sink.space.unpack(made, out, 0, Unpassed()),
@@ -301,7 +305,7 @@ class SpaceSuite:
         for call in calls:
             with pytest.raises(ValueError):
                 call()
-        assert not rows(out, 0, 0, MIB).any()
+        assert not rows_of(out, 0, 0, MIB).any()
         self.same(sink)
 
     def test_fences_pass_when_the_work_is_done(self) -> None:
@@ -310,10 +314,10 @@ class SpaceSuite:
         whole = _whole(made.nbytes)
         out = self.space.allocate_host(32 * MIB)
         self.pass_(made.pack(whole, out))
-        assert np.array_equal(rows(out, 0, 0, 32 * MIB), content)
+        assert np.array_equal(rows_of(out, 0, 0, 32 * MIB), content)
         back = self.space.allocate(32 * MIB, self.device)
         self.pass_(back.unpack(whole, out))
-        assert np.array_equal(rows(back, 0, 0, 32 * MIB), content)
+        assert np.array_equal(rows_of(back, 0, 0, 32 * MIB), content)
 
     def test_several_threads_at_once(self) -> None:
         """Objects over the same memory may be used by different threads at the same time."""
@@ -341,7 +345,7 @@ class SpaceSuite:
             thread.join(self.patience_s)
             assert not thread.is_alive(), "a thread waits for ever"
         assert not errors, errors[0]
-        assert np.array_equal(rows(made, 0, 3 * MIB, MIB), content[3 * MIB :])
+        assert np.array_equal(rows_of(made, 0, 3 * MIB, MIB), content[3 * MIB :])
 
     def test_it_says_whether_pages_are_remapped(self) -> None:
         """``remaps`` returns whether pages may be replaced under a region; those that it allocates keep theirs."""
