@@ -13,7 +13,7 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.identity import TransferId
 from kvxfer.memory import allocate, registry
-from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, pairs, plan_between
+from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, layout_pairs, plan_between
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.conftest import require
 from tests.control.conftest import Ended, Engine, Released, until
@@ -83,7 +83,7 @@ def check(source: Held, sink: Held) -> None:
 
 @pytest.mark.parametrize("memories", WAYS, ids=" to ".join)
 def test_all_layouts_by_tcp(memories: tuple[str, str]) -> None:
-    moves("tcp", memories, pairs())
+    moves("tcp", memories, layout_pairs())
 
 
 @pytest.mark.parametrize("memories", [("vault", "cpu"), ("cpu", "vault"), ("island", "vault")], ids=" to ".join)
@@ -97,7 +97,7 @@ def test_some_layouts_by_others(backend: str, memories: tuple[str, str]) -> None
 @pytest.mark.parametrize("memories", ON_GPU, ids=" to ".join)
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
 def test_all_layouts_with_a_gpu(backend: str, memories: tuple[str, str]) -> None:
-    moves(backend, memories, pairs()[:: 1 if backend == "tcp" else 7])
+    moves(backend, memories, layout_pairs()[:: 1 if backend == "tcp" else 7])
 
 
 def test_a_cache_on_an_unknown_device_is_refused_with_what_to_do() -> None:

@@ -14,7 +14,7 @@ from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Region, route
 from kvxfer.memory import Space
 from kvxfer.memory.space import Bytes
 
-__all__ = ["LAYOUTS", "Held", "CacheLayout", "hold_cache", "pairs", "plan_between", "rows_of"]
+__all__ = ["LAYOUTS", "Held", "CacheLayout", "hold_cache", "layout_pairs", "plan_between", "rows_of"]
 
 LAYERS, HEADS, BLOCKS = 2, 2, 7
 TOKENS, START = 19, 2
@@ -164,7 +164,7 @@ def hold_cache(layout: CacheLayout, kind: type[Space], device: str, seed: int) -
     return Held(layout, cache, kind(tuple(regions), device), host)
 
 
-def pairs() -> list[tuple[str, str]]:
+def layout_pairs() -> list[tuple[str, str]]:
     """Return the names of all layouts that can be joined, in order."""
     return [(a, b) for a, one in LAYOUTS.items() for b, other in LAYOUTS.items() if one.content == other.content]
 

@@ -16,7 +16,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.geometry import HOST, CopyPattern, CopyPlan, Region, StridedCopy
 from kvxfer.memory import Fence, Space
 from kvxfer.memory.space import SPACE_CONTRACTS, Side
-from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, pairs, plan_between, rows_of
+from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, layout_pairs, plan_between, rows_of
 from kvxfer.testing.usage import resident
 
 __all__ = ["SpaceSuite"]
@@ -184,7 +184,7 @@ class SpaceSuite:
         for one, content in several:
             assert np.array_equal(rows_of(one, 0, 0, one.nbytes), content)
 
-    @pytest.mark.parametrize(("src", "dst"), pairs(), ids=" to ".join)
+    @pytest.mark.parametrize(("src", "dst"), layout_pairs(), ids=" to ".join)
     def test_any_layout(self, src: str, dst: str) -> None:
         """What is packed is what host memory of that layout gives; what is unpacked is where it belongs, and nothing else changes."""
         source, sink = self.held(src, 1), self.held(dst, 2)
@@ -259,7 +259,7 @@ class SpaceSuite:
             self.pass_(one.unpack(CopyPlan(()), out))
             assert one.checksum(CopyPlan(()), "source").value == 0
 
-    @pytest.mark.parametrize(("src", "dst"), [(a, b) for a, b in pairs() if a <= b], ids=" to ".join)
+    @pytest.mark.parametrize(("src", "dst"), [(a, b) for a, b in layout_pairs() if a <= b], ids=" to ".join)
     def test_checksums_are_those_of_the_host(self, src: str, dst: str) -> None:
         """A checksum is that of the same content in host memory, read by either side, of all of a plan or of a sample."""
         source, sink = self.held(src, 1), self.held(dst, 2)
