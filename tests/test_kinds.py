@@ -14,7 +14,8 @@ _VALUE = re.compile(rf"\S*(\b|_)({DEVICES})(\b|_)\S*|cpu")
 _NAME = re.compile(rf"(^|_)({DEVICES})(s?_|s?$)", re.I)
 
 APART = {
-    "bench": "instruments, which belong to another distribution",
+    "cli/transfer/command.py": "an instrument: compares what torch's CPU and CUDA memory give",
+    "cli/transfer/shapes.py": "an instrument: compares what torch's CPU and CUDA memory give",
     "backend/ucx.py": "UCX's own names of its transports, as in its settings and its log",
 }
 """Folders and files that are not looked at, and why."""

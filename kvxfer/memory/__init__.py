@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvxfer.errors import ArgumentError
+from kvxfer.errors import ArgumentError, ConfigError
 from kvxfer.fence import Fence
 from kvxfer.geometry import HOST, Region
 from kvxfer.memory.checksum import sample
@@ -72,10 +72,10 @@ def fence(device: str) -> Fence:
 
 
 def devices_of(kind: str) -> Sequence[str]:
-    """Return the devices of a kind that this process can use; none if the kind is unknown."""
+    """Return the devices of a kind that this process can use; none if the kind is unknown, or its space cannot be loaded."""
     try:
         return space_for(kind).devices(kind)
-    except ArgumentError:
+    except (ArgumentError, ConfigError):
         return ()
 
 
