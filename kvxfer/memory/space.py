@@ -139,7 +139,7 @@ class Space(ABC):
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
         """Gather the plan's source side from here into ``out`` at offset ``at``, in stream order.
 
-        ``out`` is what ``allocate`` or ``allocate_host`` of this class has made, or other host memory.
+        ``out`` is what ``allocate`` or ``allocate_host`` of this class has made.
 
         Raises:
             ValueError: A row would leave its region, or the stream ``out``.

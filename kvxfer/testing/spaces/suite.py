@@ -189,11 +189,9 @@ class SpaceSuite:
         """What is packed is what host memory of that layout gives; what is unpacked is where it belongs, and nothing else changes."""
         source, sink = self.held(src, 1), self.held(dst, 2)
         made = plan_between(source, sink)
-        for out in (self.space.allocate_host(made.nbytes), memory.allocate(made.nbytes)):
-            self.pass_(source.space.pack(made, out))
-            assert np.array_equal(rows_of(out, 0, 0, made.nbytes), self.packed(source, made)), (
-                "the packed stream is wrong"
-            )
+        out = self.space.allocate_host(made.nbytes)
+        self.pass_(source.space.pack(made, out))
+        assert np.array_equal(rows_of(out, 0, 0, made.nbytes), self.packed(source, made)), "the packed stream is wrong"
         self.pass_(sink.space.unpack(made, out))
         assert np.array_equal(rows_of(out, 0, 0, made.nbytes), self.packed(source, made)), (
             "unpacking changed the stream"
