@@ -1,4 +1,4 @@
-"""`kvxfer conformance`: runs the conformance suite on a back end or a kind of memory, and writes a report that its author can publish."""
+"""`kvxfer conformance`: tests a back end or a kind of memory, and writes a report to publish; or tests a router."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvxfer.cli.router import try_router
 from kvxfer.errors import ArgumentError, ConfigError, TransportError
 from kvxfer.geometry import HOST
 from kvxfer.memory.registry import space_for
@@ -36,7 +37,12 @@ _SETTINGS = {
 
 
 def conformance(
-    backend: Annotated[str, typer.Argument(help="Name of the back end, or module:Class.")] = "",
+    backend: Annotated[
+        str,
+        typer.Argument(
+            help="Name of the back end, or module:Class. None with --space or --router.", show_default=False
+        ),
+    ] = "",
     space: Annotated[
         str,
         typer.Option(help="Test a kind of memory instead of a back end: a kind of device, or module:Class of a space."),
@@ -56,7 +62,10 @@ def conformance(
         typer.Option(help="Write the result of each clause to this file: FILE.md or FILE.json. May be repeated."),
     ] = None,
     only: Annotated[
-        str, typer.Option(help="Test only the clauses whose names match this expression, as with pytest -k.")
+        str,
+        typer.Option(
+            help="Test only the clauses whose names match this expression, as with pytest -k; or the cases with it in their names."
+        ),
     ] = "",
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first clause that is broken.")] = False,
     mutants: Annotated[
@@ -65,15 +74,54 @@ def conformance(
             "--mutants", help="Break what is tested on purpose, in many ways, and check that the suite finds each."
         ),
     ] = False,
+    router: Annotated[
+        str, typer.Option(metavar="URL", help="Test this router instead, with requests of the OpenAI API.")
+    ] = "",
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="With --router: a prefill engine behind it. May be repeated."),
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="With --router: a decode engine behind it. May be repeated.")
+    ] = None,
+    plain: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="With --router: a server that gives the right answers. [default: the first --prefill]"
+        ),
+    ] = "",
+    within: Annotated[
+        float,
+        typer.Option(
+            help="With --router: seconds after which nothing may be held, much less than the lease.", min=0.1, max=3600
+        ),
+    ] = 5.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --router: print the results as one JSON object.")
+    ] = False,
 ) -> None:
-    """Test a back end, or with --space a kind of memory, against its contract, and write a report that can be published.
+    """Test a back end, or with --space a kind of memory, against its contract, and write a report to publish. Or test a router.
 
-    Exits with 0 if every clause that was tested is kept, 1 if one is broken (or the process died or hung during its test), 2 if
-    the arguments are wrong, 3 if it cannot be tested here. With --mutants, exits with 1 if the suite does not find one of
-    them. Needs pytest.
+    With --router, requests of many kinds go through the router, and after each the answer must be the plain server's, KV must have moved,
+    and no engine may hold anything. The engines must serve nobody else meanwhile.
+
+    Exits with 0 if every clause or case that was tested is kept, 1 if one is broken (or the process died or hung during its test), 2 if
+    the arguments are wrong, 3 if it cannot be tested, as when a server does not answer. With --mutants, exits with 1 if the suite does
+    not find one of them. Testing a back end or a space needs pytest.
     """
+    if router:
+        if backend or space or report or mutants:
+            raise typer.BadParameter(
+                "it takes neither a back end nor a space nor --report or --mutants", param_hint="--router"
+            )
+        if not prefill or not decode:
+            raise typer.BadParameter("it needs --prefill and --decode, whose metrics it reads", param_hint="--router")
+        try_router(router, plain or prefill[0], prefill, decode, within, only, fail_fast, as_json)
+        return
+    if prefill or decode or plain or as_json:
+        raise typer.BadParameter("--prefill, --decode, --plain and --json need --router", param_hint="--router")
     if bool(backend) == bool(space):
-        raise typer.BadParameter("name either a back end or, with --space, a kind of memory", param_hint="BACKEND")
+        raise typer.BadParameter("name a back end, or --space, or a router with --router", param_hint="BACKEND")
     attributes = _object(suite, "--suite")
     for name, value in attributes.items():
         if not _fits(name, value):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
-import re
 import time
 import urllib.error
 import urllib.request
@@ -20,17 +18,13 @@ from rich.table import Column, Table
 
 from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.identity import IdentityError, parse_address
+from kvxfer.prometheus import Samples, read_samples
 
 __all__ = ["top"]
 
 ANSWER_S = 5.0
 MOST_BYTES = 64 << 20
-# Ray exports the metrics of all engines of a host on one page, each name with its own in front.
-_SAMPLE = re.compile(r"(?:ray_)?(?P<name>kvxfer_\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _NO_FAILURES = ("delivered", "cancelled")
-
-Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def top(
@@ -114,22 +108,6 @@ def look(engine: str) -> Seen:
     samples = read_samples(page)
     missing = "" if samples else "its /metrics has no metrics of kvxfer; is kvxfer its connector?"
     return Seen(engine, time.monotonic(), samples, missing)
-
-
-def read_samples(page: str) -> Samples:
-    """Return the samples of kvxfer on a page in Prometheus's text format, without those that are no finite number."""
-    out: Samples = defaultdict(list)
-    for line in page.splitlines():
-        if (found := _SAMPLE.match(line)) and math.isfinite(value := _number(found["value"])):
-            out[found["name"]].append((dict(_LABEL.findall(found["labels"] or "")), value))
-    return dict(out)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def row(now: Seen, before: Seen | None) -> dict[str, Any]:

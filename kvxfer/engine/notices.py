@@ -21,6 +21,8 @@ log = logger("kvxfer.engine")
 
 MOST_OVER = 100_000
 """The most ended offers that are remembered."""
+MOST_EARLY = 10_000
+"""The most transfers of which it is remembered that they were declined before they were offered."""
 
 
 class Notices:
@@ -38,6 +40,8 @@ class Notices:
         self._over: Recent[TransferId, bytes] = Recent(
             config.lease, MOST_OVER
         )  # digests of offers whose request is over
+        # What consumers have declined before it was offered, if the router has told both engines at once: digest, reason, how many.
+        self._early: Recent[TransferId, tuple[bytes, str, int]] = Recent(config.lease, MOST_EARLY)
         self._looked = 0.0  # when what comes about once in a while was last done
         directory.begun = self._has_begun
 
@@ -58,6 +62,14 @@ class Notices:
         return load.state is LoadState.WAITING
 
     # --- offers here -------------------------------------------------------------------------------------------------
+
+    def offered(self, transfer: TransferId, digest: bytes) -> None:
+        """Record that an offer has been made, and what consumers have said about it before that."""
+        known, reason, count = self._early.get(transfer) or (b"", "", 0)
+        if count and known == digest:
+            self._early.pop(transfer)
+            for _ in range(count):
+                self._schedule.producer.decline(transfer, reason)
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
         """Tell the engines that asked that an offer has begun."""
@@ -87,6 +99,7 @@ class Notices:
         if now - self._looked >= AGAIN_S:
             self._looked = now
             self._over.forget(now)
+            self._early.forget(now)
             self._starts.ask(self._schedule.consumer)
         return renewed
 
@@ -106,13 +119,20 @@ class Notices:
                 continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):
-                    continue  # over, or a made-up name
+                    if isinstance(notice, Decline) and self._over.get(named.transfer) != named.digest:
+                        self._declined_early(named, notice.reason)
+                    continue  # over, not offered yet, or a made-up name
                 if isinstance(notice, Renew):
                     self._renewed.append(named.transfer)
                 elif notice.answer:
                     self._schedule.producer.decline_answer(named.transfer, notice.answer, notice.reason)
                 else:
                     self._schedule.producer.decline(named.transfer, notice.reason)
+
+    def _declined_early(self, named: Named, reason: str) -> None:
+        known, _, count = self._early.get(named.transfer) or (named.digest, "", 0)
+        said = named.digest, reason, count + 1 if known == named.digest else 1
+        self._early.put(named.transfer, said, time.monotonic())
 
     def close(self) -> None:
         """Stop renewing leases."""

@@ -32,6 +32,7 @@ class Offers:
         taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
         if taken:
             self._transfers[request] = transfer, digest
+            self._notices.offered(transfer, digest)
         return taken
 
     def ticket(self, request: str, source: Source) -> Ticket | None:

@@ -7,7 +7,7 @@ a stream of the space's own, and the calling thread goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.fence import DeviceEvent, Done
 from kvxfer.memory.indexed import copy_rows, move_indexed
-from kvxfer.memory.space import Bytes, Side, Space
+from kvxfer.memory.space import Bytes, Checksum, Side, Space
 
 __all__ = ["TorchSpace"]
 
@@ -85,6 +85,15 @@ class TorchSpace(Space):
 
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
         return self._move(plan, "destination", staged, at, after)
+
+    def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
+        begin = super().prepare_checksum(plan, side)
+
+        def behind(after: Fence | None) -> Checksum:
+            with self._on_stream(after):
+                return begin(None)
+
+        return behind
 
     def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int, after: Fence | None) -> Fence:
         there = self._stream_of(packed, at, plan.nbytes)

@@ -258,3 +258,15 @@ def test_samples_and_lists_that_may_be_on_several_ranks_are_refused_by_name(
     for name, text in zip(at_d, texts, strict=True):
         check(d, name, text)
     clean(p, d)
+
+
+def test_a_decode_engine_that_needs_nothing_may_say_so_before_prefill_begins(make: Make) -> None:
+    """As for a prompt of one token, if the router sends to both at once."""
+    p, d = make(), make()
+    to_d = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": p.address.host, "remote_port": p.address.port}
+    name = d.add([7], to_d, name="cmpl-abc-0")
+    d.run(until=name)
+    check(d, name, [7])
+    settle(d, p)
+    p.run(until=p.add([7], {"do_remote_decode": True, "transfer_id": "t"}, n=1, name="cmpl-abc-0"))
+    clean(p, d)

@@ -121,6 +121,8 @@ class _Regions:
 
     def offset(self, tensor: torch.Tensor) -> int:
         """Flat offset of the tensor's first element."""
+        import torch
+
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         region = Region.of(whole)
         if region not in self.found:

@@ -128,7 +128,13 @@ class CudaSpace(Space):
         parts = logical_copies(plan)
         launcher = self._launcher
         if launcher is None:
-            return super().prepare_checksum(plan, side)
+            by_host = super().prepare_checksum(plan, side)
+
+            def behind(after: Fence | None) -> Checksum:
+                with self._on_stream(after):
+                    return by_host(None)
+
+            return behind
         with self._on_stream(None):
             out = torch.zeros(1, dtype=torch.int64, device=self._device)
             host = torch.empty(1, dtype=torch.int64, pin_memory=True)

@@ -1,0 +1,316 @@
+"""The table: requests of the OpenAI API, and what must become of their KV."""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["CASES", "Case", "Moves", "Request", "Texts"]
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+LIKELIEST = {"temperature": 1.0, "top_k": 1}
+"""The likeliest token each time, as with temperature 0, with which vLLM allows no n above 1."""
+
+
+class Moves(enum.StrEnum):
+    """Whether KV moves for a case."""
+
+    YES = "yes"
+    NO = "no"
+    EITHER = "either"
+
+
+class Texts:
+    """Prompts that no engine has seen, so that nothing of them is cached."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+
+    def words(self, length: int = 150) -> str:
+        """Return a text of so many characters."""
+        return "".join(self._random.choice("abcdefghijklmnopqrstuvwxyz     ") for _ in range(length)).strip() + "."
+
+    def ids(self, count: int = 100) -> list[int]:
+        """Return so many token ids, which any vocabulary has."""
+        return [self._random.randrange(33, 120) for _ in range(count)]
+
+    def name(self) -> str:
+        """Return an id for requests."""
+        return f"contract-{self._random.getrandbits(48):x}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One HTTP request.
+
+    Attributes:
+        path: The endpoint.
+        body: What is sent, without the model.
+        name: Its ``X-Request-Id``; empty for none.
+        hang_up: Whether the client hangs up: after so many seconds, or with None when the first of a stream is here.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    name: str = ""
+    hang_up: float | None | bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    Attributes:
+        name: How reports call it.
+        what: What is asked for.
+        moves: Whether KV moves.
+        make: Makes the requests.
+        at_once: Whether they are sent at once; else each when the one before is answered.
+        rejected: Whether the plain server rejects them, and so must the router.
+    """
+
+    name: str
+    what: str
+    moves: Moves
+    make: Callable[[Texts], list[Request]] = field(repr=False)
+    at_once: bool = False
+    rejected: bool = False
+
+
+def _completion(prompt: Any, **more: Any) -> Request:
+    return Request(COMPLETIONS, {"prompt": prompt, "max_tokens": 12, **LIKELIEST, **more})
+
+
+def _chat(text: str, **more: Any) -> Request:
+    return Request(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 12, **LIKELIEST, **more})
+
+
+def _named(request: Request, name: str) -> Request:
+    return Request(request.path, request.body, name)
+
+
+def _hung_up(request: Request, after: float | None) -> Request:
+    return Request(request.path, request.body, request.name, after)
+
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at a place.",
+        "parameters": {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]},
+    },
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"far": {"type": "boolean"}},
+    "required": ["far"],
+    "additionalProperties": False,
+}
+
+Y, N, E = Moves.YES, Moves.NO, Moves.EITHER
+
+
+def _several(count: int, one_at: int | None = None) -> Callable[[Texts], list[Any]]:
+    def prompts(t: Texts) -> list[Any]:
+        return [t.ids(1) if i == one_at else t.ids(100 + i) for i in range(count)]
+
+    return prompts
+
+
+def _under_one_name(t: Texts, bodies: list[Request]) -> list[Request]:
+    name = t.name()
+    return [_named(request, name) for request in bodies]
+
+
+CASES: tuple[Case, ...] = (
+    Case("completion", "a completion of a text", Y, lambda t: [_completion(t.words())]),
+    Case("completion-ids", "a completion of token ids", Y, lambda t: [_completion(t.ids())]),
+    Case("completion-long", "a prompt that several steps compute", Y, lambda t: [_completion(t.ids(700))]),
+    Case("completion-streamed", "a streamed completion", Y, lambda t: [_completion(t.words(), stream=True)]),
+    Case(
+        "completion-usage",
+        "a streamed completion with its usage",
+        Y,
+        lambda t: [_completion(t.words(), stream=True, stream_options={"include_usage": True})],
+    ),
+    Case("one-token", "a prompt of one token", E, lambda t: [_completion(t.ids(1))]),
+    *(
+        Case(f"n-{n}", f"{n} samples of a prompt", Y, lambda t, n=n: [_completion(t.words(), n=n)])  # type: ignore[misc]
+        for n in (2, 4, 8)
+    ),
+    Case("n-streamed", "3 samples, streamed", Y, lambda t: [_completion(t.words(), n=3, stream=True)]),
+    Case("n-seeded", "2 samples with a seed", Y, lambda t: [_completion(t.words(), n=2, seed=7)]),
+    Case("best-of", "`best_of`", E, lambda t: [_completion(t.words(), best_of=3)]),
+    Case("list", "a list of 3 prompts", Y, lambda t: [_completion(_several(3)(t))]),
+    Case("list-texts", "a list of 3 texts", Y, lambda t: [_completion([t.words() for _ in range(3)])]),
+    Case("list-streamed", "a list of 3 prompts, streamed", Y, lambda t: [_completion(_several(3)(t), stream=True)]),
+    Case("list-n", "a list of 2 prompts, 2 samples of each", Y, lambda t: [_completion(_several(2)(t), n=2)]),
+    *(
+        Case(
+            f"list-one-token-{at}",
+            f"a list of 3 prompts, of which number {at + 1} has one token",
+            Y,
+            lambda t, at=at: [_completion(_several(3, at)(t))],  # type: ignore[misc]
+        )
+        for at in (0, 1, 2)
+    ),
+    Case("list-twice", "a list with the same prompt twice", Y, lambda t: [_completion([ids := t.ids(), ids])]),
+    Case("echo", "`echo`", Y, lambda t: [_completion(t.words(), echo=True)]),
+    Case(
+        "echo-logprobs",
+        "`echo` with logprobs of the prompt",
+        E,
+        lambda t: [_completion(t.words(), echo=True, logprobs=2)],
+    ),
+    Case("logprobs", "logprobs of what is generated", Y, lambda t: [_completion(t.words(), logprobs=3)]),
+    Case(
+        "prompt-logprobs",
+        "`prompt_logprobs`: all of the prompt is computed",
+        E,
+        lambda t: [_completion(t.words(), prompt_logprobs=1)],
+    ),
+    Case("stop", "stop strings", Y, lambda t: [_completion(t.words(), stop=["e", "a"])]),
+    Case("stop-ids", "stop token ids", Y, lambda t: [_completion(t.words(), stop_token_ids=[40, 41, 42])]),
+    Case("min-tokens", "`min_tokens`", Y, lambda t: [_completion(t.words(), min_tokens=5)]),
+    Case("max-tokens-1", "one token", Y, lambda t: [_completion(t.words(), max_tokens=1)]),
+    Case("penalties", "penalties", Y, lambda t: [_completion(t.words(), repetition_penalty=1.2, presence_penalty=0.5)]),
+    Case("bias", "`logit_bias`", Y, lambda t: [_completion(t.words(), logit_bias={"65": 5.0})]),
+    Case(
+        "choice",
+        "structured output: a choice",
+        Y,
+        lambda t: [_completion(t.words(), structured_outputs={"choice": ["yes", "no"]})],
+    ),
+    Case("salt", "`cache_salt`", Y, lambda t: [_completion(t.words(), cache_salt=t.name())]),
+    Case("chat", "a chat", Y, lambda t: [_chat(t.words())]),
+    Case("chat-streamed", "a streamed chat", Y, lambda t: [_chat(t.words(), stream=True)]),
+    Case("chat-n", "3 samples of a chat", Y, lambda t: [_chat(t.words(), n=3)]),
+    Case("chat-logprobs", "a chat with logprobs", Y, lambda t: [_chat(t.words(), logprobs=True, top_logprobs=2)]),
+    Case(
+        "chat-schema",
+        "structured output: a JSON schema",
+        Y,
+        lambda t: [
+            _chat(t.words(), response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}})
+        ],
+    ),
+    Case("chat-tools", "tools, and no call", Y, lambda t: [_chat(t.words(), tools=[_TOOL], tool_choice="none")]),
+    Case(
+        "chat-tool-named",
+        "a call of a named tool",
+        Y,
+        lambda t: [_chat(t.words(), tools=[_TOOL], tool_choice={"type": "function", "function": {"name": "look"}})],
+    ),
+    Case(
+        "chat-completion-tokens",
+        "`max_completion_tokens`",
+        Y,
+        lambda t: [_chat(t.words(), max_tokens=None, max_completion_tokens=12)],
+    ),
+    Case(
+        "responses",
+        "the Responses API",
+        Y,
+        lambda t: [Request(RESPONSES, {"input": t.words(), "max_output_tokens": 16, "store": False, **LIKELIEST})],
+    ),
+    Case(
+        "messages",
+        "the Messages API",
+        Y,
+        lambda t: [
+            Request(MESSAGES, {"messages": [{"role": "user", "content": t.words()}], "max_tokens": 12, **LIKELIEST})
+        ],
+    ),
+    Case(
+        "one-id",
+        "5 requests under one id at once",
+        Y,
+        lambda t: _under_one_name(t, [_completion(t.ids(100 + i)) for i in range(5)]),
+        True,
+    ),
+    Case(
+        "one-id-in-turn",
+        "3 requests under one id in turn",
+        Y,
+        lambda t: _under_one_name(t, [_completion(t.ids(100 + i)) for i in range(3)]),
+    ),
+    Case(
+        "one-id-same",
+        "one prompt 3 times under one id at once",
+        Y,
+        lambda t: _under_one_name(t, 3 * [_completion(t.ids())]),
+        True,
+    ),
+    Case(
+        "one-id-lists",
+        "2 lists under one id at once",
+        Y,
+        lambda t: _under_one_name(t, [_completion(_several(3)(t)) for _ in range(2)]),
+        True,
+    ),
+    Case("again", "the same request twice in turn", Y, lambda t: 2 * [_completion(t.words())]),
+    Case(
+        "rejected",
+        "a request that every engine rejects",
+        N,
+        lambda t: [_completion(t.words(), logit_bias={"99999999": 1.0})],
+        rejected=True,
+    ),
+    Case("rejected-n", "`n` 0", N, lambda t: [_completion(t.words(), n=0)], rejected=True),
+    Case(
+        "rejected-by-decode",
+        "more tokens than fit, which only the decode engine is asked for",
+        E,
+        lambda t: [_completion(t.words(), max_tokens=100_000_000)],
+        rejected=True,
+    ),
+    Case(
+        "rejected-list-by-decode",
+        "the same with a list of 3 prompts",
+        E,
+        lambda t: [_completion(_several(3)(t), max_tokens=100_000_000)],
+        rejected=True,
+    ),
+    Case(
+        "rejected-stream-options",
+        "`stream_options` without `stream`, which only the decode engine is sent",
+        E,
+        lambda t: [_completion(t.words(), stream_options={"include_usage": True})],
+        rejected=True,
+    ),
+    Case(
+        "hang-up-early",
+        "a client that hangs up while its prompt is computed",
+        E,
+        lambda t: [_hung_up(_completion(t.ids(700)), 0.01)],
+    ),
+    Case(
+        "hang-up-soon",
+        "a client that hangs up a little later",
+        E,
+        lambda t: [_hung_up(_completion(t.ids(700), max_tokens=200), 0.3)],
+    ),
+    Case(
+        "hang-up-late",
+        "a client that hangs up at the first token",
+        E,
+        lambda t: [_hung_up(_completion(t.ids(), max_tokens=400, stream=True), None)],
+    ),
+    Case(
+        "hang-up-n",
+        "the same with 3 samples",
+        E,
+        lambda t: [_hung_up(_completion(t.ids(), n=3, max_tokens=400, stream=True), None)],
+    ),
+    Case(
+        "hang-up-list",
+        "a client that hangs up on a list",
+        E,
+        lambda t: [_hung_up(_completion(_several(3)(t), max_tokens=200), 0.15)],
+    ),
+)
