@@ -2,7 +2,7 @@
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment
 from kvxfer.geometry.bands import bands
-from kvxfer.geometry.cache import Cache, Heads, Region, View
+from kvxfer.geometry.cache import HOST, Cache, Heads, Region, View
 from kvxfer.geometry.pattern import CopyPattern
 from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
 from kvxfer.geometry.route import Route, route
@@ -11,6 +11,7 @@ from kvxfer.geometry.view_group import LogicalCopy, ViewGroup
 from kvxfer.values import Group, Rank
 
 __all__ = [
+    "HOST",
     "ViewGroup",
     "Cache",
     "ShardAssignment",

@@ -27,6 +27,9 @@ from kvxfer.values import Group, Rank
 
 __all__ = ["GAP", "Cache", "Heads", "Region", "View", "flat_starts"]
 
+HOST = "cpu"
+"""The device of host memory: the one kind that every process has, and the only one that the core knows by name."""
+
 GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
 
@@ -54,9 +57,10 @@ class Region(msgspec.Struct, frozen=True, dict=True):
     ``Cache.of_tensors``, to keep the tensor alive with it.
 
     Attributes:
-        address: First byte, a virtual address of the owner's process.
+        address: First byte, a virtual address of the owner's process; or a handle, if the device's space says so
+            (``kvxfer.memory.Space``).
         nbytes: Size in bytes.
-        device: ``"cpu"`` or ``"cuda:N"``, with N as the owner's process counts devices.
+        device: ``"cpu"``, or a kind of device and a number, as ``"cuda:0"``. The number is the owner's process's.
         elastic: Whether its pages may be unmapped, and others mapped in their place, while it is registered.
 
     Raises:
@@ -65,7 +69,7 @@ class Region(msgspec.Struct, frozen=True, dict=True):
 
     address: int
     nbytes: int
-    device: str = "cpu"
+    device: str = HOST
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -82,6 +86,21 @@ class Region(msgspec.Struct, frozen=True, dict=True):
         from kvxfer.geometry.tensors import region_of
 
         return region_of(tensor)
+
+    def kept_by(self, owner: object) -> Region:
+        """Keep ``owner``, whose memory this is, alive as long as this region; return the region."""
+        self.__dict__["owner"] = owner  # no part of its value
+        return self
+
+    @property
+    def owner(self) -> Any:
+        """What this region keeps alive: a tensor, or a tuple of those that share its bytes; ``None`` if nothing."""
+        return self.__dict__.get("owner")
+
+    @property
+    def kind(self) -> str:
+        """The kind of its device, without the number."""
+        return self.device.partition(":")[0]
 
 
 class Heads(msgspec.Struct, frozen=True):

@@ -121,9 +121,10 @@ class _Regions:
 
     def offset(self, tensor: torch.Tensor) -> int:
         """Flat offset of the tensor's first element."""
-        storage = tensor.untyped_storage()
-        device = "cpu" if tensor.device.type == "cpu" else f"{tensor.device.type}:{tensor.device.index or 0}"
-        region = Region(storage.data_ptr(), storage.nbytes(), device)
+        import torch
+
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        region = Region.of(whole)
         if region not in self.found:
             self.found += (region,)
         start = Cache(self.found, (), ()).starts[self.found.index(region)]
