@@ -210,7 +210,8 @@ class Engine:
     """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
     `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
     which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
-    prefix cache has a hash, BLOCK or less. `tensors`: where its layers would lie, for who asks."""
+    prefix cache has a hash, BLOCK or less. `turns`: so many ranks take turns with the tokens of a block, which stands for those of all
+    of them; this engine plays them as one. `tensors`: where its layers would lie, for who asks."""
 
     block = BLOCK
 
@@ -226,6 +227,7 @@ class Engine:
         resumes_as_new: bool = False,
         stages: bool = False,
         hashed: int = BLOCK,
+        turns: int = 1,
         board: Switchboard | None = None,
         tensors: Callable[[Sequence[str], int], Any] = lambda layers, blocks: [],
     ) -> None:
@@ -240,7 +242,9 @@ class Engine:
         setattr(config.parallel_config, f"{'pipeline' if stages else 'tensor'}_parallel_size", ranks)
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = overlap
-        self.memory = np.zeros((blocks, BLOCK), np.int64)
+        config.parallel_config.decode_context_parallel_size = turns
+        self.block, hashed = BLOCK * turns, hashed * turns if len(groups) == 1 else hashed
+        self.memory = np.zeros((blocks, self.block), np.int64)
         kv = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=tensors(list(self.layers), blocks),
@@ -257,7 +261,7 @@ class Engine:
                 vllm_config=config,
                 kv_cache_config=kv,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=max(g.block for g in groups),
+                block_size=max(g.block * (1 if g.state else turns) for g in groups),
                 hash_block_size=hashed,
                 log_stats=True,
             )
@@ -477,7 +481,7 @@ class Engine:
                 self.memory[row[(end - 1) // group.block], 0] = _content(layer, known[end - 1]) if good else WRONG
                 continue
             for position in range(start, end):
-                self.memory[row[position // BLOCK], position % BLOCK] = _content(layer, known[position])
+                self.memory[row[position // self.block], position % self.block] = _content(layer, known[position])
 
     def _sample(self, name: str, start: int, end: int) -> list[int]:
         text = self.texts[name]
@@ -492,7 +496,7 @@ class Engine:
                 right &= bool(block and self.memory[block, 0] == _content(layer, known[end - 1]))
                 continue
             for position in range(group.first(start), end):
-                block, slot = row[position // BLOCK], position % BLOCK
+                block, slot = row[position // self.block], position % self.block
                 right &= bool(block and self.memory[block, slot] == _content(layer, known[position]))
         if end < len(text):
             if not right:

@@ -249,12 +249,12 @@ class Wire:
                 continue
             first = max(fetch.start, group.first(fetch.tokens))
             for position in range(fetch.start, min(fetch.tokens, load.offer.tokens)):
-                i, slot = divmod(position, dst.block)
+                (i, slot), (j, its) = divmod(position, dst.block), divmod(position, src.block)
                 if to[i] < 0:
                     continue
-                there = of[i] if i < len(of) else -1
+                there = of[j] if j < len(of) else -1
                 if there >= 0:
-                    dst.memory[to[i], slot] = src.memory[there, slot]
+                    dst.memory[to[i], slot] = src.memory[there, its]
                 elif position >= first:
                     return self.fail(load, f"no source block for token {position} of {layer}")
         return True

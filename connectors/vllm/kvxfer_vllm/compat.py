@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvxfer.errors import ConfigError
@@ -18,6 +19,7 @@ __all__ = [
     "REPORTS_BY_REQUEST",
     "TELLS_ARRIVALS",
     "TELLS_HITS",
+    "TELLS_TURNS",
     "around_reset",
     "check_groups",
     "correct",
@@ -47,6 +49,10 @@ TELLS_ARRIVALS = hasattr(base.KVConnectorBase_V1, "on_new_request")
 
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM announces that sleep mode unmaps the cache (0.33 and later); earlier releases unmap it during a transfer."""
+
+
+TELLS_TURNS = hasattr(KVCacheSpec, "dcp_sharded")
+"""Whether a cache says if the ranks of decode context parallelism take turns with its tokens (0.31 and later)."""
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:

@@ -70,7 +70,7 @@ class SchedulerHooks:
                 "with 'recompute' this engine computes the prompt instead"
             )
         self._content, self._warned = RequestContent(vllm_config), set[str]()
-        groups = groups_of(kv_cache_config)
+        groups = groups_of(kv_cache_config, vllm_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
         self._partly = len(groups) == 1 and groups[0].kind == "full"
         self._block_tokens = groups[0].block_tokens

@@ -12,7 +12,7 @@ from kvxfer_vllm.pages.catalogue import entry_of
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-__all__ = ["GroupPages", "group_pages", "layer_specs"]
+__all__ = ["GroupPages", "group_pages", "layer_specs", "takes_turns"]
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,31 @@ class GroupPages:
     specs: tuple[Any, ...]
 
 
-def group_pages(kv_cache_config: KVCacheConfig) -> tuple[GroupPages, ...]:
+def group_pages(kv_cache_config: KVCacheConfig, ranks: int = 1) -> tuple[GroupPages, ...]:
     """Classify all groups.
+
+    Args:
+        kv_cache_config: vLLM's own.
+        ranks: How many ranks take turns with the tokens of each block (decode context parallelism).
 
     Raises:
         ConfigError: One is not supported; the message names it and its specs.
     """
-    return tuple(_classify(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups))
+    found = (_classify(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups))
+    return tuple(_of_all(pages, ranks) if ranks > 1 else pages for pages in found)
+
+
+def takes_turns(spec: Any) -> bool:
+    """Return whether the ranks of context parallelism take turns with the tokens of such a cache; else each has them all."""
+    return bool(getattr(spec, "dcp_sharded", False))
+
+
+def _of_all(pages: GroupPages, ranks: int) -> GroupPages:
+    """Return a group as the block tables have it: a block stands for the tokens of all ranks that take turns."""
+    if not takes_turns(pages.specs[0]):
+        return pages
+    group = pages.group
+    return GroupPages(Group(group.block_tokens * ranks, group.kind, group.window), pages.specs)
 
 
 def layer_specs(spec: Any) -> tuple[Any, ...]:
