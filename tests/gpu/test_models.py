@@ -32,6 +32,7 @@ TEXT = ", ".join(f"{n} times {n + 3} is {n * (n + 3)}" for n in range(1, 60))
 PROMPTS = [f"{n}: {TEXT}"[:length] for n, length in enumerate((40, 70, 97, 200, 333, 512, 650, 700))]
 TWO = ("--tensor-parallel-size", "2")
 TURNS = (*TWO, "--decode-context-parallel-size", "2")
+"""For prefill alone: where vLLM 0.33 decodes this model so, its tokens are wrong without any connector."""
 BFLOAT16 = ("--dtype", "bfloat16")
 ROUNDED = 0.25
 """``TIE`` where all is rounded to bfloat16: two steps of logits between 16 and 32."""
@@ -70,11 +71,7 @@ KINDS = {
     "latent, two ranks to one": Kind(write_mla, LATENT, prefill=TWO, tie=ROUNDED),
     "two groups, one rank to two": Kind(write_window, decode=TWO),
     "latent, two ranks in turn to one": Kind(write_mla, LATENT, prefill=TURNS, tie=ROUNDED),
-    "latent, one rank to two in turn": Kind(write_mla, LATENT, decode=TURNS, tie=ROUNDED),
     "latent, two ranks in turn to two": Kind(write_mla, LATENT, prefill=TURNS, decode=TWO, tie=ROUNDED),
-    "latent, two ranks in turn to two in longer turns": Kind(
-        write_mla, LATENT, prefill=TURNS, decode=(*TURNS, "--cp-kv-cache-interleave-size", "4"), tie=ROUNDED
-    ),
 }
 
 
