@@ -6,7 +6,7 @@ from kvxfer.geometry.cache import Cache, Heads, Region, View
 from kvxfer.geometry.pattern import CopyPattern
 from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
 from kvxfer.geometry.route import Route, route
-from kvxfer.geometry.turns import Turns
+from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.uncovered import UncoveredBytes, uncovered
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup
 from kvxfer.values import Group, Rank
@@ -29,7 +29,7 @@ __all__ = [
     "Runs",
     "StridedCopy",
     "CopyPattern",
-    "Turns",
+    "TokenTurns",
     "View",
     "bands",
     "uncovered",

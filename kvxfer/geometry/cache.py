@@ -23,7 +23,7 @@ from msgspec.structs import force_setattr
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry.overlap import Strided, first_overlap
-from kvxfer.geometry.turns import ALL, Turns
+from kvxfer.geometry.turns import ALL, TokenTurns
 from kvxfer.values import Group, Rank
 
 __all__ = ["GAP", "Cache", "Heads", "Region", "View", "flat_starts"]
@@ -142,7 +142,7 @@ class View(msgspec.Struct, frozen=True):
     heads: Heads | None = None
     token_stride: int | None = None
     optional: bool = False
-    turns: Turns | None = None
+    turns: TokenTurns | None = None
 
     def __post_init__(self) -> None:
         arguments.string("plane", self.plane, empty=True)
@@ -158,10 +158,10 @@ class View(msgspec.Struct, frozen=True):
         force_setattr(self, "offsets", arguments.integers("offsets", self.offsets))
         force_setattr(self, "optional", arguments.flag("optional", self.optional))
         if self.turns is not None:
-            arguments.instance("turns", self.turns, Turns)
+            arguments.instance("turns", self.turns, TokenTurns)
 
     @property
-    def held(self) -> Turns:
+    def held(self) -> TokenTurns:
         """Which tokens this rank holds."""
         return ALL if self.turns is None or self.turns.count == 1 else self.turns
 
@@ -219,7 +219,7 @@ class Cache(msgspec.Struct, frozen=True):
         heads: tuple[int, int] | None = None,
         rank: Rank = _FIRST,
         optional: bool = False,
-        turns: Turns | None = None,
+        turns: TokenTurns | None = None,
     ) -> Cache:
         """Describe a cache of one group by the tensors that hold it, and keep those alive with it.
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment, check_assignments, check_pair, head_range, name
 from kvxfer.geometry.cache import Cache, View
-from kvxfer.geometry.turns import ALL, Shared, Turns
+from kvxfer.geometry.turns import ALL, Shared, TokenTurns
 from kvxfer.values import Rank
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _wanted(
     Raises:
         Incompatible: The ranks of the producer that have a layer do not agree on its turns, or are fewer than these.
     """
-    turns: dict[str, Turns] = {}
+    turns: dict[str, TokenTurns] = {}
     for source in sources:
         at = places[source.rank]
         for layer in view.layers:
@@ -128,7 +128,7 @@ def _wanted(
         )
     lo, hi = head_range(view)
     cells = np.zeros((len(view.layers), hi - lo, most), dtype=bool)
-    shared: dict[Turns, list[int]] = {}
+    shared: dict[TokenTurns, list[int]] = {}
     for i, layer in enumerate(view.layers):
         of = msgspec.structs.replace(turns.get(layer, ALL), index=0)
         if of not in shared:

@@ -18,7 +18,7 @@ import numpy as np
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry.cache import Cache, Heads, Region, View, flat_starts
-from kvxfer.geometry.turns import Turns
+from kvxfer.geometry.turns import TokenTurns
 from kvxfer.values import Group, Rank
 
 __all__ = ["cache_of", "region_of"]
@@ -66,7 +66,7 @@ def cache_of(
     heads: tuple[int, int] | None,
     rank: Rank,
     optional: bool,
-    turns: Turns | None,
+    turns: TokenTurns | None,
 ) -> Cache:
     """Implement ``Cache.of_tensors``.
 
@@ -82,7 +82,7 @@ def cache_of(
     if group is not None:
         arguments.instance("group", group, Group)
     if turns is not None:
-        arguments.instance("turns", turns, Turns)
+        arguments.instance("turns", turns, TokenTurns)
     if heads is not None and not isinstance(heads, tuple):
         raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.shown(heads)}")
     read: dict[str, tuple[list[_Tensor], list[str]]] = {}
@@ -143,7 +143,7 @@ def _views(
     encoding: str,
     heads: tuple[int, int] | None,
     optional: bool,
-    turns: Turns | None,
+    turns: TokenTurns | None,
 ) -> list[View]:
     """Return one view for each combination of shape and strides among the layers of a plane."""
     alike: dict[tuple[Any, ...], list[_Layer]] = {}

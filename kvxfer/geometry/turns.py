@@ -1,4 +1,4 @@
-"""Turns: which tokens a rank holds where ranks spread the tokens of a request among them (context parallelism).
+"""TokenTurns: which tokens a rank holds where ranks spread the tokens of a request among them (context parallelism).
 
 The ranks take turns: each holds every ``count``-th run of ``span`` tokens, and keeps its own tokens one after the other. A block
 table is the same for all of them, and one of its blocks stands for the tokens of all ranks, of which each rank's block holds its share.
@@ -16,10 +16,10 @@ import msgspec
 from kvxfer import arguments
 from kvxfer.values import MOST_TOKENS
 
-__all__ = ["ALL", "Shared", "Turns"]
+__all__ = ["ALL", "Shared", "TokenTurns"]
 
 
-class Turns(msgspec.Struct, frozen=True):
+class TokenTurns(msgspec.Struct, frozen=True):
     """This rank holds the tokens ``t`` with ``t // span % count == index``.
 
     Attributes:
@@ -47,7 +47,7 @@ class Turns(msgspec.Struct, frozen=True):
         return rounds * self.span + min(max(rest - self.index * self.span, 0), self.span)
 
 
-ALL = Turns(0, 1)
+ALL = TokenTurns(0, 1)
 """The turns of a rank that holds all tokens."""
 
 
@@ -59,8 +59,8 @@ class Shared(msgspec.Struct, frozen=True):
         dst: The turns of the consumer's rank.
     """
 
-    src: Turns = ALL
-    dst: Turns = ALL
+    src: TokenTurns = ALL
+    dst: TokenTurns = ALL
 
     @property
     def step(self) -> int:

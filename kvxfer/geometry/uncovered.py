@@ -14,7 +14,7 @@ import numpy as np
 
 from kvxfer.geometry.cache import Cache, View
 from kvxfer.geometry.segments import Rows
-from kvxfer.geometry.turns import Turns
+from kvxfer.geometry.turns import TokenTurns
 from kvxfer.values import Ints
 
 __all__ = ["UncoveredBytes", "uncovered"]
@@ -54,7 +54,7 @@ def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[Uncov
         ids, end = np.asarray(table, np.int64), len(table) * group.block_tokens
         # A producer may have given up what no token attends to any more, in blocks that are smaller than these.
         ignored = max(start, group.behind(tokens))
-        views = defaultdict[Turns, list[View]](list)
+        views = defaultdict[TokenTurns, list[View]](list)
         for v in cache.views:
             if v.group == g:
                 views[v.held].append(v)

@@ -170,7 +170,7 @@ def cases(draw: st.DrawFn) -> Case:
     # How many ranks take turns, and for each group whether they do.
     ranks = [draw(st.sampled_from([1, 1, 2, 3, 4])) for _ in range(2)]
     at_src, at_dst = (draw(turns(of, n)) for n in ranks)
-    if any(not s.kind.cut_heads for s in of):
+    if any(not s.kind.cut_heads or not s.kind.cut_tokens for s in of):
         at_dst = tuple((p[0], d[1]) for p, d in zip(at_src, at_dst, strict=True))
     at_dst = tuple(d if s.kind.cut_tokens else p for s, p, d in zip(of, at_src, at_dst, strict=True))
     ranks = [max(n for n, _ in at) for at in (at_src, at_dst)]

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry import Cache, Group, Heads, Rank, Region, Turns, View
+from kvxfer.geometry import Cache, Group, Heads, Rank, Region, TokenTurns, View
 
 MOST = 1000
 """More tokens than any request has."""
@@ -239,7 +239,7 @@ def build(
             f"{specs[g].kind.name}/{plane}",
             heads,
             token,
-            turns=Turns(rank.tp % every[g][0], *every[g]) if every[g][0] > 1 else None,
+            turns=TokenTurns(rank.tp % every[g][0], *every[g]) if every[g][0] > 1 else None,
         )
         for (plane, g, block, unit, heads, token), (names, offsets) in views.items()  # type: ignore[misc]
     )

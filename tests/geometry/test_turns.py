@@ -13,31 +13,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import ArgumentError
-from kvxfer.geometry import Cache, Group, Incompatible, Planner, Rank, Region, Turns, View, route
+from kvxfer.geometry import Cache, Group, Incompatible, Planner, Rank, Region, TokenTurns, View, route
 from kvxfer.geometry.turns import ALL, Shared
 from tests.geometry.layouts import MOST, dealt
 from tests.geometry.test_law import LAW
 
 
-def turns(most: int, spans: int) -> st.SearchStrategy[Turns]:
-    """Turns of at most so many ranks and tokens."""
+def turns(most: int, spans: int) -> st.SearchStrategy[TokenTurns]:
+    """TokenTurns of at most so many ranks and tokens."""
     found = st.tuples(st.integers(0, most - 1), st.integers(1, most), st.integers(1, spans))
-    return found.filter(lambda t: t[0] < t[1]).map(lambda t: Turns(*t))
+    return found.filter(lambda t: t[0] < t[1]).map(lambda t: TokenTurns(*t))
 
 
-def cards(t: Turns) -> dict[int, int]:
+def cards(t: TokenTurns) -> dict[int, int]:
     return dealt(t.index, t.count, t.span)
 
 
 @LAW
 @given(turns(9, 9), st.integers(0, 300))
-def test_tokens_before_are_counted(t: Turns, token: int) -> None:
+def test_tokens_before_are_counted(t: TokenTurns, token: int) -> None:
     assert t.before(token) == sum(other < token for other in cards(t))
 
 
 @LAW
 @given(turns(6, 5), turns(6, 5))
-def test_the_share_is_that_of_one_period(src: Turns, dst: Turns) -> None:
+def test_the_share_is_that_of_one_period(src: TokenTurns, dst: TokenTurns) -> None:
     period = math.lcm(src.count * src.span, dst.count * dst.span)
     shared = [t for t in cards(src).keys() & cards(dst).keys() if t < period]
     if period <= MOST:
@@ -46,7 +46,7 @@ def test_the_share_is_that_of_one_period(src: Turns, dst: Turns) -> None:
 
 @LAW
 @given(turns(16, 1), turns(16, 1))
-def test_single_tokens_that_two_ranks_share_are_equally_far_apart(src: Turns, dst: Turns) -> None:
+def test_single_tokens_that_two_ranks_share_are_equally_far_apart(src: TokenTurns, dst: TokenTurns) -> None:
     shared, both = Shared(src, dst), sorted(cards(src).keys() & cards(dst).keys())
     if not both:
         assert not shared.share
@@ -56,7 +56,7 @@ def test_single_tokens_that_two_ranks_share_are_equally_far_apart(src: Turns, ds
         assert [cards(t)[both[1]] - cards(t)[both[0]] for t in (src, dst)] == [shared.src_step, shared.dst_step]
 
 
-def cache(rank: int, held: Turns | None, block: int = 12, token: int | None = 4, layers: int = 2) -> Cache:
+def cache(rank: int, held: TokenTurns | None, block: int = 12, token: int | None = 4, layers: int = 2) -> Cache:
     """A rank with latents of four bytes, or pages that are not cut, in blocks of ``block`` tokens of a request."""
     here = block if held is None else block // held.count
     names = tuple(f"l{i}" for i in range(layers))
@@ -79,7 +79,9 @@ def cache(rank: int, held: Turns | None, block: int = 12, token: int | None = 4,
 
 
 def engine(ranks: int, span: int = 1, replicas: int = 1, **more: Any) -> list[Cache]:
-    return [cache(i, Turns(i % ranks, ranks, span) if ranks > 1 else None, **more) for i in range(ranks * replicas)]
+    return [
+        cache(i, TokenTurns(i % ranks, ranks, span) if ranks > 1 else None, **more) for i in range(ranks * replicas)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def engine(ranks: int, span: int = 1, replicas: int = 1, **more: Any) -> list[Ca
         # Two replicas of each turn: readers spread over them.
         (engine(2, replicas=2), engine(1, replicas=2), {0: [0, 1], 1: [2, 3]}),
         (engine(1), engine(2, replicas=2), {i: [0] for i in range(4)}),
-        # Turns of one token, and of two.
+        # TokenTurns of one token, and of two.
         (engine(2, 1), engine(2, 2), {0: [0, 1], 1: [0, 1]}),
     ],
 )
@@ -114,14 +116,14 @@ def test_pages_that_are_not_cut_go_to_the_same_turns_only() -> None:
 
 def test_a_turn_that_nobody_has_is_named() -> None:
     with pytest.raises(Incompatible, match="turn 1 of 2"):
-        route([cache(0, Turns(0, 2)), cache(1, Turns(0, 2))], engine(1))
+        route([cache(0, TokenTurns(0, 2)), cache(1, TokenTurns(0, 2))], engine(1))
     with pytest.raises(Incompatible, match="has only 2"):
         route(engine(3)[:2], engine(1))
 
 
 def test_ranks_that_do_not_agree_on_their_turns_are_named() -> None:
-    with pytest.raises(Incompatible, match=r"holds tokens of layer 'l0'.*Turns\(index=1, count=3, span=1\)"):
-        route([cache(0, Turns(0, 2)), cache(1, Turns(1, 3)), cache(2, Turns(2, 3))], engine(1))
+    with pytest.raises(Incompatible, match=r"holds tokens of layer 'l0'.*TokenTurns\(index=1, count=3, span=1\)"):
+        route([cache(0, TokenTurns(0, 2)), cache(1, TokenTurns(1, 3)), cache(2, TokenTurns(2, 3))], engine(1))
 
 
 def test_forged_assignments_of_ranks_that_share_no_token_are_refused() -> None:
@@ -134,13 +136,13 @@ def test_forged_assignments_of_ranks_that_share_no_token_are_refused() -> None:
 @pytest.mark.parametrize(
     ("group", "held", "why"),
     [
-        (Group(12), Turns(0, 5), "whole rounds"),
-        (Group(12), Turns(0, 2, 4), "whole rounds"),
-        (Group(12, "state"), Turns(0, 2), "a state has no tokens"),
+        (Group(12), TokenTurns(0, 5), "whole rounds"),
+        (Group(12), TokenTurns(0, 2, 4), "whole rounds"),
+        (Group(12, "state"), TokenTurns(0, 2), "a state has no tokens"),
     ],
 )
-def test_descriptions_that_are_impossible_are_refused(group: Group, held: Turns, why: str) -> None:
-    one = cache(0, Turns(0, 2), token=None)
+def test_descriptions_that_are_impossible_are_refused(group: Group, held: TokenTurns, why: str) -> None:
+    one = cache(0, TokenTurns(0, 2), token=None)
     wrong = msgspec.structs.replace(one, groups=(group,), views=(msgspec.structs.replace(one.views[0], turns=held),))
     with pytest.raises(ArgumentError, match=why):
         wrong.check()
@@ -149,14 +151,14 @@ def test_descriptions_that_are_impossible_are_refused(group: Group, held: Turns,
 @pytest.mark.parametrize("wrong", [(-1, 2, 1), (2, 2, 1), (0, 0, 1), (0, 2, 0), (0, 2.0, 1)])
 def test_turns_that_are_none_are_refused(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(ArgumentError):
-        Turns(*wrong)
+        TokenTurns(*wrong)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("span", [1, 16])
 def test_a_long_prompt_takes_few_segments(ranks: int, span: int) -> None:
     """Single tokens in turn are no more pieces than blocks are; longer turns are one piece each."""
-    source, sink = cache(0, None, 64), cache(0, Turns(1, ranks, span), 64 * ranks)
+    source, sink = cache(0, None, 64), cache(0, TokenTurns(1, ranks, span), 64 * ranks)
     (found,) = (
         Planner(source, sink, of) for of in route([source], [sink, *others(ranks, span)])[Rank()].assignments.values()
     )
@@ -168,12 +170,12 @@ def test_a_long_prompt_takes_few_segments(ranks: int, span: int) -> None:
 
 def others(ranks: int, span: int) -> list[Cache]:
     turns_of_others = [i for i in range(ranks) if i != 1]
-    return [cache(1 + i, Turns(t, ranks, span), 64 * ranks) for i, t in enumerate(turns_of_others)]
+    return [cache(1 + i, TokenTurns(t, ranks, span), 64 * ranks) for i, t in enumerate(turns_of_others)]
 
 
 def test_a_cache_of_tensors_says_whose_turn_it_is() -> None:
     array = np.zeros((8, 4, 16), np.uint8)
-    found = Cache.of_tensors({"latent": [array]}, "block token unit", turns=Turns(1, 2, 2))
-    assert found.groups == (Group(8),) and found.views[0].turns == Turns(1, 2, 2)
-    assert found.views[0].tokens(8) == 4 and found.views[0].held == Turns(1, 2, 2)
-    assert msgspec.structs.replace(found.views[0], turns=Turns(0, 1, 4)).held == ALL
+    found = Cache.of_tensors({"latent": [array]}, "block token unit", turns=TokenTurns(1, 2, 2))
+    assert found.groups == (Group(8),) and found.views[0].turns == TokenTurns(1, 2, 2)
+    assert found.views[0].tokens(8) == 4 and found.views[0].held == TokenTurns(1, 2, 2)
+    assert msgspec.structs.replace(found.views[0], turns=TokenTurns(0, 1, 4)).held == ALL

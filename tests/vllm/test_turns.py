@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
 from kvxfer.errors import ConfigError
-from kvxfer.geometry import Rank, Turns
+from kvxfer.geometry import Rank, TokenTurns
 from kvxfer_vllm.compat import TELLS_TURNS
 from kvxfer_vllm.pages import group_pages
 from kvxfer_vllm.ranks import Place, rank_of
@@ -113,7 +113,7 @@ def test_places_are_those_of_vllms_groups(tensor: int, prefill: int, decode: int
     assert [place.turn for place in places] == found
     assert [place.tensor for place in places] == [Rank(0, rank % tensor) for rank in range(prefill * tensor)]
     spec = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=40, dtype=torch.bfloat16)
-    assert places[1].turns(spec) == Turns(places[1].turn, decode, 4)
+    assert places[1].turns(spec) == TokenTurns(places[1].turn, decode, 4)
     assert places[1].turns(_mamba()) is None
 
 

@@ -232,7 +232,7 @@ class Wire:
         assert load.producer is not None and load.offer is not None
         src, dst = load.producer.engine, load.agent.engine
         fetch = load.fetch
-        if any(group.state for group in dst.groups) and load.offer.tokens != fetch.tokens:
+        if any(group.state or group.ring for group in dst.groups) and load.offer.tokens != fetch.tokens:
             return self.fail(load, "the state is that after another token")
         for layer, g in dst.layers.items():
             group, to = dst.groups[g], fetch.blocks[g]
@@ -241,6 +241,10 @@ class Wire:
             if group.local or layer not in src.layers:
                 continue
             of = load.offer.blocks[src.layers[layer]]
+            if group.ring:
+                assert len(of) == len(to) == 1, "a ring is in one block"
+                dst.memory[to[0]] = src.memory[of[0]]
+                continue
             if group.state:
                 there = of[(fetch.tokens - 1) // src.groups[src.layers[layer]].block]
                 here = to[(fetch.tokens - 1) // group.block]

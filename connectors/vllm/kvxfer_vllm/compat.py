@@ -25,6 +25,7 @@ __all__ = [
     "correct",
     "output_of",
     "stands_alone",
+    "takes_loaded_windows",
     "transfer_results",
 ]
 
@@ -49,6 +50,13 @@ TELLS_ARRIVALS = hasattr(base.KVConnectorBase_V1, "on_new_request")
 
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM announces that sleep mode unmaps the cache (0.33 and later); earlier releases unmap it during a transfer."""
+
+
+def takes_loaded_windows() -> bool:
+    """Return whether vLLM takes a window for whole that a load has brought, even if it computes it anew behind other prefix hits."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return hasattr(Scheduler, "_load_restores_replay_window")
 
 
 TELLS_TURNS = hasattr(KVCacheSpec, "dcp_sharded")

@@ -87,7 +87,7 @@ class Layout:
                     continue  # it reads the cache of another layer and has none of its own
                 seen.add(offset)
                 pages = _Pages(name, tensors[name], spec, g, kernel_tokens, config, place)
-                for shape, within in pages.state() if known.kind == "state" else pages.planes():
+                for shape, within in pages.state() if hasattr(spec, "shapes") else pages.planes():
                     shapes[shape].append((name, offset + within))
                 if pages.by_rank:
                     by_rank.append(name)

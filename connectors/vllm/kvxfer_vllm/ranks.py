@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from kvxfer.geometry import Rank, Turns
+from kvxfer.geometry import Rank, TokenTurns
 from kvxfer_vllm.pages import takes_turns
 
 if TYPE_CHECKING:
@@ -58,6 +58,6 @@ class Place:
         turn = (tensor * across + prefill) % ranks
         return cls(Rank(rank.pp, tensor), size, turn, ranks, int(getattr(parallel, "cp_kv_cache_interleave_size", 1)))
 
-    def turns(self, spec: Any) -> Turns | None:
+    def turns(self, spec: Any) -> TokenTurns | None:
         """Return which tokens of such a cache this rank has; ``None`` for all."""
-        return Turns(self.turn, self.ranks, self.span) if self.ranks > 1 and takes_turns(spec) else None
+        return TokenTurns(self.turn, self.ranks, self.span) if self.ranks > 1 and takes_turns(spec) else None

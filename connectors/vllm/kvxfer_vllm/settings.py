@@ -93,5 +93,7 @@ def hits_may_differ(kv_cache_config: KVCacheConfig) -> bool:
     the part of it after the hit.
     """
     pages = group_pages(kv_cache_config)
+    if not any(hasattr(spec, "mamba_type") for group in pages for spec in group.specs):
+        return False  # what else is a state is gone at any hit
     full = {group.specs for group in pages if group.group.kind == "full"}
     return {group.group.kind for group in pages} == {"full", "state"} and len(full) == 1
