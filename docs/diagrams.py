@@ -1,7 +1,7 @@
-"""Draw the tables of ``kvxfer.protocol.transitions`` into ``docs/session.md``: ``python docs/diagrams.py``.
+"""Draw the tables of states and events into the pages that explain them: ``python docs/diagrams.py``.
 
-Replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` (and the same for ``serve``) by a diagram of
-all moves and a table of what is ignored, and why.
+In ``docs/session.md`` it replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` by a diagram of
+all moves and a table of what is ignored, and why; and the same for the other tables and pages.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from kvxfer.protocol.transitions import (
-    RANK_FETCH,
-    RANK_SERVE,
-    RankFetchEvent,
-    RankFetchState,
-    ServeEvent,
-    ServeState,
-    Transitions,
-)
+from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, RankFetchEvent, RankFetchState, ServeEvent, ServeState
+from kvxfer.schedule import LOAD, LoadEvent, LoadState
+from kvxfer.transitions import Transitions
+
+Table = tuple[Transitions[Any, Any], Any, Any]
 
 PAGE = Path(__file__).with_name("session.md")
-TABLES = {"rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent), "serve": (RANK_SERVE, ServeState, ServeEvent)}
+TABLES: dict[str, Table] = {
+    "rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent),
+    "serve": (RANK_SERVE, ServeState, ServeEvent),
+}
+ROOM = Path(__file__).with_name("engine-room.md")
+ROOM_TABLES: dict[str, Table] = {"load": (LOAD, LoadState, LoadEvent)}
 
 
 def diagram(life: Transitions[Any, Any], states: Any) -> str:
@@ -53,15 +54,16 @@ def ignored(life: Transitions[Any, Any], states: Any, events: Any) -> str:
     return "\n".join(lines)
 
 
-def drawn(page: str) -> str:
-    """Return the page with its diagrams as the tables are now."""
-    for name, (life, states, events) in TABLES.items():
+def drawn(page: str, tables: dict[str, Table] = TABLES) -> str:
+    """Return a page with the diagrams of these tables as they are now."""
+    for name, (life, states, events) in tables.items():
         body = f"<!-- {name} -->\n{diagram(life, states)}\n\n{ignored(life, states, events)}\n<!-- end {name} -->"
         page, found = re.subn(f"<!-- {name} -->.*?<!-- end {name} -->", lambda _, b=body: b, page, flags=re.DOTALL)
         if found != 1:
-            raise SystemExit(f"{PAGE} has no place for the diagram {name!r}")
+            raise SystemExit(f"the page has no place for the diagram {name!r}")
     return page
 
 
 if __name__ == "__main__":
     PAGE.write_text(drawn(PAGE.read_text()))
+    ROOM.write_text(drawn(ROOM.read_text(), ROOM_TABLES))

@@ -21,6 +21,7 @@ class FailureKind(enum.StrEnum):
 
     NEVER_OFFERED = "never_offered"
     WITHDRAWN = "withdrawn"
+    UNFETCHED = "unfetched"
     REVOKED = "revoked"
     DIGEST_DIFFERS = "digest_differs"
     INCOMPATIBLE = "incompatible"
@@ -41,6 +42,8 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
     {
         FailureKind.NEVER_OFFERED: "check that the producer's engine ran this request, and as far as was wanted",
         FailureKind.WITHDRAWN: "look in the log of the engine that gave the request up for why, or raise the producer's 'lease'",
+        FailureKind.UNFETCHED: "check that the router sends the request to an engine that loads, or raise 'lease' if it queues there for "
+        "long",
         FailureKind.REVOKED: "the producer preempts requests: give it more memory, or fewer requests at a time",
         FailureKind.DIGEST_DIFFERS: "have the router give both engines the params of the same request",
         FailureKind.INCOMPATIBLE: "run the same model, configuration and version of kvxfer on both engines",
@@ -49,7 +52,7 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
         FailureKind.PEER_UNREACHABLE: "check that the peer runs, that its 'advertise' and 'port' lead to it, "
         "and that 'key_file' and 'peers' let the two engines talk",
         FailureKind.PEER_LOST: "check that the peer still runs, and read the end of its log",
-        FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout' or 'lease'",
+        FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout'",
         FailureKind.CORRUPT: "check the network and memory of both hosts, or use another back end",
         FailureKind.REFUSED: "check 'peers' and 'key_file' on both engines",
         FailureKind.OVERLOADED: "give this producer fewer requests at a time, or add producers",

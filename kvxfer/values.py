@@ -18,7 +18,19 @@ from kvxfer.errors import ArgumentError
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Generation, Source, TransferId
 
-__all__ = ["NULL", "BlockTable", "Failure", "FailureKind", "Fetch", "Group", "Ints", "Offer", "Outcome", "Rank"]
+__all__ = [
+    "NULL",
+    "BlockTable",
+    "Failure",
+    "FailureKind",
+    "Fetch",
+    "Group",
+    "Ints",
+    "Offer",
+    "Outcome",
+    "Rank",
+    "Stages",
+]
 
 MOST_TOKENS, MOST_DIGEST = 1 << 48, 64
 """The most tokens of a transfer, and bytes of a digest."""
@@ -214,3 +226,35 @@ def _named(value: Offer | Fetch) -> None:
     arguments.instance("transfer", value.transfer, TransferId)
     arguments.octets("digest", value.digest, MOST_DIGEST)
     arguments.instance("blocks", value.blocks, BlockTable)
+
+
+class Stages(msgspec.Struct, frozen=True, gc=False):
+    """When a fetch reached its stages on one rank, by ``time.monotonic``, which all processes of a host share; 0: never.
+
+    Attributes:
+        began: The engine asked for it.
+        asked: The last of the producer ranks was asked, over a link that was up.
+        announced: The first of them had announced the first part.
+        heard: The last part had been announced.
+        arrived: The last bytes were here.
+        ended: It had its outcome.
+        moving: Not a time, but the seconds in which announced parts were on their way or being checked. Waits between the parts
+            of a producer that sends as it computes do not count.
+    """
+
+    began: float = 0.0
+    asked: float = 0.0
+    announced: float = 0.0
+    heard: float = 0.0
+    arrived: float = 0.0
+    ended: float = 0.0
+    moving: float = 0.0
+
+    @property
+    def unasked(self) -> bool:
+        """Whether it began, but no producer rank was ever asked, so that none counts this agent as a reader."""
+        return bool(self.began) and not self.asked
+
+    def slowest(self, other: Stages) -> Stages:
+        """Return the later time of each stage of two ranks, and the longer ``moving``."""
+        return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))

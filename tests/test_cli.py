@@ -1,7 +1,10 @@
 """The program `kvxfer`: commands by entry point, what `doctor` tells, and how errors reach the user."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from importlib.metadata import EntryPoint
@@ -453,6 +456,33 @@ def test_benchmarks_are_commands_whoever_brings_them() -> None:
     listed = run("bench", "--help").stdout
     for name in ("chaos", "control", "cuda-ipc", "mixed-load", "pack", "pieces", "plan", "soak", "transfer", "turns"):
         assert f" {name} " in listed
+
+
+def test_a_benchmark_that_is_not_installed_says_what_to_install() -> None:
+    """The program of an environment without `kvxfer-bench`, which still has `bench transfer`."""
+    bare = """
+import importlib.metadata as metadata
+
+distributions = metadata.Distribution.discover
+metadata.Distribution.discover = lambda **k: (d for d in distributions(**k) if d.metadata["Name"] != "kvxfer-bench")
+from kvxfer.cli.main import app
+app(prog_name="kvxfer")
+"""
+
+    def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", bare, "bench", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+
+    for name in ("chaos", "control", "fleet", "no-such-benchmark"):
+        lacking = program(name, "--any", "option")
+        assert lacking.returncode == 2
+        assert f"benchmark '{name}' is not installed; pip install 'kvxfer[bench]' brings more" in lacking.stderr
+    listed = program("--help").stdout
+    assert " transfer " in listed and " chaos " not in listed
+    assert "pip install 'kvxfer[bench]' brings more benchmarks" in listed
+    assert program("transfer", "--help").returncode == 0
+    with_them = run("bench", "no-such-benchmark")
+    assert with_them.exit_code == 2 and "pip install" not in with_them.stderr
 
 
 def test_a_benchmark_says_what_is_wrong_with_its_arguments() -> None:

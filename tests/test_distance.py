@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvxfer.bench.slow_link import THERE
+from kvxfer_bench.slow_link import THERE
 
 APART = ("unshare", "--map-root-user", "--net", sys.executable)
 PROBE = """
 import socket, sys, time
-from kvxfer.bench.slow_link import HERE, THERE, SlowLink
+from kvxfer_bench.slow_link import HERE, THERE, SlowLink
 round_trip, loss = map(float, sys.argv[1:])
 with SlowLink(round_trip, loss, 1e9, None).up(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there, \\
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
@@ -61,7 +61,7 @@ def test_some_of_it_is_lost() -> None:
 def test_the_benchmark_moves_a_request_over_it() -> None:
     link = (0.002, 0.0, 1e9, None)
     told = json.dumps(("tcp", [{"connections": 2}], link, "llama-3-8b", 1, 1))
-    *libraries, own = map(json.loads, apart("-m", "kvxfer.bench.distance", told))
+    *libraries, own = map(json.loads, apart("-m", "kvxfer_bench.distance", told))
     assert [each["what"] for each in libraries] == ["library", "library in one message"]
     assert own["what"] == "transport" and own["options"]["connections"] == 2
     assert own["ms"] >= 2 and own["to_library"] > 0 and own["to_one_message"] > 0

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -98,8 +104,8 @@ def test_nobody_there(node: Any) -> None:
     words = ["doctor", "--json", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"peer_timeout": 2}']
     result = CliRunner().invoke(build(), words)
     report = json.loads(result.stdout)
-    assert result.exit_code == 1 and report["peer"]["failure"]["kind"] == "peer_unreachable"
-    assert report["peer"]["failure"]["advice"] in report["problems"][0]
+    assert result.exit_code == 1 and report["peers"][0]["failure"]["kind"] == "peer_unreachable"
+    assert report["peers"][0]["failure"]["advice"] in report["problems"][0]
 
 
 def test_an_engine_of_two_ranks() -> None:
@@ -121,8 +127,9 @@ def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path)
     settings = {"backend": backend, "key_file": str(tmp_path / "key")}
     with standing_in(**settings) as there:
         found = visit(there, Config.from_mapping(settings))
-        assert "failure" not in found and found["measured"]["bytes"] == [64 << 20, 64 << 10]
+        assert "failure" not in found
         for way in ("from_peer", "to_peer"):
+            assert found["measured"][way]["bytes"] == [64 << 20, 64 << 10]
             assert 0.001 < found["measured"][way]["GB_per_s"] < 1000, found
             assert 0.001 < found["measured"][way]["ms"] < 1000, found
 
@@ -141,7 +148,9 @@ def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
     with StringIO() as shown:
         show_visit(Console(file=shown, width=500), found)
         told = shown.getvalue()
-    assert "from the peer: " in told and "GB/s for 64 MiB" in told and "to the peer: the peer could not fetch" in told
+    assert (
+        "from the peer: " in told and "Mbit/s) for 64 MiB" in told and "to the peer: the peer could not fetch" in told
+    )
 
 
 def test_a_stand_in_is_begun_by_the_command_and_ended_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +311,100 @@ def test_it_says_what_becomes_of_elastic_caches(node: Any) -> None:
     which, *rest = found["elastic"].split("; ")
     assert which == "all memory, because 'elastic' is true"
     assert rest[0].startswith("moved straight by ") and "tcp" in rest[0] and "tcp" not in "".join(rest[1:])
-    assert found["peer"]["peer_elastic"] is True
-    assert "failure" not in found["peer"]
+    assert found["peers"][0]["peer_elastic"] is True
+    assert "failure" not in found["peers"][0]
     assert call(node("tcp", seed=1).source)["peer_elastic"] is False
+
+
+SLOW = """
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from kvxfer.cli.visit import visit
+from kvxfer.config import Config
+from tests.stand_in import standing_in
+
+if __name__ == "__main__":
+    with standing_in(backend="tcp") as there:
+        print(json.dumps(visit(there, Config(backend="tcp"))))
+"""
+
+
+@pytest.mark.parametrize("mbit", [2, 20])
+def test_a_slow_link_is_measured_in_bounded_time(mbit: int, tmp_path: Path) -> None:
+    require("networks")
+    (tmp_path / "slow.py").write_text(SLOW)
+    link = f"ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 16kb latency 400ms"
+    begun = time.monotonic()
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--net", "sh", "-c", f"{link} && exec {sys.executable} slow.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "failure" not in found and time.monotonic() - begun < 60.0
+    for way in ("from_peer", "to_peer"):
+        assert mbit / 3 < found["measured"][way]["GB_per_s"] * 8e3 < 1.5 * mbit, found["measured"]
+
+
+def test_an_engine_that_runs_here_is_no_problem_and_keeps_its_port(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = registry.available()
+    monkeypatch.setattr(registry, "available", lambda: {"zmq": installed["zmq"]})  # the others cost time
+    p, d = node("zmq", seed=1), node("zmq")
+    settings = json.dumps({"backend": "zmq", "port": p.source.port})
+    words = ["doctor", "--json", "--config", settings, "--peer", f"{p.source.host}:{p.source.port}"]
+    result = CliRunner().invoke(build(), words)
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["problems"]) == (0, []) and report["running"] is not None
+    deliver(p, d, "after")
+
+
+def test_a_port_that_something_else_uses_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "available", dict)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = json.dumps({"backend": "kvxfer.testing.fake:FakeTransport", "port": taken.getsockname()[1]})
+        result = CliRunner().invoke(build(), ["doctor", "--json", "--config", settings])
+    assert result.exit_code == 1 and "no other process uses" in "".join(json.loads(result.stdout)["problems"])
+
+
+def test_what_goes_to_a_pipe_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `grep problem` shows the advice as well."""
+    monkeypatch.setattr(registry, "available", dict)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = ["doctor", "--config", '{"backend": "tests.test_doctor:Later", "advertise": "no-such-host.invalid"}']
+    [problem] = [line for line in CliRunner().invoke(build(), words).stdout.splitlines() if "problem:" in line]
+    assert "no-such-host.invalid" in problem and problem.endswith("or to 'auto'")
+
+
+def test_two_engines_are_compared_by_what_they_say(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = registry.available()
+    monkeypatch.setattr(registry, "available", lambda: {"zmq": installed["zmq"]})  # the others cost time
+    config = Config(backend="zmq")
+    facts = ({"weights": "a3f1"}, {"weights": "a3f1"}, {"weights": "77c0"})
+    with ExitStack() as stack:
+        at = []
+        for n, stated in enumerate(facts):
+            memory = np.zeros(1 << 16, np.uint8)
+            agent = stack.enter_context(Agent(make_cache(memory, 1, 0, 16), config, f"e{n}", stated))
+            directory = stack.enter_context(Directory(config, f"e{n}", stated))
+            directory.publish((agent.descriptor,))
+            at.append(directory.source)
+
+        def problems(*words: str) -> list[str]:
+            return json.loads(CliRunner().invoke(build(), ["doctor", "--json", *words]).stdout)["problems"]
+
+        peers = [["--peer", str(source)] for source in at]
+        assert problems("--config", '{"backend": "zmq"}', *peers[0], *peers[1]) == []
+        [told] = problems("--config", '{"backend": "zmq"}', *peers[0], *peers[2])
+        assert f"{at[0]} cannot load from the one at {at[2]}" in told and "a3f1 here, 77c0 at" in told
+        here = json.dumps({"backend": "zmq", "port": at[0].port})
+        assert problems("--config", here, *peers[1]) == []
+        [told] = problems("--config", here, *peers[2])
+        assert "weights: a3f1 here, 77c0 at" in told

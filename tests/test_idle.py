@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import kvxfer
-from kvxfer.bench.idle import measure_idle
 from kvxfer.threads import NamedThread
+from kvxfer_bench.idle import measure_idle
 
 HEAVY = {"torch", "vllm", "asyncio", "email", "concurrent", "numba", "triton", "zmq", "numpy.typing"}
 

@@ -129,13 +129,13 @@ def test_what_is_raised_and_how_it_ended_is_one_line(text: str) -> None:
 def test_every_logger_is_one_that_escapes() -> None:
     found = {
         str(file.relative_to(ROOT)): re.findall(r"getLogger\(.*\)", file.read_text())
-        for top in ("kvxfer", "backends", "connectors")
+        for top in ("kvxfer", "backends", "benchmarks", "connectors")
         for file in (ROOT / top).rglob("*.py")
         if "getLogger(" in file.read_text()
     }
     configured = {
-        "kvxfer/bench/scale.py",
-        "kvxfer/bench/honest.py",
+        "benchmarks/kvxfer_bench/scale.py",
+        "benchmarks/kvxfer_bench/honest.py",
         "connectors/vllm/kvxfer_vllm/logs.py",
     }  # they log nothing themselves
     assert found.keys() == configured | {"kvxfer/logs.py"}, "use kvxfer.logs.logger"

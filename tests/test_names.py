@@ -47,6 +47,7 @@ def _distributions() -> Iterator[Path]:
     yield ROOT / "kvxfer"
     yield from sorted(ROOT.glob("backends/*/kvxfer_*"))
     yield from sorted(ROOT.glob("connectors/*/kvxfer_*"))
+    yield ROOT / "benchmarks" / "kvxfer_bench"
 
 
 @cache

@@ -16,12 +16,14 @@ import pytest
 import kvxfer
 
 ROOT = Path(__file__).parent.parent
-SIBLINGS = sorted([*ROOT.glob("backends/*/pyproject.toml"), *ROOT.glob("connectors/*/pyproject.toml")])
+SIBLINGS = sorted(
+    path for folder in ("backends/*", "benchmarks", "connectors/*") for path in ROOT.glob(f"{folder}/pyproject.toml")
+)
 HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "transformers", "sglang"}
 
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
-    {"text", "flag"},
+    {"text", "flag", "transitions"},
     {"failures", "logs"},
     {"errors", "threads"},
     {"arguments", "keyfile"},
@@ -37,7 +39,6 @@ LEVELS = [
     {"engine"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
     {"testing"},
-    {"bench"},
     {"cli"},
     {"__main__"},
 ]
@@ -75,7 +76,7 @@ def loads(modules: list[str]) -> set[str]:
 
 
 def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
-    on_demand = ("kvxfer.cli", "kvxfer.bench", "kvxfer.testing", "kvxfer.memory.cuda", "kvxfer.memory.triton_kernels")
+    on_demand = ("kvxfer.cli", "kvxfer.testing", "kvxfer.memory.cuda", "kvxfer.memory.triton_kernels")
     assert not loads([name for name in core_modules() if not name.startswith(on_demand)])
 
 
@@ -91,9 +92,25 @@ def test_the_program_loads_no_engine_before_it_is_asked_to() -> None:
 @pytest.mark.parametrize("name", sorted(core_modules()))
 def test_the_core_imports_no_engine_back_end_or_connector_even_lazily(name: str) -> None:
     packages = {imported.partition(".")[0] for imported in imports(core_modules()[name])}
-    allowed = {"torch"} if name.startswith(("kvxfer.memory", "kvxfer.testing", "kvxfer.bench")) else set()
+    allowed = (
+        {"torch"}
+        if name.startswith(("kvxfer.memory", "kvxfer.testing", "kvxfer.cli.transfer", "kvxfer.cli.devices"))
+        else set()
+    )
     assert packages & HEAVY <= allowed
     assert not any(package.startswith("kvxfer_") for package in packages)
+
+
+def test_what_goes_under_an_engine_knows_nothing_of_the_benchmarks() -> None:
+    """They come with `kvxfer-bench`, which nothing that ships with an engine imports, even lazily."""
+    shipped = [path for folder in ("kvxfer", "backends", "connectors") for path in (ROOT / folder).rglob("*.py")]
+    for path in shipped:
+        assert not [name for name in imports(path) if name.partition(".")[0] == "kvxfer_bench"], path
+    brought = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["kvxfer.benchmarks"]
+    assert set(brought) == {"transfer"}, "which users are told to run when something is slow"
+    for path in SIBLINGS:
+        groups = tomllib.loads(path.read_text())["project"].get("entry-points", {})
+        assert path.parent.name == "benchmarks" or not groups.keys() & {"kvxfer.benchmarks", "kvxfer.raw"}, path
 
 
 @pytest.mark.parametrize("name", sorted(core_modules()))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench import scale
 from kvxfer.protocol import serves
+from kvxfer_bench import scale
 
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

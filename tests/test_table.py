@@ -8,8 +8,8 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from kvxfer.bench.table import table
 from kvxfer.errors import ConfigError
+from kvxfer_bench.table import table
 
 PROGRAM = typer.Typer()
 PROGRAM.command()(table)

@@ -1,28 +1,35 @@
-"""Checks that an engine could be reached where its settings say, by serving a directory there for a moment."""
+"""Checks that an engine could be reached where its settings say, without taking the port from an engine that runs or starts."""
 
 from __future__ import annotations
 
 import socket
 
+import msgspec
+
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
-from kvxfer.errors import ConfigError
+from kvxfer.control.inquiry import inquire
+from kvxfer.errors import ConfigError, PeerError
+from kvxfer.identity import Address
+from kvxfer.security import Security
+from kvxfer.settings import everywhere
 
-__all__ = ["address_problems"]
+__all__ = ["address_problems", "own_address", "running_engine"]
+
+ANSWER_S = 2.0
+"""Seconds in which an engine on this host answers."""
 
 
 def address_problems(config: Config) -> list[str]:
     """Return why an engine with these settings could not serve its directory, or why peers would not find it."""
     out = []
     try:
-        Directory(config, "doctor").close()
+        Directory(msgspec.structs.replace(config, port=0), "doctor").close()
+        _check_port(config)
     except ConfigError as e:
         out.append(str(e))
     except OSError as e:
-        out.append(
-            f"{e}; set 'listen' to an address of this host and 'port' to one that no other process uses (if the engine "
-            "itself is running here, this is no problem)"
-        )
+        out.append(f"{e}; set 'listen' to an address of this host and 'port' to one that no other process uses")
     try:
         if config.advertise is not None:
             socket.getaddrinfo(config.advertise, None)
@@ -32,3 +39,32 @@ def address_problems(config: Config) -> list[str]:
             "peers can resolve, or to 'auto'"
         )
     return out
+
+
+def _check_port(config: Config) -> None:
+    """Raise OSError if the port cannot be had. An engine that starts meanwhile still gets it, since nothing listens here."""
+    family, *_, where = socket.getaddrinfo(
+        config.listen, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(where[:2])
+        except OSError as e:
+            raise OSError(e.errno, f"cannot listen on {config.listen} port {config.port}: {e.strerror}") from None
+
+
+def own_address(config: Config) -> Address:
+    """Return where an engine with these settings is found."""
+    return Address(config.advertise or ("localhost" if everywhere(config.listen) else config.listen), config.port)
+
+
+def running_engine(config: Config) -> str | None:
+    """Return the name of the engine that runs on this host with these settings; None if there is none."""
+    if not config.port:
+        return None
+    at = own_address(config)
+    try:
+        return inquire(at.host, at.port, Security.of(config), ANSWER_S).engine.engine
+    except (PeerError, ConfigError):
+        return None

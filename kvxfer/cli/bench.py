@@ -1,10 +1,44 @@
-"""`kvxfer bench`: the benchmarks, one command each, including those of back ends and connectors."""
+"""`kvxfer bench`: the benchmarks, one command each, whichever distributions bring them."""
+
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
 
 import typer
+from rich.markup import escape
 
-from kvxfer.cli.installed import add_installed
+from kvxfer.cli.installed import InstalledCommands
 
-GROUP = "kvxfer.benchmarks"
+_MORE = "pip install 'kvxfer[bench]' brings more benchmarks"
 
-bench = typer.Typer(no_args_is_help=True, help="Measure what this machine and a back end can do.")
-add_installed(bench, GROUP)
+
+def _more() -> str | None:
+    """Return how to get the other benchmarks of this repository, or `None` if they are installed."""
+    try:
+        distribution("kvxfer-bench")
+    except PackageNotFoundError:
+        return _MORE
+    return None
+
+
+class _Benchmarks(InstalledCommands):
+    """Says what to install when a benchmark is not found."""
+
+    entry_points = "kvxfer.benchmarks"
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (more := _more()) and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"benchmark {args[0]!r} is not installed; {more}")
+        return super().resolve_command(ctx, args)
+
+
+bench = typer.Typer(
+    cls=_Benchmarks,
+    no_args_is_help=True,
+    help="Measure what this machine and a back end can do.",
+    epilog=escape(_more() or ""),
+)
+
+
+@bench.callback()
+def _common() -> None:
+    pass

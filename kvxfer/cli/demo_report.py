@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvxfer.cli.terminal import verbatim
+from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.text import escaped
 
 __all__ = ["finish", "report_of", "say_failed", "show_requests"]
@@ -70,7 +70,7 @@ def finish(report: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        show(report, Console())
+        show(report, make_console())
     for objection in report["objections"]:
         say_failed(objection)
     if report["objections"]:
@@ -80,4 +80,4 @@ def finish(report: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]
 def say_failed(why: object) -> None:
     """Print to standard error what failed."""
     lines = "\n".join(map(escaped, str(why).split("\n")))
-    Console(stderr=True, highlight=False).print(f"FAILED: {lines}", style="red", markup=False, soft_wrap=True)
+    make_console(stderr=True, highlight=False).print(f"FAILED: {lines}", style="red", markup=False, soft_wrap=True)

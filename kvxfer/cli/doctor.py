@@ -9,18 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 import kvxfer
-from kvxfer.bench.devices import check_device
-from kvxfer.cli.addresses import address_problems
+from kvxfer.cli.addresses import address_problems, own_address, running_engine
+from kvxfer.cli.compare import differences
+from kvxfer.cli.devices import check_device
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.cli.stand_in import StandIn
-from kvxfer.cli.terminal import verbatim
+from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
@@ -43,9 +44,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     config: Annotated[str, typer.Option(help="Settings of an engine: JSON, or the path of a JSON file.")] = "{}",
     peer: Annotated[
-        str,
-        typer.Option(metavar="HOST:PORT", help="Also connect to a running engine, whose directory is at this address."),
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Also connect to a running engine, whose directory is at this address. Given twice: also say whether the first engine "
+            "can load from the second.",
+        ),
+    ] = None,
     stand_in: Annotated[
         str,
         typer.Option(
@@ -58,13 +63,14 @@ def doctor(
 
     With --peer, it also connects to a running engine as a decode engine would, and shows which back end and transport the link
     uses, how fast the engine answers, and why no better back end is used. If that engine was started with --stand-in, and so has no
-    requests to disturb, the link is measured as well: GB/s and latency in both directions.
+    requests to disturb, the link is measured as well: GB/s and latency in both directions. If an engine runs here at the port of these
+    settings, its model, cache and back ends are compared with the peer's.
 
     Exits with 1 if these settings will not work, 2 if the arguments are wrong.
     """
     settings = _settings(config)
-    _check_peer(peer)
-    if stand_in and (peer or as_json):
+    peers = _peers(peer or [])
+    if stand_in and (peers or as_json):
         raise typer.BadParameter(
             "stands in for an engine, and reports nothing: leave out --peer and --json", param_hint="--stand-in"
         )
@@ -88,10 +94,14 @@ def doctor(
         "unlisted": _unlisted(used, settings),
         "ports": _ports(found, classes, settings),
     }
-    report["problems"] = [*address_problems(settings), *_backend_problems(report, settings)]
-    if peer:
-        report["peer"] = visit(peer, settings)
-        report["problems"] += _peer_problems(report["peer"])
+    report["running"] = running_engine(settings)
+    free = settings if report["running"] is None else msgspec.structs.replace(settings, port=0)
+    report["problems"] = [*address_problems(free), *_backend_problems(report, settings)]
+    report["peers"] = [visit(str(at), settings) for at in peers]
+    report["problems"] += [problem for found in report["peers"] for problem in _peer_problems(found)]
+    compared = peers if report["running"] is None else [own_address(settings), *peers]
+    if len(compared) > 1:
+        report["problems"] += differences(compared[0], compared[1], settings)
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -116,10 +126,9 @@ def _stand_in(settings: Config, device: str) -> None:
         engine.close()
 
 
-def _check_peer(peer: str) -> None:
+def _peers(peers: Sequence[str]) -> list[Address]:
     try:
-        if peer:
-            parse_address(peer)
+        return [parse_address(peer) for peer in peers]
     except IdentityError as e:
         raise typer.BadParameter(f"{e}; give the HOST:PORT of an engine's directory", param_hint="--peer") from None
 
@@ -287,7 +296,7 @@ def _version(names: Sequence[str]) -> str | None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    console = Console()
+    console = make_console()
     host = report["host"]
     console.print(
         f"kvxfer {report['kvxfer']}, Python {host['python']}, {host['system']} {host['machine']}, "
@@ -322,6 +331,8 @@ def _show(report: dict[str, Any]) -> None:
     for row in report["ports"]:
         ports.add_row(*(verbatim(row[key]) for key in ("port", "opened_by", "who")))
     console.print(ports)
+    if report["running"] is not None:
+        console.print(f"engine {verbatim(repr(report['running']))} runs here with these settings", highlight=False)
     for memory, order in report["auto"].items():
         console.print(f"backend auto, {memory} memory: {verbatim(order)}", highlight=False)
     console.print(f"elastic caches: {verbatim(report['elastic'])}", highlight=False)
@@ -335,8 +346,8 @@ def _show(report: dict[str, Any]) -> None:
             "let a firewall keep it to the hosts of the list",
             highlight=False,
         )
-    if "peer" in report:
-        show_visit(console, report["peer"])
+    for found in report["peers"]:
+        show_visit(console, found)
     for advice in host["advice"]:
         console.print(f"advice: {verbatim(advice)}", highlight=False)
     for problem in report["problems"]:

@@ -2,8 +2,8 @@
 
 Its commands are entry points of the group `kvxfer.commands`, so that whatever is installed beside the core brings its
 own and the core knows none of them. A command is a function that
-`typer.Typer.command` accepts, or a `typer.Typer` with commands of its own. All are imported whenever the program
-starts, so a command that needs something heavy imports it when it is called.
+`typer.Typer.command` accepts, or a `typer.Typer` with commands of its own. The module of a command is imported when it is called
+or listed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import kvxfer
-from kvxfer.cli.installed import add_installed
+from kvxfer.cli.installed import InstalledCommands
 from kvxfer.errors import KvxferError
 
-GROUP = "kvxfer.commands"
 
-
-class _Program(TyperGroup):
+class _Program(InstalledCommands):
     """Reports the errors that kvxfer raises on purpose without a traceback, whichever command they come from."""
+
+    entry_points = "kvxfer.commands"
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -33,9 +32,7 @@ class _Program(TyperGroup):
 
 def build() -> typer.Typer:
     """Build the program with all installed commands. A command that cannot be imported says so when it is called."""
-    program = typer.Typer(
-        name="kvxfer", cls=_Program, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-    )
+    program = typer.Typer(name="kvxfer", cls=_Program, no_args_is_help=True, pretty_exceptions_enable=False)
 
     @program.callback()
     def common(
@@ -45,7 +42,6 @@ def build() -> typer.Typer:
     ) -> None:
         """Move the KV cache of LLM requests between prefill and decode engines, over any transport."""
 
-    add_installed(program, GROUP)
     return program
 
 

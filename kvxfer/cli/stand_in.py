@@ -40,9 +40,11 @@ BLOCK, BLOCKS = 64 << 10, 1024
 DIGEST = b"measured"
 ROUNDS = 5
 """Measured transfers of each size in each direction, after one that warms up."""
-ENOUGH_S = 10.0
-"""After this time no further round of the same size and direction is begun."""
+LONG_S = 4.0
+"""After this time no further round of the same size and direction is begun. A transfer is made longer while it takes less than a
+quarter of it."""
 TRANSFER_S = 20.0
+"""After this time a transfer fails."""
 MOST_ASKED = 1000
 """Announced transfers that a stand-in keeps until it gets to them."""
 
@@ -161,8 +163,8 @@ def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
     """Measure the link to a stand-in, given its directory, with this side's memory on ``device``. Blocks.
 
     Returns:
-        ``bytes`` of a long transfer and of a short one, and for each direction (``from_peer``, ``to_peer``) the medians:
-        ``GB_per_s`` of the long one and ``ms`` of the short one; or the ``failure``.
+        For each direction (``from_peer``, ``to_peer``) the medians: ``GB_per_s`` of a long transfer, ``ms`` of a short one, and the
+        ``bytes`` of both; or the ``failure``.
     """
     # Twice the time, because the stand-in may first have to fetch what it then reports on.
     half = _Half(msgspec.structs.replace(config, port=0), "doctor", device, 2 * TRANSFER_S)
@@ -190,16 +192,24 @@ def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
         return float(took)
 
     try:
-        return {"bytes": [BLOCKS * BLOCK, BLOCK], "from_peer": _figures(taken), "to_peer": _figures(handed)}
+        return {"from_peer": _figures(taken), "to_peer": _figures(handed)}
     finally:
         half.close()
 
 
 def _figures(move: Callable[[int], float]) -> dict[str, Any]:
+    """Return the figures of one direction. How long the long transfer is follows from the pace of shorter ones."""
     try:
+        short = took = _median(move, 1)
+        blocks = 1
+        while blocks < BLOCKS and took < LONG_S / 4:
+            blocks = min(8 * blocks, BLOCKS)
+            took = move(blocks)
+        long = _median(move, blocks) if blocks > 1 else short
         return {
-            "GB_per_s": round(BLOCKS * BLOCK / _median(move, BLOCKS) / 1e9, 3),
-            "ms": round(1e3 * _median(move, 1), 3),
+            "GB_per_s": float(f"{blocks * BLOCK / long / 1e9:.3g}"),
+            "ms": round(1e3 * short, 3),
+            "bytes": [blocks * BLOCK, BLOCK],
         }
     except KvxferError as e:
         return {"failure": str(e)}
@@ -208,6 +218,6 @@ def _figures(move: Callable[[int], float]) -> dict[str, Any]:
 def _median(move: Callable[[int], float], blocks: int) -> float:
     begun = time.monotonic()
     took = [move(blocks)]
-    while len(took) <= ROUNDS and time.monotonic() < begun + ENOUGH_S:
+    while len(took) <= ROUNDS and time.monotonic() < begun + LONG_S:
         took.append(move(blocks))
     return statistics.median(took[1:] or took)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
+from rich.console import Console
 from rich.markup import escape
 
 from kvxfer.text import escaped
 
-__all__ = ["verbatim"]
+__all__ = ["make_console", "verbatim"]
+
+PIPED_WIDTH = 1000
+"""Columns of output that goes to a file or a pipe, where a wrapped line would hide its end from `grep`."""
+
+
+def make_console(**options: Any) -> Console:
+    """Make a console as wide as its terminal. Without a terminal, it wraps no line, unless ``COLUMNS`` says how wide it is."""
+    console = Console(**options)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_WIDTH
+    return console
 
 
 def verbatim(text: object) -> str:

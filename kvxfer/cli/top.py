@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Column, Table
 
-from kvxfer.cli.terminal import verbatim
+from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.identity import IdentityError, parse_address
 
 __all__ = ["top"]
@@ -54,7 +54,7 @@ def top(
             parse_address(engine)
         except IdentityError as e:
             raise typer.BadParameter(str(e)) from None
-    console = Console()
+    console = make_console()
     before: dict[str, Seen] = {}
     live = None if once or as_json else Live(console=console)
     if live is not None:

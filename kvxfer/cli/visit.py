@@ -119,13 +119,16 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
     for row in found.get("candidates", ()):
         say(f"  {row['backend']}: {row['against'] or 'in use'}")
     if "measured" in found:
-        long, short = found["measured"]["bytes"]
         for way, words in (("from_peer", "from the peer"), ("to_peer", "to the peer")):
             got = found["measured"][way]
             if "failure" in got:
                 say(f"{words}: {got['failure']}")
             else:
-                say(f"{words}: {got['GB_per_s']} GB/s for {long >> 20} MiB, {got['ms']} ms for {short >> 10} KiB")
+                long, short = got["bytes"]
+                say(
+                    f"{words}: {got['GB_per_s']:g} GB/s ({got['GB_per_s'] * 8e3:g} Mbit/s) for {long / (1 << 20):g} MiB, {got['ms']} ms "
+                    f"for {short >> 10} KiB"
+                )
     elif "links" in found:
         say(
             "GB/s: not measured, because the engine's memory belongs to its requests; to measure the link, run kvxfer doctor "

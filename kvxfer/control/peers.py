@@ -18,7 +18,7 @@ from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.outbound import Outbound
 from kvxfer.control.resolver import Path, Paths, Resolver
 from kvxfer.control.sockets import ControlConnection
-from kvxfer.data.commands import LinkNews, PieceNews
+from kvxfer.data.commands import LinkNews, SlotNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import admit
 from kvxfer.failures import Failure, FailureKind
@@ -154,7 +154,7 @@ class AgentPeers:
             out += self._lost(self._in.close(link, why), now)
         return out
 
-    def tell(self, news: PieceNews) -> None:
+    def tell(self, news: SlotNews) -> None:
         """Tell the peer what the data plane says about a piece."""
         (self._in if news.ref.role == "producer" else self._out).tell(news)
 

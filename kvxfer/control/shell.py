@@ -24,10 +24,10 @@ from kvxfer.data.commands import (
     Disconnected,
     EndpointMade,
     LinkBroken,
-    PieceReady,
-    PieceTaken,
     Reset,
     Result,
+    SlotFree,
+    SlotReady,
     ThreadDied,
 )
 from kvxfer.data.hasher import Hasher
@@ -57,6 +57,7 @@ from kvxfer.protocol.values import (
     Role,
     Send,
 )
+from kvxfer.security import Complaints
 from kvxfer.text import printable
 from kvxfer.transport import Fence
 from kvxfer.values import Fetch, Offer
@@ -101,6 +102,7 @@ class Shell:
         )
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self.direct = self.staged = 0
+        self._unclaimed = Complaints(log, every=10.0)  # about offers that nobody has asked for
 
     def links(self) -> list[LinkStatus]:
         """Return the links of both roles, as they are now. Any thread."""
@@ -183,7 +185,7 @@ class Shell:
             case Disconnected():
                 closed = self._data.disconnected(result.link)
                 return self.consumer.link_closed(result.link, now) if closed else []
-            case PieceReady() | PieceTaken():
+            case SlotReady() | SlotFree():
                 self._peers.tell(result)
             case Reset():
                 return self._peers.reset(result.backend, result.failure.about("the back end was reset: "), now)
@@ -260,7 +262,8 @@ class Shell:
                 why = event.outcome.failure
                 if why is not None:
                     names = printable(event.handle), printable(event.transfer)
-                    log.warning("%s: request %s, transfer %s: %s", event.role, *names, why)
+                    complain = self._unclaimed if event.unclaimed else log.warning
+                    complain("%s: request %s, transfer %s: %s", event.role, *names, why)
             case Released(role="consumer"):
                 self._calls.free(event.handle)
             case Released(generation=int(generation)):

@@ -22,9 +22,9 @@ __all__ = [
     "LinkBroken",
     "LinkNews",
     "MakeEndpoint",
-    "PieceNews",
-    "PieceReady",
-    "PieceTaken",
+    "SlotNews",
+    "SlotReady",
+    "SlotFree",
     "Reset",
     "Result",
     "Stop",
@@ -94,7 +94,7 @@ class Disconnected(msgspec.Struct, frozen=True):
     link: LinkId
 
 
-class PieceReady(msgspec.Struct, frozen=True):
+class SlotReady(msgspec.Struct, frozen=True):
     """There is a slot for a piece.
 
     From the producer: the piece lies packed in its staging memory, to be read; or is on its way, if it is sent; or
@@ -110,7 +110,7 @@ class PieceReady(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class PieceTaken(msgspec.Struct, frozen=True):
+class SlotFree(msgspec.Struct, frozen=True):
     """Staged read: the consumer has copied a piece out of the producer's staging memory."""
 
     ref: PartRef
@@ -134,7 +134,7 @@ class Stop(msgspec.Struct, frozen=True):
     """End everything; no command is taken after it."""
 
 
-PieceNews = PieceReady | PieceTaken
+SlotNews = SlotReady | SlotFree
 LinkNews = EndpointMade | Connected | LinkBroken
-Command = MakeEndpoint | Connect | Disconnect | Move | Abort | RemoteWritesEnded | PieceReady | PieceTaken | Stop
-Result = EndpointMade | Connected | LinkBroken | Disconnected | Moved | PieceReady | PieceTaken | Reset | ThreadDied
+Command = MakeEndpoint | Connect | Disconnect | Move | Abort | RemoteWritesEnded | SlotReady | SlotFree | Stop
+Result = EndpointMade | Connected | LinkBroken | Disconnected | Moved | SlotReady | SlotFree | Reset | ThreadDied

@@ -23,10 +23,10 @@ from kvxfer.data.commands import (
     Disconnected,
     EndpointMade,
     MakeEndpoint,
-    PieceReady,
-    PieceTaken,
     Reset,
     Result,
+    SlotFree,
+    SlotReady,
     Stop,
     ThreadDied,
 )
@@ -233,19 +233,19 @@ class DataThread:
                 self._traffic.abort(command.ref)
             case RemoteWritesEnded():
                 self._traffic.remote_writes_ended(command.ref)
-            case PieceReady() | PieceTaken():
+            case SlotReady() | SlotFree():
                 self._traffic.heard(command)
             case _:
                 assert_never(command)
 
-    def _refuse(self, command: Connect | Move | Abort | RemoteWritesEnded | PieceReady | PieceTaken) -> None:
+    def _refuse(self, command: Connect | Move | Abort | RemoteWritesEnded | SlotReady | SlotFree) -> None:
         """Answer a command while the back end is down, when nothing is left of its links."""
         match command:
             case Connect():
                 self._post(Connected(command.link, command.number, backend_failed("the back end is down")))
             case Move():
                 self._post(unmoved(command.ref))
-            case Abort() | RemoteWritesEnded() | PieceReady() | PieceTaken():
+            case Abort() | RemoteWritesEnded() | SlotReady() | SlotFree():
                 pass
             case _:
                 assert_never(command)

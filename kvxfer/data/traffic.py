@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvxfer.data.checks import Checks
-from kvxfer.data.commands import Connect, Connected, LinkBroken, PieceNews, Result
+from kvxfer.data.commands import Connect, Connected, LinkBroken, Result, SlotNews
 from kvxfer.data.ends import backend_failed, shut, unmoved
 from kvxfer.data.jobs import SHARED, Direct, Job, Wire, make_job, shares, submit_together
 from kvxfer.data.policy import lent
@@ -211,7 +211,7 @@ class Traffic:
         if job.ref in self._jobs:
             self._checks.get_ready(job.action)
 
-    def heard(self, news: PieceNews) -> None:
+    def heard(self, news: SlotNews) -> None:
         """Handle what the peer says about a piece."""
         job = self._jobs.get(news.ref)
         if job is not None:
@@ -329,7 +329,7 @@ class Traffic:
         active, idle = self._transport.poll_interval_s
         wait = 1.0 if self.fd is not None else (active if self._batches else idle)
         soon = self._aborted or self._quarantine or hungry
-        return min(wait, 0.05) if soon else wait
+        return min(wait, 0.05, max(self._hungry.look_at - time.monotonic(), 0.0)) if soon else wait
 
     def poll(self) -> None:
         """Record which batches have ended, and which have become quiet."""

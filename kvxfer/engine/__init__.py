@@ -21,9 +21,8 @@ Nothing here knows an engine, a tensor library or a transport.
 Behind the two sides, each idea has a module of its own:
 
 - ``exchange``: what the two sides send each other with each step; ``dispatch`` and ``side_channel``: what goes ahead of a step.
-- ``loads``: a request's load, from its arrival to its end; ``loading``: the blocks that it fills; ``prefetch``: loads within one
-  step, with ``paces``: how fast recent loads were; ``rank_ends``: how loads end on one rank; ``load_ends``: the ranks' word
-  on them, joined.
+- ``loads``: the requests that load. The life of a load is a record and a table (``kvxfer.schedule.Load``). ``prefetch``: sync loads,
+  with ``paces``: how fast recent loads were; ``ends``: the ranks' word on async ones, joined; ``rank_ends``: how loads end on one rank.
 - ``computed``: how many layers a step has computed; ``offered``: blocks that others may be reading; ``standstill``: engines that
   wait for each other's blocks.
 - ``notices``: what engines tell each other through their directories, with ``renewals`` of leases and ``starts`` of producers.
@@ -31,8 +30,8 @@ Behind the two sides, each idea has a module of its own:
 - ``trace``: a line for each load that ends.
 """
 
+from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import BlockCopy, Report, Step
-from kvxfer.engine.load_ends import Update
 from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
 from kvxfer.engine.prefix_pool import PrefixPool
 from kvxfer.engine.scheduler import SchedulerSide

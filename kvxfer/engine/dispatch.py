@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvxfer.engine.exchange import BlockCopy, Step
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, SideChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import Schedule, StepCommands
-from kvxfer.values import Fetch, Rank
+from kvxfer.schedule import RankResult, Schedule, StepCommands
+from kvxfer.values import Rank
 
 __all__ = ["Dispatch"]
 
@@ -89,25 +89,15 @@ class Dispatch:
         heard = last is None or (len(self._begun) == self._ranks and min(self._begun.values()) >= last)
         return self._channel.open and self._facts is None and heard and not self._schedule.producer.revokes
 
-    @property
-    def next(self) -> int:
-        """The number of the fetch that will be queued next."""
-        return self._fetched + len(self._schedule.consumer.wanted)
-
-    @property
-    def last(self) -> tuple[int, Fetch]:
-        """The number of the fetch that was queued last, and that fetch."""
-        return self.next - 1, self._schedule.consumer.wanted[-1]
-
     def prefetch(self) -> None:
         """Record that the fetch that was queued last is a prefetch."""
-        self._prefetches.append(self.last[0])
+        self._prefetches.append(self._schedule.consumer.fetched - 1)
 
-    def hurry(self) -> None:
+    def send_ahead(self) -> None:
         """Send the workers at once what they are to fetch, if that may overtake the steps."""
-        fetches = self._schedule.consumer.wanted
+        fetches = self._schedule.consumer.fetches
         if len(fetches) > self._sent and self.direct:
-            ahead = DirectFetches(self._fetched + self._sent, fetches[self._sent :], tuple(self._prefetches))
+            ahead = DirectFetches(self._fetched + self._sent, tuple(fetches[self._sent :]), tuple(self._prefetches))
             self._channel.send(ahead)
             self._sent = len(fetches)
 

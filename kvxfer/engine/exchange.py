@@ -10,9 +10,8 @@ from kvxfer.engine.side_channel import ChannelAddress, RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.protocol.values import Stages
 from kvxfer.schedule import StepCommands
-from kvxfer.values import BlockTable, Rank
+from kvxfer.values import BlockTable, Rank, Stages
 
 __all__ = ["BlockCopy", "Report", "Step"]
 

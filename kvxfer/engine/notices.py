@@ -7,12 +7,12 @@ import time
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory, Unheard
 from kvxfer.engine.renewals import Renewals
-from kvxfer.engine.starts import Starts
-from kvxfer.identity import Source, TransferId
+from kvxfer.engine.starts import AGAIN_S, Starts
+from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol.messages import Begun, Decline, Named, Renew
 from kvxfer.protocol.timers import Recent
-from kvxfer.schedule import Schedule
+from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule
 from kvxfer.text import printable
 
 __all__ = ["Notices"]
@@ -31,38 +31,31 @@ class Notices:
 
     def __init__(self, config: Config, directory: Directory, schedule: Schedule) -> None:
         self._directory, self._schedule = directory, schedule
-        self._renewals = Renewals(config.lease, directory.tell)
+        consumer = schedule.consumer
+        self._renewals = Renewals(config.lease, directory.tell, lambda: consumer)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
         self._starts = Starts(config.start, directory.tell)
         self._over: Recent[TransferId, bytes] = Recent(
             config.lease, MOST_OVER
         )  # digests of offers whose request is over
-        self._looked = 0.0  # when the set of leases to be renewed was last updated
+        self._looked = 0.0  # when what comes about once in a while was last done
         directory.begun = self._has_begun
 
     # --- loads here --------------------------------------------------------------------------------------------------
 
-    def loads(self, request: str, transfer: TransferId, digest: bytes, source: Source, begun: bool) -> None:
+    def loads(self, load: Load) -> None:
         """Renew a transfer's lease from now on, and ask whether it has begun unless that is known."""
-        self._renewals.begin(transfer, digest, source)
-        if not begun:
-            self._starts.ask(request, transfer, digest, source)
+        self._renewals.start()
+        self._starts.ask((load,))
 
-    def awaits(self, request: str) -> bool:
+    def awaits(self, load: Load) -> bool:
         """Return whether this load waits for its producer to begin. A load that has waited too long is given up."""
-        if request not in self._starts:
-            return False
         self._take_in()
-        if request in self._starts and self._starts.late(request):
+        if load.state is LoadState.WAITING and self._starts.is_late(load):
             why = f"the producer has not begun within {self._starts.patience:g} s"
-            log.warning("request %s is computed here: %s", printable(request), why)
-            self._starts.forget(request)
-            self._schedule.consumer.finish(request, why)
-        return request in self._starts
-
-    def forget(self, request: str) -> None:
-        """Record that this load no longer waits for its producer to begin."""
-        self._starts.forget(request)
+            log.warning("request %s is computed here: %s", printable(load.request), why)
+            self._schedule.consumer.give_up(load, why)
+        return load.state is LoadState.WAITING
 
     # --- offers here -------------------------------------------------------------------------------------------------
 
@@ -91,21 +84,25 @@ class Notices:
                 decline.source, Decline(decline.source.epoch, (named,), decline.reason, decline.answer)
             )
         now = time.monotonic()
-        if now - self._looked >= self._renewals.interval:
+        if now - self._looked >= AGAIN_S:
             self._looked = now
             self._over.forget(now)
-            self._renewals.keep(self._schedule.consumer.waiting)
-        self._starts.ask_again()
+            self._starts.ask(self._schedule.consumer)
         return renewed
 
     def _take_in(self) -> None:
         """Process the notices that have come to this engine's directory."""
         for notice in self._directory.notices():
             if isinstance(notice, Begun):
-                self._starts.begun(notice.transfers)
+                for named in notice.transfers:
+                    for load in self._schedule.consumer.wanting(named.transfer):
+                        if load.wanted.digest == named.digest:
+                            load.on(LoadEvent.BEGUN)
                 continue
             if isinstance(notice, Unheard):
-                self._starts.unheard(notice.host, notice.port)
+                for load in self._schedule.consumer:
+                    if (load.wanted.source.host, load.wanted.source.port) == (notice.host, notice.port):
+                        load.on(LoadEvent.BEGUN)
                 continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):
@@ -120,7 +117,3 @@ class Notices:
     def close(self) -> None:
         """Stop renewing leases."""
         self._renewals.close()
-
-    def __len__(self) -> int:
-        """Return how many loads wait for their producer to begin."""
-        return len(self._starts)

@@ -10,8 +10,8 @@ from kvxfer.engine.exchange import Report
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import TransferId
-from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released, Stages
-from kvxfer.values import Fetch, Rank
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
+from kvxfer.values import Fetch, Rank, Stages
 
 __all__ = ["RankEnds"]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterable
 
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import Source
 from kvxfer.logs import logger
 from kvxfer.protocol.messages import Named, Renew
+from kvxfer.schedule import Load, LoadState
 from kvxfer.threads import NamedThread
 
 __all__ = ["RENEWED", "Renewals"]
@@ -19,32 +20,34 @@ RENEWED = 10
 """A transfer that no worker begins to fetch is renewed for so many leases. Then its producer may free the blocks; two engines
 whose caches are full of blocks that each holds for the other would wait for ever otherwise."""
 
+WAITING = (LoadState.WAITING, LoadState.OPEN)
+"""The states of loads that workers do not know yet; once they fetch, their agents keep the lease."""
+
 
 class Renewals:
-    """The transfers that are waited for, each renewed four times a lease. Any thread; only ``close`` blocks."""
+    """Renews the transfers of those of some loads that wait, four times a lease.
 
-    def __init__(self, lease: float, tell: Callable[[Source, Renew], None]) -> None:
-        self.interval, self._longest, self._tell = lease / 4, lease * RENEWED, tell
-        self._waiting: dict[TransferId, tuple[bytes, Source, float]] = {}  # and since when
+    Args:
+        lease: The lease, in seconds.
+        tell: Sends a notice to the directory of an engine.
+        loads: Returns all loads. Called by the thread.
+    """
+
+    def __init__(
+        self, lease: float, tell: Callable[[Source, Renew], None], loads: Callable[[], Iterable[Load]]
+    ) -> None:
+        self._interval, self._longest, self._tell, self._loads = lease / 4, lease * RENEWED, tell, loads
         self._change = threading.Condition()
         self._closed = False
         self._thread = NamedThread(target=self._run, name="kvxfer-renewals")
 
-    def begin(self, transfer: TransferId, digest: bytes, source: Source) -> None:
-        """Renew this transfer from now on."""
-        with self._change:
-            if not self._thread.ident and not self._closed:
-                self._thread.start()
-            if transfer not in self._waiting or self._waiting[transfer][:2] != (digest, source):
-                self._waiting[transfer] = digest, source, time.monotonic()
-
-    def keep(self, waiting: Container[TransferId]) -> None:
-        """From now on renew only those of the transfers begun so far that are in ``waiting``."""
-        with self._change:
-            self._waiting = {transfer: known for transfer, known in self._waiting.items() if transfer in waiting}
+    def start(self) -> None:
+        """Begin, with the first load."""
+        if not self._thread.ident and not self._closed:
+            self._thread.start()
 
     def close(self) -> None:
-        """Stop renewing."""
+        """Stop renewing; blocks until the thread has ended."""
         with self._change:
             self._closed = True
             self._change.notify()
@@ -53,14 +56,15 @@ class Renewals:
 
     def _run(self) -> None:
         with self._change:
-            while not self._change.wait_for(lambda: self._closed, self.interval):
-                since = time.monotonic() - self._longest
-                self._renew({t: (digest, at) for t, (digest, at, begun) in self._waiting.items() if begun > since})
+            while not self._change.wait_for(lambda: self._closed, self._interval):
+                self._renew()
 
-    def _renew(self, waiting: Mapping[TransferId, tuple[bytes, Source]]) -> None:
-        by_source: dict[Source, list[Named]] = {}
-        for transfer, (digest, source) in waiting.items():
-            by_source.setdefault(source, []).append(Named(transfer, digest))
+    def _renew(self) -> None:
+        since, by_source = time.monotonic() - self._longest, dict[Source, set[Named]]()
+        for load in self._loads():
+            if load.state in WAITING and load.came_at > since:
+                wanted = load.wanted
+                by_source.setdefault(wanted.source, set()).add(Named(wanted.transfer, wanted.digest))
         for source, named in by_source.items():
             try:
                 self._tell(source, Renew(source.epoch, tuple(named)))

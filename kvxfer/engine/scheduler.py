@@ -12,8 +12,8 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.engine.dispatch import Dispatch
+from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import Report, Step
-from kvxfer.engine.load_ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.offered import OfferedBlocks
@@ -284,7 +284,7 @@ class SchedulerSide:
 
         If so, the request runs in this step, whose workers first copy the blocks. If not, its load begins with this step.
         """
-        return self._loads.here(request)
+        return self._loads.is_sync(request)
 
     @_held
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
@@ -329,7 +329,7 @@ class SchedulerSide:
     @_held
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
-        self._schedule.preempt(request)
+        self._schedule.producer.preempt(request)
         self._loads.preempted(request)
         self._offered.preempted(request)
 
@@ -498,4 +498,4 @@ class SchedulerSide:
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         blocks = len(self._offered) + len(self._pins) + len(self._schedule.ledger)
-        return len(self._schedule) + len(self._offers) + len(self._loads) + len(self._notices) + blocks
+        return len(self._schedule) + len(self._offers) + blocks

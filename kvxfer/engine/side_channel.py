@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from kvxfer.failures import Failure
 from kvxfer.flag import Flag
-from kvxfer.identity import Generation, Source
+from kvxfer.identity import Source
 from kvxfer.logs import logger
-from kvxfer.protocol.values import Stages
+from kvxfer.schedule import RankResult
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
@@ -60,31 +59,6 @@ class DirectFetches(msgspec.Struct, frozen=True):
     fetches: tuple[Fetch, ...] = ()
     prefetches: tuple[int, ...] = ()
     prepare: tuple[tuple[Source, Source | None], ...] = ()
-
-
-class RankResult(msgspec.Struct, frozen=True):
-    """How a load has ended on one rank.
-
-    For a prefetch it is sent when it ends, and again when it is quiet. For other loads it is sent only once they are
-    delivered and quiet.
-
-    Attributes:
-        handle: The handle of the fetch.
-        rank: The rank.
-        number: The number of the fetch, since a later load may have the same handle.
-        generation: The generation that was delivered; None if nothing had to be moved.
-        failure: Why it was not delivered; None if it was.
-        quiet: Whether nothing writes to its blocks any more.
-        stages: When it reached each stage.
-    """
-
-    handle: str
-    rank: Rank
-    number: int
-    generation: Generation | None = None
-    failure: Failure | None = None
-    quiet: bool = False
-    stages: Stages = Stages()
 
 
 Take = Callable[[DirectFetches], None]

@@ -1,18 +1,18 @@
-"""Write a line of JSON for each load with the time of each stage, to show where the wait for the first token went."""
+"""Tell of each load that is over: in the log if it failed, and in a file of JSON lines where the wait for the first token went."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from dataclasses import dataclass
-from typing import Literal
 
 from kvxfer.errors import ConfigError
-from kvxfer.failures import Failure
-from kvxfer.identity import Source, TransferId
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
-from kvxfer.protocol.values import Stages
+from kvxfer.schedule import Load
+from kvxfer.security import Repeats
+from kvxfer.text import printable
+from kvxfer.values import Stages
 
 __all__ = ["Trace"]
 
@@ -20,17 +20,11 @@ STAGES = [name for name in Stages.__struct_fields__ if name != "moving"]
 
 log = logger("kvxfer.engine")
 
-_Way = Literal["within the step", "beside the steps"]
+SYNC, ASYNC = "within the step", "beside the steps"
+"""The two ways, as the lines name them."""
 
-
-@dataclass(slots=True)
-class _Load:
-    transfer: TransferId
-    source: Source
-    arrived: float
-    fetched: float = 0.0
-    way: _Way | None = None
-    tokens: int = 0
+LOG_EVERY_S = 10.0
+"""Seconds from one log line to the next about loads that failed in the same way, with the same peer."""
 
 
 class Trace:
@@ -59,45 +53,42 @@ class Trace:
             except OSError as e:
                 raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e
         self._path, self._engine = path, engine
-        self._loads: dict[str, _Load] = {}
+        self._repeats = Repeats(LOG_EVERY_S)
 
-    def arrived(self, request: str, transfer: TransferId, source: Source) -> None:
-        """Record that a request has come that is to be loaded."""
-        if self._path is not None:
-            self._loads.setdefault(request, _Load(transfer, source, time.monotonic()))
-
-    def fetched(self, request: str, way: _Way, tokens: int) -> None:
-        """Record that the fetch of so many tokens is sent."""
-        load = self._loads.get(request)
-        if load is not None:
-            load.fetched, load.way, load.tokens = time.monotonic(), way, tokens
-
-    def seen(self, request: str, failure: Failure | str | None, stages: Stages | None) -> None:
-        """Record that a load is over, and write its line."""
-        load = self._loads.pop(request, None)
-        if load is None or self._path is None:
+    def write(self, load: Load, failure: Failure | None, stages: Stages | None) -> None:
+        """Tell of a load that is over, once; not of one whose request is over."""
+        if load.traced or load.over:
             return
+        load.traced = True
+        if failure is not None and failure.kind is not FailureKind.CANCELLED:
+            self._log(load, failure)
+        if self._path is not None:
+            self._append(self._path, load, failure, stages)
+
+    def _log(self, load: Load, failure: Failure) -> None:
+        held = self._repeats.logged((failure.kind, failure.peer))
+        if held is not None:
+            more = f" ({held} more requests failed so and were not logged)" if held else ""
+            log.warning("request %s has not loaded its KV: %s%s", printable(load.request), failure, more)
+
+    def _append(self, path: str, load: Load, failure: Failure | None, stages: Stages | None) -> None:
         now = time.monotonic()
         reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
-        times = {"fetched": load.fetched, **reached, "seen": now}
+        times = {"fetched": load.fetched_at, **reached, "seen": now}
         record = {
             "engine": self._engine,
-            "request": request,
-            "transfer": str(load.transfer),
-            "source": str(load.source),
-            "way": load.way,
-            "tokens": load.tokens,
+            "request": load.request,
+            "transfer": str(load.wanted.transfer),
+            "source": str(load.wanted.source),
+            "way": SYNC if load.is_sync else ASYNC,
+            "tokens": load.end - load.start,
             "failure": None if failure is None else str(failure),
-            "at": round(time.time() - (now - load.arrived), 6),
-            "us": {stage: round(1e6 * (t - load.arrived)) for stage, t in times.items() if t},
+            "at": round(time.time() - (now - load.came_at), 6),
+            "us": {stage: round(1e6 * (t - load.came_at)) for stage, t in times.items() if t},
         }
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as e:
-            log.warning("trace: no more lines are written to %s: %s", self._path, e)
-            self._path, self._loads = None, {}
-
-    def finished(self, request: str) -> None:
-        """Record that the request is over, loaded or not."""
-        self._loads.pop(request, None)
+            log.warning("trace: no more lines are written to %s: %s", path, e)
+            self._path = None

@@ -167,6 +167,7 @@ class OfferRecord(msgspec.Struct, eq=False):
     outcome: Outcome | None = None
     known: bool = False  # the engine has offered or revoked it, and waits for its end
     short: Failure | None = None  # why it was given up, if those being served may finish with what there is
+    claimed: bool = False  # whether a consumer has ever asked for it, or said that it waits
 
     def take(self, offer: Offer) -> None:
         """Record what the engine offers."""
@@ -208,6 +209,7 @@ class OfferRecord(msgspec.Struct, eq=False):
             reader: The consumer's agent, by its epoch.
             readers: How many readers its engine has, as it says.
         """
+        self.claimed = True
         self.fit[reader] = max(readers, self.fit.get(reader, 1))
 
     def leave(self, reader: int) -> None:
@@ -217,6 +219,7 @@ class OfferRecord(msgspec.Struct, eq=False):
 
     def reject(self, reader: int, digest: bytes) -> None:
         """Count out a consumer that wants something that is not offered here."""
+        self.claimed = True
         self.fit.pop(reader, None)
         if digest == self.digest:
             self.misfits.add(reader)
@@ -230,13 +233,17 @@ class OfferRecord(msgspec.Struct, eq=False):
         """Return why it ends if its lease of so many seconds has run out."""
         whose = f", by all {self.consumers} engines that it is for" if self.consumers > 1 else ""
         why = f"it was not fetched within the lease of {lease:g} s{whose}"
-        advice = "check that the router sends the request to an engine that loads, or raise 'lease' if it queues there for long"
-        return Failure(FailureKind.TIMED_OUT, why, advice=advice)
+        if self.claimed:
+            return Failure(FailureKind.UNFETCHED, why)
+        advice = "check that the router passes the params of this engine's answer on to an engine that loads"
+        return Failure(FailureKind.UNFETCHED, f"{why}, and no engine has asked for it", advice=advice)
 
     def ended(self, outcome: Outcome, now: float) -> Ended:
         """Make the event that tells the engine of the outcome."""
         seconds = now - self.began
-        return Ended("producer", self.transfer, self.name, outcome, self.nbytes, seconds, self.generation)
+        unclaimed = outcome.kind is FailureKind.UNFETCHED and not self.claimed
+        what = self.transfer, self.name, outcome, self.nbytes, seconds, self.generation
+        return Ended("producer", *what, unclaimed=unclaimed)
 
     def released(self) -> list[Action]:
         """Return the release of the engine's blocks, if nothing of the offer moves any more; it comes once."""
@@ -316,6 +323,6 @@ def told(outcome: Outcome) -> Failure:
     """Return what consumers that still want a transfer are told of its end."""
     if outcome.failure is None:
         return Failure(FailureKind.WITHDRAWN, "all its readers have fetched it")
-    kept = (FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
+    kept = (FailureKind.UNFETCHED, FailureKind.TIMED_OUT, FailureKind.BACKEND_FAILED)
     kind = outcome.failure.kind
     return Failure(kind if kind in kept else FailureKind.WITHDRAWN, outcome.failure.detail)

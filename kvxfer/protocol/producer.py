@@ -126,6 +126,7 @@ class ProducerMachine:
         """Renew the lease of a transfer that a consumer still means to fetch."""
         h = self._records.get(transfer)
         if h is not None:
+            h.claimed = True
             self._offers.lend(h, now)
 
     def close(self, why: Failure, now: float) -> list[Action]:

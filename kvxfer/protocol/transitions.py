@@ -7,9 +7,9 @@ For every pair of a state and a stimulus they say where it leads, why it is igno
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+
+from kvxfer.transitions import IllegalTransition, Transitions
+from kvxfer.transitions import pairs as _pairs
 
 __all__ = [
     "RANK_FETCH",
@@ -21,45 +21,6 @@ __all__ = [
     "ServeEvent",
     "ServeState",
 ]
-
-S = TypeVar("S", bound=enum.StrEnum)
-E = TypeVar("E", bound=enum.StrEnum)
-
-
-class IllegalTransition(RuntimeError):
-    """An event that by the machine's table never happens: a bug in kvxfer. The agent logs it and goes on."""
-
-
-@dataclass(frozen=True)
-class Transitions(Generic[S, E]):
-    """A table of what each stimulus does in each state.
-
-    Attributes:
-        moves: The next state for a state and a stimulus.
-        ignored: Pairs in which the stimulus is ignored, by the reason.
-        never: Pairs that never happen, by the reason; they raise.
-    """
-
-    moves: Mapping[tuple[S, E], S]
-    ignored: Mapping[str, frozenset[tuple[S, E]]]
-    never: Mapping[str, frozenset[tuple[S, E]]]
-
-    def after(self, state: S, stimulus: E) -> S | None:
-        """Return the next state, or ``None`` if the stimulus is ignored.
-
-        Raises:
-            IllegalTransition: The pair is one that never happens. Nothing has been changed.
-        """
-        after = self.moves.get((state, stimulus))
-        if after is None:
-            for why, pairs in self.never.items():
-                if (state, stimulus) in pairs:
-                    raise IllegalTransition(f"{stimulus!r} in state {state!r}: {why}")
-        return after
-
-
-def _pairs(states: Any, events: Any) -> frozenset[Any]:
-    return frozenset((s, e) for s in states for e in events)
 
 
 class RankFetchState(enum.StrEnum):

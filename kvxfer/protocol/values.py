@@ -17,6 +17,7 @@ from kvxfer.memory import Side
 from kvxfer.protocol.messages import Message
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
+from kvxfer.values import Stages
 
 __all__ = [
     "DELIVERED",
@@ -62,38 +63,6 @@ Mode = Literal["read", "write", "sendrecv"]
 """How parts move over a link."""
 
 
-class Stages(msgspec.Struct, frozen=True, gc=False):
-    """When a fetch reached its stages on one rank, by ``time.monotonic``, which all processes of a host share; 0: never.
-
-    Attributes:
-        began: The engine asked for it.
-        asked: The last of the producer ranks was asked, over a link that was up.
-        announced: The first of them had announced the first part.
-        heard: The last part had been announced.
-        arrived: The last bytes were here.
-        ended: It had its outcome.
-        moving: Not a time, but the seconds in which announced parts were on their way or being checked. Waits between the parts
-            of a producer that sends as it computes do not count.
-    """
-
-    began: float = 0.0
-    asked: float = 0.0
-    announced: float = 0.0
-    heard: float = 0.0
-    arrived: float = 0.0
-    ended: float = 0.0
-    moving: float = 0.0
-
-    @property
-    def unasked(self) -> bool:
-        """Whether it began, but no producer rank was ever asked, so that none counts this agent as a reader."""
-        return bool(self.began) and not self.asked
-
-    def slowest(self, other: Stages) -> Stages:
-        """Return the later time of each stage of two ranks, and the longer ``moving``."""
-        return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
-
-
 class Ended(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a transfer on this side, which comes once. Its memory may still be in use: see ``Released``.
 
@@ -115,6 +84,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
         stages: On a consumer, when it reached each stage.
         short: On a consumer, the token up to which it was delivered if the producer gave up before all were computed and so
             many are enough (``Fetch.enough``); ``None`` if all were.
+        unclaimed: On a producer, whether its lease has ended and no consumer had ever asked for it or said that it waits.
     """
 
     role: Role
@@ -128,6 +98,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     payload: bytes = b""
     stages: Stages = Stages()
     short: int | None = None
+    unclaimed: bool = False
 
 
 class Released(msgspec.Struct, frozen=True, gc=False):

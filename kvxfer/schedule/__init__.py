@@ -4,18 +4,22 @@ from collections.abc import Sequence
 
 from kvxfer.identity import Source
 from kvxfer.ledger import BlockLedger
-from kvxfer.schedule.agreement import RankAgreement
-from kvxfer.schedule.commands import Cancel, DeclinedTransfer, Revoke, ScheduleError, StepCommands
+from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
+from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
 from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.values import BlockTable, Group
 
 __all__ = [
+    "LOAD",
     "Cancel",
     "DeclinedTransfer",
     "FetchSchedule",
+    "Load",
+    "LoadEvent",
+    "LoadState",
     "OfferSchedule",
-    "RankAgreement",
+    "RankResult",
     "Revoke",
     "Schedule",
     "ScheduleError",

@@ -1,14 +1,15 @@
-"""What a scheduler side sends to its workers besides offers and fetches: values, fit for pickle and msgpack."""
+"""What a scheduler side and its workers send each other besides offers and fetches: values, fit for pickle and msgpack."""
 
 from collections.abc import Sequence
 
 import msgspec
 
 from kvxfer.errors import KvxferError
+from kvxfer.failures import Failure
 from kvxfer.identity import Generation, Source, TransferId
-from kvxfer.values import BlockTable, Fetch, Group, Offer
+from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank, Stages
 
-__all__ = ["Cancel", "DeclinedTransfer", "Revoke", "ScheduleError", "StepCommands", "check_table"]
+__all__ = ["Cancel", "DeclinedTransfer", "RankResult", "Revoke", "ScheduleError", "StepCommands", "check_table"]
 
 
 class ScheduleError(KvxferError):
@@ -82,3 +83,28 @@ class DeclinedTransfer(msgspec.Struct, frozen=True):
     source: Source
     reason: str
     answer: str = ""  # nor for anything else of which the answer of this name has told
+
+
+class RankResult(msgspec.Struct, frozen=True):
+    """How a load has ended on one rank.
+
+    For a prefetch it is sent when it ends, and again when it is quiet. For other loads it is sent only once they are
+    delivered and quiet.
+
+    Attributes:
+        handle: The handle of the fetch.
+        rank: The rank.
+        number: The number of the fetch, since a later load may have the same handle.
+        generation: The generation that was delivered; None if nothing had to be moved.
+        failure: Why it was not delivered; None if it was.
+        quiet: Whether nothing writes to its blocks any more.
+        stages: When it reached each stage.
+    """
+
+    handle: str
+    rank: Rank
+    number: int
+    generation: Generation | None = None
+    failure: Failure | None = None
+    quiet: bool = False
+    stages: Stages = Stages()

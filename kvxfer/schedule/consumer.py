@@ -1,43 +1,18 @@
 """The consumer's scheduler side: which requests load from other engines, and into which blocks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvxfer.identity import Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
+from kvxfer.schedule.load import Load, LoadEvent, LoadNumber, LoadState, Wanted
 from kvxfer.values import NULL, BlockTable, Fetch, Group
 
-_LOAD = "load"
-"""The holder of a load's blocks in the ledger is this and the request."""
-
-
-class _State(Enum):
-    OPEN = auto()  # no fetch has been queued
-    LOADING = auto()  # the fetch of its ``loader`` has
-    CLOSED = auto()  # loaded, failed or given up: never fetched again
-
-
-@dataclass(slots=True)
-class _Load:
-    """One transfer, for all requests of this engine that share it."""
-
-    transfer: TransferId
-    digest: bytes
-    source: Source
-    tokens: int
-    progress: int
-    offered: bool
-    enough: int
-    requests: set[str] = field(default_factory=set)
-    answers: set[str | None] = field(default_factory=set)  # those that have told of it
-    state: _State = _State.OPEN
-    loader: str | None = None  # the request whose load the workers have not reported yet, cancelled or not
+_S, _E = LoadState, LoadEvent
 
 
 class FetchSchedule:
-    """Decides what to load, and queues the fetches. A transfer is fetched at most once, by one request.
+    """The engine's loads (``Load``): decides what to load, and queues the fetches. A transfer is fetched at most once, by one request.
 
     There is one for each engine, called by one thread. The calls for a request are ``arrive``, ``matched`` as often as the
     engine likes, ``allocated``, ``loaded``, ``finish``; calls about a request that did not arrive do nothing.
@@ -46,17 +21,52 @@ class FetchSchedule:
         groups: The engine's KV-cache groups, in the order of its block tables.
         own: The engine's own directory, if it has several ranks (``Fetch.own``).
         ledger: The blocks that the engine offers, and to which those that its loads fill are added; ``None``: nothing is offered.
+
+    Attributes:
+        fetched: How many fetches have been queued. The next one has that number.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None, ledger: BlockLedger | None = None) -> None:
         self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
+        self._partly = not any(group.kind == "state" for group in groups)
         self._own = own
-        self._loads: dict[TransferId, _Load] = {}
-        self._requests: dict[str, _Load] = {}
-        self._loading: dict[str, _Load] = {}  # by loader, which may have finished meanwhile
+        self._loads: dict[LoadNumber, Load] = {}
+        self._live: dict[str, LoadNumber] = {}  # by the engine's name of the request
+        self._wanted: dict[TransferId, Wanted] = {}
+        self._working: dict[LoadNumber, Load] = {}
+        self._numbers = 0
+        self.fetched = 0
         self._fetches: list[Fetch] = []
-        self._cancels: dict[str, Cancel] = {}  # by request
+        self._cancels: list[tuple[Load, Cancel]] = []
         self._declines: list[DeclinedTransfer] = []
+
+    # --- which loads there are ---------------------------------------------------------------------------------------
+
+    def named(self, request: str) -> Load | None:
+        """Return the load of this name, also if its request is over."""
+        number = self._live.get(request)
+        return None if number is None else self._loads[number]
+
+    def of(self, request: str) -> Load | None:
+        """Return the load of a request that the engine has not said to be over."""
+        load = self.named(request)
+        return None if load is None or load.over else load
+
+    @property
+    def working(self) -> Iterable[Load]:
+        """The loads that have been fetched and are not closed."""
+        return self._working.values()
+
+    def __iter__(self) -> Iterator[Load]:
+        """Yield all loads, the oldest first. Any thread, and the loads may change meanwhile."""
+        return iter(self._loads.copy().values())
+
+    def wanting(self, transfer: TransferId) -> Sequence[Load]:
+        """Return the loads of a transfer."""
+        wanted = self._wanted.get(transfer)
+        return () if wanted is None else wanted.loads
+
+    # --- a request's way -----------------------------------------------------------------------------------------------
 
     def arrive(
         self,
@@ -69,13 +79,15 @@ class FetchSchedule:
         offered: bool = False,
         enough: int = 0,
         answer: str | None = None,
+        begun: bool = True,
     ) -> bool:
         """Record a request, the first ``tokens`` tokens of whose prompt can be loaded from ``source``.
 
         Requests with the same transfer (samples of one prompt) share it: one loads, the others wait and then find
         the blocks in the engine's prefix cache. Calling it again for a known request changes nothing. If ``tokens`` is 0, an
         ``offered`` transfer is given up at once. If another ``answer`` has told of the transfer, its producer counts another
-        consumer, and is told that there is none. See ``Fetch`` for the other arguments.
+        consumer, and is told that there is none. Unless it has ``begun``, it is not to be fetched before ``LoadEvent.BEGUN``. See
+        ``Fetch`` for the other arguments.
 
         Returns:
             False if the transfer is in use for other content or from another source, or if a load of it, or of an earlier
@@ -85,25 +97,34 @@ class FetchSchedule:
         Raises:
             ScheduleError: The request loads another transfer.
         """
-        load = self._loads.get(transfer)
-        if request in self._requests:
-            if self._requests[request] is not load:
-                raise ScheduleError(f"request {request} loads {self._requests[request].transfer}, not {transfer} too")
+        wanted, known = self._wanted.get(transfer), self.named(request)
+        if known is not None and not known.over:
+            if known.wanted is not wanted:
+                raise ScheduleError(f"request {request} loads {known.wanted.transfer}, not {transfer} too")
             return True
-        same = load is None or (load.requests and (load.digest, load.source, load.tokens) == (digest, source, tokens))
-        if not same or request in self._loading:
+        if known is not None:
             return False
-        if load is None:
-            load = self._loads[transfer] = _Load(
-                transfer, digest, source, tokens, progress, offered, 0 if offered else enough
-            )
-            if offered and not tokens:
-                self._decline(load, "the consumer does not need it")
-        elif answer not in load.answers:
-            self.decline(transfer, digest, source, "another request of this engine loads it")
-        load.answers.add(answer)
-        load.requests.add(request)
-        self._requests[request] = load
+        if wanted is not None and (
+            all(load.over for load in wanted.loads)
+            or (wanted.digest, wanted.source, wanted.tokens) != (digest, source, tokens)
+        ):
+            return False
+        state = _S.OPEN if begun else _S.WAITING
+        if wanted is None:
+            enough = 0 if offered else enough
+            wanted = self._wanted[transfer] = Wanted(transfer, digest, source, tokens, progress, offered, enough)
+        else:
+            if answer not in wanted.answers:
+                self.decline(transfer, digest, source, "another request of this engine loads it")
+            fetching = any(load.is_sync or load.state in (_S.MOVING, _S.REPEATED) for load in wanted.loads)
+            state = _S.CLOSED if wanted.closed else _S.SHARED if fetching else state
+        self._numbers += 1
+        load = Load(LoadNumber(self._numbers), request, wanted, state)
+        self._loads[load.number], self._live[request] = load, load.number
+        wanted.answers.add(answer)
+        wanted.loads.append(load)
+        if offered and not tokens and not wanted.closed:
+            self._decline(load, _E.NOT_NEEDED, "the consumer does not need it")
         return True
 
     def decline(self, transfer: TransferId, digest: bytes, source: Source, reason: str, answer: str = "") -> None:
@@ -116,15 +137,16 @@ class FetchSchedule:
     def matched(self, request: str, computed: int) -> int | None:
         """Return how many tokens after the ``computed`` local ones can be loaded. Changes nothing.
 
-        0: none, now or later (unknown, already loaded, failed, or the local cache has all). None: the transfer is
-        being loaded; ask again in the next step. A load ends within its deadline, so this is not None for ever.
+        0: none, now or later (unknown, already loaded, failed, or the local cache has all). None: the producer has not begun, or
+        the transfer is being loaded; ask again in the next step. A load ends within its deadline, so this is not None for ever.
         """
-        load = self._requests.get(request)
-        if load is None or load.state is _State.CLOSED:
+        load = self.of(request)
+        if load is None:
             return 0
-        if load.state is _State.LOADING:
-            return None
-        return max(0, load.tokens - computed)
+        if load.state is _S.OPEN or load.state is _S.WAITING:
+            tokens = max(0, load.wanted.tokens - computed)
+            return tokens if not tokens or load.state is _S.OPEN else None
+        return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING, _S.REPEATED) else 0
 
     def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
         """Record that the engine admitted the request, and counts on ``external`` tokens from outside.
@@ -142,23 +164,36 @@ class FetchSchedule:
             ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it, or some of those
                 are offered or being filled. The request must not run.
         """
-        load = self._requests.get(request)
+        load = self.of(request)
         if external > 0:
-            promised = self.matched(request, computed)
-            partly = any(group.kind == "state" for group in self._groups)
-            if load is None or promised is None or external > promised or (partly and external < promised):
-                raise ScheduleError(f"request {request} counts on {external} tokens where {promised} can be had")
-            end = computed + external
-            blocks = self.fills(table, computed, end)
-            unused = self.unused(request, blocks)
-            self._ledger.claim((_LOAD, request), unused, f"the load of request {request}", fills=True)
-            load.state, load.loader = _State.LOADING, request
-            self._loading[request] = load
-            names = request, load.transfer, load.digest, load.source
-            enough = min(max(load.enough, computed + 1), end) if load.enough else 0
-            self._fetches.append(Fetch(*names, blocks, computed, end, self._own, load.progress, load.offered, enough))
-        elif load is not None and load.state is _State.OPEN:
-            self._decline(load, "the consumer does not need it")
+            self.fetch(request, table, computed, external, _E.FETCH)
+        elif load is not None:
+            self._decline(load, _E.NOT_NEEDED, "the consumer does not need it")
+
+    def fetch(self, request: str, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
+        """Queue the fetch of a load into these blocks; ``event`` says whose they are. For the rest see ``allocated``.
+
+        Raises:
+            ScheduleError: As ``allocated`` does.
+        """
+        load, promised = self.of(request), self.matched(request, computed)
+        if load is None or promised is None or external > promised or (external < promised and not self._partly):
+            raise ScheduleError(f"request {request} counts on {external} tokens where {promised} can be had")
+        end = computed + external
+        blocks = self.fills(table, computed, end)
+        unused = self.unused(request, blocks)
+        load.on(event)
+        self._ledger.claim(load.holder, unused, f"the load of request {request}", fills=True)
+        wanted = load.wanted
+        for sibling in wanted.loads:
+            if sibling is not load:
+                sibling.on(_E.SIBLING_FETCHES)
+        load.fetched, load.blocks, load.start, load.end = self.fetched, blocks, computed, end
+        self._working[load.number] = load
+        self.fetched += 1
+        enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
+        names = request, wanted.transfer, wanted.digest, wanted.source
+        self._fetches.append(Fetch(*names, blocks, computed, end, self._own, wanted.progress, wanted.offered, enough))
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:
         """Return the blocks that a load of the tokens ``[start, end)`` fills; earlier ones may be shared with other requests.
@@ -189,12 +224,24 @@ class FetchSchedule:
             )
         return blocks
 
-    def quiet(self, request: str) -> None:
-        """Record that nothing of the request's load writes any more, so that its blocks may be offered and loaded into.
+    # --- how it ends ---------------------------------------------------------------------------------------------------
 
-        It may come before ``loaded``, which says the same.
+    def on(self, load: Load, event: LoadEvent, reason: str = "") -> bool:
+        """Make the move of one load that an event leads to, with all that follows from it; return False if the event is ignored.
+
+        A load whose workers are busy with it is cancelled, its blocks may be used again once they are quiet, and the other requests
+        of the transfer compute their tokens. ``reason``: why it is cancelled, for the workers' log.
         """
-        self._ledger.drop((_LOAD, request))
+        before = load.state
+        if not load.on(event):
+            return False
+        if load.state in (_S.CANCELLED, _S.DROPPED):
+            self._cancels.append((load, Cancel(load.request, reason)))
+        if load.fetched is not None and load.state in (_S.REPEATED, _S.CLOSED, _S.HERE):
+            self._ledger.drop(load.holder)
+        if load.state in (_S.HERE, _S.CANCELLED, _S.DROPPED, _S.CLOSED):
+            self._close(load, before)
+        return True
 
     def loaded(self, request: str) -> None:
         """Record that all workers have reported the request's load: it is over, and its memory quiet.
@@ -202,12 +249,9 @@ class FetchSchedule:
         Call it once for each fetch, however it ended, even after a cancel and for a request that is finished. A
         load that failed is not tried again: the engine computes the tokens or fails the request, as its policy says.
         """
-        self.quiet(request)
-        load = self._loading.pop(request, None)
-        if load is not None:
-            self._cancels.pop(request, None)  # too late, and must not hit the next load of that name
-            load.state, load.loader = _State.CLOSED, None
-            self._prune(load)
+        load = self.named(request)
+        if load is not None and load.under_way:
+            self.on(load, _E.ENDED)
 
     def unasked(self, request: str) -> None:
         """Record that the load has failed before any worker asked its producer; have the producer told, so that it frees its blocks.
@@ -215,8 +259,10 @@ class FetchSchedule:
         Call it before ``loaded``, and only if no worker has asked: a producer that was asked counts this engine already, and
         would count it twice.
         """
-        if (load := self._loading.get(request)) is not None:
-            self._decline(load, "the consumer gave up before it could ask")
+        load = self.named(request)
+        if load is not None and load.fetched is not None and load.state is not _S.CLOSED:
+            wanted = load.wanted
+            self.decline(wanted.transfer, wanted.digest, wanted.source, "the consumer gave up before it could ask")
 
     def preempt(self, request: str) -> None:
         """Record that the engine takes the request's blocks away.
@@ -224,36 +270,76 @@ class FetchSchedule:
         What was loaded into them is computed here when the request resumes; a transfer whose load has not begun can still
         be loaded.
         """
-        load = self._requests.get(request)
-        if load is not None and load.loader == request:
-            self._cancel(request, load, "the consumer preempted the request")
+        load = self.of(request)
+        if load is not None:
+            self.on(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
+
+    def give_up(self, load: Load, reason: str) -> None:
+        """End a load though its request goes on."""
+        if load.state in (_S.WAITING, _S.OPEN) and all(other is load or other.over for other in load.wanted.loads):
+            self._decline(load, _E.GIVE_UP, reason)
+        else:
+            self.on(load, _E.GIVE_UP, reason)
 
     def finish(self, request: str, reason: str = "the consumer's request is over") -> None:
         """Record that the request is over, at whatever point: rejected, aborted or done."""
-        load = self._requests.pop(request, None)
-        if load is None:
-            return
-        load.requests.remove(request)
-        if load.loader == request:
-            self._cancel(request, load, reason)
-        elif load.state is _State.OPEN and not load.requests:
-            self._decline(load, reason)
-        self._prune(load)
+        load = self.of(request)
+        if load is not None:
+            load.over = True
+            if load.state is _S.CLOSED:
+                self._forget(load)
+            else:
+                self.give_up(load, reason)
+
+    def _close(self, load: Load, before: LoadState) -> None:
+        """Close the transfer with the load that was to fetch it, and forget what nobody will ask about."""
+        if before not in (_S.WAITING, _S.OPEN, _S.SHARED) and not load.wanted.closed:
+            self._close_wanted(load.wanted)
+        if load.state is _S.CLOSED:
+            self._working.pop(load.number, None)
+            if load.over:
+                self._forget(load)
+
+    @staticmethod
+    def _close_wanted(wanted: Wanted) -> None:
+        wanted.closed = True
+        for sibling in wanted.loads:
+            sibling.on(_E.SIBLING_ENDS)
+
+    def _decline(self, load: Load, event: LoadEvent, reason: str) -> None:
+        """Give a transfer up that has not begun, for all its requests, and have its producer told; else only this load."""
+        if load.state in (_S.WAITING, _S.OPEN):
+            wanted = load.wanted
+            self.decline(wanted.transfer, wanted.digest, wanted.source, reason)
+            load.on(event)
+            self._close_wanted(wanted)
+            if load.over:
+                self._forget(load)
+        else:
+            self.on(load, event, reason)
+
+    def _forget(self, load: Load) -> None:
+        del self._loads[load.number], self._live[load.request]
+        load.wanted.loads.remove(load)
+        if not load.wanted.loads:
+            del self._wanted[load.wanted.transfer]
+
+    # --- once a step ---------------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> dict[TransferId, tuple[bytes, Source]]:
         """The transfers that workers do not know yet, with digest and producer; the scheduler side itself renews their leases."""
-        open_ = (load for load in self._loads.values() if load.state is _State.OPEN)
-        return {load.transfer: (load.digest, load.source) for load in open_}
+        open_ = (load.wanted for load in self._loads.values() if load.state in (_S.WAITING, _S.OPEN))
+        return {wanted.transfer: (wanted.digest, wanted.source) for wanted in open_}
 
     def __len__(self) -> int:
         """Return how many transfers are remembered, including cancelled ones that are not quiet yet."""
-        return len(self._loads)
+        return len(self._wanted)
 
     @property
-    def wanted(self) -> tuple[Fetch, ...]:
+    def fetches(self) -> Sequence[Fetch]:
         """The fetches that the next ``commands`` returns."""
-        return tuple(self._fetches)
+        return self._fetches
 
     @property
     def untold(self) -> bool:
@@ -264,7 +350,11 @@ class FetchSchedule:
         """Return the fetches and cancels since the last call. Call it once a step."""
         if not self._fetches and not self._cancels:
             return StepCommands()
-        drained = StepCommands(fetches=tuple(self._fetches), cancels=tuple(self._cancels.values()))
+        # A cancel that comes too late must not hit the next load of its name.
+        cancels = tuple(
+            cancel for load, cancel in self._cancels if load.state in (_S.CANCELLED, _S.DROPPED, _S.WRITTEN)
+        )
+        drained = StepCommands(fetches=tuple(self._fetches), cancels=cancels)
         self._fetches.clear()
         self._cancels.clear()
         return drained
@@ -280,16 +370,3 @@ class FetchSchedule:
         """Return the positions ``[first, past)`` of the blocks that a load of ``[start, end)`` fills."""
         first, past = group.moved(end)
         return max(first, start // group.block_tokens), past
-
-    def _cancel(self, request: str, load: _Load, reason: str) -> None:
-        if load.state is _State.LOADING:
-            load.state = _State.CLOSED
-            self._cancels[request] = Cancel(request, reason)
-
-    def _decline(self, load: _Load, reason: str) -> None:
-        load.state = _State.CLOSED
-        self.decline(load.transfer, load.digest, load.source, reason)
-
-    def _prune(self, load: _Load) -> None:
-        if not load.requests and load.loader is None:
-            del self._loads[load.transfer]

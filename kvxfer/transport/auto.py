@@ -8,7 +8,7 @@ directly and others over a network. The libraries of later ones are loaded only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,17 @@ def choose(
     config = config or Config(backend=AUTO)
     objection = guard(config)
     order, passed = _declared(memory, config)
+
+    def probe(backend: Backend) -> Probe:
+        return (probe_of and probe_of(backend)) or probed(backend)
+
     for i, backend in enumerate(order):
         if why := objection(backend):
             passed[backend.name] = why
             continue
-        found = (probe_of and probe_of(backend)) or probed(backend)
+        found = probe(backend)
         if found.usable and (memory in found.memory or backend.last_resort):
-            rest = _beside(backend, order[i + 1 :], objection, passed)
+            rest = _beside(backend, order[i + 1 :], objection, probe, passed)
             return Choice({b.name: b for b in (backend, *rest)}, found.reason, passed)
         passed[backend.name] = found.reason if not found.usable else f"it does not move {memory} memory"
     raise ConfigError(f"backend 'auto' found none that works here for {memory} memory: {passed}")
@@ -128,18 +132,29 @@ def _declared(memory: str, config: Config) -> tuple[list[Backend], dict[str, str
 
 
 def _beside(
-    first: Backend, rest: Iterable[Backend], objection: Callable[[Backend], str | None], passed: dict[str, str]
+    first: Backend,
+    rest: Sequence[Backend],
+    objection: Callable[[Backend], str | None],
+    probe: Callable[[Backend], Probe],
+    passed: dict[str, str],
 ) -> list[Backend]:
-    """Return those of ``rest`` that may be used, and share no exclusive library with those before them."""
+    """Return those of ``rest`` that may be used, and share no exclusive library with those before them.
+
+    One that would keep out a later one is probed first: if it does not work, the later one is used.
+    """
     taken, kept = set(first.exclusive), []
-    for backend in rest:
+    for i, backend in enumerate(rest):
         if taken & backend.exclusive:
             continue
-        if why := objection(backend):
+        why = objection(backend)
+        if why is None and any(backend.exclusive & later.exclusive for later in rest[i + 1 :]):
+            found = probe(backend)
+            why = None if found.usable else found.reason
+        if why is not None:
             passed[backend.name] = why
-        else:
-            kept.append(backend)
-            taken |= backend.exclusive
+            continue
+        kept.append(backend)
+        taken |= backend.exclusive
     return kept
 
 

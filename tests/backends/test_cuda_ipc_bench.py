@@ -18,7 +18,7 @@ from tests.conftest import require
 
 require("torch")
 torch = pytest.importorskip("torch")
-measuring = pytest.importorskip("kvxfer_cuda_ipc.measuring")
+measuring = pytest.importorskip("kvxfer_bench.cuda_ipc.measuring")
 
 ROW = 256
 """A head of a token."""

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.bench.adversary import measure_adversary, measure_fleet
-from kvxfer.bench.honest import BAIT, Fleet, Prefill, limited
-from kvxfer.bench.hostile import Hostile
-from kvxfer.bench.remote import Remote
 from kvxfer.config import Config
 from kvxfer.security import make_key
+from kvxfer.testing.remote import Remote
+from kvxfer_bench.adversary import measure_adversary, measure_fleet
+from kvxfer_bench.honest import BAIT, Fleet, Prefill, limited
+from kvxfer_bench.hostile import Hostile
 
 SHORT = [
     "1,100 idle connections at the directory",
+    "100 connections from another address, each made again after its handshake",
     "40 links that take no piece, each under its own name",
+    "the same for five seconds, then beside consumers that come new",
     "a directory of 3,000 ranks",
     "another producer that is cut off amid a load",
 ]

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.bench import turns
-from kvxfer.bench.meeting import Meeting
-from kvxfer.bench.pair import Pair, pair
-from kvxfer.bench.remote import Remote
-from kvxfer.bench.shapes import MODELS, Request
-from kvxfer.bench.transfer import measure, measure_elastic
+from kvxfer.cli.transfer.command import measure, measure_elastic
+from kvxfer.cli.transfer.meeting import Meeting
+from kvxfer.cli.transfer.pair import Pair, pair
+from kvxfer.cli.transfer.shapes import MODELS, Request
 from kvxfer.errors import KvxferError
+from kvxfer.testing.remote import Remote
+from kvxfer_bench import turns
 
 PAGES = MODELS["pages-of-16k"]
 STEPS = ("prepare", "post", "transfer")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvxfer.bench import world
-from kvxfer.bench.chaos import measure
 from kvxfer.cli.bench import bench
 from kvxfer.errors import KvxferError
+from kvxfer_bench import world
+from kvxfer_bench.chaos import measure
 
 
 @pytest.mark.slow

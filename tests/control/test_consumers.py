@@ -54,7 +54,7 @@ def test_what_becomes_of_one_means_nothing_for_the_others(engine: Any) -> None:
     p.agents[0].offer(offer(3))
     assert stays.wait(Ended)[0].outcome.delivered and np.array_equal(stays.block(5), p.block(3))
     end = p.wait(Ended)[0]  # by the lease, if one was lost before the producer had heard of it
-    assert end.outcome.kind in (FailureKind.CANCELLED, FailureKind.TIMED_OUT)
+    assert end.outcome.kind in (FailureKind.CANCELLED, FailureKind.UNFETCHED)
     p.wait(Released)
 
 
@@ -64,7 +64,7 @@ def test_a_lease_ends_for_those_who_never_come(engine: Any) -> None:
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
     assert d.wait(Ended)[0].outcome.delivered
     why = p.wait(Ended)[0].outcome.failure
-    assert why.kind is FailureKind.TIMED_OUT and "by all 2 engines" in why.detail
+    assert why.kind is FailureKind.UNFETCHED and "by all 2 engines" in why.detail
     p.wait(Released)
 
 

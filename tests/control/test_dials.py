@@ -10,13 +10,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvxfer.bench.hostile import Hostile
 from kvxfer.config import Config
 from kvxfer.control import outbound
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
+from kvxfer_bench.hostile import Hostile
 from tests.control.conftest import Engine, fetch, until
 from tests.control.test_strangers import honest
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench import ranked
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source
 from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.values import Fetch
+from kvxfer_bench import ranked
 
 
 def ended(fetch: Fetch) -> Ended:

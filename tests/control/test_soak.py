@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench.soak import ALLOWED, DEVICE_MIB, FIGURES, ROWS, WATCHED, complaints, left_behind, measure
+from kvxfer_bench.soak import ALLOWED, DEVICE_MIB, FIGURES, ROWS, WATCHED, complaints, left_behind, measure
 
 
 @pytest.mark.slow

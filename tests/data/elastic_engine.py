@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.bench.remote import Remote
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, Released, Role
+from kvxfer.testing.remote import Remote
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.data.elastic_cache import AT_ONCE, LAYERS, PLANES, TOKENS, Layout, Side
 from tests.data.elastic_pages import ElasticPages

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.data.commands import PieceReady, PieceTaken, Reset
+from kvxfer.data.commands import Reset, SlotFree, SlotReady
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.protocol.values import Moved, PartRef
@@ -87,12 +87,12 @@ def test_a_link_that_is_made_anew_has_slots(side: Side) -> None:
     side.connect(LINK, 1)
     ref = side.move(LINK, 1, Verb.READ, SLOT)
     for piece in range(8):
-        side.data.post(PieceReady(ref, piece, piece * SLOT, SLOT))
+        side.data.post(SlotReady(ref, piece, piece * SLOT, SLOT))
     side.breaks(closes=False)
     side.delay_s = 0.0
     side.breaks(closes=True)
     side.connect(LINK, 2)
     ref = side.move(LINK, 2, Verb.READ, SLOT)
     for piece in range(8):
-        side.data.post(PieceReady(ref, piece, piece * SLOT, SLOT))
-    side.wait(PieceTaken, 8)
+        side.data.post(SlotReady(ref, piece, piece * SLOT, SLOT))
+    side.wait(SlotFree, 8)

@@ -57,7 +57,7 @@ def test_the_map_of_the_tree_is_the_tree() -> None:
     "page", ["walkthrough.md", "connect-an-engine.md", "architecture.md", "design.md", "session.md"]
 )
 def test_what_a_page_names_in_the_code_is_there(page: str) -> None:
-    folders = ("kvxfer", "backends", "connectors")
+    folders = ("kvxfer", "backends", "benchmarks", "connectors")
     code = "\n".join(file.read_text() for folder in folders for file in (DOCS.parent / folder).rglob("*.py"))
     identifiers = set(re.findall(r"\w+", code)) | {
         file.stem for folder in folders for file in (DOCS.parent / folder).rglob("*")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvxfer_vllm.demo.clients import Answers, Clients, Wish
-from kvxfer_vllm.demo.fleet import routed
+from kvxfer_bench.vllm.clients import Answers, Clients, Wish
+from kvxfer_bench.vllm.fleet import routed
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm, ended_together

@@ -47,6 +47,27 @@ def test_a_server_that_cannot_start_fails_at_once_in_its_own_words(tmp_path: Pat
     assert "no-model" in str(caught.value)
 
 
+class Busy(Server):
+    """One that needs 1.5 seconds, and writes to its log meanwhile or not."""
+
+    def __init__(self, tmp_path: Path, writes: bool) -> None:
+        self.name, self.log, self.url, self._writes = "busy", tmp_path / "busy.log", "", writes
+        self._until = time.monotonic() + 1.5
+        self.log.write_text("began\n")
+
+    def ready(self) -> bool:
+        if self._writes:
+            with self.log.open("a") as log:
+                log.write("goes on\n")
+        return time.monotonic() > self._until
+
+
+def test_a_server_is_waited_for_while_its_log_grows(tmp_path: Path) -> None:
+    await_ready([Busy(tmp_path, True)], 0.5)
+    with pytest.raises(ServerError, match="wrote nothing for"):
+        await_ready([Busy(tmp_path, False)], 0.5)
+
+
 @pytest.mark.parametrize(
     ("config", "word"),
     [

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import ConfigError
-from kvxfer_vllm.demo.beside import LOADS
-from kvxfer_vllm.demo.engines import Rounds
-from kvxfer_vllm.demo.kinds import PromptCase, Prompts
+from kvxfer_bench.vllm.beside import LOADS
+from kvxfer_bench.vllm.engines import Rounds
+from kvxfer_bench.vllm.kinds import PromptCase, Prompts
+from kvxfer_bench.vllm.pairs import ServerPair
 from kvxfer_vllm.demo.metrics import loaded_tokens
-from kvxfer_vllm.demo.pairs import ServerPair
 from kvxfer_vllm.demo.servers import Cluster, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

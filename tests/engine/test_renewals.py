@@ -11,6 +11,8 @@ from kvxfer.engine import renewals
 from kvxfer.engine.renewals import Renewals
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Renew
+from kvxfer.schedule import FetchSchedule, Load
+from kvxfer.values import Group
 
 A, B = Source("127.0.0.1", 7, 1), Source("127.0.0.1", 8, 1)
 X, Y = TransferId("own/1/x", 0), TransferId("own/1/y", 0)
@@ -32,21 +34,36 @@ class Told:
             assert self._change.wait_for(lambda: self.notices.count((source, transfer)) >= count, 30.0), self.notices
 
 
+class Waiting:
+    """Loads that wait, and what renews their leases."""
+
+    def __init__(self, lease: float, told: Told) -> None:
+        self.schedule = FetchSchedule([Group(16)])
+        self.renewals = Renewals(lease, told, lambda: self.schedule)
+
+    def begin(self, request: str, transfer: TransferId, digest: bytes, source: Source) -> None:
+        assert self.schedule.arrive(request, transfer, digest, source, 40)
+        load: Load | None = self.schedule.of(request)
+        assert load is not None
+        load.came_at = time.monotonic()
+        self.renewals.start()
+
+
 def test_nothing_but_time_has_to_pass() -> None:
     told = Told()
-    r = Renewals(0.04, told)
-    r.begin(X, b"x", A)
-    r.begin(Y, b"y", B)
+    r = Waiting(0.04, told)
+    r.begin("x", X, b"x", A)
+    r.begin("y", Y, b"y", B)
     told.wait(A, X, 3)
     told.wait(B, Y, 3)
-    r.keep([Y])
+    r.schedule.finish("x")
     before = told.notices.count((A, X))
     told.wait(B, Y, told.notices.count((B, Y)) + 3)
     assert told.notices.count((A, X)) <= before + 1
-    r.close()
-    r.close()
+    r.renewals.close()
+    r.renewals.close()
     count = len(told.notices)
-    r.begin(X, b"x", A)
+    r.begin("z", X, b"x", A)
     time.sleep(0.05)
     assert len(told.notices) == count
 
@@ -54,24 +71,25 @@ def test_nothing_but_time_has_to_pass() -> None:
 def test_one_that_is_taken_from_another_engine_is_renewed_there() -> None:
     """A router tries again with another prefill engine, under the same name."""
     told = Told()
-    r = Renewals(0.04, told)
-    r.begin(X, b"x", A)
+    r = Waiting(0.04, told)
+    r.begin("x", X, b"x", A)
     told.wait(A, X, 1)
-    r.begin(X, b"x", B)
+    r.schedule.finish("x")
+    r.begin("x", X, b"x", B)
     told.wait(B, X, 3)
-    r.close()
+    r.renewals.close()
 
 
 def test_renewals_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renewals, "RENEWED", 2)
     told = Told()
-    r = Renewals(0.2, told)
-    r.begin(X, b"x", A)
+    r = Waiting(0.2, told)
+    r.begin("x", X, b"x", A)
     told.wait(A, X, 1)
     time.sleep(1.0)
     count = len(told.notices)
     assert count <= 9, "it was renewed for longer than two leases"
-    r.begin(Y, b"y", A)
+    r.begin("y", Y, b"y", A)
     told.wait(A, Y, 2)
     assert told.notices.count((A, X)) == count
-    r.close()
+    r.renewals.close()

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvxfer.config import Config
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step
-from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.failures import ADVICE, Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable, Group, Rank
@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
     def lease_ends(self) -> None:
         for agent in self.p.agents:
             for transfer, offer in list(agent.offers.items()):
-                agent.end(transfer, offer.generation, Outcome(Failure(FailureKind.TIMED_OUT, "nobody fetched it")))
+                agent.end(transfer, offer.generation, Outcome(Failure(FailureKind.UNFETCHED, "nobody fetched it")))
 
     @invariant()
     def blocks_have_owners(self) -> None:
@@ -508,3 +508,15 @@ def test_pins_hold_what_was_freed_up_to_their_limit() -> None:
     for holder in "abc":
         pins.drop(holder)
     assert pins.pool_unused and len(pins) == 0
+
+
+def test_a_failed_load_is_logged_where_the_request_was_taken(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wire, p, d = pair
+    request = d.take(*offered(p))
+    d.step(4)
+    for load in wire.loads:
+        wire.fail(load, "the card is gone")
+    for _ in range(3):
+        d.step(4)
+    [line] = [r.getMessage() for r in caplog.records if "has not loaded its KV" in r.getMessage()]
+    assert request.name in line and "peer_lost: the card is gone; " in line and ADVICE[FailureKind.PEER_LOST] in line

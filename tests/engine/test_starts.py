@@ -2,64 +2,108 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from kvxfer.config import Config
+from kvxfer.control.directory import Unheard
+from kvxfer.engine.notices import Notices
 from kvxfer.engine.starts import Starts
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Await, Named
+from kvxfer.protocol.messages import Await, Begun, Named
+from kvxfer.schedule import Load, LoadState, Schedule
+from kvxfer.values import Group
 
 A, B = Source("a", 7, 1), Source("b", 8, 0)
 X, Y = TransferId("router/x", 0), TransferId("router/y", 0)
 
 
+class PlayedDirectory:
+    """Tells nobody, and has the notices that a test gives it."""
+
+    def __init__(self) -> None:
+        self.came: list[Any] = []
+
+    def tell(self, source: Source, notice: object) -> None:
+        pass
+
+    def notices(self) -> list[Any]:
+        came, self.came = self.came, []
+        return came
+
+
 class Played:
     def __init__(self) -> None:
-        self.now, self.told = 0.0, list[tuple[Source, Await]]()
+        self.now, self.told = 1.0, list[tuple[Source, Await]]()
         self.starts = Starts(30.0, lambda source, notice: self.told.append((source, notice)), lambda: self.now)
+        self.schedule = Schedule([Group(16)])
+        self.directory: Any = PlayedDirectory()
+        self.notices = Notices(Config(), self.directory, self.schedule)
 
     def drain(self) -> list[tuple[Source, Await]]:
         told, self.told = self.told, []
         return told
 
+    def ask(self, request: str, transfer: TransferId, digest: bytes, source: Source) -> Load:
+        consumer = self.schedule.consumer
+        assert consumer.arrive(request, transfer, digest, source, 40, begun=False)
+        load = consumer.of(request)
+        assert load is not None
+        load.came_at = self.now
+        self.starts.ask((load,))
+        return load
+
+    def again(self) -> None:
+        self.starts.ask(self.schedule.consumer)
+
+    def hear(self, notice: object) -> None:
+        self.directory.came.append(notice)
+        self.notices.step()
+
+    def waits(self, request: str) -> bool:
+        load = self.schedule.consumer.of(request)
+        return load is not None and load.state is LoadState.WAITING
+
 
 def test_a_request_waits_until_its_producer_has_begun_with_it() -> None:
     p = Played()
-    for request, transfer, source in (("r", X, A), ("sibling", X, A), ("other", Y, A)):
-        p.starts.ask(request, transfer, b"d", source)
+    for request, transfer, digest, source in (("r", X, b"d", A), ("sibling", X, b"d", A), ("other", Y, b"d", A)):
+        p.ask(request, transfer, digest, source)
     assert p.drain()[0] == (A, Await(1, (Named(X, b"d"),)))
-    p.starts.begun((Named(X, b"another prompt's"),))
-    assert "r" in p.starts and "sibling" in p.starts
-    p.starts.begun((Named(X, b"d"),))
-    assert "r" not in p.starts and "sibling" not in p.starts and "other" in p.starts
+    p.hear(Begun((Named(X, b"another prompt's"),)))
+    assert p.waits("r") and p.waits("sibling")
+    p.hear(Begun((Named(X, b"d"),)))
+    assert not p.waits("r") and not p.waits("sibling") and p.waits("other")
 
 
 def test_it_is_asked_again_while_there_is_no_answer() -> None:
     p = Played()
-    p.starts.ask("r", X, b"d", A)
-    p.starts.ask("r", X, b"d", A)
-    p.starts.ask("q", Y, b"e", A)
+    p.ask("r", X, b"d", A)
+    p.again()
+    p.ask("q", Y, b"e", A)
     assert len(p.drain()) == 2
-    p.now = 0.5
-    p.starts.ask_again()
-    assert not p.drain()
     p.now = 1.5
-    p.starts.ask_again()
-    p.starts.ask_again()
+    p.again()
+    assert not p.drain()
+    p.now = 2.5
+    p.again()
+    p.again()
     assert p.drain() == [(A, Await(1, (Named(X, b"d"), Named(Y, b"e"))))]
 
 
 def test_it_waits_for_so_long_and_no_longer() -> None:
     p = Played()
-    p.starts.ask("r", X, b"d", A)
-    p.now = 29.9
-    assert not p.starts.late("r")
-    p.now = 30.0
-    assert p.starts.late("r")
-    p.starts.forget("r")
-    assert "r" not in p.starts and len(p.starts) == 0
+    load = p.ask("r", X, b"d", A)
+    p.now = 30.9
+    assert not p.starts.is_late(load)
+    p.now = 31.0
+    assert p.starts.is_late(load)
+    p.schedule.consumer.finish("r")
+    assert not p.waits("r") and len(p.schedule) == 0
 
 
 def test_who_cannot_be_asked_is_not_waited_for() -> None:
     p = Played()
-    p.starts.ask("r", X, b"d", A)
-    p.starts.ask("q", Y, b"e", B)
-    p.starts.unheard("a", 7)
-    assert "r" not in p.starts and "q" in p.starts
+    p.ask("r", X, b"d", A)
+    p.ask("q", Y, b"e", B)
+    p.hear(Unheard("a", 7))
+    assert not p.waits("r") and p.waits("q")

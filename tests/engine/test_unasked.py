@@ -228,8 +228,30 @@ def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., E
     p.offer("x", [1, 2], 7)
     assert "x" in p.until("x").free
     (failure,) = [end.outcome.failure for end in ended]
-    assert failure is not None and failure.kind is FailureKind.TIMED_OUT and "transfer_timeout" not in failure.advice
+    assert failure is not None and failure.kind is FailureKind.UNFETCHED and "transfer_timeout" not in failure.advice
     assert "not fetched within the lease" in failure.detail and "an engine that loads" in failure.advice
+    assert "no engine has asked for it" in failure.detail and ended[0].unclaimed
+
+
+def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(make: Callable[..., Engine]) -> None:
+    p = make(lease=0.5)
+    ended: list[Ended] = []
+    p.worker._on_ended = ended.append
+    ticket = p.offer("x", [1, 2], 7)
+    p.worker.agent.renew(ticket.transfer)
+    assert "x" in p.until("x").free
+    (failure,) = [end.outcome.failure for end in ended]
+    assert failure is not None and "no engine has asked" not in failure.detail and not ended[0].unclaimed
+
+
+def test_lines_about_offers_that_nobody_asked_for_are_bounded(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    p = make(lease=0.2)
+    for i in range(6):
+        p.offer(f"x{i}", [i + 1], 4)
+    p.until("x5")
+    assert len([record for record in caplog.records if "no engine has asked for it" in record.getMessage()]) == 1
 
 
 def test_a_client_that_leaves_while_the_link_is_made(make: Callable[..., Engine]) -> None:

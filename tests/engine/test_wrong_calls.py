@@ -30,6 +30,7 @@ from kvxfer import (
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
 from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Named, Renew
+from kvxfer.schedule import FetchSchedule
 
 FACTS = {"model": "small"}
 BLOCKS = 16
@@ -367,9 +368,12 @@ def test_a_renewal_that_cannot_be_sent_ends_no_other() -> None:
             raise ValueError("cannot be sent")
         told.append(source)
 
-    renewals = Renewals(0.02, tell)
-    renewals.begin(fresh()[1], DIGEST, bad)
-    renewals.begin(fresh()[1], DIGEST, good)
+    schedule = FetchSchedule([Group(2)])
+    renewals = Renewals(0.02, tell, lambda: schedule)
+    for name, source in (("bad", bad), ("good", good)):
+        assert schedule.arrive(name, fresh()[1], DIGEST, source, 4)
+        schedule.of(name).came_at = time.monotonic()  # type: ignore[union-attr]
+    renewals.start()
     until = time.monotonic() + 20.0
     while len(told) < 3 and time.monotonic() < until:
         time.sleep(0.005)

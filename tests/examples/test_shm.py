@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.bench.soak import measure
+from kvxfer_bench.soak import measure
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "kvxfer-shm"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench.engine import BenchEngine, Setup
-from kvxfer.bench.remote import Remote
-from kvxfer.bench.shapes import MODELS, Request
+from kvxfer.cli.transfer.engine import BenchEngine, Setup
+from kvxfer.cli.transfer.shapes import MODELS, Request
+from kvxfer.testing.remote import Remote
 from tests.conftest import require
 
 torch = pytest.importorskip("torch")

@@ -15,8 +15,8 @@ from tests.conftest import require
 def test_it_fails_if_bytes_differ(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had said so, and passed."""
     require("torch")
-    from kvxfer.bench import packing
     from kvxfer.memory.cpu import CpuSpace
+    from kvxfer_bench import packing
 
     monkeypatch.setattr(packing, "PAIRS", packing.PAIRS[:2])
     unpack, calls = CpuSpace.unpack, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxfer.bench import steps
+from kvxfer_bench import steps
 
 MOST = {
     "offer": 11,

@@ -171,6 +171,13 @@ def test_two_that_bring_one_library_are_never_in_one_process(monkeypatch: pytest
     assert all(both) and len(set(both)) <= 1
 
 
+def test_one_that_does_not_work_keeps_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ONE, TWO, THREE)
+    monkeypatch.setattr(Two, "probe", classmethod(lambda cls: Probe(False, "libtwo.so cannot be loaded")))
+    choice = choose("cpu")
+    assert list(choice.backends) == ["one", "three"] and choice.passed["two"] == "libtwo.so cannot be loaded"
+
+
 def test_two_of_one_name_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ONE, f"{__name__}:Other")
     choice = choose("cpu")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvxfer_vllm.compat import HOLDS_BLOCKS, TELLS_HITS
 from tests.vllm.engine import ALIGNED, CHUNKED, DRAFTING, FULL, HYBRID, STATEFUL, Engine, Group, answer, prompt
 from tests.vllm.wire import Load, Wire
 
@@ -15,12 +14,6 @@ CACHES = pytest.mark.parametrize(
     "groups",
     [FULL, HYBRID, (Group(window=24),), STATEFUL, ALIGNED, DRAFTING, CHUNKED],
     ids=["full", "hybrid", "window", "stateful", "aligned", "drafting", "chunked"],
-)
-HOLDING = pytest.mark.skipif(
-    not HOLDS_BLOCKS, reason="this vLLM is told of a failed load only once it is quiet, see test_failures.py"
-)
-EARLY = pytest.mark.skipif(
-    not TELLS_HITS, reason="vLLM 0.29 does not say how much of a prompt is cached, so nothing is loaded before its turn"
 )
 RUNNERS = pytest.mark.parametrize("resumes_as_new", [False, True], ids=["runner1", "runner2"])
 
@@ -35,12 +28,8 @@ def prefill(p: Engine, text: list[int], n: int = 1, **more: Any) -> dict[str, An
     return params
 
 
-def let_go(d: Engine, wire: Wire, name: str, load: Load) -> None:
-    """The blocks of a failed load get quiet. vLLM 0.29 goes on with the same blocks, so that it must not hear of the
-    failure before that; later ones have gone on with others long since."""
-    if not HOLDS_BLOCKS:
-        d.steps(5)
-        assert d.status(name) == "WAITING_FOR_REMOTE_KVS"
+def let_go(wire: Wire, load: Load) -> None:
+    """The blocks of a failed load get quiet; vLLM has gone on with others long since."""
     wire.scribble(load)
     wire.quiet(load)
 

@@ -15,7 +15,6 @@ require("vllm")
 
 from vllm.config import KVTransferConfig  # noqa: E402
 
-from kvxfer_vllm.compat import REPORTS_BY_REQUEST  # noqa: E402
 from tests.vllm.engine import FULL, Engine, vllm_config  # noqa: E402
 from tests.vllm.wire import Wire  # noqa: E402
 
@@ -43,8 +42,6 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
     names = itertools.count()
 
     def build(groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", **more: Any) -> Engine:
-        if not REPORTS_BY_REQUEST and (len(groups) > 1 or groups[0].window):
-            pytest.skip("refused with vLLM 0.29, see test_settings.py")
         folder = tmp_path / str(next(names))
         folder.mkdir()
         transfer = more.pop("transfer", None) or KVTransferConfig(

@@ -234,7 +234,8 @@ class Engine:
     `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
     which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
     prefix cache has a hash, BLOCK or less. `turns`: so many ranks take turns with the tokens of a block, which stands for those of all
-    of them; this engine plays them as one. `tensors`: where its layers would lie, for who asks."""
+    of them; this engine plays them as one. `tensors`: where its layers would lie, for who asks. `spread`: it is a data-parallel rank
+    behind a front end that has several."""
 
     block = BLOCK
 
@@ -253,6 +254,7 @@ class Engine:
         turns: int = 1,
         board: Switchboard | None = None,
         tensors: Callable[[Sequence[str], int], Any] = lambda layers, blocks: [],
+        spread: bool = False,
     ) -> None:
         init_none_hash(sha256)
         self.config = config
@@ -262,6 +264,8 @@ class Engine:
             config.cache_config.mamba_cache_mode = "align"
         self.stages = stages
         config.parallel_config.world_size = ranks
+        if spread:
+            config.kv_transfer_config.engine_id += "_dp0"
         setattr(config.parallel_config, f"{'pipeline' if stages else 'tensor'}_parallel_size", ranks)
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = overlap
@@ -608,8 +612,7 @@ def ours(connector: Any) -> KVXferConnector:
     """Our connector, also if another holds it."""
     if isinstance(connector, KVXferConnector):
         return connector
-    children = getattr(connector, "sub_connectors", None) or connector._connectors  # the latter: vLLM 0.29
-    return next(c for c in children if isinstance(c, KVXferConnector))
+    return next(c for c in connector.sub_connectors if isinstance(c, KVXferConnector))
 
 
 def _layers(groups: Sequence[Group]) -> dict[str, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer_vllm.exposed import exposure
-from kvxfer_vllm.handover import MODES, STAGES, measure, picture
+from kvxfer_bench.vllm.exposed import exposure
+from kvxfer_bench.vllm.handover import MODES, STAGES, measure, picture
 
 
 @pytest.mark.parametrize("overlap", MODES.values(), ids=MODES)

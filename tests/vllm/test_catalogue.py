@@ -28,21 +28,11 @@ from vllm.v1.kv_cache_interface import (
 
 from kvxfer.errors import ConfigError
 from kvxfer.values import Group
-from kvxfer_vllm.compat import REPORTS_BY_REQUEST
 from kvxfer_vllm.pages import CATALOGUE, WRITERS, form_of, group_pages, writer_of
 from kvxfer_vllm.pages.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 ABSTRACT = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
-NOT_IN_0_29 = {
-    "v1.attention.backends.triton_flash_attn.TritonFlashAttentionBackend",
-    "v1.attention.backends.triton_flashinfer.TritonFlashInferBackend",
-    "v1.attention.backends.mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend",
-    "DeepseekV41ForCausalLM",
-    "Glm5NextForCausalLM",
-}
-"""What of the catalogue the oldest vLLM that is supported does not have yet; the others have all."""
-LATER = set() if REPORTS_BY_REQUEST else NOT_IN_0_29
 SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
 
 
@@ -68,7 +58,7 @@ def test_every_spec_of_vllm_is_in_the_catalogue() -> None:
 def test_back_ends_are_where_the_catalogue_says() -> None:
     """Read, not imported: most need a GPU's libraries."""
     home = Path(next(iter(vllm.__path__)))
-    for path in WRITERS.keys() - LATER:
+    for path in WRITERS:
         module, _, name = path.rpartition(".")
         source = ast.parse((home / f"{module.replace('.', '/')}.py").read_text())
         made = {n.name for n in source.body if isinstance(n, ast.ClassDef)}
@@ -84,7 +74,7 @@ def test_entries_name_tests_that_are_there() -> None:
 def test_families_are_of_models_that_vllm_knows() -> None:
     known = set(ModelRegistry.get_supported_archs())
     for family in FAMILIES:
-        assert set(family.architectures) <= known | LATER, family.name
+        assert set(family.architectures) <= known, family.name
         assert {spec for _, spec in family.groups} <= set(CATALOGUE), family.name
 
 

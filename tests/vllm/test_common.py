@@ -12,7 +12,7 @@ from kvxfer.protocol.values import Ended, Released, Stages
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.params import Told
 from tests.engine.direct import Switchboard
-from tests.vllm.cases import CACHES, EARLY, check, prefill
+from tests.vllm.cases import CACHES, check, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, FULL, HYBRID, Engine, answer, prompt
 from tests.vllm.wire import Wire
@@ -61,7 +61,6 @@ def test_a_prompt_that_goes_on(make: Make, groups: Any, n: int, more: int) -> No
         check(d, name, turn)
 
 
-@EARLY
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
 def test_it_comes_within_the_step(make: Make, wire: Wire, groups: Any) -> None:
     board = Switchboard(waited=wire.pump)

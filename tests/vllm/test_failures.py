@@ -10,7 +10,6 @@ import pytest
 
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.messages import Decline, Named, Renew
-from kvxfer_vllm.compat import HOLDS_BLOCKS
 from kvxfer_vllm.params import digest_of
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways
@@ -32,13 +31,11 @@ def test_a_failed_load_is_recomputed(make: Make, wire: Wire, groups: Any, quiet:
     (load,) = wire.loads(d)
     wire.begin(load)
     wire.fail(load, "the link broke", quiet=quiet)
-    if not quiet and not HOLDS_BLOCKS:
-        let_go(d, wire, name, load)
     d.run(p, until=name)
     check(d, name, text)
     assert d.computed[name] == 90 + 3
-    if not quiet and HOLDS_BLOCKS:
-        let_go(d, wire, name, load)
+    if not quiet:
+        let_go(wire, load)
 
 
 @CACHES
@@ -54,14 +51,12 @@ def test_a_failed_load_fails_its_request(make: Make, wire: Wire, groups: Any, qu
     (load,) = wire.loads(d)
     wire.begin(load)
     wire.fail(load, "the link broke", quiet=quiet)
-    if not quiet and not HOLDS_BLOCKS:
-        let_go(d, wire, name, load)
     d.run(p, until=name)
     assert d.done[name].reason == "error" and d.done[name].tokens == []
     d.run(p, until=beside)
     check(d, beside, other)
-    if not quiet and HOLDS_BLOCKS:
-        let_go(d, wire, name, load)
+    if not quiet:
+        let_go(wire, load)
 
 
 def test_a_dead_producer_costs_its_requests_only(make: Make, wire: Wire) -> None:

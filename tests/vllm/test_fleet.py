@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvxfer.cli.main import build
-from kvxfer_vllm.demo.clients import Answers, Wish, ask, wishes
-from kvxfer_vllm.demo.fleet import _objections
+from kvxfer_bench.vllm.clients import Answers, Wish, ask, wishes
+from kvxfer_bench.vllm.fleet import _objections
 
 
 def test_requests_are_mixed_and_the_same_for_a_seed() -> None:

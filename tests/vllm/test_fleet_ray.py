@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 from typer.testing import CliRunner
 
-from kvxfer_vllm.demo.clients import Answers
-from kvxfer_vllm.demo.fleet_ray import LOADED, _objections, fleet_ray
+from kvxfer_bench.vllm.clients import Answers
+from kvxfer_bench.vllm.fleet_ray import LOADED, _objections, fleet_ray
 
 PAGE = """\
 ray_vllm_prompt_tokens_by_source_total{Component="core_worker",ReplicaId="5v6b5qjl",engine="0",source="external_kv_transfer"} 0.0

@@ -15,7 +15,6 @@ from vllm.v1.request import Request
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer_vllm.metadata import StepMetadata
 from tests.engine.direct import Switchboard
-from tests.vllm.cases import EARLY
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
 from tests.vllm.wire import Wire
@@ -159,7 +158,6 @@ def test_a_producer_that_is_stuck_holds_up_one_step_and_no_more(make: Make, boar
     right(d, p, again, prompt(N, 7))
 
 
-@EARLY
 def test_who_stands_behind_a_load_that_does_not_come_is_not_held_up(make: Make, board: Switchboard, wire: Wire) -> None:
     """The queue's first is waited for, and what comes for others meanwhile counts for them."""
     p, d = make(), decoder(make, board)
@@ -181,7 +179,6 @@ def test_who_stands_behind_a_load_that_does_not_come_is_not_held_up(make: Make, 
         right(d, p, name, prompt(N, i))
 
 
-@EARLY
 def test_what_comes_while_another_is_waited_for_is_there_in_the_next_step(
     make: Make, board: Switchboard, wire: Wire
 ) -> None:
@@ -350,7 +347,6 @@ def _then(result: Any, call: Any) -> Any:
     return result
 
 
-@EARLY
 @pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "still written"])
 def test_a_failure_within_the_step_is_computed_in_that_step(
     make: Make, board: Switchboard, wire: Wire, quiet: bool
@@ -377,7 +373,6 @@ def test_a_failure_within_the_step_is_computed_in_that_step(
     right(d, p, again, prompt(N, 7))
 
 
-@EARLY
 def test_another_generation_on_one_rank_is_no_load(make: Make, board: Switchboard, wire: Wire) -> None:
     p, d = make(ranks=2), decoder(make, board, ranks=2, budget=256)
     measured(p, d)
@@ -408,7 +403,6 @@ def test_a_channel_that_loses_everything_costs_steps_and_nothing_else(
     assert d.computed[name] == 1 + 3
 
 
-@EARLY
 @pytest.mark.parametrize("when", ["under way", "here"])
 def test_an_abort_gives_the_borrowed_blocks_back(make: Make, board: Switchboard, wire: Wire, when: str) -> None:
     p, d = make(), decoder(make, board)
@@ -466,7 +460,6 @@ def test_a_transfer_that_its_router_named_is_not_waited_for(make: Make, board: S
     assert d.done[name].tokens == answer(prompt(N), 4) and d.computed[name] == 1 + 3
 
 
-@EARLY
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
 def test_what_has_come_into_the_prefix_cache_meanwhile_is_not_copied_over(
     make: Make, board: Switchboard, groups: Any
@@ -487,14 +480,9 @@ def test_what_has_come_into_the_prefix_cache_meanwhile_is_not_copied_over(
     right(d, p, name, prompt(N))
 
 
-@pytest.mark.parametrize("tells", [True, False], ids=["hits told", "as vLLM 0.29"])
-def test_blocks_of_the_prefix_cache_are_not_lent_to_their_own_request(
-    make: Make, board: Switchboard, tells: bool
-) -> None:
+def test_blocks_of_the_prefix_cache_are_not_lent_to_their_own_request(make: Make, board: Switchboard) -> None:
     """vLLM looks them up, asks us, and only then takes them: in a cache that is full they may be the next to be given away."""
     p, d = make(), decoder(make, board)
-    if not tells:
-        d.scheduler.connector._sched._hits = None
     measured(p, d)
     text, pool = prompt(N, 5), d.pool
     first = d.add(text[:20], n=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -59,6 +61,7 @@ def counted() -> KVXferStats:
     ended("consumer", FailureKind.TIMED_OUT)
     ended("consumer", FailureKind.CANCELLED)
     ended("producer", None)
+    ended("producer", FailureKind.UNFETCHED)
     ended("producer", FailureKind.TIMED_OUT)
     links = [LinkStatus("p", "consumer", "zmq", up, {}, None) for up in (True, True, False)]
     stats.note("0.0", None, Gauges(Stats(2, 3, 7, 0, 5, 1), links))
@@ -82,6 +85,20 @@ def test_all_that_ranks_count_is_exported(registry: CollectorRegistry) -> None:
     assert value(registry, "kvxfer_offers_in_hand") == 3
     assert value(registry, "kvxfer_quarantined_bytes") == 7
     assert value(registry, "kvxfer_links", role="consumer", backend="zmq") == 2
+
+
+def test_what_is_not_offered_and_what_nobody_asked_for(registry: CollectorRegistry) -> None:
+    exported, stats = metrics(registry), KVXferStats()
+    for unclaimed in (True, False, True):
+        timed_out = Outcome(Failure(FailureKind.TIMED_OUT, "why"))
+        stats.record(Ended("producer", T, "r", timed_out, 0, 0.5, 1, unclaimed=unclaimed))
+    stats.not_offered("nothing")
+    stats.not_offered("nothing")
+    assert stats.aggregate(stats).reduce()["not offered, nothing"] == 4
+    exported.observe(json.loads(json.dumps(stats.data)))
+    assert value(registry, "kvxfer_unclaimed_offers_total") == 4
+    assert value(registry, "kvxfer_not_offered_total", reason="nothing") == 4
+    assert value(registry, "kvxfer_not_offered_total", reason="data_parallel") == 0
 
 
 def test_requests_by_what_became_of_their_loads(make: Make, wire: Wire) -> None:
@@ -117,6 +134,40 @@ def test_gauges_are_sums_over_ranks_and_fall_again(registry: CollectorRegistry) 
     assert value(registry, "kvxfer_loads_in_hand") == 3
     say("0.1", 0)
     assert value(registry, "kvxfer_links", role="producer", backend="cma") == 0
+
+
+def failed(peer: str) -> KVXferStats:
+    stats = KVXferStats()
+    outcome = Outcome(Failure(FailureKind.TIMED_OUT, "why", peer))
+    stats.record(Ended("consumer", T, "r", outcome, 4096, 0.5, 1, 0.0))
+    return stats
+
+
+@pytest.mark.parametrize(
+    "peer, host",
+    [
+        ("tcp://10.0.0.7:4711", "10.0.0.7"),
+        ("10.0.0.7:14579", "10.0.0.7"),
+        ("tcp://[fd00::7]:4711, tcp://[fd00::7]:4712", "[fd00::7]"),
+        ("tcp://p-1.example:1, tcp://p-2.example:1", "p-1.example,p-2.example"),
+        ("", "unknown"),
+    ],
+)
+def test_failures_are_counted_by_the_host_of_the_peer(registry: CollectorRegistry, peer: str, host: str) -> None:
+    exported = metrics(registry)
+    exported.observe(json.loads(json.dumps(failed(peer).aggregate(failed(peer)).data)))
+    assert value(registry, "kvxfer_failures_total", outcome="timed_out", peer=host) == 2
+    assert value(registry, "kvxfer_wasted_bytes_total") == 8192 and value(registry, "kvxfer_kv_bytes_total") == 0
+
+
+def test_a_stranger_cannot_make_series_without_end(registry: CollectorRegistry) -> None:
+    exported = metrics(registry)
+    for i in range(1000):
+        exported.observe(failed(f"tcp://10.0.{i // 250}.{i % 250}:1").data)
+    series = [
+        s for m in registry.collect() if m.name == "kvxfer_failures" for s in m.samples if s.name.endswith("_total")
+    ]
+    assert len(series) == 65 and sum(s.value for s in series) == 1000
 
 
 def test_what_has_not_changed_is_not_sent() -> None:
@@ -198,10 +249,24 @@ def test_every_query_of_the_dashboard_names_what_is_exported(registry: Collector
         assert names and names <= labels.keys(), query
         asked = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
         asked |= set(re.findall(r"(\w+)(?:=~|!~|=)\"", query))
+        asked -= {"instance"}  # which Prometheus adds
         assert asked <= set().union(*(labels[name] for name in names)), query
         used |= {name.removesuffix("_bucket") for name in names}
     ours = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
     assert {name for name in ours if name.startswith("kvxfer_")} <= used, "each metric of ours has its panel"
+
+
+def test_alerts_name_what_is_exported_and_fire_where_they_should(registry: CollectorRegistry, tmp_path: Path) -> None:
+    metrics(registry)
+    rules = (ROOT / "docs" / "alerts.yml").read_text()
+    ours = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
+    assert set(re.findall(r"\bkvxfer_\w+", rules)) <= ours
+    require("system_libraries")
+    promtool = ROOT / ".venv" / "system" / "packages" / "usr" / "bin" / "promtool"
+    for source in (ROOT / "docs" / "alerts.yml", ROOT / "tests" / "docs" / "alerts_test.yml"):
+        shutil.copy(source, tmp_path)
+    ran = subprocess.run([promtool, "test", "rules", "alerts_test.yml"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def test_the_page_of_metrics_lists_what_is_exported(registry: CollectorRegistry) -> None:
@@ -245,9 +310,9 @@ def test_top_shows_an_engine(server: str) -> None:
         "offers_in_hand": 3,
         "quarantined_bytes": 7,
         "loads": {"cancelled": 1, "delivered": 1, "timed_out": 1},
-        "offers": {"delivered": 1, "timed_out": 1},
+        "offers": {"delivered": 1, "timed_out": 1, "unfetched": 1},
         "corrupt": 0,
-        "failed": 2,
+        "failed": 3,
     }
     shown = CliRunner().invoke(build(), ["top", server, "--once"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0 and "2 consumer/zmq" in shown.stdout and "load timed_out" in shown.stdout

@@ -109,7 +109,7 @@ def crossed(engine: Engine) -> list[Any]:
 
 def loads(engine: Engine) -> list[Any]:
     ours = [stats["KVXferConnector"] for stats in crossed(engine)]
-    return [load for said in ours for load in said.get("data", said)["loads"]]  # under "data" in vLLM 0.29
+    return [load for said in ours for load in said["loads"]]
 
 
 def test_statistics(make: Make, wire: Wire) -> None:

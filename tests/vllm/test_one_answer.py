@@ -5,10 +5,12 @@ Whatever is asked for, its KV moves or the log says why not, and nothing is held
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
+from kvxfer.schedule.producer import OfferSchedule
 from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.engine import STATEFUL, Engine, prompt
 
@@ -95,8 +97,28 @@ def test_a_batch_that_the_front_end_rejects_is_given_up_whole(make: Make) -> Non
     clean(p, d)
 
 
+def test_batches_under_one_id_are_told_apart_by_their_arrival(make: Make) -> None:
+    """Whatever the order in which their prompts come; vLLM's front end notes one time for all of an HTTP request."""
+    p, d = make(), make()
+    texts = [[prompt(40 + i, seed=10 * j + i) for i in range(2)] for j in range(2)]
+    at_p = [
+        [p.add(one[i], OFFER, n=1, name=f"cmpl-abc-{i}", arrival_time=float(j)) for j, one in enumerate(texts)]
+        for i in range(2)
+    ]
+    for name in (*at_p[0], *at_p[1]):
+        p.run(until=name)
+    d.reject([], p.done[at_p[0][0]].params, "cmpl-abc")
+    params = p.done[at_p[0][1]].params
+    at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts[1])]
+    settle(d, p)
+    for name, text in zip(at_d, texts[1], strict=True):
+        check(d, name, text)
+    assert d.loaded == sum(len(text) - 1 for text in texts[1])
+    clean(p, d)
+
+
 def test_batches_under_one_id_do_not_give_each_other_up(make: Make) -> None:
-    """It is unclear which prompts belong together, so what is rejected waits for its lease."""
+    """If it is unclear which prompts belong together, what is rejected waits for its lease."""
     p, d = make(), make()
     texts = [[prompt(40 + i, seed=10 * j + i) for i in range(2)] for j in range(2)]
     at_p = [[p.add(text, OFFER, n=1, name=f"cmpl-abc-{i}") for i, text in enumerate(one)] for one in texts]
@@ -176,3 +198,63 @@ def test_streaming_input_is_not_offered_and_says_so(make: Make, caplog: pytest.L
     assert "not offered to other engines" in caplog.text and "streaming input" in caplog.text
     p.abort(name)
     clean(p)
+
+
+def told(engine: Engine) -> dict[str, int]:
+    """How many requests were not offered, by reason, as vLLM hears it."""
+    engine.step()
+    found: Counter[str] = Counter()
+    for stats in engine.stats:
+        found.update(stats["not_offered"])
+    return dict(found)
+
+
+@pytest.mark.parametrize("groups", [STATEFUL], ids=["stateful"])
+def test_what_is_not_offered_is_counted_and_logged_by_reason(
+    make: Make, groups: object, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, only_loads = make(groups), make(role="kv_consumer")
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        for text in ([7], [8], prompt(50)):
+            if text[1:]:
+                monkeypatch.setattr(OfferSchedule, "_unusable", lambda *_: "it has too few blocks")
+            name = p.add(text, OFFER, n=1)
+            p.run(until=name)
+            assert p.done[name].params is None
+        name = only_loads.add(prompt(30), OFFER, n=1)
+        only_loads.run(until=name)
+    assert told(p) == {"nothing": 2, "given_up": 1} and told(only_loads) == {"wrong_role": 1}
+    lines = [record.getMessage() for record in caplog.records if "not offered" in record.getMessage()]
+    assert [line.partition("(")[2].partition(")")[0] for line in lines] == ["nothing", "given_up"]
+
+
+def test_lines_about_what_is_not_offered_are_bounded(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    p = make()
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        names = [p.add(prompt(30, seed=i), OFFER, n=1, resumable=True) for i in range(20)]
+        p.steps(8)
+    assert told(p) == {"streaming_input": 20}
+    assert len([record for record in caplog.records if "not offered" in record.getMessage()]) == 1
+    for name in names:
+        p.abort(name)
+    clean(p)
+
+
+def test_samples_and_lists_that_may_be_on_several_ranks_are_refused_by_name(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only one of the ranks is named in the answer, and what the others offered would wait for its lease."""
+    p, d = make(spread=True), make()
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        for name in p.samples(prompt(50), OFFER, 2, n=1, name="chatcmpl-x"):
+            p.run(until=name)
+            assert p.done[name].params is None
+        texts = [prompt(50 + i, seed=i) for i in range(3)]
+        params, _ = batch(p, texts)
+        at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
+        settle(d, p)
+    assert told(p) == {"data_parallel": 4} and "data-parallel ranks" in caplog.text
+    assert d.loaded == len(texts[0]) - 1
+    for name, text in zip(at_d, texts, strict=True):
+        check(d, name, text)
+    clean(p, d)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from kvxfer_vllm.compat import REPORTS_BY_REQUEST
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
@@ -15,7 +14,6 @@ from tests.vllm.engine import Group, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
-pytestmark = pytest.mark.skipif(not REPORTS_BY_REQUEST, reason="refused with vLLM 0.29, see test_settings.py")
 
 DRAFT, LOCAL = Group(own=True), Group(local=True)
 FULL, WINDOW, STATE = Group(), Group(window=24), Group(state=True, aligned=True)

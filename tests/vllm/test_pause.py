@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from tests.engine.direct import Switchboard
-from tests.vllm.cases import CACHES, EARLY, check, decode, prefill
+from tests.vllm.cases import CACHES, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import Engine, prompt
 from tests.vllm.wire import Wire
@@ -130,7 +130,6 @@ def test_clearing_the_cache_under_a_load_is_refused_and_costs_nothing(make: Make
     assert d.computed[name] == 1 + 3
 
 
-@EARLY
 @pytest.mark.parametrize("mode", [KEEP, NEW], ids=["keep", "wait"])
 @pytest.mark.parametrize("when", ["under way", "here"])
 def test_what_is_loaded_ahead_of_its_turn_holds_nobody_up(make: Make, wire: Wire, mode: PauseState, when: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from kvxfer.failures import Outcome
 from tests.control.conftest import until
 from tests.engine.direct import Switchboard
-from tests.vllm.cases import CACHES, HOLDING, both, check, decode, prefill
+from tests.vllm.cases import CACHES, both, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, ours, prompt
 from tests.vllm.wire import Load, Wire
@@ -85,7 +85,6 @@ def test_one_rank_fails(make: Make, wire: Wire, policy: str, quiet: bool, first:
         wire.quiet(bad)
 
 
-@HOLDING
 def test_all_ranks_fail_and_get_quiet_one_after_the_other(make: Make, wire: Wire) -> None:
     p, d = make(ranks=2), make(ranks=2)
     text = prompt(90)

@@ -9,7 +9,6 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvxfer_vllm.compat import REPORTS_BY_REQUEST
 from tests.vllm.cases import OFFER
 from tests.vllm.conftest import Make
 from tests.vllm.engine import FULL, HYBRID, Engine, ours, prompt
@@ -91,7 +90,6 @@ def test_received(plain: Any, groups: Any) -> None:
     assert len(e.engine.done[name].new_token_ids) == 1
 
 
-@pytest.mark.skipif(not REPORTS_BY_REQUEST, reason="this vLLM takes failed loads by block only")
 @POLICIES
 def test_failed_by_request(plain: Any, policy: str) -> None:
     e = plain(policy=policy)
@@ -105,7 +103,7 @@ def test_failed_by_request(plain: Any, policy: str) -> None:
 
 @POLICIES
 def test_failed_by_block(plain: Any, policy: str) -> None:
-    """vLLM 0.29's way: what is whole in front of the block is kept."""
+    """As a partial load is reported: what is whole in front of the block is kept."""
     e = plain(policy=policy)
     name = e.engine.add(prompt(50), LOAD)
     e.step()

@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.engine import BlockPins
 from tests.control.conftest import until
-from tests.vllm.cases import HOLDING, OFFER, both, check, decode, prefill
+from tests.vllm.cases import OFFER, both, check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, Engine, Group, answer, prompt
 from tests.vllm.wire import Load, Wire
@@ -55,7 +55,6 @@ def blocks_of(load: Load) -> tuple[set[int], set[int]]:
     return tuple({int(b) for row in rows for b in row if b >= 0} for rows in (load.offer.blocks, load.fetch.blocks))  # type: ignore[return-value]
 
 
-@HOLDING
 @HELD
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.usefixtures("references")
@@ -79,7 +78,6 @@ def test_a_failed_load_that_still_writes(make: Make, wire: Wire, held: bool, pol
         assert written <= handed_out
 
 
-@HOLDING
 @HELD
 @pytest.mark.usefixtures("references")
 def test_late_bytes_of_a_failed_load(make: Make, wire: Wire, held: bool) -> None:
@@ -100,7 +98,6 @@ def test_late_bytes_of_a_failed_load(make: Make, wire: Wire, held: bool) -> None
     wire.quiet(load)
 
 
-@HOLDING
 @pytest.mark.parametrize("end", ["aborted", "fetched"])
 def test_a_failed_load_that_still_writes_though_its_request_s_own_offer_is_over(
     make: Make, wire: Wire, end: str
@@ -231,7 +228,6 @@ def test_a_held_offer(make: Make, wire: Wire) -> None:
     check(d, b, text)
 
 
-@HOLDING
 def test_quarantine_has_a_limit(make: Make, wire: Wire) -> None:
     """Loads that fail and do not get quiet may keep a quarter of the pool; more wait with their requests, which keep their
     own blocks."""
@@ -281,7 +277,6 @@ def test_aborts_have_a_limit(make: Make, wire: Wire) -> None:
         check(d, name, text)
 
 
-@HOLDING
 def test_a_transfer_that_fails_is_not_begun_again_while_it_moves(make: Make, wire: Wire) -> None:
     p, d = make(), make()
     text = prompt(90)
@@ -301,7 +296,6 @@ def test_a_transfer_that_fails_is_not_begun_again_while_it_moves(make: Make, wir
     decode(d, text, params, p)
 
 
-@HOLDING
 def test_quarantine_is_given_back(make: Make, wire: Wire) -> None:
     """Failure after failure, each quiet before the next: none of their requests has to wait."""
     p, d = make(blocks=100), make(blocks=30)

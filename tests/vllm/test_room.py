@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvxfer.values import Group
-from kvxfer_vllm.compat import TELLS_HITS
 from kvxfer_vllm.room import MOST_PASSED, Room
 from tests.vllm.cases import check, prefill
 from tests.vllm.conftest import Make, both_ways
@@ -16,7 +15,6 @@ from tests.vllm.engine import FULL, HYBRID, Engine, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
-pytestmark = pytest.mark.skipif(not TELLS_HITS, reason="vLLM 0.29 does not say how much of a prompt is cached")
 
 LONG = 400
 """Tokens for which there is no room beside a request that runs, and would be in an empty cache."""

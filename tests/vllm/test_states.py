@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvxfer_vllm.compat import REPORTS_BY_REQUEST
 from tests.vllm.cases import OFFER, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, STATEFUL, Engine, answer, prompt
 from tests.vllm.wire import Load, Wire
 
 overlap = both_ways
-pytestmark = pytest.mark.skipif(not REPORTS_BY_REQUEST, reason="refused with vLLM 0.29, see test_settings.py")
 STATES = pytest.mark.parametrize("groups", [ALIGNED, DRAFTING], ids=["aligned", "drafting"])
 
 

@@ -165,7 +165,7 @@ class Agent:
     def lease_ends(self) -> None:
         """Nobody has asked in time for what is still offered."""
         for offer in list(self.offers.values()):
-            why = Failure(FailureKind.TIMED_OUT, "it was not fetched within the lease")
+            why = Failure(FailureKind.UNFETCHED, "it was not fetched within the lease")
             self._over(offer.transfer, offer.generation, Outcome(why))
 
     def _over(self, transfer: TransferId, generation: int, outcome: Outcome) -> None:

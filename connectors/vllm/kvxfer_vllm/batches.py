@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvxfer_vllm.ids import ExternalId
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "spread_over_ranks"]
 
 
 @dataclass(eq=False)
@@ -19,6 +20,7 @@ class _Batch:
     """The prompts of one HTTP request, as far as is known; ``answer`` is the name of its answer."""
 
     answer: str
+    arrived: float
     prompts: dict[int, str] = field(default_factory=dict)  # by position: the name that vLLM has given to a prompt
     requests: set[str] = field(default_factory=set)
 
@@ -30,18 +32,20 @@ class Batches:
         self._by_id: defaultdict[str, list[_Batch]] = defaultdict(list)
         self._of: dict[str, tuple[str, _Batch]] = {}  # by request: its external id, and its batch
 
-    def answer(self, request: str, external: ExternalId) -> str:
+    def answer(self, request: str, external: ExternalId, arrived: float) -> str:
         """Take in a request that offers, and return the name of the answer that will tell of it.
 
-        Clients send one id for several requests. Where it is unclear to which of them a prompt belongs, it has an answer of its own.
+        Clients send one id for several requests. vLLM's front end notes one time of arrival for all prompts of an HTTP request,
+        which tells them apart. Where it is unclear all the same to which of them a prompt belongs, it has an answer of its own.
         """
         prompt = request if external.child is None else request.partition("_")[2]
         known = self._by_id[external.base]
         fitting = [batch for batch in known if batch.prompts.get(external.prompt, prompt) == prompt]
+        fitting = [batch for batch in fitting if batch.arrived == arrived] or fitting
         if len(fitting) == 1:
             (batch,) = fitting
         else:
-            known.append(batch := _Batch(prompt))
+            known.append(batch := _Batch(prompt, arrived))
         batch.prompts[external.prompt] = prompt
         batch.requests.add(request)
         self._of[request] = external.base, batch
@@ -61,3 +65,13 @@ class Batches:
     def __len__(self) -> int:
         """Return how many requests are remembered."""
         return len(self._of)
+
+
+def spread_over_ranks(engine: str, parallel: Any) -> bool:
+    """Return whether vLLM's front end may give the requests of one HTTP request to several engines: its data-parallel ranks.
+
+    It does not if something outside chooses the rank, each of which then has a front end of its own. vLLM lets a rank of a dense
+    model believe that it is alone, but writes its number behind the engine's name.
+    """
+    several = parallel.data_parallel_size > 1 or engine.endswith(f"_dp{getattr(parallel, 'data_parallel_index', 0)}")
+    return several and not getattr(parallel, "data_parallel_external_lb", False)

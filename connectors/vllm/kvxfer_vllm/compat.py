@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvxfer.errors import ConfigError
-from kvxfer.values import Group
-
 __all__ = [
     "FOLLOWS_SLEEP",
     "HIT_SOURCE",
-    "HOLDS_BLOCKS",
-    "REPORTS_BY_REQUEST",
     "TELLS_ARRIVALS",
-    "TELLS_HITS",
     "TELLS_TURNS",
     "around_reset",
-    "check_groups",
     "correct",
     "output_of",
     "stands_alone",
     "takes_loaded_windows",
     "transfer_results",
 ]
-
-_Results: Any = getattr(base, "KVConnectorTransferResults", None)
-
-REPORTS_BY_REQUEST = _Results is not None
-"""Whether failed loads are reported by request (vLLM 0.30 and later), not by block id, which is ambiguous with several groups."""
-
-
-HOLDS_BLOCKS = REPORTS_BY_REQUEST and hasattr(base.KVConnectorBase_V1, "bind_gpu_block_pool")
-"""Whether a load may be reported as failed while it may still write to its blocks: the connector can pin them, and vLLM
-allocates others to recompute the request. (Where failed loads are reported by block id, vLLM reuses the same blocks.)"""
-
-
-TELLS_HITS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
-"""Whether the connector can ask how much of a prompt is cached (vLLM 0.30 and later); prefetching a waiting request needs it."""
-
 
 TELLS_ARRIVALS = hasattr(base.KVConnectorBase_V1, "on_new_request")
 """Whether the connector hears of a request before vLLM looks up what it has cached of the prompt."""
@@ -64,15 +42,12 @@ TELLS_TURNS = hasattr(KVCacheSpec, "dcp_sharded")
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """Build the result of ``get_transfer_results`` (0.30 and later)."""
-    return _Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
+    """Build the result of ``get_transfer_results``."""
+    return base.KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
 
 def output_of(connector: Any, finished: set[str]) -> KVConnectorOutput:
-    """Collect what a worker's connector reports after a step, with the calls that this release's model runner makes."""
-    if not REPORTS_BY_REQUEST:
-        sent, received = connector.get_finished(finished)
-        return KVConnectorOutput(sent, received, invalid_block_ids=connector.get_block_ids_with_load_errors())
+    """Collect what a worker's connector reports after a step, with the calls that a model runner makes."""
     found = connector.get_transfer_results(finished)
     return KVConnectorOutput(
         found.finished_sending,
@@ -111,26 +86,6 @@ def stands_alone(connector: Any) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return not has_kv_transfer_group() or get_kv_transfer_group() is connector
-
-
-def check_groups(groups: Sequence[Group]) -> None:
-    """Refuse groups with which this vLLM release does not survive a failed load.
-
-    Raises:
-        ConfigError: There is such a group.
-    """
-    if REPORTS_BY_REQUEST:
-        return
-    if len(groups) > 1:
-        raise ConfigError(
-            f"this vLLM ends the engine when a load fails in a model with {len(groups)} KV-cache groups; "
-            "use vLLM 0.30 or later"
-        )
-    if any(group.kind != "full" for group in groups):
-        raise ConfigError(
-            "this vLLM continues with a wrong KV cache when a load fails in a model with a sliding window; "
-            "use vLLM 0.30 or later"
-        )
 
 
 def _hit_source() -> Any:

@@ -49,7 +49,6 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         logs.share()
         config = settings_of(vllm_config, self._translate)
         groups = groups_of(kv_cache_config, vllm_config)
-        compat.check_groups(groups)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
         self._hits_may_differ = self._kv_transfer_config.is_kv_consumer and hits_may_differ(kv_cache_config)
         self._scheduler: SchedulerHooks | None = None
@@ -174,14 +173,8 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.collect(self._step)
         return compat.transfer_results(*self._work.results())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the results as vLLM 0.29 asks for them; failed loads follow by block id."""
-        self._work.collect(self._step)
-        sent, received, _ = self._work.results()
-        return sent or None, received or None
-
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that partial loads have not filled, and those of failed loads unless these are reported by request."""
+        """Return the blocks that partial loads have not filled. Loads that failed are reported by request."""
         return self._work.failed_blocks()
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:

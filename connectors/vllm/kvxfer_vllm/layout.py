@@ -1,6 +1,6 @@
 """Describe vLLM's cache tensors as a kvxfer ``Cache``, from strides and specs; nothing is guessed from sizes.
 
-vLLM 0.29 and later hands out one ``[B, H, N, C]`` view for each layer (blocks, heads, tokens, content), whatever the
+vLLM hands out one ``[B, H, N, C]`` view for each layer (blocks, heads, tokens, content), whatever the
 physical order; ``B`` counts kernel blocks, which may be smaller than the scheduler's logical blocks.
 """
 

@@ -70,4 +70,4 @@ class NixlNamedMetrics:
                 self._bytes.labels(*values).observe(nbytes)
             elif outcome not in NO_FAILURES:
                 self._failed.labels(*values).inc()
-        self._expired.labels(*values).inc(data["offers"].get(FailureKind.TIMED_OUT, 0))
+        self._expired.labels(*values).inc(data["offers"].get(FailureKind.UNFETCHED, 0))

@@ -41,6 +41,7 @@ __all__ = [
 
 TRANSFER, EPOCH, DIGEST, ADDRESS = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address"
 FACTS, TOKENS, REQUEST = "kvxfer_facts", "remote_num_tokens", "remote_request_id"
+ALONE = "kvxfer_alone"
 LONGEST = 4096
 """Characters that a text in params may have; vLLM's request ids are far shorter."""
 
@@ -103,7 +104,9 @@ def content_name(base: str, digest: bytes) -> str:
     return f"{base}/{digest.hex()}"
 
 
-def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, tokens: int, facts: str) -> dict[str, Any]:
+def answer(
+    ticket: Ticket, engine: str, request: str, tp: int, groups: int, tokens: int, facts: str, alone: bool
+) -> dict[str, Any]:
     """Return P's answer, which its router passes to D.
 
     Args:
@@ -114,6 +117,7 @@ def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, toke
         groups: The number of KV-cache groups.
         tokens: How many tokens are offered.
         facts: A hash of what all of P's KV depends on.
+        alone: Whether no other prompt of the same HTTP request is offered.
 
     ``remote_block_ids`` holds an empty row for each group: kvxfer does not need it, but some routers check that it is there.
     """
@@ -133,6 +137,7 @@ def answer(ticket: Ticket, engine: str, request: str, tp: int, groups: int, toke
         EPOCH: f"{source.epoch:x}",
         DIGEST: ticket.digest.hex(),
         FACTS: facts,
+        **({ALONE: True} if alone else {}),
     }
 
 
@@ -211,6 +216,8 @@ def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes = b"")
     if name:
         return _routed(name, external), Source(where.host, where.port, 0)
     base, epoch = params.get(TRANSFER), params.get(EPOCH)
+    if external.prompt and params.get(ALONE):
+        return "of its list of prompts the prefill engine has offered the first"
     if not isinstance(base, str) or not isinstance(epoch, str):
         return f"{TRANSFER} or {EPOCH} is missing: the router must forward the prefill engine's params whole"
     if len(base) > LONGEST:

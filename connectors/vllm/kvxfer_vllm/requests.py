@@ -50,9 +50,9 @@ class LoadingRequests:
         if key is not None and outcome in GONE:
             self.used.add(key)
 
-    def not_offered(self) -> None:
-        """Record that a request was to be offered to other engines, and is not."""
-        self._stats.not_offered()
+    def not_offered(self, reason: str) -> None:
+        """Record that a request was to be offered to other engines, and is not, and why."""
+        self._stats.not_offered(reason)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell since the last call, if anything."""

@@ -23,7 +23,7 @@ class RetainedBlocks:
         self._unfilled: dict[str, set[int]] = {}
 
     def bind(self, manager: Any) -> None:
-        """Use vLLM's manager of the KV cache. vLLM 0.29, which gives none, runs no windows with this connector."""
+        """Use vLLM's manager of the KV cache."""
         self._manager = manager
 
     def loads(self, request: str, table: BlockTable, start: int, end: int) -> None:

@@ -20,7 +20,7 @@ from kvxfer.values import BlockTable
 from kvxfer_vllm import compat
 from kvxfer_vllm import params as p
 from kvxfer_vllm.adapters import UnknownAdapterError
-from kvxfer_vllm.batches import Batches
+from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.identity import facts_of, updated
@@ -34,8 +34,9 @@ from kvxfer_vllm.requests import LoadingRequests
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import groups_of
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
+from kvxfer_vllm.unoffered import Unoffered
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,7 +93,8 @@ class SchedulerHooks:
         self._seen: set[str] = set()
         self._spans = RequestSpans(vllm_config)
         self._loading = LoadingRequests(self._spans)
-        self._batches = Batches()
+        self._batches, self._spread = Batches(), spread_over_ranks(self._engine, parallel)
+        self._unoffered = Unoffered(self._loading)
         self._nothing: dict[str, Ticket] = {}  # of requests that have nothing to offer
         self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
         self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
@@ -120,16 +122,16 @@ class SchedulerHooks:
             if params:
                 self._take_up(request, params)
         except UnknownAdapterError as e:
-            self._takes_no_part(params)
+            self._takes_no_part(params, Reason.ADAPTER)
             (log.debug if e.adapter in self._warned else log.warning)("%s", e)
             self._warned.add(e.adapter)
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
-            self._takes_no_part(params)
+            self._takes_no_part(params, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
 
-    def _takes_no_part(self, params: Mapping[str, Any]) -> None:
+    def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
         if self._produces and p.is_offer(params):
-            self._loading.not_offered()
+            self._unoffered.count(reason)
 
     def _legacy(self, request: Request) -> dict[str, Any] | None:
         """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
@@ -147,6 +149,8 @@ class SchedulerHooks:
         if not offers and not loads:
             if (why := p.wrong_role(params)) is not None:
                 log.warning("request %s %s", printable(name), why)
+            if p.is_offer(params):
+                self._unoffered.count(Reason.WRONG_ROLE)
             return
         external, content = external_id(name), self._digest(request)  # of the whole prompt, before it may be cut
         if offers:
@@ -170,25 +174,31 @@ class SchedulerHooks:
         name = request.request_id
         transfer = p.offered_id(params, self.side.source.epoch, external, content)
         if request.resumable:
-            self._not_offered(name, "vLLM tells nobody of it, since more of its prompt may come (streaming input)")
+            why = "vLLM tells nobody of it, since more of its prompt may come (streaming input)"
+            self._unoffered.say(name, Reason.STREAMING_INPUT, why)
+            return
+        if self._spread and (external.prompt or external.child is not None):
+            # The answer will tell of one of them, and that is offered by one rank.
+            why = "vLLM spreads the prompts and samples of one HTTP request over its data-parallel ranks; send prefill one of them"
+            self._unoffered.say(name, Reason.DATA_PARALLEL, why)
             return
         if request.num_prompt_tokens < 1 + self._recurrent:
             # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
             # that is this one.
             if may_be_of_batch(name):
                 self._nothing[name] = Ticket(transfer, content, self.side.source)
+            self._unoffered.say(
+                name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
+            )
             return
         if self._recurrent:  # not before it is known that there will be an offer
             leave_last_token(request)
         # All requests for which a router has one name have one answer, too.
-        answer = str(transfer) if p.is_routed(params) else self._batches.answer(name, external)
+        answer = str(transfer) if p.is_routed(params) else self._batches.answer(name, external, request.arrival_time)
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
         if not self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
-            self._not_offered(name, f"{transfer} is offered with other content, or its last offer is just ending")
-
-    def _not_offered(self, name: str, why: str) -> None:
-        self._loading.not_offered()
-        log.warning("request %s is not offered to other engines: %s", printable(name), why)
+            why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
+            self._unoffered.say(name, Reason.OTHER_CONTENT, why)
 
     def _load(self, request: Request, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
         """Load this part of a prompt from where the params say, unless that is known to be in vain."""
@@ -291,13 +301,16 @@ class SchedulerHooks:
         if not held:
             self._batches.over(name)
         if ticket is None or not self.side.offers(ticket):
+            if ticket is not None and whole:
+                why = f"{printable(ticket.transfer)} is given up, as the line of its withdrawal explains"
+                self._unoffered.say(name, Reason.GIVEN_UP, why)
             ticket = nothing if whole else None
         if ticket is None:
             return held, None
         if held:
             self._spans.begin(OFFER, request, str(ticket.transfer))
         sizes = self._tp, len(block_ids), request.num_prompt_tokens
-        return held, p.answer(ticket, self._engine, answer, *sizes, self._facts)
+        return held, p.answer(ticket, self._engine, answer, *sizes, self._facts, self._spread)
 
     def _digest(self, request: Request, tokens: int | None = None) -> bytes:
         """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""
@@ -325,6 +338,8 @@ class SchedulerHooks:
     def _drop_outdated(self) -> None:
         """Offer nothing of requests whose adapter was replaced on the way: a part may be computed with the weights of before."""
         for name in self._content.adapters.take_outdated():
+            if self.side.ticket(name) is not None:
+                self._unoffered.count(Reason.ADAPTER)
             self.side.withdraw(name, "its adapter was loaded again with other weights")
 
     def _follow(self, output: SchedulerOutput) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -14,7 +16,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.nixl_metrics import NixlNamedMetrics
 
-__all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferStats"]
+__all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferStats", "Reason"]
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -22,13 +24,31 @@ DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
 """What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, since all was
 cached, or what was fetched ahead of its step failed."""
 
-NOT_OFFERED = "not_offered"
-"""What became of a request that was to be offered, and is not; its log line says why."""
-
 COUNTS = ("corrupt", "direct", "staged")
 """Those of an agent's stats that only ever grow."""
+TALLIES = ("offers", "unclaimed", "not_offered", "failures", "counts")
+"""Those of what vLLM is told that are numbers by name, which add up."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
 """Those of an agent's stats that go up and down, and their names here."""
+
+MOST_PEERS = 64
+"""The most hosts that failed loads are counted for, one by one; the others are counted together."""
+OTHERS = "others"
+
+_ADDRESS = re.compile(r"(?:tcp://)?(\[[^\]]*\]|[^\s,:]+):\d+")
+
+
+class Reason(enum.StrEnum):
+    """Why a request is not offered: a closed set, the same in metrics and in the log."""
+
+    WRONG_ROLE = "wrong_role"
+    INVALID = "invalid"
+    ADAPTER = "adapter"
+    STREAMING_INPUT = "streaming_input"
+    DATA_PARALLEL = "data_parallel"
+    NOTHING = "nothing"
+    OTHER_CONTENT = "other_content"
+    GIVEN_UP = "given_up"
 
 
 class KVXferStats(KVConnectorStats):
@@ -39,7 +59,10 @@ class KVXferStats(KVConnectorStats):
     - ``loads``: for each load that has ended on a rank, ``[outcome, bytes, seconds, seconds of these spent waiting]``. The outcome
       is ``delivered`` or the kind of failure.
     - ``requests``: for each request of the engine whose load has ended, ``[outcome, seconds]``; see ``requests.py``.
+    - ``failures``: how many loads have failed, by ``"outcome/host of the peer"``; ``wasted``: the bytes that had come for them.
     - ``offers``: how many offers have ended with each outcome.
+    - ``unclaimed``: how many of them nobody had asked for when their lease ended, under the key ``offers``.
+    - ``not_offered``: how many requests were to be offered and are not, by reason; see ``Reason``.
     - ``counts``: by how much the agents' counts have grown.
     - ``gauges``: for each rank where one of them has changed, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``,
       and of ``links`` by ``"role/back end"``.
@@ -57,16 +80,21 @@ class KVXferStats(KVConnectorStats):
         outcome = str(event.outcome.kind or DELIVERED)
         if event.role == "producer":
             self._count("offers", outcome, 1)
+            self._count("unclaimed", "offers", int(event.unclaimed))
         else:
             self.data["loads"].append([outcome, event.nbytes, event.seconds, event.waited])
+            failure = event.outcome.failure
+            if failure is not None and failure.kind is not FailureKind.CANCELLED:
+                self._count("failures", f"{outcome}/{_host(failure.peer)}", 1)
+                self._count("counts", "wasted", event.nbytes)
 
     def request(self, outcome: str, seconds: float) -> None:
         """Record that a request's load has ended, so many seconds after the request arrived."""
         self.data["requests"].append([outcome, seconds])
 
-    def not_offered(self) -> None:
+    def not_offered(self, reason: str) -> None:
         """Record that a request was to be offered, and is not."""
-        self._count("offers", NOT_OFFERED, 1)
+        self._count("not_offered", reason, 1)
 
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
         """Record how a rank's agent's numbers have changed since ``before``; None if there was nothing before."""
@@ -80,12 +108,12 @@ class KVXferStats(KVConnectorStats):
             self.data[of][name] = self.data[of].get(name, 0) + n
 
     def reset(self) -> None:
-        self.data = {"loads": [], "requests": [], "offers": {}, "counts": {}, "gauges": {}}
+        self.data = {"loads": [], "requests": [], **{of: {} for of in TALLIES}, "gauges": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for of in ("loads", "requests"):
             self.data[of] += other.data[of]
-        for of in ("offers", "counts"):
+        for of in TALLIES:
             for name, n in other.data[of].items():
                 self._count(of, name, n)
         self.data["gauges"] |= other.data["gauges"]
@@ -103,6 +131,8 @@ class KVXferStats(KVConnectorStats):
             "loads": len(loads),
             "not delivered": len(loads) - len(good),
             **bad,
+            **{f"not offered, {reason}": n for reason, n in self.data["not_offered"].items()},
+            **{f"{of} that nobody asked for": n for of, n in self.data["unclaimed"].items()},
             "MB": round(sum(x[1] for x in good) / 1e6, 3),
             "mean ms": round(1e3 * seconds / max(len(good), 1), 3),
             "parts direct": counts.get("direct", 0),
@@ -135,6 +165,11 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
 
         counter, gauge, histogram = (partial(make, kind) for kind in kinds)
         self._bytes = counter("kvxfer_kv_bytes", "Bytes of KV cache that arrived.")
+        self._wasted = counter("kvxfer_wasted_bytes", "Bytes of KV cache that arrived for loads that then failed.")
+        self._failures = counter(
+            "kvxfer_failures", "Loads that have failed, by kind of failure and by the peer's host.", "outcome", "peer"
+        )
+        self._peers: set[str] = set()
         self._seconds = histogram(
             "kvxfer_transfer_seconds", "Time from want to outcome, for loads that were delivered.", buckets=BUCKETS
         )
@@ -154,6 +189,12 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._offers = counter(
             "kvxfer_offers", "Offers that have ended, by outcome: delivered, or the kind of failure.", "outcome"
         )
+        self._unclaimed = counter(
+            "kvxfer_unclaimed_offers", "Offers whose lease has ended and for which no engine had ever asked."
+        )
+        self._not_offered = counter(
+            "kvxfer_not_offered", "Requests that were to be offered to other engines and are not, by reason.", "reason"
+        )
         self._parts = counter("kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
         self._corrupt = counter(
             "kvxfer_corrupt", "Transfers whose checksum differed from that of the bytes that were sent."
@@ -169,13 +210,16 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._by_rank: dict[int, dict[str, dict[str, Any]]] = {}
         self._nixl = NixlNamedMetrics.of(vllm_config, make)
         for values in per_engine_labelvalues.values():
-            for metric in (self._corrupt, self._bytes, self._seconds, self._request_seconds, *self._gauges.values()):
+            counts = self._corrupt, self._bytes, self._wasted, self._unclaimed, self._seconds, self._request_seconds
+            for metric in (*counts, *self._gauges.values()):
                 metric.labels(*values)
+            for reason in Reason:
+                self._not_offered.labels(*values, str(reason))
             for way in ("direct", "staged"):
                 self._parts.labels(*values, way)
             for outcome in (DELIVERED, COMPUTED, *FailureKind):
                 self._requests.labels(*values, str(outcome))
-            for outcome in (DELIVERED, NOT_OFFERED, *FailureKind):
+            for outcome in (DELIVERED, *FailureKind):
                 self._loads.labels(*values, str(outcome))
                 self._offers.labels(*values, str(outcome))
             if self._nixl is not None:
@@ -194,7 +238,16 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 self._request_seconds.labels(*values).observe(seconds)
         for outcome, n in data["offers"].items():
             self._offers.labels(*values, outcome).inc(n)
+        self._unclaimed.labels(*values).inc(data["unclaimed"].get("offers", 0))
+        for reason, n in data["not_offered"].items():
+            self._not_offered.labels(*values, reason).inc(n)
+        for key, n in data["failures"].items():
+            outcome, _, peer = key.partition("/")
+            if len(self._peers) < MOST_PEERS:
+                self._peers.add(peer)
+            self._failures.labels(*values, outcome, peer if peer in self._peers else OTHERS).inc(n)
         counts = data["counts"]
+        self._wasted.labels(*values).inc(counts.get("wasted", 0))
         self._corrupt.labels(*values).inc(counts.get("corrupt", 0))
         for way in ("direct", "staged"):
             self._parts.labels(*values, way).inc(counts.get(way, 0))
@@ -212,3 +265,9 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             self._links.labels(*values, *kind.split("/", 1)).set(
                 sum(rank["links"].get(kind, 0) for rank in ranks.values())
             )
+
+
+def _host(peer: str) -> str:
+    """Return the host, or hosts, of a peer that a failure names by its addresses."""
+    found = sorted({match[1] for match in _ADDRESS.finditer(peer)})
+    return ",".join(found) or "unknown"

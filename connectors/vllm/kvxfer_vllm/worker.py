@@ -11,7 +11,6 @@ from kvxfer.engine import Report, WorkerChannel, WorkerSide
 from kvxfer.geometry import Cache
 from kvxfer.logs import logger
 from kvxfer.values import BlockTable
-from kvxfer_vllm import compat
 from kvxfer_vllm.adapters import LoadedAdapters
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.copying import BlockCopier
@@ -51,7 +50,6 @@ class WorkerHooks:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._failed_blocks: set[int] = set()  # of whole loads
         self._missing: set[int] = set()  # of loads that are here in part
         self._stats = KVXferStats()
         self._noted: Gauges | None = None
@@ -95,7 +93,7 @@ class WorkerHooks:
             before_load=None if self._clearing is None else self._clearing.before,
             on_ended=lambda event: self._stats.record(event),
             # Of an elastic cache the scheduler side alone knows how much could be held besides what requests have.
-            quarantine=self._kv.num_blocks // 4 if compat.HOLDS_BLOCKS and not agent.cache.elastic else 0,
+            quarantine=self._kv.num_blocks // 4 if not agent.cache.elastic else 0,
             copy=copy,
             channel=channel,
         )
@@ -150,7 +148,6 @@ class WorkerHooks:
         self._sent.update(metadata.freed)
         self._received.update(metadata.doomed)
         self._failed.update(metadata.doomed)
-        self._failed_blocks.update(*metadata.doomed.values())
         self._received.update(metadata.partial)
         self._missing.update(*metadata.partial.values())
         self._on.load(metadata.step)
@@ -180,7 +177,6 @@ class WorkerHooks:
         report = self._on.collect(IDLE_S if metadata.idle else 0.0)
         self._received.update(report.over)
         self._failed.update(report.failed)
-        self._failed_blocks |= report.invalid
         self._report = self._report.merge(report)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
@@ -193,9 +189,8 @@ class WorkerHooks:
         return out
 
     def failed_blocks(self) -> set[int]:
-        """Return the scheduler's blocks that a load has not filled, each once; not those of loads that are reported by request."""
-        out = self._missing if compat.REPORTS_BY_REQUEST else self._missing | self._failed_blocks
-        self._missing, self._failed_blocks = set(), set()
+        """Return the scheduler's blocks that partial loads have not filled, each once."""
+        out, self._missing = self._missing, set()
         return out
 
     def report(self) -> ReportMetadata | None:

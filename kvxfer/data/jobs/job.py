@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvxfer.data.commands import PieceNews
+from kvxfer.data.commands import SlotNews
 from kvxfer.data.staging import Slot, Staging
 from kvxfer.failures import Failure
 from kvxfer.protocol.values import Move
@@ -42,7 +42,7 @@ class Wire:
     most: int
     staging: Staging
     batches: dict[int, Sequence[Job]]
-    tell: Callable[[PieceNews], None]
+    tell: Callable[[SlotNews], None]
     broken: bool = False
 
 
@@ -118,7 +118,7 @@ class Job:
         """Return whether closing its link makes its memory quiet."""
         return caps.quiet == "peer_close" or (self.lends_memory and caps.quiet == "batch")
 
-    def heard(self, news: PieceNews) -> None:
+    def heard(self, news: SlotNews) -> None:
         """Handle what the peer says about a piece; matters only to staged jobs."""
 
     def stop(self, why: Failure) -> None:

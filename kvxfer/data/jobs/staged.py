@@ -9,7 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
+from kvxfer.data.commands import SlotFree, SlotNews, SlotReady
 from kvxfer.data.jobs.job import PIECES, STAGE, Job, Wire
 from kvxfer.data.staging import Slot
 from kvxfer.failures import Failure, FailureKind
@@ -40,7 +40,7 @@ def _pieces(action: Move) -> Iterator[CopyPlan]:
     return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
 
 
-def misfit(news: PieceReady, plan: CopyPlan) -> Failure:
+def misfit(news: SlotReady, plan: CopyPlan) -> Failure:
     """Return the failure of a piece that has another length at the peer."""
     what = f"piece {news.piece} has {news.nbytes} bytes at the peer and {plan.nbytes} here"
     return Failure(FailureKind.MISUSE, what)
@@ -208,9 +208,9 @@ class SlotAtPeer(Staged):
     def complete(self) -> bool:
         return super().complete and not self._plans
 
-    def heard(self, news: PieceNews) -> None:
+    def heard(self, news: SlotNews) -> None:
         plan = self._plans.get(news.piece)
-        if plan is None or isinstance(news, PieceTaken):
+        if plan is None or isinstance(news, SlotFree):
             return
         if news.offset is None:
             self.stop(Failure(FailureKind.MISUSE, f"the peer has named no slot for piece {news.piece}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
+from kvxfer.data.commands import SlotFree, SlotNews, SlotReady
 from kvxfer.data.jobs.job import Wire
 from kvxfer.data.jobs.staged import SlotAtPeer, Staged, StagedPiece
 from kvxfer.data.staging import Slot
@@ -50,9 +50,9 @@ class StagedServe(Staged):
         for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
             self._packing.remove(piece)
             self.held[piece.number] = piece
-            self.wire.tell(PieceReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
+            self.wire.tell(SlotReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
 
-    def heard(self, news: PieceNews) -> None:
+    def heard(self, news: SlotNews) -> None:
         taken = self.held.pop(news.piece, None)
         if taken is not None:
             self.staging.give(taken.slot)
@@ -84,7 +84,7 @@ class StagedRead(SlotAtPeer):
         super().completed(done)
         piece = self.held.pop(done.batch)
         if done.error is None and self.error is None:
-            self.wire.tell(PieceTaken(self.ref, piece.number))
+            self.wire.tell(SlotFree(self.ref, piece.number))
             self.land(piece)
         else:
             self.give_back(piece, done.quiet)

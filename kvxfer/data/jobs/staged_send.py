@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxfer.data.commands import PieceNews, PieceReady
+from kvxfer.data.commands import SlotNews, SlotReady
 from kvxfer.data.jobs.job import Wire
 from kvxfer.data.jobs.staged import Staged
 from kvxfer.data.staging import Slot
@@ -25,7 +25,7 @@ class StagedSend(Staged):
         finally:
             # Told last, since telling takes time, for which a consumer that is short of slots can wait.
             if last is not None:
-                self.wire.tell(PieceReady(self.ref, last.number, None, last.plan.nbytes))
+                self.wire.tell(SlotReady(self.ref, last.number, None, last.plan.nbytes))
 
     def completed(self, done: Completion) -> None:
         super().completed(done)
@@ -42,7 +42,7 @@ class StagedRecv(Staged):
         super().__init__(action, wire)
         self._announced = 0
 
-    def heard(self, news: PieceNews) -> None:
+    def heard(self, news: SlotNews) -> None:
         self._announced = max(self._announced, news.piece + 1)
 
     def take(self) -> Slot | None:

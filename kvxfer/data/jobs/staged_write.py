@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
+from kvxfer.data.commands import SlotFree, SlotNews, SlotReady
 from kvxfer.data.jobs.job import Wire
 from kvxfer.data.jobs.staged import SlotAtPeer, Staged, StagedPiece, misfit
 from kvxfer.failures import Failure
@@ -28,7 +28,7 @@ class StagedWrite(SlotAtPeer):
         piece = self.held.pop(done.batch)
         self.give_back(piece, done.quiet)
         if done.error is None and self.error is None:
-            self.wire.tell(PieceReady(self.ref, piece.number, None, piece.plan.nbytes))
+            self.wire.tell(SlotReady(self.ref, piece.number, None, piece.plan.nbytes))
 
 
 class StagedLend(Staged):
@@ -47,9 +47,9 @@ class StagedLend(Staged):
     def complete(self) -> bool:
         return super().complete and not self._written
 
-    def heard(self, news: PieceNews) -> None:
+    def heard(self, news: SlotNews) -> None:
         lent = self.held.get(news.piece)
-        if lent is None or isinstance(news, PieceTaken):
+        if lent is None or isinstance(news, SlotFree):
             return
         if lent.plan.nbytes != news.nbytes:
             self.stop(misfit(news, lent.plan))
@@ -62,7 +62,7 @@ class StagedLend(Staged):
             self.land(self._written.popleft())
         while (piece := self.begin()) is not None:
             self.held[piece.number] = piece
-            self.wire.tell(PieceReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
+            self.wire.tell(SlotReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
         self.get_ready()
 
     def stop(self, why: Failure) -> None:

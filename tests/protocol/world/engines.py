@@ -15,7 +15,6 @@ import numpy as np
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Action, Ended, GenerationReleased, Released
-from kvxfer.schedule import RankAgreement
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.protocol.world.base import (
     D_TOKENS,
@@ -236,7 +235,7 @@ class ConsumerEngine:
         self.names = count(1)
         self.wishes: dict[tuple[int, str], Wish] = {}
         self.outcomes: Counter[str] = Counter()
-        self.quorum = RankAgreement()
+        self.quorum: dict[str, set[int]] = defaultdict(set)  # request -> the generations that its ranks were delivered
         self.ranks: dict[str, list[Ended]] = defaultdict(list)  # request -> what its ranks have reported
 
     def fetch(self, transfer: TransferId, total: int, source: Source, enough: int | None = None) -> None:
@@ -300,9 +299,9 @@ class ConsumerEngine:
         ranks = self.ranks[event.handle]
         ranks.append(event)
         if event.outcome.delivered:
-            self.quorum.delivered(event.handle, [event.generation])
+            self.quorum[event.handle].add(event.generation)
         if len(ranks) == RANKS:
-            generations = self.quorum.over(event.handle)
+            generations = self.quorum.pop(event.handle, set())
             if all(e.outcome.delivered for e in ranks):
                 self.outcomes["whole" if len(generations) == 1 else "mixed"] += 1
 

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvxfer.bench.remote import Remote
 from kvxfer.cli.demo import Demo, demo_settings
 from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
+from kvxfer.cli.terminal import make_console
 from kvxfer.errors import KvxferError
+from kvxfer.testing.remote import Remote
 
 __all__ = ["DEMO", "demo"]
 
@@ -28,7 +29,7 @@ def demo(
     Exits with 0 if KV was moved and every token is right.
     """
     settings = demo_settings(backend, config)
-    progress = Console(stderr=True, highlight=False)
+    progress = make_console(stderr=True, highlight=False)
     progress.print(f"Starting a prefill and a decode process (back end {settings['backend']})")
     try:
         report = _run(settings, progress)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvxfer.bench.progress import Say
+from kvxfer.cli.progress import Say
 from kvxfer_vllm.demo.load import Stage, staged, under_load
 from kvxfer_vllm.demo.servers import await_ready
 

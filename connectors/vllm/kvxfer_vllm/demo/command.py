@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kvxfer.cli.demo import Demo, demo_settings
 from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
+from kvxfer.cli.terminal import make_console
 
 
 def demo(
@@ -42,7 +43,7 @@ def demo(
     # Imported only here, so that no other command waits for them.
     from kvxfer_vllm.demo.servers import ServerError, ended_by_sigterm
 
-    progress = Console(stderr=True, highlight=False)
+    progress = make_console(stderr=True, highlight=False)
     try:
         with ended_by_sigterm(), _log_folder(keep_logs) as logs:
             if chaos is None:
@@ -78,7 +79,7 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
         model = Path(folder)
         write_model(model)
-        with progress.status("this takes about 40 seconds on two cores") as status:
+        with progress.status("this takes about 40 seconds on two idle cores, and more on a busy machine") as status:
 
             def on_ready(server: Any) -> None:
                 progress.print(f"  {server.name} ready after {time.monotonic() - start:.0f} s")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvxfer.bench.progress import Say
+from kvxfer.cli.progress import Say
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.prompts import OUTPUT_TOKENS, PROMPTS
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode

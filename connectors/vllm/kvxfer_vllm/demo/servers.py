@@ -27,6 +27,8 @@ MODEL_NAME = "tiny"
 BLOCK = 32
 """Tokens a block; the CPU attention of vLLM needs a multiple of 32."""
 GRACE_S = 5.0
+LONGEST = 6
+"""How many times longer than usual servers may take to start while their logs grow, as on a busy machine."""
 """How long a server that is stopped may take to end by itself."""
 CHUNK = 256
 """Tokens that one step of a server prefills at most, so that a longer prompt takes several."""
@@ -146,6 +148,10 @@ class Server:
                 return True
         except OSError:
             return False
+
+    def written(self) -> int:
+        """Return how many bytes its log has."""
+        return self.log.stat().st_size
 
     def post(
         self, path: str, body: Mapping[str, Any], timeout: float = 60.0, headers: Mapping[str, str] | None = None
@@ -274,7 +280,7 @@ def running(
         config: the connector's settings (`kv_connector_extra_config`) at the prefill server.
         decode_config: the same for the decode server; by default what the prefill server gets.
         plain: a plain server that runs already, to share it; it is left running.
-        timeout: seconds for all to answer.
+        timeout: seconds without a word in their logs after which they are given up.
         on_ready: told about each server when it answers.
         flags: further command-line flags of each server.
         kind: what they are.
@@ -312,20 +318,26 @@ def connector(role: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def await_ready(
     servers: Iterable[Server], timeout: float, on_ready: Callable[[Server], None] = lambda server: None
 ) -> None:
-    """Return once all servers answer.
+    """Return once all servers answer. While their logs grow, they are waited for, up to `LONGEST` times `timeout`.
 
     Raises:
-        ServerError: One has ended, or `timeout` seconds are over.
+        ServerError: One has ended; or none has written to its log for `timeout` seconds; or it takes too long.
     """
     waiting = list(servers)
-    deadline = time.monotonic() + timeout
+    begun = moved = time.monotonic()
+    written = 0
     while waiting:
         for server in waiting[:]:
             if server.ready():
                 waiting.remove(server)
                 on_ready(server)
-        if waiting and time.monotonic() > deadline:
-            raise waiting[0].error(f"did not answer within {timeout:.0f} s")
+        now, before, written = time.monotonic(), written, sum(server.written() for server in waiting)
+        if written != before:
+            moved = now
+        if waiting and now > min(moved + timeout, begun + LONGEST * timeout):
+            raise waiting[0].error(
+                f"did not answer within {now - begun:.0f} s, and wrote nothing for {now - moved:.0f} s"
+            )
         time.sleep(0.2)
 
 

@@ -1,0 +1,283 @@
+"""``kvxfer bench adversary``: honest loads beside hostile and greedy peers, partitions, and a fleet at one directory.
+
+A producer and a consumer are honest. In each case a load follows the other, alone and then beside an attack by a process that has the
+key. The median load beside it may take twice its time alone. In some cases each load is that of a consumer that comes new. Each process
+has 1,024 descriptors, as is usual.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvxfer.cli.progress import Say, progress, silent
+from kvxfer.config import Config
+from kvxfer.identity import Source, TransferId
+from kvxfer.security import make_key
+from kvxfer.testing.remote import Remote
+from kvxfer_bench.honest import BAIT, Fleet, HonestEngine, Prefill, limited
+from kvxfer_bench.hostile import Hostile
+
+__all__ = ["CASES", "adversary", "measure_adversary", "measure_fleet"]
+
+RATIO, FLOOR_MS = 2.0, 25.0
+"""How much longer the median load may take beside an attack. So many ms more are the noise of a busy machine."""
+LOAD_S = 20.0
+"""The most seconds for one load."""
+SETTLE_S = 5.0
+"""After so many seconds it is known of each link under a name of its own that it takes nothing."""
+PER_PROCESS = 100
+"""Directories of the fleet in one process."""
+FLEET_S = 60.0
+"""The most seconds until the whole fleet has asked, and until it has been told."""
+
+Load = tuple[str, float, str]
+
+
+class AttackedPair:
+    """An honest producer and consumer, and what attacks them."""
+
+    def __init__(self, stack: ExitStack, config: Config) -> None:
+        self._stack, self._config, self._loads = stack, config, 0
+        self.producer, self.consumer = self.engine("producer"), self.engine("consumer")
+        self.source: Source = self.producer("source")
+
+    def process(self, name: str, make: Callable[..., Any], *args: Any) -> Remote:
+        """Make an object in a process of its own, which is closed in the end."""
+        made = Remote(name, limited, make, *args)
+        self._stack.callback(made.close)
+        return made
+
+    def engine(self, name: str) -> Remote:
+        """Make an honest engine."""
+        return self.process(name, HonestEngine, name, self._config)
+
+    def hostile(self) -> Remote:
+        """Make a hostile peer."""
+        return self.process("hostile peer", Hostile, self._config)
+
+    def cut_off(self, engine: Remote) -> None:
+        """Have an engine get no time, and answer nothing, until the end."""
+        engine.stop()
+        self._stack.callback(engine.resume)
+
+    def bait(self) -> None:
+        """Have the producer offer what the greedy peer asks for."""
+        self.producer("offer", BAIT, 1000)
+
+    def offered(self, producer: Remote) -> TransferId:
+        """Have a producer offer another transfer."""
+        self._loads += 1
+        transfer = TransferId("own/1/load", self._loads)
+        producer("offer", transfer)
+        return transfer
+
+    def loads(self, count: int) -> list[Load]:
+        """Have some loads done, one after the other."""
+        return [self.consumer("load", self.source, self.offered(self.producer), LOAD_S) for _ in range(count)]
+
+    def newcomers(self, count: int) -> list[Load]:
+        """Have some loads done, each by a consumer that is new."""
+        out = []
+        for _ in range(count):
+            new = Remote("newcomer", limited, HonestEngine, "newcomer", self._config)
+            try:
+                new.wait()
+                out.append(new("load", self.source, self.offered(self.producer), LOAD_S))
+            finally:
+                new.close()
+        return out
+
+
+def _idle(world: AttackedPair) -> None:
+    world.hostile()("idle", world.source, 1100)
+
+
+def _half(world: AttackedPair) -> None:
+    world.hostile()("half", world.source, 600)
+
+
+def _reconnect(world: AttackedPair) -> None:
+    world.hostile()("reconnect", world.source, 100, "127.0.0.2")
+    time.sleep(SETTLE_S)
+
+
+def _stall(world: AttackedPair) -> None:
+    world.bait()
+    world.hostile()("stall", world.source, BAIT, 40)
+
+
+def _stall_under_many_names(world: AttackedPair) -> None:
+    world.bait()
+    world.hostile()("stall", world.source, BAIT, 40, 40)
+
+
+def _stall_for_a_while(world: AttackedPair) -> None:
+    _stall_under_many_names(world)
+    time.sleep(SETTLE_S)
+
+
+def _lie(world: AttackedPair) -> None:
+    liar = world.hostile()
+    world.consumer("begin", liar("lie", world.source, 3000), BAIT)
+
+
+def _lie_a_little(world: AttackedPair) -> None:
+    liar = world.hostile()
+    world.consumer("begin", liar("lie", world.source, 200), BAIT)
+
+
+def _notices(world: AttackedPair) -> None:
+    world.hostile()("notices", world.source, 40)
+
+
+def _questions(world: AttackedPair) -> None:
+    world.hostile()("questions", world.source, 100)
+
+
+def _partition(world: AttackedPair) -> None:
+    other = world.engine("other producer")
+    source, first, second = other("source"), world.offered(other), world.offered(other)
+    world.consumer("load", source, first, LOAD_S)
+    world.cut_off(other)
+    world.consumer("begin", source, second)
+    time.sleep(0.2)
+
+
+CASES: dict[str, tuple[Callable[[AttackedPair], None], bool]] = {
+    "1,100 idle connections at the directory": (_idle, True),
+    "600 half handshakes at the directory": (_half, True),
+    "100 connections from another address, each made again after its handshake": (_reconnect, True),
+    "40 links that take no piece": (_stall, False),
+    "40 links that take no piece, each under its own name": (_stall_under_many_names, False),
+    "the same for five seconds, then beside consumers that come new": (_stall_for_a_while, True),
+    "a directory of 3,000 ranks": (_lie, False),
+    "a directory of 200 ranks that do not answer": (_lie_a_little, False),
+    "notices without end, over 40 connections": (_notices, True),
+    "questions whose answers are not read, over 100 connections": (_questions, True),
+    "another producer that is cut off amid a load": (_partition, False),
+}
+"""The attacks, and whether the loads beside each are those of new consumers."""
+
+
+def _case(config: Config, attack: Callable[[AttackedPair], None], new: bool, count: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        world = AttackedPair(stack, config)
+        loads = world.newcomers if new else world.loads
+        world.loads(1)
+        alone = loads(count)
+        attack(world)
+        beside = loads(count)
+    ms = [round(statistics.median(each for _, each, _ in some), 1) for some in (alone, beside)]
+    outcomes = Counter(outcome for outcome, _, _ in (*alone, *beside))
+    return {
+        "alone_ms": ms[0],
+        "beside_ms": ms[1],
+        "ratio": round(ms[1] / ms[0], 2),
+        "longest_ms": round(max(each for _, each, _ in beside), 1),
+        "outcomes": dict(outcomes),
+        "words": sorted({words for _, _, words in (*alone, *beside) if words}),
+    }
+
+
+def measure_fleet(config: Config, engines: int) -> dict[str, Any]:
+    """Have so many directories wait for one engine to begin, then have it begin."""
+    transfer = TransferId("own/1/begun", 0)
+    with ExitStack() as stack:
+
+        def process(name: str, make: Callable[..., Any], *args: Any) -> Remote:
+            made = Remote(name, limited, make, *args)
+            stack.callback(made.close)
+            return made
+
+        prefill = process("prefill engine", Prefill, config)
+        sizes = [min(PER_PROCESS, engines - n) for n in range(0, engines, PER_PROCESS)]
+        fleet = [process("fleet", Fleet, config, size) for size in sizes]
+        source = prefill("source")
+        for each in fleet:
+            each.wait()
+        began = time.monotonic()
+        for each in fleet:
+            each("ask", source, transfer)
+        asked = prefill("asked", transfer, engines, FLEET_S)
+        all_asked = time.monotonic()
+        prefill("begin", transfer)
+        for each in fleet:
+            each.send("heard", source, transfer, FLEET_S)
+        heard = [each.get() for each in fleet]
+        return {
+            "engines": engines,
+            "asked": asked,
+            "told": sum(told for told, _ in heard),
+            "cut_off": sum(cut for _, cut in heard),
+            "seconds_to_ask": round(all_asked - began, 2),
+            "seconds_to_tell": round(time.monotonic() - all_asked, 2),
+        }
+
+
+def measure_adversary(
+    backend: str, keyed: bool, count: int, engines: int, cases: Sequence[str] = tuple(CASES), say: Say = silent
+) -> dict[str, Any]:
+    """Measure ``count`` loads alone and beside each attack, and a fleet of so many engines; say what is wrong.
+
+    Args:
+        backend: The back end.
+        keyed: Whether all have a key.
+        count: The number of loads.
+        engines: The number of engines in the fleet; 0 for none.
+        cases: The attacks, by their names in ``CASES``.
+        say: Told what is being measured.
+    """
+    wrong: list[str] = []
+    found: dict[str, Any] = {"backend": backend, "keyed": keyed, "loads": count, "cases": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "key"
+        make_key(key)
+        config = Config(
+            backend=backend, staging_bytes=1 << 18, transfer_timeout=LOAD_S, lease=120.0, peer_timeout=5.0,
+            key_file=str(key) if keyed else None,
+        )  # fmt: skip
+        for name in cases:
+            say(name)
+            case = found["cases"][name] = _case(config, *CASES[name], count)
+            if set(case["outcomes"]) != {"delivered"}:
+                wrong.append(f"{name}: not all loads were delivered: {case['outcomes']}")
+            if case["beside_ms"] > max(RATIO * case["alone_ms"], case["alone_ms"] + FLOOR_MS):
+                wrong.append(f"{name}: loads take {case['ratio']} times as long as alone")
+        if engines:
+            say(f"a fleet of {engines} engines")
+            fleet = found["fleet"] = measure_fleet(config, engines)
+            if fleet["told"] < engines or fleet["asked"] < engines:
+                wrong.append(f"only {fleet['told']} of {engines} engines were told")
+    return {**found, "wrong": wrong}
+
+
+def adversary(
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    key: Annotated[bool, typer.Option(help="Whether all engines have a key.")] = True,
+    loads: Annotated[int, typer.Option(min=1, help="Loads alone, and beside each attack.")] = 15,
+    engines: Annotated[int, typer.Option(min=0, help="Engines at one directory.")] = 600,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Attack two engines by hostile and greedy peers, and fail if honest loads beside them take more than twice their time."""
+    found = measure_adversary(backend, key, loads, engines, say=progress())
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        for name, case in found["cases"].items():
+            typer.echo(f"{name}: {json.dumps(case)}")
+        if engines:
+            typer.echo(f"fleet: {json.dumps(found['fleet'])}")
+        for complaint in found["wrong"]:
+            typer.echo(f"wrong: {complaint}")
+    if found["wrong"]:
+        raise typer.Exit(1)

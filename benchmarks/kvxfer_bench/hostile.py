@@ -1,0 +1,266 @@
+"""Peers that have the key and take what they can, for ``kvxfer bench adversary``: one process each, by control messages alone."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kvxfer.config import Config
+from kvxfer.control.connection import ControlConnection
+from kvxfer.control.inquiry import inquire
+from kvxfer.control.sockets import ControlSockets, address
+from kvxfer.geometry import Rank, route
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.security import Security
+from kvxfer.transport import Transport, load
+from kvxfer.values import BlockTable
+
+__all__ = ["Hostile"]
+
+PATIENCE_S = 10.0
+LINGERS_S = 0.02
+Answer = Callable[[ControlConnection, bytes], None]
+
+
+class Hostile:
+    """A hostile peer. One method begins each attack, which goes on until ``close``, beside the others."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._security = config, Security.of(config)
+        self._sockets = ControlSockets(self._security)
+        self._held: list[ControlConnection] = []
+        self._plain: list[socket.socket] = []
+        self._transports: list[Transport] = []
+        self._over = threading.Event()
+        self._lock = threading.Lock()  # the sockets belong to one thread at a time
+        self._each_turn: list[Callable[[], None]] = []
+        self._answers: dict[ControlConnection | None, Answer] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            with self._lock:
+                for do in self._each_turn:
+                    do()
+                self._sockets.flush()
+                self._sockets.poll(LINGERS_S / 4)
+                for connection in self._sockets.ready():
+                    answer = self._answers.get(connection) or self._answers.get(None)
+                    while (frame := connection.receive()) is not None:
+                        if answer is not None:
+                            answer(connection, frame)
+            time.sleep(LINGERS_S)
+
+    def _dial(self, where: str) -> ControlConnection:
+        connection = self._sockets.dial(where, None, m.MAX_BYTES)
+        self._held.append(connection)
+        return connection
+
+    def idle(self, source: Source, connections: int) -> int:
+        """Hold so many connections to a directory over which nothing is said; return how many came about."""
+        for _ in range(0, connections, 16):  # as fast as they are accepted
+            with self._lock:
+                made = [self._dial(address(source.host, source.port)) for _ in range(16)]
+            self._until(lambda made=made: all(one.opened or one.lost for one in made))  # type: ignore[misc]
+        return sum(one.opened for one in self._held)
+
+    def half(self, source: Source, connections: int) -> int:
+        """Hold so many connections to a directory that begin no handshake; those that are closed are made again."""
+
+        def fill() -> None:
+            self._plain = [sock for sock in self._plain if not _hung_up(sock)]
+            while len(self._plain) < connections:
+                sock = socket.create_connection((source.host, source.port), PATIENCE_S)
+                sock.setblocking(False)
+                self._plain.append(sock)
+                if len(self._plain) % 16 == 0:
+                    return
+
+        with self._lock:
+            self._each_turn.append(fill)
+        self._until(lambda: len(self._plain) >= min(connections, 200))
+        return len(self._plain)
+
+    def reconnect(self, source: Source, connections: int, host: str) -> int:
+        """Make so many connections to a directory from this address, close each after its handshake, and make another, without end.
+
+        Return how many were made at first.
+        """
+        open_: dict[socket.socket, float] = {}
+        made = [0]
+
+        def turn() -> None:
+            for sock, until in list(open_.items()):
+                if self._security.keys is None or _shaken(sock) or time.monotonic() > until:
+                    del open_[sock]
+                    sock.close()
+            while len(open_) < connections:
+                sock = socket.socket()
+                sock.bind((host, 0))
+                try:
+                    sock.connect((source.host, source.port))
+                except OSError:
+                    sock.close()
+                    return
+                sock.setblocking(False)
+                open_[self._security.dialled(sock)] = time.monotonic() + 1.0
+                made[0] += 1
+
+        with self._lock:
+            self._each_turn.append(turn)
+        self._until(lambda: made[0] >= connections)
+        return made[0]
+
+    def stall(self, source: Source, transfer: TransferId, links: int, names: int = 1) -> int:
+        """Make so many links under so many names, ask for a transfer over each, and take none of its pieces."""
+        rank = self._rank(source)
+        cache = rank.cache
+        share = route([cache], [cache])[cache.rank].assignments[cache.rank]
+        transport = load(self._config.backend)(f"hostile-{time.monotonic_ns()}", self._config.backend_options)
+        self._transports.append(transport)
+        reads = "read" in transport.capabilities.verbs
+        welcomed: list[ControlConnection] = []
+        want = m.FetchRequest(transfer, 1, b"d", 0, 1, BlockTable.of([[0]]), 1, 600.0)
+
+        def answer(connection: ControlConnection, frame: bytes) -> None:
+            said = m.decode(frame)
+            if isinstance(said, m.Welcome):
+                welcomed.append(connection)
+                connection.send(want)
+            elif isinstance(said, m.AttemptClosed):
+                connection.send(msgspec.structs.replace(want, attempt=said.attempt + 1))
+
+        for i in range(links):
+            mine = transport.endpoint_lending(frozenset(), False)
+            hello = m.Hello(
+                m.PROTOCOL, self._config.backend, rank.epoch, i + 1, f"greedy {i % names}", mine, cache, share,
+                "read" if reads else "sendrecv", 4 << 20, stage_below=1 << 40,
+            )  # fmt: skip
+            with self._lock:
+                connection = self._dial(rank.address)
+                self._answers[connection] = answer
+                connection.send(hello)
+
+        def ping() -> None:
+            for connection in welcomed:
+                connection.send(m.Ping(1))
+
+        self._until(lambda: len(welcomed) >= links)
+        with self._lock:
+            self._each_turn.append(_every(0.5, ping))
+        return len(welcomed)
+
+    def lie(self, source: Source, ranks: int) -> Source:
+        """Serve a directory that describes so many ranks like that of an engine, none of which answers a hello.
+
+        Return where it is.
+        """
+        hole = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self._plain.append(hole)
+        like, where = self._rank(source), f"tcp://127.0.0.1:{hole.getsockname()[1]}"
+        each = tuple(
+            msgspec.structs.replace(
+                like, address=where, epoch=pp + 1, cache=msgspec.structs.replace(like.cache, rank=Rank(pp, 0))
+            )
+            for pp in range(ranks)
+        )
+        descriptor = m.encode(m.EngineDescriptor(m.PROTOCOL, "liar", 1, each))
+
+        def answer(connection: ControlConnection, frame: bytes) -> None:
+            if isinstance(m.decode(frame), m.Lookup):
+                connection.send_frame(descriptor)
+
+        with self._lock:
+            self._answers[None] = answer
+            port = self._sockets.listen("127.0.0.1", 0)
+        return Source("127.0.0.1", port, 1)
+
+    def notices(self, source: Source, connections: int) -> None:
+        """Send notices to a directory without end, as fast as it takes them."""
+        named = tuple(m.Named(TransferId(f"own/{i}", i), b"d") for i in range(500))
+        frame = m.encode(m.Decline(0, named, "x"))
+        self._repeat(source, connections, frame)
+
+    def questions(self, source: Source, connections: int) -> None:
+        """Ask a directory again and again, and read no answer."""
+        ask = m.encode(m.Lookup(m.PROTOCOL))
+
+        def never(connection: ControlConnection, frame: bytes) -> None:
+            connection.waits = True  # so that its answers fill the way back
+
+        self._repeat(source, connections, ask, never)
+
+    def _repeat(self, source: Source, connections: int, frame: bytes, answer: Answer | None = None) -> None:
+        with self._lock:
+            made = [self._dial(address(source.host, source.port)) for _ in range(connections)]
+            if answer is not None:
+                self._answers |= dict.fromkeys(made, answer)
+
+        def say() -> None:
+            for i, one in enumerate(made):
+                if one.lost is not None:
+                    made[i] = one = self._dial(address(source.host, source.port))
+                if not one.unsent:
+                    for _ in range(4):
+                        one.send_frame(frame)
+
+        with self._lock:
+            self._each_turn.append(say)
+
+    def _rank(self, source: Source) -> m.RankDescriptor:
+        return inquire(source.host, source.port, self._security, PATIENCE_S).engine.ranks[0]
+
+    def _until(self, true: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not true() and time.monotonic() < until:
+            time.sleep(LINGERS_S)
+
+    def close(self) -> None:
+        """End all attacks."""
+        self._over.set()
+        self._thread.join()
+        self._sockets.close()
+        for sock in self._plain:
+            sock.close()
+        for transport in self._transports:
+            transport.close()
+
+
+def _shaken(sock: socket.socket) -> bool:
+    """Continue a handshake; return whether it is over, one way or the other."""
+    assert isinstance(sock, ssl.SSLSocket)
+    try:
+        sock.do_handshake()
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _every(seconds: float, do: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that does something, unless it has within so many seconds."""
+    last = [0.0]
+
+    def maybe() -> None:
+        if time.monotonic() - last[0] >= seconds:
+            last[0] = time.monotonic()
+            do()
+
+    return maybe

@@ -1,0 +1,1 @@
+"""What two GPUs do at best with packed pieces, and ``kvxfer bench pieces``."""

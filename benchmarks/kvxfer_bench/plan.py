@@ -1,0 +1,179 @@
+"""``kvxfer bench plan``: what planning costs for pairs of layouts, block sizes and tensor-parallel sizes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from kvxfer.geometry import Cache, CopyPlan, Planner, Region, ShardAssignment
+from kvxfer.geometry.strided_copy import materialise
+from kvxfer.values import BlockTable
+from kvxfer_bench.layouts import HEAD_BYTES, HEADS, layout_cache
+
+__all__ = ["measure", "plan"]
+
+LAYERS = 80
+
+_MOST_RUNS = 4 << 20
+"""Most runs made when timing ``runs()``: 100 MB of arrays, enough for page faults to show."""
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The cache of one rank: the name of its layout, its tokens per block, and the heads that it holds."""
+
+    layout: str
+    block_tokens: int = 16
+    heads: tuple[int, int] = (0, HEADS)
+
+    def cache(self, tokens: int) -> Cache:
+        """Describe the cache, with a fifth more blocks than the request needs."""
+        lo, hi = self.heads
+        blocks = -(-tokens // self.block_tokens) * 6 // 5 + 1
+        region = Region(0, LAYERS * blocks * self.block_tokens * (hi - lo) * 2 * HEAD_BYTES)
+        return layout_cache(self.layout, LAYERS, blocks, self.block_tokens, region, self.heads)
+
+    def __str__(self) -> str:
+        lo, hi = self.heads
+        return f"{self.layout}/{self.block_tokens}" + ("" if hi - lo == HEADS else f" heads {lo}-{hi - 1}")
+
+
+PAIRS = (
+    (RankLayout("LBNHC"), RankLayout("LBNHC")),
+    (RankLayout("BLHNC"), RankLayout("BLHNC")),
+    (RankLayout("LBNHC"), RankLayout("LBHNC")),
+    (RankLayout("LBHNC"), RankLayout("LBNHC")),
+    (RankLayout("2BNHD"), RankLayout("B2NHD")),
+    (RankLayout("2BNHD"), RankLayout("LBHNC")),
+    (RankLayout("BLNHC"), RankLayout("LBHNC")),
+    (RankLayout("LBNHC"), RankLayout("LBNHC", 64)),
+    (RankLayout("LBNHC", 64), RankLayout("LBHNC")),
+    (RankLayout("LBHNC"), RankLayout("LBHNC", 32)),
+    (RankLayout("LBNHC", 48), RankLayout("LBHNC", 64)),
+    (RankLayout("LBNHC", 16), RankLayout("LBHNC", 17)),
+    (RankLayout("LBNHC"), RankLayout("LBNHC", heads=(0, 4))),
+    (RankLayout("LBNHC", heads=(4, 8)), RankLayout("LBNHC")),
+    (RankLayout("LBHNC"), RankLayout("LBHNC", heads=(3, 4))),
+    (RankLayout("2BNHD", heads=(2, 4)), RankLayout("BLHNC", 32)),
+)
+
+
+def measure(tokens: int, repeat: int) -> dict[str, Any]:
+    """Time every pair of layouts; return figures with their unit in the key.
+
+    Times are CPU time of the one thread that works, so that other load on the machine changes them little.
+    """
+    pairs = [_pair(a, b, tokens, repeat) for a, b in PAIRS]
+    timed = [p["runs_ns_per_run"] for p in pairs if p["runs_ns_per_run"] is not None]
+    return {
+        "tokens": tokens,
+        "layers": LAYERS,
+        "kv_heads": HEADS,
+        "worst_cold_ms": max(p["cold_ms"] for p in pairs),
+        "worst_warm_ms": max(p["warm_ms"] for p in pairs),
+        "worst_runs_ns_per_run": max(timed),
+        "consecutive_runs": {layout: _consecutive(layout, tokens) for layout in ("LBNHC", "BLNHC", "2BNHD")},
+        "pairs": pairs,
+    }
+
+
+def _pair(one: RankLayout, other: RankLayout, tokens: int, repeat: int) -> dict[str, Any]:
+    src, dst = one.cache(tokens), other.cache(tokens)
+    rng = np.random.default_rng(0)
+
+    def table(c: Cache) -> BlockTable:
+        return BlockTable.of([rng.permutation(c.views[0].blocks)[: c.groups[0].blocks(tokens)]])
+
+    lo, hi = max(one.heads[0], other.heads[0]), min(one.heads[1], other.heads[1])
+    assignments = [ShardAssignment(i, i, v.layers, lo, hi) for i, v in enumerate(dst.views)]
+    asked = [(table(src), table(dst), 0, tokens - i) for i in range(repeat)]
+    cold = [_timed(lambda a=a: Planner(src, dst, assignments).plan(*a)) for a in asked]  # type: ignore[misc]
+    planner = Planner(src, dst, assignments)
+    made = planner.plan(*asked[0])
+    warm = [_timed(lambda a=a: planner.plan(*a)) for a in asked]  # type: ignore[misc]
+    few = min(tokens, max(one.block_tokens, other.block_tokens, tokens * _MOST_RUNS // made.rows))
+    part = planner.plan(*asked[0][:3], few)
+    runs, ns = (
+        len(part.runs()),
+        statistics.median(_timed(lambda: materialise(part.copies)) for _ in range(repeat)) * 1e9,
+    )
+    return {
+        "producer": str(one),
+        "consumer": str(other),
+        "cold_ms": round(statistics.median(cold) * 1e3, 3),
+        "warm_ms": round(statistics.median(warm) * 1e3, 3),
+        "runs_ns_per_run": round(ns / runs, 2) if runs > 10_000 else None,
+        "runs_timed": runs,
+        "rows": made.rows,
+        "copies": len(made.copies),
+        "plan_bytes": _size(made),
+        "kv_bytes": made.nbytes,
+    }
+
+
+def _consecutive(layout: str, tokens: int) -> int:
+    """Return the number of runs of a request whose blocks are consecutive, between equal layouts."""
+    cache = RankLayout(layout).cache(tokens)
+    table = BlockTable.of([range(1, 1 + -(-tokens // 16))])
+    assignments = [ShardAssignment(i, i, v.layers, 0, HEADS) for i, v in enumerate(cache.views)]
+    return len(Planner(cache, cache, assignments).plan(table, table, 0, tokens).runs())
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def _size(made: CopyPlan) -> int:
+    """Return the bytes of the plan in its factored form: its segments, and its patterns with their rows."""
+    return sum(3 * s.counts.nbytes + 2 * s.src_rows.nbytes for s in made.copies)
+
+
+def plan(
+    tokens: Annotated[int, typer.Option(min=16, help="Length of the request, in tokens.")] = 131072,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time the copy plan of a long request, cold and warm, and the expansion of the plan into runs.
+
+    Cold means a pair of caches not seen before, warm the same pair with new block ids. A layout's name lists its axes from the
+    outermost in: L layer, B block, N token, H head; C stands for K and V side by side, D for one of them, and 2 for the axis that
+    separates them. The number after the slash is the tokens per block.
+    """
+    found = measure(tokens, repeat)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    from rich.table import Column, Table
+
+    from kvxfer.cli.terminal import make_console
+
+    headers = ("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "copies", "plan KiB")
+    table = Table(*(Column(header, overflow="fold") for header in headers))
+    for p in found["pairs"]:
+        ns = p["runs_ns_per_run"]
+        table.add_row(
+            p["producer"],
+            p["consumer"],
+            f"{p['cold_ms']:.2f}",
+            f"{p['warm_ms']:.2f}",
+            "" if ns is None else f"{ns:.1f}",
+            f"{p['rows']:,}",
+            str(p["copies"]),
+            f"{p['plan_bytes'] / 1024:,.0f}",
+        )
+    console = make_console()
+    console.print(table)
+    console.print(
+        f"worst pair: {found['worst_cold_ms']:.2f} ms cold, {found['worst_warm_ms']:.2f} ms warm, "
+        f"{found['worst_runs_ns_per_run']:.1f} ns per run\nruns if blocks are consecutive and layouts equal: "
+        + ", ".join(f"{layout} {n}" for layout, n in found["consecutive_runs"].items())
+    )

@@ -1,0 +1,204 @@
+"""``kvxfer bench engines``: time to first token on real vLLM servers with a model of realistic size, back ends in turns.
+
+For each back end, a prefill and a decode server run on the given GPUs, with dummy weights. All pairs run at the same time but only one
+is asked at a time, so that other load on the machine affects all of them alike. An additional server without a connector shows what a
+connector costs while nothing moves.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from kvxfer.cli.progress import Say, progress, silent
+from kvxfer.errors import ConfigError
+from kvxfer_bench.vllm.beside import LOADS, Beside, idle_cost
+from kvxfer_bench.vllm.kinds import FirstTokens, PromptCase, Prompts
+from kvxfer_bench.vllm.pairs import STOCK, ServerPair, Starter
+from kvxfer_bench.vllm.streams import busy
+from kvxfer_vllm.demo.model import SHAPES, Shape, write_shape
+from kvxfer_vllm.demo.routing import complete
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, ended_by_sigterm, ended_together
+
+START_S = 400.0
+OTHERS, OTHERS_TOKENS = 8, 1024
+"""Requests that decode during loads, and the tokens that each decodes before another takes its place."""
+CASES = ["1024", "8192", "32768", "1024x16"]
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+class Rounds:
+    """Measures pairs of servers, by back end, in turns; one more round warms up.
+
+    ``tell`` is called with each result, ``say`` with what it is at. A pair of which a server fails is left out from then on, which
+    ``failed`` says.
+    """
+
+    def __init__(
+        self, pairs: Mapping[str, ServerPair], prompts: Prompts, rounds: int, tell: Tell, say: Say = silent
+    ) -> None:
+        self._pairs, self._prompts, self._rounds, self._tell, self._say = dict(pairs), prompts, rounds, tell, say
+        self.failed = False
+
+    def ready(self) -> None:
+        """Wait until all servers answer."""
+        servers = [server for pair in self._pairs.values() for server in (pair.prefill, pair.decode)]
+        self._say(f"starting {len(servers)} servers, with a limit of {START_S:g} s for each")
+
+        def answers(server: Server) -> None:
+            self._say(f"{server.name} answers")
+
+        self._each(lambda name, pair: await_ready([pair.prefill, pair.decode], START_S, answers))
+
+    def scatter(self, tokens: int) -> None:
+        """Use all caches as hours of serving would, so that what comes next gets blocks from everywhere.
+
+        Requests of mixed lengths, ``tokens`` tokens in all, end in another order than they began.
+        """
+        self._say("filling all caches once")
+        self._each(lambda name, pair: scatter(pair, self._prompts, tokens))
+
+    def first_tokens(self, case: PromptCase, others: int) -> None:
+        """Tell first tokens by kind, while ``others`` requests decode at the decode server that is asked."""
+        timed = {name: FirstTokens(pair, self._prompts, case) for name, pair in self._pairs.items()}
+
+        def one_round(name: str, pair: ServerPair) -> None:
+            with busy(pair.decode, others, OTHERS_TOKENS) as decoding:
+                timed[name].round(decoding)
+                decoding.check()
+
+        self._measure(f"time to first token, {case}", one_round)
+        self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
+
+    def beside(self, case: PromptCase, others: int) -> None:
+        """Tell what loads cost a prefill and ``others`` decodes beside them."""
+        timed = {name: Beside(pair, self._prompts, case) for name, pair in self._pairs.items()}
+
+        def one_round(name: str, pair: ServerPair) -> None:
+            with busy(pair.decode, others, OTHERS_TOKENS) as decoding:
+                timed[name].round(decoding)
+                decoding.check()
+
+        self._measure(f"loads of {case} during other requests", one_round)
+        self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
+
+    def idle(self) -> None:
+        """Tell what an idle connector costs a decode step, of those beside a server without a connector."""
+
+        def one(name: str, pair: ServerPair) -> None:
+            if pair.plain is not None:
+                cost = idle_cost(pair, pair.plain, self._prompts, self._rounds, OTHERS)
+                self._tell({"backend": name, "others": OTHERS, **cost})
+
+        self._each(one)
+
+    def _measure(self, what: str, one_round: Callable[[str, ServerPair], None]) -> None:
+        for number in range(self._rounds + 1):
+            self._say(f"{what}, round {number} of {self._rounds}" if number else f"{what}, warm-up")
+            self._each(one_round)
+
+    def _each(self, do: Callable[[str, ServerPair], None]) -> None:
+        for name, pair in list(self._pairs.items()):
+            try:
+                do(name, pair)
+            except ServerError as error:
+                self.failed = True
+                del self._pairs[name]
+                self._tell({"backend": name, "error": str(error)})
+
+
+def scatter(pair: ServerPair, prompts: Prompts, tokens: int) -> None:
+    """Have both servers of a pair answer requests of mixed lengths, ``tokens`` tokens in all.
+
+    Raises:
+        ServerError: One of them failed a request.
+    """
+    lengths = [int(n) for n in np.random.default_rng(0).integers(8, 200, 64)]
+    for server in (pair.prefill, pair.decode):
+        with ThreadPoolExecutor(16) as pool:
+            for _ in range(1 + tokens // sum(lengths)):
+                list(pool.map(lambda n: complete(server, prompts.of(n), 1 + n % 7, timeout=120), lengths))  # noqa: B023
+
+
+def compare_engines(
+    backends: Annotated[list[str], typer.Argument(help=f"Back ends to compare; {STOCK} is vLLM's own connector.")],
+    model: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "llama-3-8b",
+    gpus: Annotated[
+        str,
+        typer.Option(help="GPUs of the prefill and the decode servers, such as 0,1, or 0 for both; empty for CPUs."),
+    ] = "0,1",
+    case: Annotated[
+        list[str],
+        typer.Option(help="Tokens per prompt, such as 1024, or 1024x16 for 16 prompts at once; may be repeated."),
+    ] = CASES,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that warms up.")] = 7,
+    others: Annotated[int, typer.Option(min=0, help="Requests that decode on the decode server all the time.")] = 0,
+    beside: Annotated[
+        int, typer.Option(min=0, help="Also measure how loads of this many tokens slow down other requests; 0 for not.")
+    ] = 0,
+    plain: Annotated[
+        bool, typer.Option(help="Also measure a server without a connector, on the decode servers' GPU.")
+    ] = False,
+    flags: Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")] = "",
+    keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
+) -> None:
+    """Measure the time to first token on real vLLM servers with a model of realistic size, with back ends in turns.
+
+    Prints one JSON object per line.
+    """
+    if model not in SHAPES:
+        raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(SHAPES)}")
+    shape, cases = SHAPES[model], [PromptCase.parse(text) for text in case]
+    under = PromptCase.parse(str(beside)) if beside else None
+    on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-engines-") as folder, ended_together() as begun:
+        where, logs = Path(folder) / "model", keep_logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        write_shape(where, shape)
+        decoding = max(others, OTHERS if under or plain else 0)
+        room = _room(cases, under, decoding)
+        starter = Starter(where, logs, on, [*_flags(shape, cases, room, decoding, bool(on)), *flags.split()], begun)
+        without = starter.plain() if plain else None
+        pairs = {name: starter.pair(name, without) for name in backends}
+        if without is not None:
+            await_ready([without], START_S)
+
+        def tell(row: Mapping[str, Any]) -> None:
+            typer.echo(json.dumps({"model": model, "gpus": on, **row}))
+
+        turns = Rounds(pairs, Prompts(shape.vocab), rounds, tell, progress())
+        turns.ready()
+        turns.scatter(room)
+        for one in cases:
+            turns.first_tokens(one, others)
+        if under is not None:
+            turns.beside(under, decoding)
+        turns.idle()
+    raise typer.Exit(int(turns.failed))
+
+
+def _room(cases: Sequence[PromptCase], under: PromptCase | None, others: int) -> int:
+    """Return how many tokens a server's cache must hold: those of the largest case, and what is released a moment later."""
+    most = max(case.tokens * case.at_once for case in cases)
+    if under is not None:
+        most = max(most, under.tokens * (LOADS + 1))
+    return most * 5 // 4 + 4096 + others * OTHERS_TOKENS
+
+
+def _flags(shape: Shape, cases: Sequence[PromptCase], room: int, decoding: int, gpu: bool) -> list[str]:
+    """Return what sets these servers apart from the demo's: weights that are made up, and a cache for so many tokens."""
+    longest, most = max(case.tokens for case in cases), max(case.at_once for case in cases)
+    flags = ["--load-format", "dummy", "--dtype", shape.dtype, "--max-num-seqs", str(max(16, most) + decoding)]
+    flags += ["--kv-cache-memory-bytes", str(room * shape.token_bytes)]
+    flags += ["--max-model-len", str(min(shape.max_len, max(longest, OTHERS_TOKENS) + 256))]
+    if gpu:
+        flags += ["--no-enforce-eager", "--block-size", "16", "--max-num-batched-tokens", "8192"]
+    return flags

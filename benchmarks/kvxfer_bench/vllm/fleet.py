@@ -1,0 +1,174 @@
+"""``kvxfer bench fleet``: vllm-router in front of two prefill and two decode servers, used by the stock OpenAI client.
+
+The router is the program that PyPI has, in an environment of its own, and knows nothing of kvxfer. Amid the requests one prefill server is
+killed, and a successor joins at its address, as a cluster manager would have it. Ends with one line of JSON, and exits 1 unless
+every request had the plain server's tokens.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvxfer.cli.progress import Say
+from kvxfer_bench.vllm.clients import START_S, Answers, Clients, expectations, wishes
+from kvxfer_bench.vllm.reported import reported
+from kvxfer_vllm.demo.metrics import received, total
+from kvxfer_vllm.demo.model import write_model
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_together, free_port
+
+JOIN_S = 180.0
+AMID_S = 30.0
+"""Within this a prefill server under load has an offer in hand."""
+HEALTH_S = 1
+"""How often the router looks whether servers live."""
+
+
+def fleet(
+    requests: Annotated[int, typer.Option(min=20, help="Number of requests that clients send.")] = 200,
+    router: Annotated[str, typer.Option(help="Name or path of the program vllm-router.")] = "vllm-router",
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and which requests stream.")] = 0,
+    keep_logs: Annotated[Path | None, typer.Option(help="Keep the logs in this folder.")] = None,
+) -> None:
+    """Send mixed requests through vllm-router to two prefill and two decode servers, kill a prefill server and start another.
+
+    Prints one JSON object at the end. Exits with 1 if a request did not get a plain server's tokens, or anything else went wrong.
+    """
+    program = shutil.which(router)
+    if program is None:
+        raise typer.BadParameter(f"there is no program {router!r}; pip install vllm-router", param_hint="--router")
+    with tempfile.TemporaryDirectory(prefix="kvxfer-fleet-") as folder:
+        model, logs = Path(folder) / "model", keep_logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        write_model(model)
+        reported(requests, lambda say: _run(model, logs, program, backend, requests, seed, say))
+
+
+def _run(model: Path, logs: Path, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
+    wanted = wishes(requests, seed)
+    expected = expectations(model, logs, wanted)
+    say("the plain server has answered all prompts")
+    with ended_together() as begun:
+
+        def start(name: str, role: str, port: int | None = None) -> Server:
+            settings = {"backend": backend, "peer_timeout": 10.0}
+            kv_transfer = {**connector(role, settings), "kv_load_failure_policy": "recompute"}
+            server = Server(name, model, logs, kv_transfer, port=port)
+            begun.append(server)
+            return server
+
+        prefills = [start(f"prefill-{n}", "kv_producer") for n in range(2)]
+        decodes = [start(f"decode-{n}", "kv_consumer") for n in range(2)]
+        await_ready([*prefills, *decodes], START_S, lambda server: say(f"{server.name} answers"))
+        with routed(program, prefills, decodes, logs) as url:
+            say("the router answers")
+            with Clients(url, expected) as clients:
+                answers = clients.answers
+                last = requests * 3 // 4
+                clients.send(wanted[:last])
+                answers.wait(requests // 4)
+                amid = _kill_amid(prefills[0])
+                say(f"after {answers.done} requests: killed {prefills[0].name}, which had {amid} offers in hand")
+                port = int(prefills[0].url.rpartition(":")[2])
+                successor = start("prefill-2", "kv_producer", port)
+                await_ready([successor], JOIN_S)
+                say(f"after {answers.done} requests: {successor.name} answers at its address")
+                time.sleep(2 * HEALTH_S)  # the router has to see it
+                clients.send(wanted[last:])
+            fetched = total(successor, "kvxfer_offers_total")
+            say(f"all requests have ended, and {fetched:g} offers of {successor.name}")
+        loads = [received(server) for server in decodes]
+        return {
+            "requests": answers.done,
+            "identical": answers.identical,
+            "failed": len(answers.failed),
+            "killed": int(prefills[0].ended(0.0)),
+            "offers_killed": amid,
+            "joined": int(fetched > 0),
+            "streamed": sum(wish.streams for wish in wanted),
+            "external_tokens": sum(load.tokens for load in loads),
+            "failed_loads": sum(load.failed for load in loads),
+            "server_errors": int(sum(_errors(server) for server in decodes)),
+            "objections": _objections(answers, amid, fetched > 0, sum(load.tokens for load in loads), decodes),
+        }
+
+
+def _kill_amid(server: Server) -> int:
+    """Kill a prefill server while KV of it is fetched or waits for that; return how many offers it had in hand."""
+    until = time.monotonic() + AMID_S
+    while not (offers := int(total(server, "kvxfer_offers_in_hand"))) and time.monotonic() < until:
+        time.sleep(0.01)
+    server.kill()
+    return offers
+
+
+def _objections(answers: Answers, amid: int, joined: bool, external: int, decodes: Sequence[Server]) -> list[str]:
+    out = [*answers.wrong[:5], *answers.failed[:5]]
+    if not amid:
+        out.append("the prefill server that was killed had no offer in hand: nothing was interrupted")
+    if not joined:
+        out.append("the prefill server that joined got no request")
+    if not external:
+        out.append("no KV was moved: the decode servers computed all prompts themselves")
+    out += [f"{server.name} answered requests with errors" for server in decodes if _errors(server)]
+    return out
+
+
+def _errors(server: Server) -> float:
+    """Return how many requests a server has answered with 5xx."""
+    lines = [line for line in server.metrics().splitlines() if line.startswith("http_requests_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if 'status="5' in line)
+
+
+@contextmanager
+def routed(program: str, prefills: Sequence[Server], decodes: Sequence[Server], logs: Path) -> Iterator[str]:
+    """Run vllm-router in front of these servers, and yield its URL.
+
+    Raises:
+        ServerError: It did not start.
+    """
+    port = free_port()
+    command = [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--health-check-interval-secs", str(HEALTH_S), "--health-failure-threshold", "1"]
+    command += ["--health-success-threshold", "1", "--worker-startup-check-interval", "1"]
+    command += ["--cb-timeout-duration-secs", "5"]
+    for server in prefills:
+        command += ["--prefill", server.url]
+    for server in decodes:
+        command += ["--decode", server.url]
+    url = f"http://127.0.0.1:{port}"
+    with (logs / "router.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            until = time.monotonic() + 60
+            while not _answers(f"{url}/health"):
+                if process.poll() is not None or time.monotonic() > until:
+                    tail = (logs / "router.log").read_text(errors="replace")[-1000:]
+                    raise ServerError(f"the router did not start; the end of its log:\n{tail}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,205 @@
+"""First tokens by kind of request at a pair of servers: the least, computed, cached, loaded, sent to both at once.
+
+In each round the kinds take turns: a request of two tokens, which is the least that this server needs for a first token;
+a prompt that is computed where it is decoded; the same again, now cached there, which is the least for this prompt; one whose
+KV comes from the prefill server; and, unless the connector cannot, one that is sent to both servers at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvxfer.errors import ConfigError
+from kvxfer_bench.vllm.pairs import ServerPair
+from kvxfer_bench.vllm.streams import Others, stream
+from kvxfer_vllm.demo.metrics import loaded_tokens, moving_seconds
+from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
+from kvxfer_vllm.demo.servers import Server
+
+SETTLE_S = 0.05
+
+Prompt = list[int]
+Params = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class PromptCase:
+    """What is measured: ``at_once`` prompts of ``tokens`` tokens."""
+
+    tokens: int
+    at_once: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens" if self.at_once == 1 else f"{self.at_once} prompts of {self.tokens} tokens at once"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> PromptCase:
+        """Read ``1024``, or ``1024x16`` for sixteen at once.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+        if match is None:
+            raise ConfigError(
+                f"--case must be a number of tokens, such as 1024, or 1024x16 for 16 prompts at once, not {text!r}"
+            )
+        case = cls(int(match[1]), int(match[2] or 1))
+        if case.tokens < 16 or case.at_once < 1:
+            raise ConfigError(f"--case must have at least 16 tokens and at least one prompt at once, not {text!r}")
+        return case
+
+
+class Prompts:
+    """Prompts of token ids that no server has seen. Any number of tokens; one thread."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._rng = np.random.default_rng(time.time_ns())
+        self._vocabulary = vocabulary
+
+    def of(self, tokens: int) -> Prompt:
+        return [int(token) for token in self._rng.integers(1, self._vocabulary, tokens)]
+
+
+class FirstTokens:
+    """Times the last first token of requests that are sent together to one pair, kind by kind."""
+
+    def __init__(self, pair: ServerPair, prompts: Prompts, case: PromptCase) -> None:
+        self._pair, self._prompts, self._case = pair, prompts, case
+        self._taken: dict[str, list[float]] = {}
+        self._gaps: dict[str, list[list[float]]] = {"least": [], "loaded": []}
+        self._loads = 0
+        self._before = loaded_tokens(pair.decode)
+        self._transfers: list[float] = []
+
+    def round(self, decoding: Others) -> None:
+        """Time each kind once, while others decode. The first round warms up and does not count.
+
+        Raises:
+            ServerError: One of the servers failed a request.
+        """
+        pair = self._pair
+        least = self._time("least", pair.decode, self._fresh(2))
+        self._time("computed", pair.decode, again := self._fresh())
+        self._time("cached", pair.decode, again)
+        if pair.plain is not None:
+            self._time("plain_computed", pair.plain, self._fresh())
+            self._time("prefill_computed", pair.prefill, self._fresh())
+        some = self._fresh()
+        begin = time.perf_counter()
+        told = offers(pair.prefill, some)
+        self._taken.setdefault("prefilled", []).append(time.perf_counter() - begin)
+        before = moving_seconds(pair.decode)
+        loaded = self._time("loaded", pair.decode, some, told)
+        after = moving_seconds(pair.decode)
+        if before is not None and after is not None:
+            self._transfers.append((after - before) / self._case.at_once)
+        for kind, span in (("least", least), ("loaded", loaded)):
+            self._gaps[kind].append(decoding.during([span]))
+        if pair.address is not None:
+            self._taken.setdefault("together", []).append(_together(pair, pair.address, self._fresh()))
+            time.sleep(SETTLE_S)
+        self._loads += self._case.at_once * (1 + (pair.address is not None))
+
+    def found(self) -> dict[str, Any]:
+        """Return medians of the rounds that count, in milliseconds.
+
+        ``least``, ``computed``, ``cached`` and ``loaded`` at the decode server; ``prefilled``, until the prefill server had answered;
+        ``together``, from the dispatch to both servers to the decode server's first token, where one after the other takes ``prefilled``
+        and ``loaded``. ``plain_computed`` and ``prefill_computed`` compare a first token computed without a connector and with one.
+        ``tokens_loaded``: of the tokens that were to be loaded, the share that came.
+
+        If others decode: ``step_ms``, a step of the engine, which is the pause between the tokens of the others, and what it is while KV is
+        loaded; how many steps a load takes longer than the least; ``transfer_ms``, for which KV of a load was on its way, and
+        ``loaded_to_step_and_transfer``: a first token with a load, in terms of the least that it could take.
+        """
+        found = {kind: statistics.median(seconds[1:]) for kind, seconds in self._taken.items()}
+        tokens = loaded_tokens(self._pair.decode) - self._before
+        return {
+            "tokens": self._case.tokens,
+            "at_once": self._case.at_once,
+            "rounds": len(self._taken["loaded"]) - 1,
+            **{f"{kind}_ms": round(1e3 * seconds, 2) for kind, seconds in found.items()},
+            "loaded_over_least_ms": round(1e3 * (found["loaded"] - found["least"]), 2),
+            "loaded_over_cached_ms": round(1e3 * (found["loaded"] - found["cached"]), 2),
+            **self._in_steps(found["least"], found["loaded"]),
+            "loaded_to_least": round(found["loaded"] / found["least"], 3),
+            "loaded_to_computed": round(found["loaded"] / found["computed"], 3),
+            "tokens_loaded": round(tokens / (self._loads * self._case.tokens), 4),
+        }
+
+    def _fresh(self, length: int | None = None) -> list[Prompt]:
+        return [self._prompts.of(length or self._case.tokens) for _ in range(self._case.at_once)]
+
+    def _time(
+        self, kind: str, server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None
+    ) -> tuple[float, float]:
+        begin = time.perf_counter()
+        end = first_tokens(server, some, told)
+        self._taken.setdefault(kind, []).append(end - begin)
+        time.sleep(SETTLE_S)
+        return begin, end
+
+    def _in_steps(self, least: float, loaded: float) -> dict[str, float]:
+        calm, loading = (list(itertools.chain.from_iterable(self._gaps[kind][1:])) for kind in ("least", "loaded"))
+        if not (calm and loading):
+            return {}
+        step = statistics.median(calm)
+        found = {
+            "step_ms": step,
+            "step_while_loading_ms": statistics.median(loading),
+            "longest_step_while_loading_ms": max(loading),
+            "loaded_over_least_steps": 1e3 * (loaded - least) / step,
+        }
+        if self._transfers:
+            transfer = 1e3 * statistics.median(self._transfers[1:])
+            found |= {"transfer_ms": transfer, "loaded_to_step_and_transfer": 1e3 * loaded / (step + transfer)}
+        return {name: round(value, 2) for name, value in found.items()}
+
+
+def first_tokens(server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None) -> float:
+    """Send all at once, each with its ``kv_transfer_params``; return when the last had its first token, by ``time.perf_counter``.
+
+    Raises:
+        ServerError: It failed one of them.
+    """
+    with ThreadPoolExecutor(len(some)) as pool:
+        return max(
+            pool.map(lambda prompt, params: next(stream(server, prompt, 1, params)), some, told or [None] * len(some))
+        )
+
+
+def offers(server: Server, some: Sequence[Prompt]) -> list[Params]:
+    """Have a prefill server compute all at once; return what it says of the KV of each.
+
+    Raises:
+        ServerError: It failed one of them.
+    """
+    with ThreadPoolExecutor(len(some)) as pool:
+        return list(pool.map(lambda prompt: complete(server, prompt, 1, PREFILL_PARAMS).kv_transfer_params, some))
+
+
+def _together(pair: ServerPair, address: tuple[str, int], some: Sequence[Prompt]) -> float:
+    """Send each to both servers at the same time; return seconds until the last first token at the decode server."""
+    host, port = address
+    names = [uuid.uuid4().hex for _ in some]
+    there = [{"do_remote_decode": True, "transfer_id": name} for name in names]
+    here = [{"do_remote_prefill": True, "transfer_id": n, "remote_host": host, "remote_port": port} for n in names]
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(first_tokens, pair.prefill, some, there)
+        end = first_tokens(pair.decode, some, here)
+        prefill.result()
+    return end - begin

@@ -1,1 +1,0 @@
-"""What ``kvxfer bench`` measures. Imported by the CLI alone."""

@@ -1,0 +1,211 @@
+"""How loads end: what the ranks report, gathered on each load's record and turned into what the engine is told.
+
+When a load fails, some of its blocks may still be written to. The engine is told of the failure at once and goes on with
+other blocks, while these stay pinned until all ranks have reported them quiet. A load that was delivered is reported
+twice, by the side channel and with a step; only after the second report may another load have its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+from kvxfer.engine.exchange import Report
+from kvxfer.engine.paces import LinkPaces
+from kvxfer.engine.pins import BlockPins
+from kvxfer.engine.trace import Trace
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import Generation
+from kvxfer.logs import logger
+from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, RankResult
+from kvxfer.text import printable
+from kvxfer.values import Rank, Stages
+
+__all__ = ["LoadEnds", "Update", "disagreement"]
+
+log = logger("kvxfer.engine")
+
+_S, _E = LoadState, LoadEvent
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a report means to the engine.
+
+    Attributes:
+        free: Finished requests whose blocks are now to be freed.
+        loaded: Requests whose load was delivered on all ranks: the tokens are in their blocks.
+        arrived: For loads that report progress, how many tokens of the prompt all ranks have so far. They are of use only
+            once the request is loaded.
+        failed: Requests whose load has failed, and why. The engine computes the tokens or fails the request, as its
+            policy says. If it no longer holds the request, it may free the blocks.
+        disagreed: Those of the failed requests whose load was delivered on every rank, but of different generations, and
+            the blocks of the load.
+        payloads: For loaded requests, what the producer sent along (``WorkerSide.after_forward``), if anything.
+        short: For loaded requests that were delivered only in part since the producer gave up (``SchedulerSide.load``,
+            ``enough``): up to which token. The engine computes the rest.
+        repeated: Requests that an earlier update has named as ``loaded``, of which steps have only now told on all ranks.
+
+    ``disagreed`` and ``short`` come once steps have told of every rank, ``loaded`` otherwise as soon as the side channel has.
+    """
+
+    free: frozenset[str] = frozenset()
+    loaded: frozenset[str] = frozenset()
+    failed: Mapping[str, Failure] = field(default_factory=dict)
+    arrived: Mapping[str, int] = field(default_factory=dict)
+    disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    payloads: Mapping[str, bytes] = field(default_factory=dict)
+    short: Mapping[str, int] = field(default_factory=dict)
+    repeated: frozenset[str] = frozenset()
+
+
+def disagreement(generations: Iterable[Generation]) -> Failure:
+    """Return the failure of a load that was delivered on every rank, but of these generations."""
+    named = " and ".join(map(str, sorted(generations)))
+    detail = f"the producer recomputed it meanwhile, and the ranks here hold different generations: {named}"
+    return Failure(FailureKind.REVOKED, detail)
+
+
+class LoadEnds:
+    """Joins what the ranks of one engine report of its async loads."""
+
+    def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int, paces: LinkPaces, trace: Trace) -> None:
+        self._schedule, self._pins, self._ranks, self._paces, self._trace = schedule, pins, ranks, paces, trace
+        self._early: list[Load] = []  # those that the side channel has reported since the last report
+
+    def came(self, load: Load, result: RankResult) -> None:
+        """Record that a load was delivered on one rank, which a step will report once more."""
+        if result.generation is not None:
+            load.generations.add(result.generation)
+        load.stages[result.rank] = result.stages
+        load.over_on.add(result.rank)
+        if load.whole and len(load.over_on) >= self._ranks:
+            self._early.append(load)
+
+    def report(self, report: Report) -> Update:
+        """Process what ranks report, and return what has become of the loads that are over on all of them."""
+        seen, self._early = dict.fromkeys(self._early), []
+        self._gather(report)
+        for request, ranks in report.quiet.items():
+            load = self._schedule.named(request)
+            if load is not None and load.writing:
+                load.writing.difference_update(ranks)
+                if not load.writing:
+                    self._quiet(load)
+                    seen[load] = None
+        repeated = set()
+        for request, ranks in report.over.items():
+            load = self._schedule.named(request)
+            if load is None or load.fetched is None or load.is_sync:
+                continue
+            load.over_on.update(ranks)
+            load.told_on.update(ranks)
+            seen[load] = None
+            if len(load.told_on) >= self._ranks and self._told(load):
+                repeated.add(request)
+        ended = [load for load in seen if self._may_end(load)]
+        return replace(self._ended(ended), arrived=self._progress(report.arrived), repeated=frozenset(repeated))
+
+    def over_elsewhere(self, load: Load) -> None:
+        """Record without a report that a load is over on all ranks."""
+        if load.fetched is not None and not load.is_sync:
+            self._told(load)
+            if load.under_way:
+                self._ended([load])
+
+    def _gather(self, report: Report) -> None:
+        """Note on each load what ranks report of it."""
+        for request, generations in report.delivered.items():
+            if (load := self._under_way(request)) is not None:
+                load.generations |= generations
+        for request, payload in report.payloads.items():
+            if (load := self._under_way(request)) is not None:
+                load.payload = load.payload or payload
+        for request, tokens in report.short.items():
+            if (load := self._under_way(request)) is not None:
+                load.short = tokens if load.short is None else min(tokens, load.short)
+        for request, failure in report.failed.items():
+            if (load := self._under_way(request)) is not None:
+                load.failure = load.failure or failure
+        for request, stages in report.stages.items():
+            if (load := self._under_way(request)) is not None:
+                load.stages |= stages
+        for request, ranks in report.writing.items():
+            if (load := self._under_way(request)) is not None:
+                self._writes(load, ranks)
+
+    def _under_way(self, request: str) -> Load | None:
+        load = self._schedule.named(request)
+        return load if load is not None and load.under_way else None
+
+    def _writes(self, load: Load, ranks: Iterable[Rank]) -> None:
+        """Record that a load has failed while these ranks still write.
+
+        The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
+        """
+        if not load.writing:
+            load.pinned = self._pins.keep(load.holder, load.blocks.ids())
+            self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
+        load.writing.update(ranks)
+
+    def _quiet(self, load: Load) -> None:
+        """Record that no rank writes to a load's blocks any more."""
+        self._pins.drop(load.holder)
+        self._schedule.on(load, _E.QUIET if load.told else _E.QUIET_EARLY)
+
+    def _told(self, load: Load) -> bool:
+        """Record that steps have told of a load's end on all ranks; return whether the engine was told early that it is here."""
+        load.told = True
+        early = load.state is _S.REPEATED and load.failure is None
+        if load.state is not _S.CLOSED:
+            self._schedule.on(load, _E.REPEAT)
+        return early
+
+    def _may_end(self, load: Load) -> bool:
+        """Return whether the engine is to be told how a load has ended.
+
+        What only we know to be wrong with it, the engine must not hear of before the last step has told of its ranks: an engine that
+        counts the ranks itself would take the load for whole after that.
+        """
+        known = load.under_way and len(load.over_on) >= self._ranks and (load.pinned or not load.writing)
+        return known and (load.failure is not None or load.whole or load.told)
+
+    def _ended(self, loads: Iterable[Load]) -> Update:
+        """Return what the engine is told of the end of these loads."""
+        loaded, failed, disagreed, payloads, shorter = set(), {}, {}, {}, {}
+        for load in loads:
+            request, failure = load.request, load.failure
+            if failure is None and len(load.generations) > 1:
+                failure = load.failure = disagreement(load.generations)
+                disagreed[request] = load.blocks.ids()
+            stages = reduce(Stages.slowest, load.stages.values()) if load.stages else None
+            if failure is not None:
+                failed[request] = failure
+                if len(load.stages) == self._ranks and all(x.unasked for x in load.stages.values()):
+                    self._schedule.unasked(request)
+                self._paces.failed(load.wanted.source)
+            else:
+                loaded.add(request)
+                if load.payload:
+                    payloads[request] = load.payload
+                if load.short is not None:
+                    shorter[request] = load.short
+                    what = "request %s was loaded up to token %d, where its producer gave up"
+                    log.warning(what, printable(request), load.short)
+                elif stages is not None:
+                    self._paces.delivered(load.wanted.source, load.end - load.start, stages.moving)
+            self._trace.write(load, failure, stages)
+            told = _E.ENDED if load.told else _E.ENDED_EARLY
+            self._schedule.on(load, _E.ENDED_WRITTEN if load.writing else told)
+        return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
+
+    def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
+        """Return how many tokens all ranks have of those loads that have made progress."""
+        out = {}
+        for request, ranks in arrived.items():
+            if (load := self._under_way(request)) is not None:
+                load.arrived |= ranks
+                if len(load.arrived) == self._ranks:
+                    out[request] = min(load.arrived.values())
+        return out

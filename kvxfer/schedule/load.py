@@ -1,0 +1,285 @@
+"""The life of a load: one record, and one table of what each event does in each state. ``docs/engine-room.md`` draws the table.
+
+A request of an engine loads the first tokens of its prompt from another engine, in one of two ways, which vLLM calls sync and async:
+
+- async: it is given blocks, the workers fill them, and it runs in a later step (``MOVING``);
+- sync: the workers fill blocks that the pool has lent, before the request has any (``AHEAD``). Once all of it is there (``HERE``),
+  the request is admitted, and the workers copy the blocks in that very step.
+
+What the engine is told of an end and the moment from which nothing writes to the blocks any more are two events. So a load that the
+engine knows to be over may live on for a while (``WRITTEN``, ``REPEATED``), and another one must not have its name until it is closed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NewType
+
+from kvxfer.failures import Failure
+from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.schedule.commands import RankResult
+from kvxfer.transitions import Transitions, pairs
+from kvxfer.values import BlockTable, Rank, Stages
+
+__all__ = ["LOAD", "Load", "LoadEvent", "LoadNumber", "LoadState", "RequestName", "Wanted"]
+
+RequestName = NewType("RequestName", str)
+"""The engine's name of a request. Another request may have it once the engine has said that this one is over."""
+
+LoadNumber = NewType("LoadNumber", int)
+"""The serial number of a load, which no other load of the engine has, has had or will have."""
+
+
+class LoadState(enum.StrEnum):
+    """The states of one request's load."""
+
+    WAITING = "waiting"  # its producer is asked whether it has begun
+    OPEN = "open"  # it may be fetched
+    SHARED = "shared"  # another request of the transfer fetches it
+    AHEAD = "ahead"  # sync: on its way to lent blocks
+    HERE = "here"  # sync: all of it is in the lent blocks, and nothing writes to them
+    ADMITTED = "admitted"  # sync: the next step copies it into the request's own blocks
+    COPYING = "copying"  # sync: a step copies it
+    DROPPED = "dropped"  # sync: nobody needs it any more, or it has failed; the lent blocks may still be written to
+    MOVING = "moving"  # async: on its way to the request's blocks
+    CANCELLED = "cancelled"  # async: nobody needs it any more, or it has failed; the ranks have not told all of its end
+    WRITTEN = (
+        "written"  # async: the engine knows that it has failed; its blocks, which are pinned, may still be written to
+    )
+    REPEATED = "repeated"  # async: the engine knows the end; a step has yet to repeat it
+    CLOSED = "closed"  # nothing of it comes, now or later; the record goes with its request
+
+
+class LoadEvent(enum.StrEnum):
+    """What happens to a load."""
+
+    BEGUN = "producer has begun, or cannot be asked"
+    FETCH = "admitted: fetched into its blocks"
+    FETCH_AHEAD = "fetched into lent blocks"
+    SIBLING_FETCHES = "another request fetches the transfer"
+    SIBLING_ENDS = "another request has closed the transfer"
+    ARRIVED = "delivered on all ranks, and quiet"
+    ADMIT = "admitted: to be copied"
+    SHIPPED = "its copy goes with a step"
+    COPIED = "copied on all ranks"
+    NOT_NEEDED = "admitted without it"
+    TAKE_BLOCKS = "its blocks are taken away"
+    GIVE_UP = "given up, or the request is over"
+    FAILED = "failed while a rank may still write"
+    ENDED = "end told to the engine"
+    ENDED_EARLY = "end told to the engine, a step will repeat it"
+    ENDED_WRITTEN = "end told to the engine, a rank may still write"
+    QUIET = "no rank writes any more"
+    QUIET_EARLY = "no rank writes any more, a step will repeat the end"
+    REPEAT = "steps have told all of the end"
+
+
+_S, _E = LoadState, LoadEvent
+_BEFORE = (_S.WAITING, _S.OPEN, _S.SHARED)
+_SYNC = (_S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.DROPPED)
+_TOLD = (_S.WRITTEN, _S.REPEATED)
+_UNDER_WAY = (_S.MOVING, _S.CANCELLED)
+_AWAY = (_E.TAKE_BLOCKS, _E.GIVE_UP)
+_ENDS = (_E.ENDED, _E.ENDED_EARLY, _E.ENDED_WRITTEN)
+
+
+def _but(*states: LoadState) -> set[LoadState]:
+    return set(_S) - set(states)
+
+
+LOAD: Transitions[LoadState, LoadEvent] = Transitions(
+    moves={
+        (_S.WAITING, _E.BEGUN): _S.OPEN,
+        **{(s, _E.SIBLING_FETCHES): _S.SHARED for s in (_S.WAITING, _S.OPEN)},
+        **{(s, _E.SIBLING_ENDS): _S.CLOSED for s in _BEFORE},
+        **{(s, _E.GIVE_UP): _S.CLOSED for s in _BEFORE},
+        **{(s, _E.NOT_NEEDED): _S.CLOSED for s in (_S.WAITING, _S.OPEN)},
+        # sync
+        (_S.OPEN, _E.FETCH_AHEAD): _S.AHEAD,
+        (_S.AHEAD, _E.ARRIVED): _S.HERE,
+        (_S.HERE, _E.ADMIT): _S.ADMITTED,
+        (_S.ADMITTED, _E.SHIPPED): _S.COPYING,
+        (_S.COPYING, _E.COPIED): _S.CLOSED,
+        **{(_S.AHEAD, e): _S.DROPPED for e in (*_AWAY, _E.NOT_NEEDED, _E.FAILED)},
+        **{(s, e): _S.CLOSED for s in (_S.HERE, _S.ADMITTED) for e in (*_AWAY, _E.NOT_NEEDED)},
+        (_S.DROPPED, _E.QUIET): _S.CLOSED,
+        # async
+        (_S.OPEN, _E.FETCH): _S.MOVING,
+        **{(_S.MOVING, e): _S.CANCELLED for e in (*_AWAY, _E.FAILED)},
+        **{(s, _E.ENDED): _S.CLOSED for s in _UNDER_WAY},
+        **{(s, _E.ENDED_EARLY): _S.REPEATED for s in _UNDER_WAY},
+        (_S.CANCELLED, _E.ENDED_WRITTEN): _S.WRITTEN,
+        (_S.WRITTEN, _E.QUIET): _S.CLOSED,
+        (_S.WRITTEN, _E.QUIET_EARLY): _S.REPEATED,
+        (_S.REPEATED, _E.REPEAT): _S.CLOSED,
+    },
+    ignored={
+        "it does not wait for its producer": pairs(_but(_S.WAITING), (_E.BEGUN,)),
+        "it is over, or ending, by itself": pairs(_but(*_BEFORE), (_E.SIBLING_ENDS,)),
+        "it is closed": frozenset({(_S.CLOSED, _E.SIBLING_FETCHES)}),
+        "what has not begun can still be loaded": pairs(_BEFORE, (_E.TAKE_BLOCKS,)),
+        "another request brings it": frozenset({(_S.SHARED, _E.NOT_NEEDED)}),
+        "a copy that a step has begun is finished": pairs((_S.COPYING,), (*_AWAY, _E.NOT_NEEDED)),
+        "nobody needs it already": pairs((_S.DROPPED, _S.CANCELLED, _S.CLOSED), (*_AWAY, _E.NOT_NEEDED)),
+        "it has failed, or been given up, already": pairs((_S.DROPPED, _S.CANCELLED), (_E.FAILED,)),
+        "its tokens are on their way": frozenset({(_S.MOVING, _E.NOT_NEEDED)}),
+        "its end is known": pairs(_TOLD, (*_AWAY, _E.NOT_NEEDED, _E.FAILED)),
+        "the engine has yet to be told": pairs(_UNDER_WAY, (_E.REPEAT,)),
+        "its blocks are not quiet": frozenset({(_S.WRITTEN, _E.REPEAT)}),
+        "the engine is told of its end next": pairs(_UNDER_WAY, (_E.QUIET, _E.QUIET_EARLY)),
+    },
+    never={
+        "only what is open is fetched": pairs(_but(_S.OPEN), (_E.FETCH, _E.FETCH_AHEAD)),
+        "one request of a transfer fetches it, once": pairs(
+            _but(_S.WAITING, _S.OPEN, _S.CLOSED), (_E.SIBLING_FETCHES,)
+        ),
+        "only what is on its way to lent blocks arrives there": pairs(_but(_S.AHEAD), (_E.ARRIVED,)),
+        "only what is here is copied": pairs(_but(_S.HERE), (_E.ADMIT,)),
+        "only what was admitted goes with a step": pairs(_but(_S.ADMITTED), (_E.SHIPPED,)),
+        "only what a step copies has been copied": pairs(_but(_S.COPYING), (_E.COPIED,)),
+        "nothing is on its way": pairs((*_BEFORE, _S.HERE, _S.ADMITTED, _S.COPYING, _S.CLOSED), (_E.FAILED,)),
+        "only the end of what the workers fetch is told, once": pairs(_but(*_UNDER_WAY), _ENDS)
+        | {(_S.MOVING, _E.ENDED_WRITTEN)},
+        "only blocks that may be written to become quiet": pairs(
+            (*_BEFORE, _S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.REPEATED, _S.CLOSED), (_E.QUIET, _E.QUIET_EARLY)
+        )
+        | {(_S.DROPPED, _E.QUIET_EARLY)},
+        "nothing of it is repeated": pairs((*_BEFORE, *_SYNC, _S.CLOSED), (_E.REPEAT,)),
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """One transfer, and the loads of all requests of this engine that want it: one of them fetches it, at most once.
+
+    Attributes:
+        loads: Those whose requests are not over, and that of the request that fetches it until it is closed.
+        answers: The names of the answers that have told of it.
+        closed: Whether it will not be fetched any more.
+    """
+
+    transfer: TransferId
+    digest: bytes
+    source: Source
+    tokens: int
+    progress: int
+    offered: bool
+    enough: int
+    loads: list[Load] = field(default_factory=list)
+    answers: set[str | None] = field(default_factory=set)
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One request's load. Who fills a part of it in says so below; nobody keeps anything of a load elsewhere.
+
+    Attributes:
+        number: The load's serial number.
+        request: The engine's name of the request.
+        wanted: The transfer.
+        state: Where it is; see ``LOAD``.
+        over: Whether the engine has said that the request is over.
+        note: What the engine's connector keeps of it.
+        computed: The local tokens when the engine asked last.
+
+        fetched: The number of its fetch; None: there is none yet.
+        blocks: The blocks that the fetch fills: the request's own, or lent ones.
+        start, end: The tokens that it brings.
+
+        over_on: The ranks that have reported its end.
+        told_on: Those of them that have done so with a step.
+        told: Whether steps have told of its end on all ranks.
+        writing: The ranks on which it has failed and may still write.
+        pinned: Whether its blocks are pinned while it may.
+        generations: What the ranks were delivered of. Everything that a rank has is of one generation; ranks do not know of each
+            other, and a producer that preempts a request between two of them gives them different ones, which do not go together.
+        failure: Why it has failed on some rank.
+        short: The token up to which it was delivered, if not whole.
+        payload: What the producer sent along.
+        stages: When it reached each stage, by rank.
+        arrived: How many tokens are there, by rank.
+
+        tried: Sync: whether it has been considered.
+        results: Sync: how it has ended, by rank.
+        expected: Sync: the seconds that it should take.
+        waited: Sync: whether a step has waited for it in vain.
+        promised: Sync: how many tokens are here, as the engine was told last.
+        copied: Sync: the seconds that each rank took to copy it.
+
+        came_at: When the request came.
+        asked_at: When its producer was asked last whether it has begun.
+        fetched_at: When its fetch was sent.
+        traced: Whether the trace has its line.
+    """
+
+    number: LoadNumber
+    request: str
+    wanted: Wanted
+    state: LoadState
+    over: bool = False
+    note: Any = None
+    computed: int = 0
+
+    fetched: int | None = None
+    blocks: BlockTable = BlockTable()
+    start: int = 0
+    end: int = 0
+
+    over_on: set[Rank] = field(default_factory=set)
+    told_on: set[Rank] = field(default_factory=set)
+    told: bool = False
+    writing: set[Rank] = field(default_factory=set)
+    pinned: bool = False
+    generations: set[Generation] = field(default_factory=set)
+    failure: Failure | None = None
+    short: int | None = None
+    payload: bytes = b""
+    stages: dict[Rank, Stages] = field(default_factory=dict)
+    arrived: dict[Rank, int] = field(default_factory=dict)
+
+    tried: bool = False
+    results: dict[Rank, RankResult] = field(default_factory=dict)
+    expected: float = 0.0
+    waited: bool = False
+    promised: int = 0
+    copied: dict[Rank, float] = field(default_factory=dict)
+
+    came_at: float = 0.0
+    asked_at: float = 0.0
+    fetched_at: float = 0.0
+    traced: bool = False
+
+    def on(self, event: LoadEvent) -> bool:
+        """Make the move that an event leads to; return False if it is ignored.
+
+        Raises:
+            IllegalTransition: By the table it never happens here.
+        """
+        after = LOAD.after(self.state, event)
+        if after is None:
+            return False
+        self.state = after
+        return True
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether it goes into lent blocks, to be copied in the step that admits the request."""
+        return self.state in _SYNC
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the engine has yet to be told how it ends, though its blocks are being filled."""
+        return self.state in _UNDER_WAY
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that is known of it was delivered whole, and is of one generation."""
+        return len(self.generations) <= 1 and self.short is None
+
+    @property
+    def holder(self) -> tuple[str, LoadNumber]:
+        """Under which its blocks are claimed and pinned."""
+        return "load", self.number

@@ -1,0 +1,51 @@
+"""What a table of states and events is: for every pair it says where it leads, why it is ignored, or why it never happens."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["IllegalTransition", "Transitions", "pairs"]
+
+S = TypeVar("S", bound=enum.StrEnum)
+E = TypeVar("E", bound=enum.StrEnum)
+
+
+class IllegalTransition(RuntimeError):
+    """An event that by a table never happens: a bug in kvxfer. Who drives the table logs it and goes on."""
+
+
+@dataclass(frozen=True)
+class Transitions(Generic[S, E]):
+    """A table of what each stimulus does in each state.
+
+    Attributes:
+        moves: The next state for a state and a stimulus.
+        ignored: Pairs in which the stimulus is ignored, by the reason.
+        never: Pairs that never happen, by the reason; they raise.
+    """
+
+    moves: Mapping[tuple[S, E], S]
+    ignored: Mapping[str, frozenset[tuple[S, E]]]
+    never: Mapping[str, frozenset[tuple[S, E]]]
+
+    def after(self, state: S, stimulus: E) -> S | None:
+        """Return the next state, or ``None`` if the stimulus is ignored.
+
+        Raises:
+            IllegalTransition: The pair is one that never happens. Nothing has been changed.
+        """
+        after = self.moves.get((state, stimulus))
+        if after is None:
+            for why, pairs in self.never.items():
+                if (state, stimulus) in pairs:
+                    raise IllegalTransition(f"{stimulus!r} in state {state!r}: {why}")
+        return after
+
+
+def pairs(states: Iterable[S], events: Iterable[E]) -> frozenset[tuple[S, E]]:
+    """Return all pairs of these states and events."""
+    known = tuple(events)
+    return frozenset((s, e) for s in states for e in known)

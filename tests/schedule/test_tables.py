@@ -1,0 +1,56 @@
+"""The tables of loads and offerings: nothing undecided, nothing decided twice, nothing without a way out, and drawn as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.schedule import LOAD, LoadEvent, LoadState
+from kvxfer.transitions import IllegalTransition, Transitions
+
+TABLES = {"load": (LOAD, LoadState, LoadEvent)}
+each_table = pytest.mark.parametrize(("life", "states", "events"), TABLES.values(), ids=TABLES.keys())
+
+
+@each_table
+def test_every_pair_is_decided_once(life: Transitions[Any, Any], states: Any, events: Any) -> None:
+    decided = [*life.moves, *(p for part in (life.ignored, life.never) for pairs in part.values() for p in pairs)]
+    assert not {pair for pair in decided if decided.count(pair) > 1}, "decided twice"
+    assert {(s, e) for s in states for e in events} == set(decided)
+
+
+@each_table
+def test_every_state_is_reached_and_every_life_can_end(life: Transitions[Any, Any], states: Any, events: Any) -> None:
+    first = next(iter(states))
+    assert {after for (before, _), after in life.moves.items() if after is not before} | {first} == set(states)
+    final = {s for s in states if not any(before is s for before, _ in life.moves)}
+    assert len(final) == 1
+    for state in states:
+        reached = {state}
+        for _ in states:
+            reached |= {after for (before, _), after in life.moves.items() if before in reached}
+        assert reached & final, f"{state} leads nowhere"
+
+
+@each_table
+def test_what_is_ignored_changes_nothing_and_what_never_happens_raises(
+    life: Transitions[Any, Any], states: Any, events: Any
+) -> None:
+    for state, event in (pair for pairs in life.ignored.values() for pair in pairs):
+        assert life.after(state, event) is None
+    for state, event in (pair for pairs in life.never.values() for pair in pairs):
+        with pytest.raises(IllegalTransition):
+            life.after(state, event)
+
+
+def test_the_page_shows_the_tables_as_they_are() -> None:
+    path = Path(__file__).parents[2] / "docs" / "diagrams.py"
+    spec = importlib.util.spec_from_file_location("diagrams", path)
+    assert spec is not None and spec.loader is not None
+    diagrams = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(diagrams)
+    page = path.with_name("engine-room.md").read_text()
+    assert diagrams.drawn(page, diagrams.ROOM_TABLES) == page, "run: python docs/diagrams.py"
