@@ -31,8 +31,8 @@ from kvxfer.values import BlockTable, Ints
 
 __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
 
-_Key = tuple[int, int, bool, Shared]
-"""Groups of the source and the destination, whether tokens are opaque, and the tokens that both ranks hold."""
+_Key = tuple[int, int, bool, Shared | None]
+"""Groups of the source and the destination, whether tokens are opaque, and which tokens both ranks hold; ``None`` for all."""
 
 
 class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -132,7 +132,8 @@ class Planner:
         self.all_full = all(g.kind == "full" for g in dst.groups)
         self._view_groups: dict[_Key, list[ViewGroup]] = defaultdict(list)
         for b in view_groups(src, dst, assignments):
-            self._view_groups[b.src_group, b.dst_group, b.opaque, b.shared].append(b)
+            shared = None if b.shared == Shared() else b.shared
+            self._view_groups[b.src_group, b.dst_group, b.opaque, shared].append(b)
         self.indivisible = lcm(
             *(
                 src.groups[sg].block_tokens
@@ -156,7 +157,7 @@ class Planner:
         # of a plan does not follow from the number of tokens.
         self._sizes: list[tuple[int, int, int, int]] = []
         if self.all_full and not any(
-            shared != Shared() or (opaque and src.groups[sg].block_tokens != dst.groups[dg].block_tokens)
+            shared is not None or (opaque and src.groups[sg].block_tokens != dst.groups[dg].block_tokens)
             for sg, dg, opaque, shared in self._view_groups
         ):
             for b in every:
@@ -240,7 +241,7 @@ class Planner:
         if opaque and start % bd and start < tokens:
             raise PlanError(f"group {dg}: start {start} cuts a block of {bd} tokens whose tokens are opaque")
         needed = group.behind(tokens) if group.window else start
-        if shared != Shared() and not opaque:
+        if shared is not None and not opaque:
             return cut_turns(start, tokens, bs, bd, needed, most, shared)
         return cut_tokens(start, tokens, bs, bd, needed, most)
 
