@@ -20,8 +20,16 @@ from tests.vllm.engine import BLOCK, Group, answer, prompt
 from tests.vllm.sides import Layer, backend, engine, fill, load
 from tests.vllm.test_catalogue import groups
 from tests.vllm.wire import Wire
+from tests.vllm.writers import gpu
 
 overlap = both_ways
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, 9)
+
+
 RING, REPLAYED = Group(ring=8), Group(window=24, replayed=True)
 RINGS = pytest.mark.parametrize(
     "kinds",
@@ -127,15 +135,16 @@ def test_a_tail_of_keys_and_scores_has_two_slots() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "why"),
     [
-        (engine(ring(8), 8), engine(ring(16), 16), "encoding"),
-        (engine(ring(8, by="a.Strange"), 8), engine(ring(8, by="b.Other"), 8), "encoding"),
-        (engine(ring(8, by="a.Strange"), 8), engine(ring(8, by="a.Strange"), 8, 2), "head total"),
+        ((8, "models.x.A", 1), (16, "models.x.A", 1), "encoding"),
+        ((8, "models.x.A", 1), (8, "models.x.B", 1), "encoding"),
+        ((8, "models.x.A", 1), (8, "models.x.A", 2), "head total"),
     ],
     ids=["more drafts", "another writer", "ranks that may hold parts"],
 )
 def test_rings_that_differ_are_refused_by_name(one: Any, other: Any, why: str) -> None:
+    p, d = (engine(ring(rows, by=by), rows, ranks) for rows, by, ranks in (one, other))
     with pytest.raises(Incompatible, match=why):
-        load(one, other, [1], [1], 0, 5)
+        load(p, d, [1], [1], 0, 5)
 
 
 def test_a_window_that_no_load_brings_is_refused_where_it_is_replayed() -> None:
