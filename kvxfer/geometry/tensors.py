@@ -18,6 +18,7 @@ import numpy as np
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry.cache import HOST, Cache, Heads, Region, View, flat_starts
+from kvxfer.geometry.turns import TokenTurns
 from kvxfer.values import Group, Rank
 
 __all__ = ["cache_of", "region_of"]
@@ -65,6 +66,7 @@ def cache_of(
     heads: tuple[int, int] | None,
     rank: Rank,
     optional: bool,
+    turns: TokenTurns | None,
 ) -> Cache:
     """Implement ``Cache.of_tensors``.
 
@@ -79,6 +81,8 @@ def cache_of(
         raise ArgumentError(f"layers must be named apart, not {', '.join(map(repr, names))}")
     if group is not None:
         arguments.instance("group", group, Group)
+    if turns is not None:
+        arguments.instance("turns", turns, TokenTurns)
     if heads is not None and not isinstance(heads, tuple):
         raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.shown(heads)}")
     read: dict[str, tuple[list[_Tensor], list[str]]] = {}
@@ -102,7 +106,8 @@ def cache_of(
     views: list[View] = []
     for plane, (found, axes) in read.items():
         rows = _layers(plane, found, axes, names)
-        block_tokens = {t.shape[axes.index("token")] for t in found if "token" in axes}
+        ranks = 1 if turns is None else turns.count
+        block_tokens = {t.shape[axes.index("token")] * ranks for t in found if "token" in axes}
         if group is None:
             if len(block_tokens) != 1:
                 raise ArgumentError(f"group must be given: plane {plane!r} does not show how many tokens a block has")
@@ -117,7 +122,7 @@ def cache_of(
                 f"encoding must be given: the tensors of plane {plane!r} are of {' and of '.join(kinds)}"
             )
         kind = encoding if encoding is not None else kinds[0]
-        views += _views(plane, rows, axes, places, kind, heads, optional)
+        views += _views(plane, rows, axes, places, kind, heads, optional, turns)
     assert group is not None
     cache = Cache(regions, (group,), tuple(views), rank)
     cache.check()
@@ -138,6 +143,7 @@ def _views(
     encoding: str,
     heads: tuple[int, int] | None,
     optional: bool,
+    turns: TokenTurns | None,
 ) -> list[View]:
     """Return one view for each combination of shape and strides among the layers of a plane."""
     alike: dict[tuple[Any, ...], list[_Layer]] = {}
@@ -156,6 +162,7 @@ def _views(
             heads=None if head is None else _heads(heads, *head),
             token_stride=token_stride,
             optional=optional,
+            turns=turns,
         )
         for (blocks, block_stride, unit, head, token_stride), of in alike.items()
     ]

@@ -54,6 +54,7 @@ __all__ = [
     "Sum",
     "fine",
     "logical_copies",
+    "next_token",
     "row_keys",
     "sample",
     "spans",
@@ -99,8 +100,13 @@ def cell_keys(view_group: ViewGroup) -> Keys:
 
 def fine(view_group: ViewGroup, tokens: int) -> CopyPattern:
     """Return the view group's pattern with nothing merged: a row is a unit, the axes are heads, then tokens."""
-    axes = (view_group.heads, (tokens, view_group.src_token, view_group.dst_token))
+    axes = (view_group.heads, view_group.tokens(tokens))
     return CopyPattern(view_group.src_cells, view_group.dst_cells, axes, view_group.unit)
+
+
+def next_token(view_group: ViewGroup) -> np.uint64:
+    """Return what is added to a row's key for the next token of its segment."""
+    return np.uint64(TOKEN * view_group.shared.step % (1 << 64))
 
 
 def logical_copies(plan: CopyPlan) -> tuple[LogicalCopy, ...]:
@@ -117,7 +123,7 @@ def logical_copies(plan: CopyPlan) -> tuple[LogicalCopy, ...]:
 def row_keys(view_group: ViewGroup, tokens: int) -> Keys:
     """Return the key of every row of ``fine(view_group, tokens)`` in a segment from token 0, uint64 ``[rows]``."""
     heads = np.arange(view_group.heads[0], dtype=np.uint64) + np.uint64(view_group.first_head)
-    inner = heads[:, None] * np.uint64(HEAD) + np.arange(tokens, dtype=np.uint64) * np.uint64(TOKEN)
+    inner = heads[:, None] * np.uint64(HEAD) + np.arange(tokens, dtype=np.uint64) * next_token(view_group)
     return (cell_keys(view_group)[:, None] + inner.ravel()).ravel()
 
 
