@@ -201,7 +201,7 @@ def device(monkeypatch):
 
             return Later(self.stream.submit(run))
 
-    monkeypatch.setattr("kvxfer.memory.cpu.CpuSpace", Device)
+    monkeypatch.setattr("kvxfer.memory.space_for", lambda kind: Device)
     yield Device
     for stream in streams:  # what is still to be written must not meet memory that the engines have freed
         stream.shutdown()

@@ -65,6 +65,21 @@ class Machine(RuleBasedStateMachine):
         self.d.take(*data.draw(st.sampled_from(self.p.tickets)))
         self.step(1, 4, soon)
 
+    @precondition(lambda self: any(r.running and r.computed > 1 for r in self.p.waiting))
+    @rule(data=st.data(), back=st.integers(0, 2), soon=soon)
+    def computed(self, data: st.DataObject, back: int, soon: int) -> None:
+        """What a request has computed and generated so far is offered as it is, whatever becomes of the request."""
+        request = data.draw(st.sampled_from([r for r in self.p.waiting if r.running and r.computed > 1]))
+        tokens = max(2, request.computed - (back if len(self.p.groups) == 1 else 0))
+        text = self.p.text(request)[:tokens]
+        self.transfers += 1
+        what = TransferId(f"own/{self.transfers}", 0), bytes(text), tokens, BlockTable.of(request.table)
+        ticket = self.p.side.offer_computed(*what)
+        assert self.p.side.offer_computed(*what) == ticket
+        if ticket is not None:
+            self.p.tickets.append((ticket, text))
+        self.step(0, 4, soon)
+
     @rule(which=st.integers(0, 1), budget=st.integers(1, 12), times=st.integers(1, 3))
     def step(self, which: int, budget: int, times: int) -> None:
         for _ in range(times):
