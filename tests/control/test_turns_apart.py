@@ -124,17 +124,3 @@ def test_every_byte_arrives(p: tuple[int, int, int], d: tuple[int, int, int], st
     finally:
         one.close()
         two.close()
-
-
-def test_one_of_several_ranks_does_not_load_alone() -> None:
-    """The producer would free its blocks after the first of them."""
-    settings = {"backend": "tcp", "transfer_timeout": 5.0}
-    one, two = Engine(settings, 1, 1, 16, filled=True), Engine(settings, 2, 1, 8, filled=False)
-    try:
-        one.send(Offer(TRANSFER, b"digest", 1, TOKENS, BlockTable.of([one.blocks]), True))
-        two.send(Fetch("load", TRANSFER, b"digest", one.source, BlockTable.of([two.blocks]), 0, TOKENS))
-        told = [two.receive(pipe) for pipe in two.pipes]
-        assert all("only some of the tokens" in outcome and not others for outcome, _, others in told), told
-    finally:
-        one.close()
-        two.close()

@@ -129,7 +129,8 @@ class _Regions:
         """Flat offset of the tensor's first element."""
         import torch
 
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         region = Region.of(whole)
         if region not in self.found:
             self.found += (region,)
