@@ -91,6 +91,7 @@ test: lint $(ROUTER)/.ready
 	$(MOONCAKE_TESTS)
 	$(OTHER_TESTS) -m "not e2e" $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
+	$(BIN)/python -m pytest tests/contract $(ARGS)
 
 # The tests of back ends whose libraries may meet those of the system, with the latter in reach.
 test-system: $(READY)

@@ -294,6 +294,14 @@ class SchedulerSide:
         """
         return self._schedule.producer.answer(request)
 
+    def unanswered(self, answer: str) -> None:
+        """Record that an answer goes out to nobody, as when its client has hung up: what only that would have told of is given up.
+
+        Args:
+            answer: Its name (``offer``).
+        """
+        self._schedule.producer.unanswered(arguments.string("answer", answer), "its client has hung up")
+
     def offers(self, ticket: Ticket) -> bool:
         """Return whether what a ticket of this engine names is offered, or will be."""
         return self._schedule.producer.offers(ticket.transfer, ticket.digest)

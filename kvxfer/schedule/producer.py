@@ -294,8 +294,11 @@ class OfferSchedule(Offerings):
         A second time it changes nothing.
         """
         found = self.current(transfer)
-        if found is None or answer not in found.answers:
-            return
+        if found is not None and answer in found.answers:
+            self.unanswered(answer, reason)
+
+    def unanswered(self, answer: str, reason: str) -> None:
+        """Record that an answer goes out to nobody: the consumers that it would have added will not come."""
         for told in [told for told in self if (told.computed or told.held) and told.answers.pop(answer, 0)]:
             self.decline(told.transfer, reason)
 

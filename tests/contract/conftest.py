@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,20 @@ from kvxfer_vllm.demo.servers import MODEL_NAME, Cluster, free_port, running
 from tests.conftest import require
 from tests.contract.router import SCHEMAS, Router
 from tests.e2e.forked import Forked
+from tests.e2e.models import EXACT_POSITIONS, write_mamba, write_mla, write_recurrent, write_window
 
 LEASE_S = 60.0
 WITHIN_S = 8.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "llama": (write_model, []),
+    "window": (write_window, []),
+    "latent": (write_mla, ["--block-size", "16", *EXACT_POSITIONS]),
+    "state": (write_recurrent, ["--no-enable-prefix-caching", *EXACT_POSITIONS]),
+    "mamba": (write_mamba, ["--no-enable-prefix-caching"]),
+}
+"""The models that the folder's tests can run with, by ``KVXFER_CONTRACT_MODEL``, and flags of their servers."""
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +39,12 @@ def port() -> int:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Cluster]:
     require("vllm")
+    write, more = MODELS[os.environ.get("KVXFER_CONTRACT_MODEL", "llama")]
     model = tmp_path_factory.mktemp("model")
-    write_model(model)
+    write(model)
     settings = {"backend": "tcp", "lease": LEASE_S, "transfer_timeout": 60.0, "peer_timeout": 60.0}
     logs = Path(os.environ.get("KVXFER_CONTRACT_LOGS") or tmp_path_factory.mktemp("logs"))
-    flags = ["--chat-template", TEMPLATE]
+    flags = ["--chat-template", TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *more]
     with running(model, logs, {**settings, "port": port}, settings, flags=flags, kind=Forked) as servers:
         yield servers
 

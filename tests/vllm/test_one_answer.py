@@ -270,3 +270,33 @@ def test_a_decode_engine_that_needs_nothing_may_say_so_before_prefill_begins(mak
     settle(d, p)
     p.run(until=p.add([7], {"do_remote_decode": True, "transfer_id": "t"}, n=1, name="cmpl-abc-0"))
     clean(p, d)
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["list", "samples"])
+def test_a_client_that_hangs_up_while_some_of_a_list_are_done(make: Make, samples: bool) -> None:
+    p = make(seqs=1)
+    if samples:
+        at_p = p.samples(prompt(50), OFFER, 3, n=1, name="cmpl-abc-0")
+    else:
+        at_p = [p.add(prompt(50 + i, seed=i), OFFER, n=1, name=f"cmpl-abc-{i}") for i in range(3)]
+    p.run(until=at_p[0])
+    left = [name for name in at_p if name not in p.done]
+    assert left, "all are done"
+    for name in left:
+        p.abort(name)
+    clean(p)
+
+
+def test_a_client_that_hangs_up_leaves_the_answer_to_another_of_its_requests_alone(make: Make) -> None:
+    p, d = make(seqs=1), make()
+    text = prompt(50)
+    params = prefill(p, text, name="cmpl-abc-0")
+    again = [p.add(one, OFFER, n=1, name=f"cmpl-abc-{i}", arrival_time=7.0) for i, one in enumerate((text, prompt(60)))]
+    p.run(until=again[0])
+    p.abort(again[1])
+    settle(p)
+    name = d.add(text, params, name="cmpl-abc-0")
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.loaded == 49
+    clean(p, d)

@@ -38,8 +38,17 @@ class Batches:
             known.append(batch := HttpBatch(prompt, external.base, arrived))
         batch.prompts[external.prompt] = prompt
         batch.requests.add(request)
+        batch.running.add(request)
         facts.batch = batch
         return batch.answer
+
+    def ended(self, facts: RequestFacts) -> str | None:
+        """Record that a request has ended; return the name of its answer if all others that this tells of had ended before it."""
+        batch = facts.batch
+        if batch is None:
+            return None
+        batch.running.discard(facts.name)
+        return None if batch.running or len(batch.requests) == 1 else batch.answer
 
     def over(self, facts: RequestFacts) -> None:
         """Record that nothing is computed or held for a request any more."""

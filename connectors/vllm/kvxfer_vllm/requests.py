@@ -35,6 +35,7 @@ class HttpBatch:
         arrived: When it came.
         prompts: By position, the name that vLLM has given to a prompt.
         requests: The requests of which something is computed or held.
+        running: Those of them that have not ended.
     """
 
     answer: str
@@ -42,6 +43,7 @@ class HttpBatch:
     arrived: float
     prompts: dict[int, str] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)
+    running: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)

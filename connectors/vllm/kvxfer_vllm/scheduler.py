@@ -288,8 +288,12 @@ class SchedulerHooks:
         self._retained.cached(facts)
         self._outcomes.ended(facts, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
-        answer = self.side.answer(name)
+        answer, last_of = self.side.answer(name), self._batches.ended(facts)
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
+        if aborted and last_of is not None and not request.num_output_tokens:
+            # The client has hung up, since a stop string, which ends a request in the same way, needs output. vLLM answers once all
+            # have ended, and so nobody hears of those that were done before.
+            self.side.unanswered(last_of)
         if held:
             self._held[name] = facts
         else:

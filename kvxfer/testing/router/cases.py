@@ -181,10 +181,10 @@ CASES: tuple[Case, ...] = (
     Case("penalties", "penalties", Y, lambda t: [_completion(t.words(), repetition_penalty=1.2, presence_penalty=0.5)]),
     Case("bias", "`logit_bias`", Y, lambda t: [_completion(t.words(), logit_bias={"65": 5.0})]),
     Case(
-        "choice",
-        "structured output: a choice",
+        "regex",
+        "structured output: a regular expression",
         Y,
-        lambda t: [_completion(t.words(), structured_outputs={"choice": ["yes", "no"]})],
+        lambda t: [_completion(t.words(), structured_outputs={"regex": "[a-z]{40}"})],
     ),
     Case("salt", "`cache_salt`", Y, lambda t: [_completion(t.words(), cache_salt=t.name())]),
     Case("chat", "a chat", Y, lambda t: [_chat(t.words())]),
