@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState
 from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, RankFetchEvent, RankFetchState, ServeEvent, ServeState
 from kvxfer.schedule import LOAD, OFFERING, LoadEvent, LoadState, OfferingEvent, OfferingState
 from kvxfer.transitions import Transitions
@@ -21,6 +22,7 @@ PAGE = Path(__file__).with_name("session.md")
 TABLES: dict[str, Table] = {
     "rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent),
     "serve": (RANK_SERVE, ServeState, ServeEvent),
+    "piece": (PIECE, PieceState, PieceEvent),
 }
 ROOM = Path(__file__).with_name("engine-room.md")
 ROOM_TABLES: dict[str, Table] = {

@@ -76,7 +76,14 @@ def loads(modules: list[str]) -> set[str]:
 
 
 def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
-    on_demand = ("kvxfer.cli", "kvxfer.testing", "kvxfer.memory.cuda", "kvxfer.memory.triton_kernels")
+    on_demand = (
+        "kvxfer.cli",
+        "kvxfer.testing",
+        "kvxfer.memory.cuda",
+        "kvxfer.memory.triton_kernels",
+        "kvxfer.memory.indexed",
+        "kvxfer.memory.torch_space",
+    )
     assert not loads([name for name in core_modules() if not name.startswith(on_demand)])
 
 

@@ -116,7 +116,7 @@ def split(settings: Mapping[str, str], gpus: bool) -> Split:
     if within and networked and not within & _MESSAGES:
         host += ["posix", "sysv"]
     if not within and not networked:
-        return Split(None, {**settings})  # UCX says what is wrong with them
+        return Split(None, {**settings, "TLS": ",".join(network) or allowed})  # UCX says what is wrong with it
     return Split(
         {**settings, "TLS": ",".join(host), "NET_DEVICES": "all"} if within else None,
         {**settings, "TLS": ",".join(network)} if networked else None,

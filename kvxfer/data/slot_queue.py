@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 
 from kvxfer.data.jobs import Job
@@ -28,9 +28,7 @@ class SlotQueue:
         self._waiting: dict[Role, dict[LinkId, dict[PartRef, Job]]] = {"producer": {}, "consumer": {}}
         self._starved: dict[LinkId, float] = {}  # since when a link to a consumer has no slot and wants one
         self._last_first = True  # whether the next slot is for the link that came last, of those that have used none
-        self._leaving: dict[
-            Slot, float
-        ] = {}  # those that jobs have to give up and still hold, and since when they hold them
+        self._leaving: dict[Slot, float] = {}  # slots that jobs have to give up, and since when they hold them
         self.look_at = inf  # when a job may have to give up its slot next
 
     def __bool__(self) -> bool:
@@ -66,12 +64,7 @@ class SlotQueue:
         for role, waiting in self._waiting.items():
             if not waiting or not self._staging.room(role):
                 continue
-            order = list(waiting)
-            if (
-                role == "producer"
-            ):  # of those that have used none, the last and the first in turn, so that many keep no newcomer waiting
-                order = sorted(order[:: -1 if self._last_first else 1], key=self._staging.usage.rank)
-            for link in order:
+            for link in self._by_rank(waiting) if role == "producer" else list(waiting):
                 while self._staging.room(role) and (mine := waiting.get(link)):
                     job, taken = next(iter(mine.values())), self._staging.taken
                     starved = link in self._starved
@@ -84,7 +77,12 @@ class SlotQueue:
                     if job.starving:
                         break  # the link's other jobs would get none either
 
-    def overstayers(self, jobs: Collection[Job]) -> list[Job]:
+    def _by_rank(self, links: Iterable[LinkId]) -> list[LinkId]:
+        """Return links in the order of their turns; many that have used no slot keep no newcomer waiting."""
+        order = list(links)
+        return sorted(reversed(order) if self._last_first else order, key=self._staging.usage.rank)
+
+    def stalled_holders(self, jobs: Collection[Job]) -> list[Job]:
         """Return jobs that must give up their slots, which they have held for too long while consumers wait for their first one.
 
         As many are returned as consumers wait, and one for all that have stalled. Those that have held slots for longest come first.
@@ -96,7 +94,7 @@ class SlotQueue:
         now, usage, since = time.monotonic(), self._staging.usage, self._staging.since
         self._leaving = {slot: taken for slot, taken in self._leaving.items() if since.get(slot) == taken}
         first = PATIENCE_S / NEW + self._staging.piece_bytes / NEW_BYTES_S
-        found: dict[PartRef, Job] = {}
+        found: list[Job] = []
         for stalled in (False, True):
             waiting = [at for link, at in self._starved.items() if usage.stalled(link) == stalled]
             if stalled:
@@ -110,8 +108,8 @@ class SlotQueue:
                 at = max(taken + patience, waiting[0] + patience - first)
                 if at > now:
                     self.look_at = min(self.look_at, at)
-                elif holders := {job.ref: job for job in jobs if slot in job.slots}:
-                    self._leaving[slot] = taken
+                elif holder := next((job for job in jobs if job.error is None and slot in job.slots), None):
+                    self._leaving |= {each: since[each] for each in holder.slots}
                     usage.lose(slot.owner)
-                    found |= holders
-        return list(found.values())
+                    found.append(holder)
+        return found

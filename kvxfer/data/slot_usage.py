@@ -44,6 +44,10 @@ class _Record:
     next_owed: int = 1
 
 
+NEW = _Record()
+"""How a link has used slots of which nothing is known."""
+
+
 class SlotUsage:
     """The use of slots by each link, and by the peers that they count for. Used by the data thread only."""
 
@@ -55,7 +59,7 @@ class SlotUsage:
 
     def know(self, link: LinkId, owner: PeerIdentity) -> None:
         """Record whom a link counts for."""
-        self._record(link).owner = owner
+        self._records[link] = _Record(owner)
 
     def forget(self, link: LinkId) -> None:
         """Forget a link that is closed. What its peer has used still counts."""
@@ -64,16 +68,14 @@ class SlotUsage:
 
     def held(self, link: LinkId, seconds: float) -> None:
         """Record that a link has given back a slot, after so many seconds."""
-        now, record = time.monotonic(), self._record(link)
+        now, record = time.monotonic(), self._records.get(link)
         names = self._names(link)
-        if (
-            names[-1] not in self._spent
-        ):  # what is left of others is forgotten then, and not looked through for each slot
+        if names[-1] not in self._spent:  # what is left of others is forgotten then, not for each slot
             self._spent = {name: used for name, used in self._spent.items() if now - used[1] < 20 * HALF_LIFE_S}
         for name in names:
             self._spent[name] = self._used(name, now) + seconds, now
-        if now - record.lost_at < seconds:
-            return  # it was taken from the link
+        if record is None or now - record.lost_at < seconds:
+            return  # it is closed, or the slot was taken from it
         if seconds < IN_TIME_S and record.owed:
             record.owed -= 1
             record.losses *= record.owed > 0
@@ -84,7 +86,7 @@ class SlotUsage:
 
     def lose(self, link: LinkId) -> None:
         """Record that a link, which took nothing, has to give up a slot."""
-        record = self._record(link)
+        record = self._records.setdefault(link, _Record())
         record.lost_at = self._lost_at = time.monotonic()
         record.earned, record.losses = 0, record.losses + 1
         record.owed, record.next_owed = record.next_owed, record.next_owed * FORGIVEN
@@ -107,7 +109,7 @@ class SlotUsage:
         """
         if not self._alert:
             return calm
-        return min(first * (1 + self._record(link).earned + SECOND * self.losses(link)), calm / 2)
+        return min(first * (1 + self._records.get(link, NEW).earned + SECOND * self.losses(link)), calm / 2)
 
     @property
     def _alert(self) -> bool:
@@ -137,14 +139,8 @@ class SlotUsage:
         now = time.monotonic()
         return (self.losses(link), *(self._used(name, now) for name in self._names(link)))
 
-    def _record(self, link: LinkId) -> _Record:
-        record = self._records.get(link)
-        if record is None:
-            record = self._records[link] = _Record()
-        return record
-
     def _names(self, link: LinkId) -> tuple[Hashable, ...]:
-        levels = self._record(link).owner.levels
+        levels = self._records.get(link, NEW).owner.levels
         return (*(levels[: level + 1] for level in range(len(levels))), link)
 
     def _used(self, name: Hashable, now: float) -> float:

@@ -64,13 +64,12 @@ class Slot:
 
 
 class Staging:
-    """Staging memory for a cache, pinned if it is host memory under a GPU cache."""
+    """Staging memory for a cache."""
 
     def __init__(self, regions: tuple[Region, ...], nbytes: int, device: str) -> None:
         self._space = memory.space(regions)
         self.piece_bytes = nbytes // SLOTS // LEAST_PIECE * LEAST_PIECE
-        pinned = device == "cpu" and any(r.device != "cpu" for r in regions)
-        self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, pinned=pinned)
+        self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, beside=self._space.device)
         self._busy: dict[int, Fence] = {}  # by slot: the device's last work there, until it is done
         self.usage = SlotUsage()
         self.reset()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from kvxfer import arguments
 from kvxfer import facts as f
@@ -33,23 +32,6 @@ from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS,
 __all__ = ["SchedulerSide"]
 
 MOST_RANKS = 1 << 16
-
-_COUNTS = ("tokens", "computed", "scheduled", "external", "progress", "enough")
-_FLAGS = ("begun", "offered", "good", "complete", "stops", "whether", "writes_early")
-_held = arguments.holding(
-    config=partial(arguments.instance, kind=Config),
-    ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
-    request=partial(arguments.instance, kind=str),  # of any length: an engine may pass on all that it hears
-    transfer=partial(arguments.instance, kind=TransferId),
-    digest=partial(arguments.octets, most=MOST_DIGEST),
-    source=partial(arguments.instance, kind=Source),
-    consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
-    report=partial(arguments.instance, kind=Report),
-    descriptors=partial(arguments.several, kind=RankDescriptor),
-    reason=partial(arguments.string, most=MOST_REASON, empty=True),
-    **dict.fromkeys(_COUNTS, partial(arguments.integer, least=0, most=MOST_TOKENS)),
-    **dict.fromkeys(_FLAGS, arguments.flag),
-)
 
 
 class SchedulerSide:
@@ -82,7 +64,6 @@ class SchedulerSide:
         OSError: The directory's address is not available.
     """
 
-    @_held
     def __init__(
         self,
         config: Config,
@@ -94,6 +75,9 @@ class SchedulerSide:
         pins: BlockPins | None = None,
         writes_early: bool = False,
     ) -> None:
+        arguments.instance("config", config, Config)
+        ranks = arguments.integer("ranks", ranks, 1, MOST_RANKS)
+        writes_early = arguments.flag("writes_early", writes_early)
         groups = arguments.several("groups", groups, Group, 1)
         if pins is not None:
             arguments.instance("pins", pins, BlockPins)
@@ -121,7 +105,6 @@ class SchedulerSide:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    @_held
     def offer(
         self,
         request: str,
@@ -159,13 +142,15 @@ class SchedulerSide:
             ClosedError: This side has been closed.
             ScheduleError: The request offers another transfer, or another number of tokens.
         """
+        _transfer(transfer, digest)
+        tokens, consumers = _count("tokens", tokens), arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
+        stops = arguments.flag("stops", stops)
         self._check_open("offer")
         arguments.string("request", request)
         if answer is not None:
             arguments.string("answer", answer)
         return self._offers.arrive(request, transfer, digest, tokens, consumers, stops, answer)
 
-    @_held
     def offer_computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, *, consumers: int = 1
     ) -> Ticket | None:
@@ -193,10 +178,11 @@ class SchedulerSide:
             ScheduleError: The table lacks blocks for the tokens, or a load still fills one of them.
         """
         self._check_open("offer_computed")
-        arguments.integer("tokens", tokens, 1, MOST_TOKENS)
+        _transfer(transfer, digest)
+        tokens = arguments.integer("tokens", tokens, 1, MOST_TOKENS)
+        consumers = arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
         return self._offers.computed(transfer, digest, tokens, table, consumers, self.source)
 
-    @_held
     def load(
         self,
         request: str,
@@ -242,9 +228,13 @@ class SchedulerSide:
             ClosedError: This side has been closed.
             ScheduleError: The request loads another transfer.
         """
+        _transfer(transfer, digest)
+        arguments.instance("source", source, Source)
+        tokens, progress = _count("tokens", tokens), _count("progress", progress)
+        begun, offered = arguments.flag("begun", begun), arguments.flag("offered", offered)
         self._check_open("load")
         arguments.string("request", request)
-        arguments.integer("enough", enough, 0, tokens)
+        enough = arguments.integer("enough", enough, 0, tokens)
         if answer is not None:
             arguments.string("answer", answer)
         return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough, answer)
@@ -253,7 +243,6 @@ class SchedulerSide:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
-    @_held
     def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
         """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
 
@@ -263,9 +252,10 @@ class SchedulerSide:
             source: The directory of the engine that offers it.
             answer: The name of the answer that has told of it; nothing else of which that has told will be fetched either. Empty: none.
         """
+        _transfer(transfer, digest)
+        arguments.instance("source", source, Source)
         self._schedule.consumer.decline(transfer, digest, source, "the request was rejected", answer)
 
-    @_held
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
@@ -276,22 +266,23 @@ class SchedulerSide:
             request: The engine's id of the request.
             computed: The tokens that the request will find in the local prefix cache, as far as is known.
         """
-        self._loads.prefetch(request, computed)
+        _request(request)
+        self._loads.prefetch(request, _count("computed", computed))
 
-    @_held
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or nothing any more.
 
         It stays the same when the request has finished, as long as its blocks are held. Hand it on once this side is ``ready``.
         """
+        _request(request)
         return self._offers.ticket(request, self.source)
 
-    @_held
     def answer(self, request: str) -> str:
         """Return the name of the answer that tells consumers of this request's offer: that of a lost one for a retry.
 
         Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
         """
+        _request(request)
         return self._schedule.producer.answer(request)
 
     def unanswered(self, answer: str) -> None:
@@ -306,7 +297,6 @@ class SchedulerSide:
         """Return whether what a ticket of this engine names is offered, or will be."""
         return self._schedule.producer.offers(ticket.transfer, ticket.digest)
 
-    @_held
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
@@ -316,7 +306,8 @@ class SchedulerSide:
             The number of tokens. 0: none can, now or later. None: not known yet, since another request of the same transfer is
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
-        return self._loads.loadable(request, computed)
+        _request(request)
+        return self._loads.loadable(request, _count("computed", computed))
 
     def here(self, request: str) -> bool:
         """Return whether the tokens that ``loadable`` promised are already here, in prefetched blocks.
@@ -325,7 +316,6 @@ class SchedulerSide:
         """
         return self._loads.is_sync(request)
 
-    @_held
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
         """Record that the engine admits the request, and counts on ``external`` tokens from outside.
 
@@ -343,13 +333,13 @@ class SchedulerSide:
                 is offered or being filled. The load has failed: no tokens will come.
             ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
         """
-        self._loads.allocated(request, table, external)
+        _request(request)
+        self._loads.allocated(request, table, _count("external", external))
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
         return self._offers.follows(request)
 
-    @_held
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step.
 
@@ -363,15 +353,15 @@ class SchedulerSide:
             ArgumentError: The block table does not fit this engine's groups, or has too few blocks for what the step computes.
             ScheduleError: The request offers what the step computes, and a load, such as its own, still fills one of the blocks.
         """
-        self._offers.runs(request, computed, scheduled, table)
+        _request(request)
+        self._offers.runs(request, _count("computed", computed), _count("scheduled", scheduled), table)
 
-    @_held
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
+        _request(request)
         self._loads.preempted(request)
         self._offers.preempted(request)
 
-    @_held
     def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
         """Record that the request is over, at whatever point.
 
@@ -389,13 +379,15 @@ class SchedulerSide:
         Raises:
             ArgumentError: The block table does not fit this engine's groups.
         """
+        _request(request)
+        complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
         self._loads.finished(request)
         return self._offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
-    @_held
     def freed(self, request: str) -> None:
         """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
+        _request(request)
         self._offers.freed(request)
 
     # --- steps -----------------------------------------------------------------------------------------------------
@@ -414,12 +406,12 @@ class SchedulerSide:
         """
         self._loads.short_of_blocks()
 
-    @_held
     def report(self, report: Report) -> Update:
         """Process a report, of one rank or merged of several, and return what it means to the engine.
 
         This includes what workers have sent by the side channel, so it may be worth calling with an empty ``Report``.
         """
+        arguments.instance("report", report, Report)
         if report.descriptors:
             self.announce(report.descriptors.values())
         if report.channels:
@@ -431,18 +423,18 @@ class SchedulerSide:
         update = self._loads.report(report)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
-    @_held
     def load_over(self, request: str) -> None:
         """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
+        _request(request)
         self._loads.over_elsewhere(request)
 
-    @_held
     def stands_still(self, whether: bool) -> None:
         """Record, before each ``step``, whether the engine runs nothing because no waiting request can get blocks.
 
         If that goes on, finished requests whose blocks are held for other engines are given up, the oldest first, one at a
         time: those engines may be waiting for blocks themselves, and neither would ever go on.
         """
+        arguments.flag("whether", whether)
         self._standstill.look(whether and not self._loads.under_way)
 
     @property
@@ -456,12 +448,12 @@ class SchedulerSide:
 
     # --- life ------------------------------------------------------------------------------------------------------
 
-    @_held
     def announce(self, descriptors: Iterable[RankDescriptor]) -> None:
         """Record where workers' agents listen; once all are known, other engines can find this one.
 
         The workers' first reports say it, too.
         """
+        descriptors = arguments.several("descriptors", descriptors, RankDescriptor)
         new = {one.cache.rank: one for one in descriptors}
         self._descriptors |= new
         for one in new.values():
@@ -491,7 +483,6 @@ class SchedulerSide:
             arguments.instance(f"channels[{rank}]", channel, ChannelAddress)
         self._dispatch.listen_to(channels)
 
-    @_held
     def withdraw(self, request: str, reason: str) -> None:
         """End the offer of a running request, whose KV is no longer what its digest says; does nothing without one.
 
@@ -499,16 +490,18 @@ class SchedulerSide:
             request: The engine's id of the request.
             reason: Why, for the consumers.
         """
+        _request(request)
+        arguments.string("reason", reason, MOST_REASON, empty=True)
         offering = self._schedule.producer.offering(request)
         if offering is not None:
             self._schedule.producer.withdraw(offering[0], reason)
 
-    @_held
     def withdraw_all(self, reason: str) -> bool:
         """End all offers and loads, since the KV cache is being dropped; return whether no block of the pool is in use.
 
         While that is False, the workers have yet to act on it: go on making steps, and call it again.
         """
+        arguments.string("reason", reason, MOST_REASON, empty=True)
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
         self._loads.withdraw_all(reason)
@@ -537,3 +530,16 @@ class SchedulerSide:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         records = sum(1 for _ in self._schedule.consumer) + sum(1 for _ in self._schedule.producer)
         return records + len(self._pins) + len(self._schedule.ledger)
+
+
+def _request(request: str) -> None:
+    arguments.instance("request", request, str)  # of any length: an engine may pass on all that it hears
+
+
+def _transfer(transfer: TransferId, digest: bytes) -> None:
+    arguments.instance("transfer", transfer, TransferId)
+    arguments.octets("digest", digest, MOST_DIGEST)
+
+
+def _count(name: str, value: int) -> int:
+    return arguments.integer(name, value, 0, MOST_TOKENS)

@@ -99,6 +99,8 @@ def test_the_environment_is_respected_and_told_of(
         ("^cma", True, "self,posix,sysv,cuda", "^sm,cuda_ipc,rocm_ipc,self,ze_ipc,cma"),
         ("^shm,cuda_ipc", True, None, "^sm,cuda_ipc,rocm_ipc,self,ze_ipc,shm,cuda_ipc"),
         ("no_such", False, None, "no_such"),
+        ("self", False, None, "self"),
+        ("^posix,sysv", False, None, "^sm,cuda_ipc,rocm_ipc,self,ze_ipc,posix,sysv"),
     ],
 )
 @pytest.mark.parametrize("given", ["as a setting", "in the environment"])
@@ -117,7 +119,7 @@ def test_no_context_of_ucx_has_both_shared_memory_and_a_network(
         monkeypatch.setenv("UCX_TLS", allowed)
     both = split({"RNDV_THRESH": "8192", **({"TLS": allowed} if given == "as a setting" else {})}, gpus)
     for settings, expected in ((both.host, host), (both.network, network)):
-        assert (settings and settings["TLS"] if settings is None or "TLS" in settings else allowed) == expected
+        assert (settings and settings["TLS"]) == expected
         assert settings is None or settings["RNDV_THRESH"] == "8192"
 
 

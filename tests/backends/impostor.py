@@ -142,6 +142,20 @@ def peer(backend: str, listen: str, allowed: str, pid: str, segment: str) -> Non
     assert said is not None
     fields = [altered(f, {os.getpid(): int(pid), **dict.fromkeys(segments(), int(segment))}) for f in said[1]]
     say(endpoint=_put_together(said[0], fields).hex(), forged=fields != said[1])
+    give(backend, side, number, mine)
+
+
+def honest(backend: str, listen: str) -> None:
+    """Offer one's own bytes, as who one is."""
+    own = np.frombuffer(bytearray(OWN * (NBYTES // len(OWN))), np.uint8)
+    side = transport(backend, listen)
+    number = side.register([Region(own.ctypes.data, NBYTES)])
+    mine = side.endpoint()
+    say(endpoint=mine.hex())
+    give(backend, side, number, mine)
+
+
+def give(backend: str, side: Any, number: int, mine: bytes) -> None:
     theirs = bytes.fromhex(hear()["endpoint"])
     link = side.connect(mine, theirs)
     if backend == "ucx":
@@ -153,4 +167,4 @@ def peer(backend: str, listen: str, allowed: str, pid: str, segment: str) -> Non
 
 
 if __name__ == "__main__":
-    {"holder": holder, "victim": victim, "peer": peer}[sys.argv[1]](*sys.argv[2:])
+    {"holder": holder, "victim": victim, "peer": peer, "honest": honest}[sys.argv[1]](*sys.argv[2:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ from tests.networks import Host, hosts
 class Program:
     """One of ``impostor.py``."""
 
-    def __init__(self, host: Host, *arguments: str) -> None:
-        command = [*host.into, sys.executable, "-m", "tests.backends.impostor", *arguments]
+    def __init__(self, host: Host, *arguments: str, within: Sequence[str] = ()) -> None:
+        command = [*host.into, *within, sys.executable, "-m", "tests.backends.impostor", *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def tell(self, **words: Any) -> None:
@@ -39,8 +39,8 @@ class Program:
 
 
 @contextmanager
-def program(host: Host, *arguments: str) -> Iterator[Program]:
-    one = Program(host, *arguments)
+def program(host: Host, *arguments: str, within: Sequence[str] = ()) -> Iterator[Program]:
+    one = Program(host, *arguments, within=within)
     try:
         yield one
     finally:
@@ -88,3 +88,29 @@ def test_the_claim_is_believed_by_ucx_itself(apart: list[Host]) -> None:
             victim.tell(endpoint=peer.hear()["endpoint"])
             peer.tell(endpoint=mine["endpoint"])
             assert victim.hear()["secret"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("where", ["here", "in another pid namespace"])
+@pytest.mark.parametrize("listen", ["an address", "loopback"])
+@pytest.mark.parametrize("backend", ["ucx", "nixl"])
+def test_an_honest_peer_of_this_host(apart: list[Host], backend: str, listen: str, where: str) -> None:
+    """One in a container of its own, as of a pod, is reached by the network only, and on loopback by nothing, which is said."""
+    require(backend)
+    host = apart[0]
+    address = host.address if listen == "an address" else "127.0.0.1"
+    within = [] if where == "here" else ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    with (
+        program(host, "victim", backend, address) as reader,
+        program(host, "honest", backend, address, within=within) as peer,
+    ):
+        mine = reader.hear()
+        reader.tell(endpoint=peer.hear()["endpoint"])
+        peer.tell(endpoint=mine["endpoint"])
+        got = reader.hear()
+        if listen == "loopback" and where != "here":
+            assert (
+                not got["own"] and "namespace" in got["error"] and "'listen' is a loopback address" in got["error"]
+            ), got
+        else:
+            assert got["own"] and got["error"] is None, got

@@ -149,7 +149,7 @@ class World:
                 heapq.heappop(self._events)[2]()
             self.queue.feed(self.progress)
             assert self.clock.now < 1300, "nobody gets anything any more"
-            for part in self.queue.overstayers(self.parts.values()):  # type: ignore[arg-type]
+            for part in self.queue.stalled_holders(self.parts.values()):  # type: ignore[arg-type]
                 self.after(CONTROL_S, part.give_up)  # type: ignore[attr-defined]
 
     def pass_s(self, seconds: float) -> None:
@@ -259,6 +259,17 @@ def test_a_slow_consumer_gets_all_that_it_asks_for_beside_greedy_ones(world: Wor
         world.greedy(f"greedy {i}", "", never, False)
     world.pass_s(2.0)
     assert world.newcomer(lambda n: 0.05) < 3.0
+
+
+def test_a_part_that_holds_two_slots_loses_both_at_once_and_is_told_once(world: World) -> None:
+    told: list[Any] = []
+    part = world.begin(Part(world, world.link("greedy", ""), 10, never, 1))
+    part.give_up = lambda: told.append(part)  # type: ignore[method-assign]
+    assert len(part.slots) == 2
+    for i in range(3):
+        world.begin(Part(world, world.link(f"waits {i}", ""), 1, never, 1))
+    world.pass_s(0.6)
+    assert told == [part] and world.staging.usage.losses(part.ref.link) == 1
 
 
 def test_nothing_is_taken_from_consumers_that_take_their_time_while_none_has_stopped(world: World) -> None:

@@ -27,6 +27,7 @@ from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
+from kvxfer_vllm.pages import replays
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
@@ -72,11 +73,13 @@ class SchedulerHooks:
                 "with 'recompute' this engine computes the prompt instead"
             )
         self._content, self._warned = RequestContent(vllm_config), set[str]()
-        groups = groups_of(kv_cache_config)
+        groups = groups_of(kv_cache_config, vllm_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
         self._partly = len(groups) == 1 and groups[0].kind == "full"
         self._block_tokens = groups[0].block_tokens
         self._recurrent = any(group.kind == "state" for group in groups)
+        replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+        self._replayed = tuple(itertools.compress(groups, replayed))
         self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
         self._retained = RetainedBlocks(groups)
         facts = facts_of(vllm_config, config)
@@ -225,7 +228,7 @@ class SchedulerHooks:
                 "request %s is computed here: its prompt does not begin with that of its params", printable(name)
             )
             self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
-        if self._hits is not None and not request.skip_reading_prefix_cache:
+        if self._hits is not None and not self._replayed and not request.skip_reading_prefix_cache:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
             self.side.prefetch(name, self._hits(request))
 
@@ -238,7 +241,7 @@ class SchedulerHooks:
         if request.skip_reading_prefix_cache:  # it needs its whole prompt computed; vLLM before 0.31 leaves that to us
             self._asked(facts)
             return 0, False
-        if not self._content.adapters.is_same(request.request_id):
+        if not self._content.adapters.is_same(request.request_id) or self._lacks_window(facts, computed):
             self._asked(facts)
             return 0, False
         tokens = self.side.loadable(request.request_id, computed)
@@ -253,6 +256,13 @@ class SchedulerHooks:
         """Record that vLLM looks for blocks for a request in this step, unless ``allocated`` follows."""
         if facts.asked_in != self._steps:
             facts.asked_in, self._unplaced = self._steps, self._unplaced + 1
+
+    def _lacks_window(self, facts: RequestFacts, computed: int) -> bool:
+        """Return whether a load would not bring the whole of a window of which nothing is kept for prefix hits, as it begins behind one.
+
+        There are then fewer tokens to compute than a window has. With them, vLLM computes the window anew.
+        """
+        return computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Handle ``update_state_after_alloc``."""
@@ -288,7 +298,8 @@ class SchedulerHooks:
         self._retained.cached(facts)
         self._outcomes.ended(facts, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
-        answer, last_of = self.side.answer(name), self._batches.ended(facts)
+        last_of = self._batches.ended(facts)
+        answer = self.side.answer(name)
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
         if aborted and last_of is not None and not request.num_output_tokens:
             # The client has hung up, since a stop string, which ends a request in the same way, needs output. vLLM answers once all
