@@ -47,7 +47,7 @@ class Loads:
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def arrive(
+    def load(
         self,
         request: str,
         transfer: TransferId,

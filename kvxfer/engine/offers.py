@@ -66,7 +66,7 @@ class Offers:
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def arrive(
+    def offer(
         self,
         request: str,
         transfer: TransferId,

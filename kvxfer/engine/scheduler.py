@@ -149,7 +149,7 @@ class SchedulerSide:
         arguments.string("request", request)
         if answer is not None:
             arguments.string("answer", answer)
-        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops, answer)
+        return self._offers.offer(request, transfer, digest, tokens, consumers, stops, answer)
 
     def offer_computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, *, consumers: int = 1
@@ -179,8 +179,8 @@ class SchedulerSide:
         """
         self._check_open("offer_computed")
         _transfer(transfer, digest)
-        arguments.integer("tokens", tokens, 1, MOST_TOKENS)
-        arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
+        tokens = arguments.integer("tokens", tokens, 1, MOST_TOKENS)
+        consumers = arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
         return self._offers.computed(transfer, digest, tokens, table, consumers, self.source)
 
     def load(
@@ -237,7 +237,7 @@ class SchedulerSide:
         enough = arguments.integer("enough", enough, 0, tokens)
         if answer is not None:
             arguments.string("answer", answer)
-        return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough, answer)
+        return self._loads.load(request, transfer, digest, source, tokens, begun, offered, progress, enough, answer)
 
     def _check_open(self, call: str) -> None:
         if self._closed:
