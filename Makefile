@@ -92,6 +92,7 @@ test: lint $(ROUTER)/.ready
 	$(OTHER_TESTS) -m "not e2e" $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 	$(BIN)/python -m pytest tests/contract $(ARGS)
+	KVXFER_CONTRACT_MODEL=window $(BIN)/python -m pytest tests/contract -k nixl $(ARGS)
 
 # The tests of back ends whose libraries may meet those of the system, with the latter in reach.
 test-system: $(READY)

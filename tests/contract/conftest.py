@@ -43,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Clu
     model = tmp_path_factory.mktemp("model")
     write(model)
     settings = {"backend": "tcp", "lease": LEASE_S, "transfer_timeout": 60.0, "peer_timeout": 60.0}
-    logs = Path(os.environ.get("KVXFER_CONTRACT_LOGS") or tmp_path_factory.mktemp("logs"))
+    logs = tmp_path_factory.mktemp("logs")
     flags = ["--chat-template", TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *more]
     with running(model, logs, {**settings, "port": port}, settings, flags=flags, kind=Forked) as servers:
         yield servers
