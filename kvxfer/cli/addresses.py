@@ -14,7 +14,7 @@ from kvxfer.identity import Address
 from kvxfer.security import Security
 from kvxfer.settings import everywhere
 
-__all__ = ["address_problems", "own_address", "running_engine"]
+__all__ = ["address_problems", "directory_address", "running_engine"]
 
 ANSWER_S = 2.0
 """Seconds in which an engine on this host answers."""
@@ -54,7 +54,7 @@ def _check_port(config: Config) -> None:
             raise OSError(e.errno, f"cannot listen on {config.listen} port {config.port}: {e.strerror}") from None
 
 
-def own_address(config: Config) -> Address:
+def directory_address(config: Config) -> Address:
     """Return where an engine with these settings is found."""
     return Address(config.advertise or ("localhost" if everywhere(config.listen) else config.listen), config.port)
 
@@ -63,7 +63,7 @@ def running_engine(config: Config) -> str | None:
     """Return the name of the engine that runs on this host with these settings; None if there is none."""
     if not config.port:
         return None
-    at = own_address(config)
+    at = directory_address(config)
     try:
         return inquire(at.host, at.port, Security.of(config), ANSWER_S).engine.engine
     except (PeerError, ConfigError):

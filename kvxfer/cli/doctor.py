@@ -14,7 +14,7 @@ import typer
 from rich.table import Column, Table
 
 import kvxfer
-from kvxfer.cli.addresses import address_problems, own_address, running_engine
+from kvxfer.cli.addresses import address_problems, directory_address, running_engine
 from kvxfer.cli.compare import differences
 from kvxfer.cli.devices import check_device
 from kvxfer.cli.encryption import encryption
@@ -99,7 +99,7 @@ def doctor(
     report["problems"] = [*address_problems(free), *_backend_problems(report, settings)]
     report["peers"] = [visit(str(at), settings) for at in peers]
     report["problems"] += [problem for found in report["peers"] for problem in _peer_problems(found)]
-    compared = peers if report["running"] is None else [own_address(settings), *peers]
+    compared = peers if report["running"] is None else [directory_address(settings), *peers]
     if len(compared) > 1:
         report["problems"] += differences(compared[0], compared[1], settings)
     if as_json:

@@ -42,5 +42,6 @@ class DescriptorLimits:
 def _in_use() -> int:
     """Return how many descriptors are open, whoever opened them; 0 if the kernel does not tell."""
     with suppress(OSError):
-        return len(os.listdir("/proc/self/fd"))
+        # Linux 6.2 and later say it as the folder's size; to count is slow where there are many.
+        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
     return 0

@@ -65,6 +65,8 @@ class SlotQueue:
             if not waiting or not self._staging.room(role):
                 continue
             for link in self._by_rank(waiting) if role == "producer" else list(waiting):
+                if role == "producer" and not self._staging.gives(link):
+                    continue
                 while self._staging.room(role) and (mine := waiting.get(link)):
                     job, taken = next(iter(mine.values())), self._staging.taken
                     starved = link in self._starved

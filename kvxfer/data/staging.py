@@ -134,6 +134,10 @@ class Staging:
         """Return whether there is a free slot for this role."""
         return self._room("sent") > 0 if role == "producer" else max(self._room("known"), self._room("expected")) > 0
 
+    def gives(self, owner: LinkId) -> bool:
+        """Return whether a producer's job of this link could take a slot now."""
+        return self._may(owner, "producer", "sent")
+
     def holds(self, owner: LinkId, role: Role) -> bool:
         return owner in self._held[role]
 

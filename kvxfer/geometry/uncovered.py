@@ -96,7 +96,7 @@ def _runs(ids: Ints) -> list[Ints]:
 
 
 def _hole(v: View, first: int, count: int, a: int, z: int) -> UncoveredBytes:
-    """Return the bytes of tokens ``[a, z)`` of ``count`` blocks in all layers of a view; of whole blocks if opaque."""
-    axes = [(count, v.block_stride), *v.axes(z - a)]
+    """Return the bytes of this rank's tokens ``[a, z)`` of ``count`` blocks in all layers of a view; of whole blocks if opaque."""
+    axes = [(count, v.block_stride), *v.axes((z - a) * v.held.count)]
     at = first * v.block_stride + a * (v.token_stride or 0)
     return UncoveredBytes(tuple(o + at for o in v.offsets), tuple((n, s) for n, s in axes if n > 1), v.unit)

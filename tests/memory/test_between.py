@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
 from kvxfer.identity import TransferId
 from kvxfer.memory import allocate, registry
 from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, layout_pairs, plan_between
@@ -44,10 +44,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def engine(name: str, held: Held, backend: str) -> Engine:
     settings = Config.from_mapping({"backend": backend, "integrity": "full", "staging_bytes": 1 << 20})
-    agent = Agent(held.on_device, settings, name)
-    directory = Directory(settings, name, epoch=agent.epoch)
-    directory.publish((agent.descriptor,))
-    return Engine([agent], directory, [])
+    return Engine(settings, SimpleNamespace(caches=[held.on_device]), name=name)  # type: ignore[arg-type]
 
 
 def moves(backend: str, memories: tuple[str, str], layouts: list[tuple[str, str]]) -> None:
