@@ -23,7 +23,7 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
-    {"text", "flag", "transitions"},
+    {"text", "flag", "transitions", "prometheus"},
     {"failures", "logs"},
     {"errors", "threads"},
     {"arguments", "keyfile"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.testing.router import CASES, Case, Deployment, Moves, Texts, check
+from kvxfer.testing.router import CASES, Deployment, Moves, RouterCase, Texts, check
 from kvxfer_vllm.demo.servers import Cluster
 from tests.contract.conftest import deployed
 from tests.contract.router import SCHEMAS, Router
@@ -17,7 +17,7 @@ SOME = ("completion", "chat-streamed", "n-4", "list-one-token-0", "one-id", "rej
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_contract(case: Case, deployment: Deployment, request: pytest.FixtureRequest) -> None:
+def test_contract(case: RouterCase, deployment: Deployment, request: pytest.FixtureRequest) -> None:
     schema = request.node.callspec.params["deployment"]
     if schema not in OFTEN and case.name not in SOME:
         pytest.skip("this schema shapes the params alone")

@@ -4,19 +4,19 @@
 ``docs/router-contract.md`` has the table, and ``kvxfer conformance --router`` runs all of it.
 """
 
-from kvxfer.testing.router.cases import CASES, Case, Moves, Request, Texts
+from kvxfer.testing.router.cases import CASES, HttpRequest, Moves, RouterCase, Texts
 from kvxfer.testing.router.checking import Deployment, RouterResult, check
 from kvxfer.testing.router.http import HttpAnswer, HttpServer, NoServerError
 
 __all__ = [
     "CASES",
-    "Case",
+    "RouterCase",
     "Deployment",
     "HttpAnswer",
     "HttpServer",
     "Moves",
     "NoServerError",
-    "Request",
+    "HttpRequest",
     "RouterResult",
     "Texts",
     "check",

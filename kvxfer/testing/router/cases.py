@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CASES", "Case", "Moves", "Request", "Texts"]
+__all__ = ["CASES", "RouterCase", "Moves", "HttpRequest", "Texts"]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -44,7 +44,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """One HTTP request.
 
     Attributes:
@@ -61,7 +61,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Case:
+class RouterCase:
     """A row of the table.
 
     Attributes:
@@ -76,25 +76,25 @@ class Case:
     name: str
     what: str
     moves: Moves
-    make: Callable[[Texts], list[Request]] = field(repr=False)
+    make: Callable[[Texts], list[HttpRequest]] = field(repr=False)
     at_once: bool = False
     rejected: bool = False
 
 
-def _completion(prompt: Any, **more: Any) -> Request:
-    return Request(COMPLETIONS, {"prompt": prompt, "max_tokens": 12, **LIKELIEST, **more})
+def _completion(prompt: Any, **more: Any) -> HttpRequest:
+    return HttpRequest(COMPLETIONS, {"prompt": prompt, "max_tokens": 12, **LIKELIEST, **more})
 
 
-def _chat(text: str, **more: Any) -> Request:
-    return Request(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 12, **LIKELIEST, **more})
+def _chat(text: str, **more: Any) -> HttpRequest:
+    return HttpRequest(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 12, **LIKELIEST, **more})
 
 
-def _named(request: Request, name: str) -> Request:
-    return Request(request.path, request.body, name)
+def _named(request: HttpRequest, name: str) -> HttpRequest:
+    return HttpRequest(request.path, request.body, name)
 
 
-def _hung_up(request: Request, after: float | None) -> Request:
-    return Request(request.path, request.body, request.name, after)
+def _hung_up(request: HttpRequest, after: float | None) -> HttpRequest:
+    return HttpRequest(request.path, request.body, request.name, after)
 
 
 _TOOL = {
@@ -122,36 +122,38 @@ def _several(count: int, one_at: int | None = None) -> Callable[[Texts], list[An
     return prompts
 
 
-def _under_one_name(t: Texts, bodies: list[Request]) -> list[Request]:
+def _under_one_name(t: Texts, bodies: list[HttpRequest]) -> list[HttpRequest]:
     name = t.name()
     return [_named(request, name) for request in bodies]
 
 
-CASES: tuple[Case, ...] = (
-    Case("completion", "a completion of a text", Y, lambda t: [_completion(t.words())]),
-    Case("completion-ids", "a completion of token ids", Y, lambda t: [_completion(t.ids())]),
-    Case("completion-long", "a prompt that several steps compute", Y, lambda t: [_completion(t.ids(700))]),
-    Case("completion-streamed", "a streamed completion", Y, lambda t: [_completion(t.words(), stream=True)]),
-    Case(
+CASES: tuple[RouterCase, ...] = (
+    RouterCase("completion", "a completion of a text", Y, lambda t: [_completion(t.words())]),
+    RouterCase("completion-ids", "a completion of token ids", Y, lambda t: [_completion(t.ids())]),
+    RouterCase("completion-long", "a prompt that several steps compute", Y, lambda t: [_completion(t.ids(700))]),
+    RouterCase("completion-streamed", "a streamed completion", Y, lambda t: [_completion(t.words(), stream=True)]),
+    RouterCase(
         "completion-usage",
         "a streamed completion with its usage",
         Y,
         lambda t: [_completion(t.words(), stream=True, stream_options={"include_usage": True})],
     ),
-    Case("one-token", "a prompt of one token", E, lambda t: [_completion(t.ids(1))]),
+    RouterCase("one-token", "a prompt of one token", E, lambda t: [_completion(t.ids(1))]),
     *(
-        Case(f"n-{n}", f"{n} samples of a prompt", Y, lambda t, n=n: [_completion(t.words(), n=n)])  # type: ignore[misc]
+        RouterCase(f"n-{n}", f"{n} samples of a prompt", Y, lambda t, n=n: [_completion(t.words(), n=n)])  # type: ignore[misc]
         for n in (2, 4, 8)
     ),
-    Case("n-streamed", "3 samples, streamed", Y, lambda t: [_completion(t.words(), n=3, stream=True)]),
-    Case("n-seeded", "2 samples with a seed", Y, lambda t: [_completion(t.words(), n=2, seed=7)]),
-    Case("best-of", "`best_of`", E, lambda t: [_completion(t.words(), best_of=3)]),
-    Case("list", "a list of 3 prompts", Y, lambda t: [_completion(_several(3)(t))]),
-    Case("list-texts", "a list of 3 texts", Y, lambda t: [_completion([t.words() for _ in range(3)])]),
-    Case("list-streamed", "a list of 3 prompts, streamed", Y, lambda t: [_completion(_several(3)(t), stream=True)]),
-    Case("list-n", "a list of 2 prompts, 2 samples of each", Y, lambda t: [_completion(_several(2)(t), n=2)]),
+    RouterCase("n-streamed", "3 samples, streamed", Y, lambda t: [_completion(t.words(), n=3, stream=True)]),
+    RouterCase("n-seeded", "2 samples with a seed", Y, lambda t: [_completion(t.words(), n=2, seed=7)]),
+    RouterCase("best-of", "`best_of`", E, lambda t: [_completion(t.words(), best_of=3)]),
+    RouterCase("list", "a list of 3 prompts", Y, lambda t: [_completion(_several(3)(t))]),
+    RouterCase("list-texts", "a list of 3 texts", Y, lambda t: [_completion([t.words() for _ in range(3)])]),
+    RouterCase(
+        "list-streamed", "a list of 3 prompts, streamed", Y, lambda t: [_completion(_several(3)(t), stream=True)]
+    ),
+    RouterCase("list-n", "a list of 2 prompts, 2 samples of each", Y, lambda t: [_completion(_several(2)(t), n=2)]),
     *(
-        Case(
+        RouterCase(
             f"list-one-token-{at}",
             f"a list of 3 prompts, of which number {at + 1} has one token",
             Y,
@@ -159,39 +161,41 @@ CASES: tuple[Case, ...] = (
         )
         for at in (0, 1, 2)
     ),
-    Case("list-twice", "a list with the same prompt twice", Y, lambda t: [_completion([ids := t.ids(), ids])]),
-    Case("echo", "`echo`", Y, lambda t: [_completion(t.words(), echo=True)]),
-    Case(
+    RouterCase("list-twice", "a list with the same prompt twice", Y, lambda t: [_completion([ids := t.ids(), ids])]),
+    RouterCase("echo", "`echo`", Y, lambda t: [_completion(t.words(), echo=True)]),
+    RouterCase(
         "echo-logprobs",
         "`echo` with logprobs of the prompt",
         E,
         lambda t: [_completion(t.words(), echo=True, logprobs=2)],
     ),
-    Case("logprobs", "logprobs of what is generated", Y, lambda t: [_completion(t.words(), logprobs=3)]),
-    Case(
+    RouterCase("logprobs", "logprobs of what is generated", Y, lambda t: [_completion(t.words(), logprobs=3)]),
+    RouterCase(
         "prompt-logprobs",
         "`prompt_logprobs`: all of the prompt is computed",
         E,
         lambda t: [_completion(t.words(), prompt_logprobs=1)],
     ),
-    Case("stop", "stop strings", Y, lambda t: [_completion(t.words(), stop=["e", "a"])]),
-    Case("stop-ids", "stop token ids", Y, lambda t: [_completion(t.words(), stop_token_ids=[40, 41, 42])]),
-    Case("min-tokens", "`min_tokens`", Y, lambda t: [_completion(t.words(), min_tokens=5)]),
-    Case("max-tokens-1", "one token", Y, lambda t: [_completion(t.words(), max_tokens=1)]),
-    Case("penalties", "penalties", Y, lambda t: [_completion(t.words(), repetition_penalty=1.2, presence_penalty=0.5)]),
-    Case("bias", "`logit_bias`", Y, lambda t: [_completion(t.words(), logit_bias={"65": 5.0})]),
-    Case(
+    RouterCase("stop", "stop strings", Y, lambda t: [_completion(t.words(), stop=["e", "a"])]),
+    RouterCase("stop-ids", "stop token ids", Y, lambda t: [_completion(t.words(), stop_token_ids=[40, 41, 42])]),
+    RouterCase("min-tokens", "`min_tokens`", Y, lambda t: [_completion(t.words(), min_tokens=5)]),
+    RouterCase("max-tokens-1", "one token", Y, lambda t: [_completion(t.words(), max_tokens=1)]),
+    RouterCase(
+        "penalties", "penalties", Y, lambda t: [_completion(t.words(), repetition_penalty=1.2, presence_penalty=0.5)]
+    ),
+    RouterCase("bias", "`logit_bias`", Y, lambda t: [_completion(t.words(), logit_bias={"65": 5.0})]),
+    RouterCase(
         "regex",
         "structured output: a regular expression",
         Y,
         lambda t: [_completion(t.words(), structured_outputs={"regex": "[a-z]{40}"})],
     ),
-    Case("salt", "`cache_salt`", Y, lambda t: [_completion(t.words(), cache_salt=t.name())]),
-    Case("chat", "a chat", Y, lambda t: [_chat(t.words())]),
-    Case("chat-streamed", "a streamed chat", Y, lambda t: [_chat(t.words(), stream=True)]),
-    Case("chat-n", "3 samples of a chat", Y, lambda t: [_chat(t.words(), n=3)]),
-    Case("chat-logprobs", "a chat with logprobs", Y, lambda t: [_chat(t.words(), logprobs=True, top_logprobs=2)]),
-    Case(
+    RouterCase("salt", "`cache_salt`", Y, lambda t: [_completion(t.words(), cache_salt=t.name())]),
+    RouterCase("chat", "a chat", Y, lambda t: [_chat(t.words())]),
+    RouterCase("chat-streamed", "a streamed chat", Y, lambda t: [_chat(t.words(), stream=True)]),
+    RouterCase("chat-n", "3 samples of a chat", Y, lambda t: [_chat(t.words(), n=3)]),
+    RouterCase("chat-logprobs", "a chat with logprobs", Y, lambda t: [_chat(t.words(), logprobs=True, top_logprobs=2)]),
+    RouterCase(
         "chat-schema",
         "structured output: a JSON schema",
         Y,
@@ -199,115 +203,115 @@ CASES: tuple[Case, ...] = (
             _chat(t.words(), response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}})
         ],
     ),
-    Case("chat-tools", "tools, and no call", Y, lambda t: [_chat(t.words(), tools=[_TOOL], tool_choice="none")]),
-    Case(
+    RouterCase("chat-tools", "tools, and no call", Y, lambda t: [_chat(t.words(), tools=[_TOOL], tool_choice="none")]),
+    RouterCase(
         "chat-tool-named",
         "a call of a named tool",
         Y,
         lambda t: [_chat(t.words(), tools=[_TOOL], tool_choice={"type": "function", "function": {"name": "look"}})],
     ),
-    Case(
+    RouterCase(
         "chat-completion-tokens",
         "`max_completion_tokens`",
         Y,
         lambda t: [_chat(t.words(), max_tokens=None, max_completion_tokens=12)],
     ),
-    Case(
+    RouterCase(
         "responses",
         "the Responses API",
         Y,
-        lambda t: [Request(RESPONSES, {"input": t.words(), "max_output_tokens": 16, "store": False, **LIKELIEST})],
+        lambda t: [HttpRequest(RESPONSES, {"input": t.words(), "max_output_tokens": 16, "store": False, **LIKELIEST})],
     ),
-    Case(
+    RouterCase(
         "messages",
         "the Messages API",
         Y,
         lambda t: [
-            Request(MESSAGES, {"messages": [{"role": "user", "content": t.words()}], "max_tokens": 12, **LIKELIEST})
+            HttpRequest(MESSAGES, {"messages": [{"role": "user", "content": t.words()}], "max_tokens": 12, **LIKELIEST})
         ],
     ),
-    Case(
+    RouterCase(
         "one-id",
         "5 requests under one id at once",
         Y,
         lambda t: _under_one_name(t, [_completion(t.ids(100 + i)) for i in range(5)]),
         True,
     ),
-    Case(
+    RouterCase(
         "one-id-in-turn",
         "3 requests under one id in turn",
         Y,
         lambda t: _under_one_name(t, [_completion(t.ids(100 + i)) for i in range(3)]),
     ),
-    Case(
+    RouterCase(
         "one-id-same",
         "one prompt 3 times under one id at once",
         Y,
         lambda t: _under_one_name(t, 3 * [_completion(t.ids())]),
         True,
     ),
-    Case(
+    RouterCase(
         "one-id-lists",
         "2 lists under one id at once",
         Y,
         lambda t: _under_one_name(t, [_completion(_several(3)(t)) for _ in range(2)]),
         True,
     ),
-    Case("again", "the same request twice in turn", Y, lambda t: 2 * [_completion(t.words())]),
-    Case(
+    RouterCase("again", "the same request twice in turn", Y, lambda t: 2 * [_completion(t.words())]),
+    RouterCase(
         "rejected",
         "a request that every engine rejects",
         N,
         lambda t: [_completion(t.words(), logit_bias={"99999999": 1.0})],
         rejected=True,
     ),
-    Case("rejected-n", "`n` 0", N, lambda t: [_completion(t.words(), n=0)], rejected=True),
-    Case(
+    RouterCase("rejected-n", "`n` 0", N, lambda t: [_completion(t.words(), n=0)], rejected=True),
+    RouterCase(
         "rejected-by-decode",
         "more tokens than fit, which only the decode engine is asked for",
         E,
         lambda t: [_completion(t.words(), max_tokens=100_000_000)],
         rejected=True,
     ),
-    Case(
+    RouterCase(
         "rejected-list-by-decode",
         "the same with a list of 3 prompts",
         E,
         lambda t: [_completion(_several(3)(t), max_tokens=100_000_000)],
         rejected=True,
     ),
-    Case(
+    RouterCase(
         "rejected-stream-options",
         "`stream_options` without `stream`, which only the decode engine is sent",
         E,
         lambda t: [_completion(t.words(), stream_options={"include_usage": True})],
         rejected=True,
     ),
-    Case(
+    RouterCase(
         "hang-up-early",
         "a client that hangs up while its prompt is computed",
         E,
         lambda t: [_hung_up(_completion(t.ids(700)), 0.01)],
     ),
-    Case(
+    RouterCase(
         "hang-up-soon",
         "a client that hangs up a little later",
         E,
         lambda t: [_hung_up(_completion(t.ids(700), max_tokens=200), 0.3)],
     ),
-    Case(
+    RouterCase(
         "hang-up-late",
         "a client that hangs up at the first token",
         E,
         lambda t: [_hung_up(_completion(t.ids(), max_tokens=400, stream=True), None)],
     ),
-    Case(
+    RouterCase(
         "hang-up-n",
         "the same with 3 samples",
         E,
         lambda t: [_hung_up(_completion(t.ids(), n=3, max_tokens=400, stream=True), None)],
     ),
-    Case(
+    RouterCase(
         "hang-up-list",
         "a client that hangs up on a list",
         E,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvxfer.testing.router.cases import Case, Moves, Request, Texts
+from kvxfer.testing.router.cases import HttpRequest, Moves, RouterCase, Texts
 from kvxfer.testing.router.http import HttpAnswer, HttpServer, NoServerError
 
 __all__ = ["Deployment", "RouterResult", "check"]
@@ -59,7 +59,7 @@ class RouterResult:
     seconds: float
 
 
-def check(case: Case, deployment: Deployment, texts: Texts) -> RouterResult:
+def check(case: RouterCase, deployment: Deployment, texts: Texts) -> RouterResult:
     """Send the requests of a case through the router, and judge what comes of it. Blocks.
 
     Raises:
@@ -88,7 +88,7 @@ def check(case: Case, deployment: Deployment, texts: Texts) -> RouterResult:
     )
 
 
-def _sent(server: HttpServer, model: str, request: Request) -> HttpAnswer | str | None:
+def _sent(server: HttpServer, model: str, request: HttpRequest) -> HttpAnswer | str | None:
     """Return the answer; a text if there is none; None if it was hung up on."""
     body, headers = {"model": model, **request.body}, {"X-Request-Id": request.name} if request.name else {}
     if request.hang_up is not False:
@@ -100,7 +100,7 @@ def _sent(server: HttpServer, model: str, request: Request) -> HttpAnswer | str 
         return str(e)
 
 
-def _wrong(case: Case, answers: Iterable[Any], right: Iterable[Any]) -> Iterable[str]:
+def _wrong(case: RouterCase, answers: Iterable[Any], right: Iterable[Any]) -> Iterable[str]:
     """Yield in what the router's answers differ from the plain server's."""
     for i, (found, expected) in enumerate(zip(answers, right, strict=True)):
         which = f"request {i + 1}: " if i else ""
@@ -178,7 +178,7 @@ class _Totals:
         return cls(nbytes, requests, not_offered)
 
 
-def _prompts(requests: Iterable[Request]) -> int:
+def _prompts(requests: Iterable[HttpRequest]) -> int:
     """Return how many different prompts the requests have, without those of one token, which leave nothing to move."""
     found = set()
     for body in (request.body for request in requests):
@@ -188,7 +188,7 @@ def _prompts(requests: Iterable[Request]) -> int:
     return len(found)
 
 
-def _moved(case: Case, requests: Iterable[Request], before: _Totals, after: _Totals) -> Iterable[str]:
+def _moved(case: RouterCase, requests: Iterable[HttpRequest], before: _Totals, after: _Totals) -> Iterable[str]:
     """Yield what is wrong about the KV that moved."""
     moved, ended = after.nbytes - before.nbytes, after.requests - before.requests
     failed = {kind: n for kind, n in ended.items() if kind not in WORKED}
