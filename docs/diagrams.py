@@ -11,8 +11,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState
 from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, RankFetchEvent, RankFetchState, ServeEvent, ServeState
-from kvxfer.schedule import LOAD, LoadEvent, LoadState
+from kvxfer.schedule import LOAD, OFFERING, LoadEvent, LoadState, OfferingEvent, OfferingState
 from kvxfer.transitions import Transitions
 
 Table = tuple[Transitions[Any, Any], Any, Any]
@@ -21,9 +22,13 @@ PAGE = Path(__file__).with_name("session.md")
 TABLES: dict[str, Table] = {
     "rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent),
     "serve": (RANK_SERVE, ServeState, ServeEvent),
+    "piece": (PIECE, PieceState, PieceEvent),
 }
 ROOM = Path(__file__).with_name("engine-room.md")
-ROOM_TABLES: dict[str, Table] = {"load": (LOAD, LoadState, LoadEvent)}
+ROOM_TABLES: dict[str, Table] = {
+    "load": (LOAD, LoadState, LoadEvent),
+    "offering": (OFFERING, OfferingState, OfferingEvent),
+}
 
 
 def diagram(life: Transitions[Any, Any], states: Any) -> str:

@@ -18,6 +18,7 @@ KEPT = {
     "window": "the window's blocks",
     "chunk": "the chunk's blocks",
     "state": "the last state",
+    "ring": "the request's only block",
     "local": "stays local",
     "refused": "refused",
 }

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from kvxfer.errors import ArgumentError
 
@@ -19,7 +18,6 @@ __all__ = [
     "MOST_INTEGER",
     "flag",
     "function",
-    "holding",
     "instance",
     "integer",
     "integers",
@@ -31,7 +29,6 @@ __all__ = [
     "string",
 ]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_INTEGER = (1 << 63) - 1
@@ -44,6 +41,8 @@ def integer(name: str, value: Any, least: int = -MOST_INTEGER, most: int = MOST_
     Raises:
         ArgumentError: The value is not an integer (a ``bool`` does not count), or not in ``[least, most]``.
     """
+    if type(value) is int and least <= value <= most:
+        return value
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
             raise ArgumentError(f"{name} must be an integer, not {shown(value)}")
@@ -104,10 +103,11 @@ def string(name: str, value: Any, most: int = 1 << 12, *, empty: bool = False) -
         raise ArgumentError(f"{name} must not be empty")
     if len(value) > most:
         raise ArgumentError(f"{name} must have at most {most} characters, not {len(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ArgumentError(f"{name} must be valid Unicode, not {shown(value)}") from None
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ArgumentError(f"{name} must be valid Unicode, not {shown(value)}") from None
     return value
 
 
@@ -172,32 +172,6 @@ def function(name: str, value: Any) -> Any:
     if value is not None and not callable(value):
         raise ArgumentError(f"{name} must be a function or None, not {shown(value)}")
     return value
-
-
-def holding(**checks: Callable[[str, Any], Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that checks the arguments of methods before they do anything.
-
-    Args:
-        checks: For each argument name, in whichever method it occurs, a function of that name and the value. It returns the
-            value to pass on, or fails with ``ArgumentError``.
-    """
-
-    def held(call: Callable[P, T]) -> Callable[P, T]:
-        code = call.__code__
-        places = [checks.get(name) for name in code.co_varnames[: code.co_argcount]]
-
-        @wraps(call)
-        def checked(*args: Any, **named: Any) -> T:
-            taken = [
-                value if check is None else check(name, value)
-                for name, check, value in zip(code.co_varnames, places, args, strict=False)
-            ]
-            more = {name: checks[name](name, value) if name in checks else value for name, value in named.items()}
-            return call(*taken, *args[len(taken) :], **more)
-
-        return checked
-
-    return held
 
 
 def shown(value: Any) -> str:

@@ -27,8 +27,8 @@ NULL = -1
 _LITTLE = np.dtype("<i4")
 _ID_BYTES = 4
 _NULL_BYTES = b"\xff" * _ID_BYTES
-_FEW = 32
-"""Rows of up to so many ids are handled by Python alone, which is done with them before numpy would begin."""
+_FEW = 128
+"""Rows of up to so many ids are handled by Python alone: numpy would be faster from 64 on, but not after a pause, with cold caches."""
 _SHORT = [struct.Struct(f"<{n}i") for n in range(_FEW + 1)]
 """For each number of ids, the layout of such a row in memory."""
 _MOST_GROUPS = 128
@@ -58,7 +58,7 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
                 raise ArgumentError(f"rows[{g}] must be bytes, not {arguments.shown(row)}; BlockTable.of takes numbers")
             if len(row) % _ID_BYTES:
                 raise ArgumentError(f"block table, group {g}: {len(row)} bytes are not a whole number of int32")
-            if _extremes(row)[0] < NULL:
+            if _least(row) < NULL:
                 raise ArgumentError(f"block table, group {g}: it holds an id below -1")
 
     @classmethod
@@ -113,7 +113,7 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
     def there(self, g: int, first: int, past: int) -> bool:
         """Return whether group ``g`` has a block at each of the positions ``[first, past)``."""
         row = self.rows[g][first * _ID_BYTES : past * _ID_BYTES]
-        return len(row) == (past - first) * _ID_BYTES and (not row or _extremes(row)[0] != NULL)
+        return len(row) == (past - first) * _ID_BYTES and (not row or _least(row) != NULL)
 
     def keeps(self, earlier: BlockTable, g: int, first: int, past: int) -> bool:
         """Return whether an earlier table has the same ids for group ``g`` at the positions ``[first, past)``."""
@@ -127,8 +127,10 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         """
         if past <= _FEW:
             few = _SHORT[past].unpack_from(self.rows[g])
-            blocks = [block for block in few if block != NULL]
-            return NULL not in few[first:] and len(set(blocks)) == len(blocks)
+            blocks = set(few)
+            if NULL not in blocks:
+                return len(blocks) == past
+            return NULL not in few[first:] and len(blocks) - 1 == past - few.count(NULL)
         ids = np.frombuffer(self.rows[g], _LITTLE, past)
         there = ids.copy()
         there.sort()
@@ -188,27 +190,26 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
         return all(row.startswith(old) for row, old in zip(self.rows, earlier.rows, strict=True))
 
 
-def _extremes(row: bytes) -> tuple[int, int]:
-    """Return the least and the greatest id of a row; ``NULL`` if it is empty."""
-    if not row:
-        return NULL, NULL
+def _least(row: bytes) -> int:
+    """Return the least id of a row; ``NULL`` if it is empty."""
     if len(row) > _FEW * _ID_BYTES:
-        ids = np.frombuffer(row, _LITTLE)
-        return int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-    few = _SHORT[len(row) // _ID_BYTES].unpack(row)
-    return min(few), max(few)
+        return int(np.minimum.reduce(np.frombuffer(row, _LITTLE)))
+    return min(_SHORT[len(row) // _ID_BYTES].unpack(row), default=NULL)
 
 
 def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
     """Return the ids of a row as bytes, in the form in which they are sent."""
+    if type(row) in (list, tuple, range) and len(row) <= _FEW and null == NULL:
+        try:
+            return _SHORT[len(row)].pack(*row)
+        except struct.error:
+            pass  # not integers, or too great: found below
     try:
         if not isinstance(row, np.ndarray):
             if type(row) is not list and isinstance(row, (bytes, bytearray, Set, Mapping)):
                 # ``array`` takes bytes for machine words.
                 raise TypeError(f"{arguments.shown(row)} has no ids in an order")
             row = array("q", row)
-            if 0 < len(row) <= _FEW and null == NULL <= min(row) and max(row) < 1 << 31:
-                return _SHORT[len(row)].pack(*row)
         ids = np.asarray(row) if isinstance(row, np.ndarray) else np.frombuffer(row, np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise TypeError(f"an array of {ids.dtype} and shape {ids.shape}")

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from kvxfer import identity
 from kvxfer.errors import ConfigError
 from kvxfer.facts import TEXT
-from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, own_address, read
+from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address
 
 SLOTS, LEAST_PIECE = 4, 4096
 """Into how many slots staging memory is cut: enough to overlap packing, moving and unpacking, and few, since a piece costs the host
@@ -108,7 +108,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             ConfigError: A key is unknown (the message names the nearest known one) or a value has the wrong type or
                 range (the message names key, value and what is expected).
         """
-        return read(cls, mapping, NAMING)
+        return cls(**named(cls, mapping, NAMING))
 
     @property
     def start(self) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,7 +34,8 @@ class Flag:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close = closing(self, self._fd)
         self._open = True
-        self._lock = threading.RLock()  # a handler may interrupt the thread that holds it
+        # One for each call under way: the last of them closes it. A lock would keep threads waiting for each other's system calls.
+        self._calls: list[None] = []
 
     def fileno(self) -> int:
         """Return the descriptor, to be polled only."""
@@ -43,19 +43,27 @@ class Flag:
 
     def set(self) -> None:
         """Make it readable. Does nothing after ``close``."""
-        with self._lock:
-            if self._open:
-                os.eventfd_write(self._fd, 1)
+        self._do(os.eventfd_write, 1)
 
     def clear(self) -> None:
         """Make it unreadable. Does nothing after ``close``."""
-        with self._lock:
-            if self._open:
-                with suppress(BlockingIOError):  # it is not set
-                    os.eventfd_read(self._fd)
+        with suppress(BlockingIOError):  # it is not set
+            self._do(os.eventfd_read)
 
     def close(self) -> None:
         """Close the descriptor, which no thread polls any more. Idempotent."""
-        with self._lock:
-            self._open = False
+        self._open = False
+        if not self._calls:
             self._close()
+
+    def _do(self, call: Callable[..., object], *args: int) -> None:
+        self._calls.append(
+            None
+        )  # before it looks whether it is open, as ``close`` looks after it has said that it is not
+        try:
+            if self._open:
+                call(self._fd, *args)
+        finally:
+            self._calls.pop()
+            if not self._open and not self._calls:
+                self._close()

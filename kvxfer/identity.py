@@ -34,7 +34,7 @@ class IdentityError(ArgumentError):
     """An id, or an ingredient of a digest, is invalid: no transfer may be made from it."""
 
 
-class TransferId(msgspec.Struct, frozen=True, gc=False, order=True):
+class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=True):
     """The name of the KV of one prompt of one request, the same on both sides. Opaque.
 
     Make one with `derived`, `routed` or `mint`. No two of these ever make the same id, since `base` begins with its origin.

@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Set
-from typing import NamedTuple
+
+import msgspec
 
 from kvxfer.block_table import BlockTable
 
@@ -24,7 +25,7 @@ Blocks = Mapping[int, Set[int]]
 """Blocks by block space: groups that share their blocks are one space."""
 
 
-class _Claim(NamedTuple):
+class _Claim(msgspec.Struct, frozen=True, gc=False):
     fills: bool
     blocks: Blocks
     by: object
@@ -38,10 +39,14 @@ class BlockLedger:
 
     Args:
         spaces: The block space of each group. Groups that it lacks share one.
+
+    Attributes:
+        filling: Whether any block is being filled.
     """
 
     def __init__(self, spaces: Mapping[int, int] | None = None) -> None:
         self._spaces = dict(spaces or {})
+        self.filling = False
         self._claims: dict[Hashable, list[_Claim]] = {}
         self._filled: defaultdict[int, set[int]] = defaultdict(set)
         self._read: defaultdict[int, set[int]] = defaultdict(set)
@@ -66,11 +71,6 @@ class BlockLedger:
         """Return all blocks of a table."""
         return self.blocks(table, ((g, (0, table.count(g))) for g in range(len(table))))
 
-    @property
-    def filling(self) -> bool:
-        """Whether any block is being filled."""
-        return any(self._filled.values())
-
     def overlap(self, blocks: Blocks, *, fills: bool) -> tuple[int, object] | None:
         """Return the first of these blocks that must not be read, or filled, now, and by whom it is claimed; ``None`` if all may be."""
         for space, ids in blocks.items():
@@ -83,24 +83,26 @@ class BlockLedger:
         for space, ids in blocks.items():
             if fills:
                 self._filled[space] |= ids
+                self.filling |= bool(ids)
             else:
                 self._reads(space, ids)
         self._claims.setdefault(holder, []).append(_Claim(fills, blocks, by, generation))
 
     def drop(self, holder: Hashable, generation: int = sys.maxsize) -> None:
         """Drop the claims of ``holder`` up to a generation, if it has any."""
-        kept = []
-        for claim in self._claims.pop(holder, ()):
+        claims = self._claims.pop(holder, None)
+        if claims is None:
+            return
+        for claim in claims:
             if claim.generation > generation:
-                kept.append(claim)
+                self._claims.setdefault(holder, []).append(claim)
                 continue
             for space, ids in claim.blocks.items():
                 if claim.fills:
                     self._filled[space] -= ids
                 else:
                     self._read_no_more(space, ids)
-        if kept:
-            self._claims[holder] = kept
+        self.filling = self.filling and any(self._filled.values())
 
     def __contains__(self, holder: Hashable) -> bool:
         return holder in self._claims

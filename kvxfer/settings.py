@@ -29,6 +29,7 @@ __all__ = [
     "hold",
     "json_object",
     "loopback",
+    "named",
     "near",
     "own_address",
     "read",
@@ -57,13 +58,24 @@ def read(kind: type[T], values: Mapping[str, Any], naming: str) -> T:
         ConfigError: ``values`` is not a mapping, a setting is unknown (the message names the nearest known one), or a value
             has the wrong type or range (the message names setting, value and what is expected).
     """
+    types = _types(kind)
+    taken = named(kind, values, naming).items()
+    return kind(**{key: _taken(value, types[key], naming.format(key)) for key, value in taken})
+
+
+def named(kind: type[T], values: Mapping[str, Any], naming: str) -> Mapping[str, Any]:
+    """Return settings by name, as they are, if ``kind`` has a field for each; for a struct that checks their values itself (``hold``).
+
+    Raises:
+        ConfigError: ``values`` is not a mapping, or a setting is unknown (the message names the nearest known one).
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(f"settings must be a mapping by name, not a {type(values).__name__}")
     types = _types(kind)
     for key in values:
         if key not in types:
             raise ConfigError(f"unknown {naming.format(key)}: {advice(key, types)}")
-    return kind(**{key: _taken(value, types[key], naming.format(key)) for key, value in values.items()})
+    return values
 
 
 def json_object(text: str, naming: str) -> dict[str, Any]:

@@ -22,7 +22,6 @@ FILE_PLAN = {
 """Names that each back end has, once, by the file plan that all of them share; what a name stands for there."""
 
 FUNCTIONS = {
-    "allocate": "called as a function of its module, for one kind of memory each",
     "check": "called as a function of its module, which says what is checked",
     "decode": "called as a function of a module that is one codec",
     "demo": "the command, and the body of each connector's demo, named to it by an entry point",

@@ -12,14 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from kvxfer.cli.keys import keys
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError, PeerError, TransportError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
@@ -27,8 +24,8 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Named, Renew
 from kvxfer.protocol.values import Ended
 from kvxfer.security import Security, make_key
+from kvxfer.testing.engine import AgentEngine, PagedMemory
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.control.conftest import make_cache
 from tests.control.stranger import Stranger
 from tests.relay import Relay
 
@@ -41,33 +38,15 @@ def key(tmp_path: Path) -> str:
     return str(tmp_path / "key")
 
 
-class Engine:
-    def __init__(self, **settings: object) -> None:
-        self.config = Config.from_mapping(
-            {
-                "backend": "kvxfer.testing.fake:FakeTransport",
-                "backend_options": {"verbs": ["read"]},
-                "transfer_timeout": 3.0,
-                "peer_timeout": 1.0,
-                **settings,
-            }
-        )
-        self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
-        self.agent = Agent(make_cache(self.memory, 1, 0, 16), self.config)
-        self.directory = Directory(self.config, "e")
-        self.directory.publish((self.agent.descriptor,))
-
-    def close(self) -> None:
-        self.agent.close()
-        self.directory.close()
+CONFIG = {"backend_options": {"verbs": ["read"]}, "transfer_timeout": 3.0, "peer_timeout": 1.0}
 
 
 @pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
+def engine() -> Iterator[Callable[..., AgentEngine]]:
+    made: list[AgentEngine] = []
 
-    def make(**settings: object) -> Engine:
-        made.append(Engine(**settings))
+    def make(**settings: object) -> AgentEngine:
+        made.append(AgentEngine(CONFIG | settings, PagedMemory(seed=1), name="e"))
         return made[-1]
 
     yield make
@@ -75,12 +54,12 @@ def engine() -> Iterator[Callable[..., Engine]]:
         e.close()
 
 
-def outcome(p: Engine, d: Engine, source: Source | None = None) -> Ended:
+def outcome(p: AgentEngine, d: AgentEngine, source: Source | None = None) -> Ended:
     table = BlockTable.of([[3]])
-    p.agent.offer(Offer(T, b"d", 1, 4, table, True))
-    d.agent.fetch(Fetch("r", T, b"d", source or p.directory.source, table, 0, 4))
+    p.agents[0].offer(Offer(T, b"d", 1, 4, table, True))
+    d.agents[0].fetch(Fetch("r", T, b"d", source or p.directory.source, table, 0, 4))
     end = time.monotonic() + 10
-    while not (found := [e for e in d.agent.events() if isinstance(e, Ended)]):
+    while not (found := [e for e in d.agents[0].events() if isinstance(e, Ended)]):
         assert time.monotonic() < end
         time.sleep(0.01)
     return found[0]
@@ -145,12 +124,12 @@ def test_listening_beyond_this_host_without_a_key_is_remarked_on(caplog: pytest.
 # --- authentication ------------------------------------------------------------------------------------------------
 
 
-def test_engines_with_the_same_key_work_together(engine: Callable[..., Engine], key: str) -> None:
+def test_engines_with_the_same_key_work_together(engine: Callable[..., AgentEngine], key: str) -> None:
     end = outcome(engine(key_file=key), engine(key_file=key))
     assert end.outcome.delivered, end
 
 
-def test_engines_without_the_same_key_do_not(engine: Callable[..., Engine], key: str, tmp_path: Path) -> None:
+def test_engines_without_the_same_key_do_not(engine: Callable[..., AgentEngine], key: str, tmp_path: Path) -> None:
     make_key(tmp_path / "other")
     settings = [{"key_file": key}, {"key_file": str(tmp_path / "other")}, {}]
     for mine in settings:
@@ -180,7 +159,7 @@ def client(key: str | None, **options: object) -> ssl.SSLContext:
     return context
 
 
-def test_only_those_who_hold_the_key_are_answered(engine: Callable[..., Engine], key: str, tmp_path: Path) -> None:
+def test_only_those_who_hold_the_key_are_answered(engine: Callable[..., AgentEngine], key: str, tmp_path: Path) -> None:
     """Whatever they know of it: its certificate is shown to everybody who asks."""
     make_key(tmp_path / "other")
     port = engine(key_file=key).directory.source.port
@@ -198,7 +177,7 @@ def test_only_those_who_hold_the_key_are_answered(engine: Callable[..., Engine],
 
 
 def test_who_dials_takes_nobody_without_the_key_for_a_producer(
-    engine: Callable[..., Engine], key: str, tmp_path: Path
+    engine: Callable[..., AgentEngine], key: str, tmp_path: Path
 ) -> None:
     """Nothing is said to them, not even a question."""
     make_key(tmp_path / "other")
@@ -222,7 +201,7 @@ def test_who_dials_takes_nobody_without_the_key_for_a_producer(
     assert end.outcome.kind is FailureKind.REFUSED and not any(heard)
 
 
-def test_what_was_overheard_cannot_be_said_again(engine: Callable[..., Engine], key: str) -> None:
+def test_what_was_overheard_cannot_be_said_again(engine: Callable[..., AgentEngine], key: str) -> None:
     """A notice to a directory, recorded on its way and sent again on another connection."""
     p, d = engine(key_file=key), engine(key_file=key)
     target = ("127.0.0.1", p.directory.source.port)
@@ -250,7 +229,7 @@ def test_what_was_overheard_cannot_be_said_again(engine: Callable[..., Engine], 
 
 
 def test_who_is_not_in_the_list_is_turned_away(
-    engine: Callable[..., Engine], key: str, caplog: pytest.LogCaptureFixture
+    engine: Callable[..., AgentEngine], key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for settings in ({}, {"key_file": key}):
         end = outcome(engine(peers=["10.0.0.0/8"], **settings), engine(transfer_timeout=1.0, **settings))
@@ -258,18 +237,18 @@ def test_who_is_not_in_the_list_is_turned_away(
     assert "not in the list" in caplog.text
 
 
-def test_who_is_not_in_the_list_is_not_dialled(engine: Callable[..., Engine]) -> None:
+def test_who_is_not_in_the_list_is_not_dialled(engine: Callable[..., AgentEngine]) -> None:
     end = outcome(engine(), engine(peers=["10.0.0.0/8", "gpu-7"]))
     assert end.outcome.kind is FailureKind.REFUSED
 
 
-def test_who_is_in_the_list_is_welcome(engine: Callable[..., Engine], key: str) -> None:
+def test_who_is_in_the_list_is_welcome(engine: Callable[..., AgentEngine], key: str) -> None:
     for settings in ({}, {"key_file": key}):
         end = outcome(engine(peers=["127.0.0.1:1"], **settings), engine(peers=["127.0.0.0/8"], **settings))
         assert end.outcome.delivered, end
 
 
-def test_an_entry_that_is_none_is_named_before_anything_starts(engine: Callable[..., Engine]) -> None:
+def test_an_entry_that_is_none_is_named_before_anything_starts(engine: Callable[..., AgentEngine]) -> None:
     with pytest.raises(ConfigError, match="10.0.0.0/99"):
         engine(peers=["127.0.0.1", "10.0.0.0/99"])
 
@@ -300,7 +279,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["tcp", "zmq"])
 
 
 @BACKENDS
-def test_an_endpoint_names_a_host_that_is_not_in_the_list(engine: Callable[..., Engine], backend: str) -> None:
+def test_an_endpoint_names_a_host_that_is_not_in_the_list(engine: Callable[..., AgentEngine], backend: str) -> None:
     elsewhere = {"listen": "127.0.0.2"}
     p = engine(backend=backend, backend_options=elsewhere)
     d = engine(backend=backend, backend_options={}, peers=["127.0.0.1"])
@@ -313,7 +292,7 @@ def test_an_endpoint_names_a_host_that_is_not_in_the_list(engine: Callable[..., 
     )
 
 
-def test_a_producer_dials_no_consumer_elsewhere_either(engine: Callable[..., Engine]) -> None:
+def test_a_producer_dials_no_consumer_elsewhere_either(engine: Callable[..., AgentEngine]) -> None:
     p = engine(backend="zmq", backend_options={}, peers=["127.0.0.1"])
     d = engine(backend="zmq", backend_options={"listen": "127.0.0.2"})
     failure = outcome(p, d).outcome.failure
@@ -321,7 +300,9 @@ def test_a_producer_dials_no_consumer_elsewhere_either(engine: Callable[..., Eng
 
 
 @BACKENDS
-def test_nobody_is_knocked_at(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_nobody_is_knocked_at(
+    engine: Callable[..., AgentEngine], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     victim = Knocked("127.0.0.2")
     p = engine(backend=backend, backend_options={"advertise": "127.0.0.2"})
     monkeypatch.setattr(
@@ -332,7 +313,7 @@ def test_nobody_is_knocked_at(engine: Callable[..., Engine], monkeypatch: pytest
     assert not victim.heard
 
 
-def _naming(p: Engine, port: int) -> Callable[..., object]:
+def _naming(p: AgentEngine, port: int) -> Callable[..., object]:
     """Make endpoints that name a port of somebody else at the host that ``p`` names."""
     import msgspec
 
@@ -353,7 +334,7 @@ def _naming(p: Engine, port: int) -> Callable[..., object]:
 
 
 @BACKENDS
-def test_where_the_peer_itself_is_met_its_back_end_may_be_too(engine: Callable[..., Engine], backend: str) -> None:
+def test_where_the_peer_itself_is_met_its_back_end_may_be_too(engine: Callable[..., AgentEngine], backend: str) -> None:
     p = engine(backend=backend, backend_options={"advertise": "127.0.0.1"}, advertise="localhost")
     d = engine(backend=backend, backend_options={}, peers=["localhost"])
     source = Source("localhost", p.directory.source.port, p.directory.source.epoch)
@@ -382,15 +363,15 @@ def test_a_file_is_opened_only_by_whoever_uses_files() -> None:
         ours.close()
 
 
-def test_a_directory_that_names_ranks_elsewhere_has_them_not_dialled(engine: Callable[..., Engine]) -> None:
+def test_a_directory_that_names_ranks_elsewhere_has_them_not_dialled(engine: Callable[..., AgentEngine]) -> None:
     victim = Knocked("127.0.0.2")
     p, d = engine(), engine(peers=["127.0.0.1"])
-    p.directory.publish((msgspec.structs.replace(p.agent.descriptor, address=f"tcp://127.0.0.2:{victim.port}"),))
+    p.directory.publish((msgspec.structs.replace(p.agents[0].descriptor, address=f"tcp://127.0.0.2:{victim.port}"),))
     failure = outcome(p, d).outcome.failure
     assert failure is not None and failure.kind is FailureKind.REFUSED and not victim.heard
 
 
-def test_nobody_elsewhere_is_told_of_requests(engine: Callable[..., Engine]) -> None:
+def test_nobody_elsewhere_is_told_of_requests(engine: Callable[..., AgentEngine]) -> None:
     victim = Knocked("127.0.0.2")
     d = engine(peers=["127.0.0.1"])
     d.directory.tell(Source("127.0.0.2", victim.port, 1), Renew(1, (Named(T, b"d"),)))

@@ -106,6 +106,11 @@ def _half(world: AttackedPair) -> None:
     world.hostile()("half", world.source, 600)
 
 
+def _reconnect(world: AttackedPair) -> None:
+    world.hostile()("reconnect", world.source, 100, "127.0.0.2")
+    time.sleep(SETTLE_S)
+
+
 def _stall(world: AttackedPair) -> None:
     world.bait()
     world.hostile()("stall", world.source, BAIT, 40)
@@ -151,6 +156,7 @@ def _partition(world: AttackedPair) -> None:
 CASES: dict[str, tuple[Callable[[AttackedPair], None], bool]] = {
     "1,100 idle connections at the directory": (_idle, True),
     "600 half handshakes at the directory": (_half, True),
+    "100 connections from another address, each made again after its handshake": (_reconnect, True),
     "40 links that take no piece": (_stall, False),
     "40 links that take no piece, each under its own name": (_stall_under_many_names, False),
     "the same for five seconds, then beside consumers that come new": (_stall_for_a_while, True),

@@ -4,7 +4,7 @@ Messages: one process asks and another answers over a control socket, with enoug
 Transfers: one agent fetches single blocks from another, many at a time, over the default back end, so that nearly all of the
 time goes to control and to the back end's fixed costs. Both are measured with and without a key, in turns, and the medians of
 the rounds are compared. For transfers without a key, the CPU time of each thread on both sides is reported too. Steps: what
-each step of a transfer costs by itself (``steps.py``).
+each step of a transfer costs by itself (``steps.py``). Calls: what ``offer`` and ``fetch`` cost the engine's thread (``calls.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.security import Security, make_key
 from kvxfer.values import BlockTable, Fetch, Offer
-from kvxfer_bench import steps
+from kvxfer_bench import calls, steps
 
 UNDER_WAY = 200
 TOGETHER = 25
@@ -192,8 +192,9 @@ def _both(pipe: Connection) -> Counter[str]:
 def measure(seconds: float, rounds: int) -> dict[str, Any]:
     """Measure with a key and without one, in turns; return the medians and extremes of the rounds for each kind of count."""
     out: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
-    calls, microseconds = steps.calls(), steps.microseconds(60)
-    out["steps"] = {step: {"calls": n, "us": microseconds[step]} for step, n in calls.items()}
+    made, microseconds = steps.calls(), steps.microseconds(60)
+    out["steps"] = {step: {"calls": n, "us": microseconds[step]} for step, n in made.items()}
+    out["engine_us"] = calls.thread_us(Config(lease=30.0))
     cpu: list[dict[str, float]] = []
 
     def moved(config: Config, seconds: float) -> float:
@@ -239,4 +240,8 @@ def control(
     typer.echo(
         "steps of a transfer: "
         + ", ".join(f"{s} {f['calls']:.0f} calls in {f['us']:.1f} us" for s, f in found["steps"].items())
+    )
+    typer.echo(
+        "calls for 1,024 tokens, on the engine's thread: "
+        + ", ".join(f"{call} {us:.1f} us" for call, us in found["engine_us"].items())
     )

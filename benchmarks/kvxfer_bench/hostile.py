@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -86,6 +87,36 @@ class Hostile:
             self._each_turn.append(fill)
         self._until(lambda: len(self._plain) >= min(connections, 200))
         return len(self._plain)
+
+    def reconnect(self, source: Source, connections: int, host: str) -> int:
+        """Make so many connections to a directory from this address, close each after its handshake, and make another, without end.
+
+        Return how many were made at first.
+        """
+        open_: dict[socket.socket, float] = {}
+        made = [0]
+
+        def turn() -> None:
+            for sock, until in list(open_.items()):
+                if self._security.keys is None or _shaken(sock) or time.monotonic() > until:
+                    del open_[sock]
+                    sock.close()
+            while len(open_) < connections:
+                sock = socket.socket()
+                sock.bind((host, 0))
+                try:
+                    sock.connect((source.host, source.port))
+                except OSError:
+                    sock.close()
+                    return
+                sock.setblocking(False)
+                open_[self._security.dialled(sock)] = time.monotonic() + 1.0
+                made[0] += 1
+
+        with self._lock:
+            self._each_turn.append(turn)
+        self._until(lambda: made[0] >= connections)
+        return made[0]
 
     def stall(self, source: Source, transfer: TransferId, links: int, names: int = 1) -> int:
         """Make so many links under so many names, ask for a transfer over each, and take none of its pieces."""
@@ -200,6 +231,18 @@ class Hostile:
             sock.close()
         for transport in self._transports:
             transport.close()
+
+
+def _shaken(sock: socket.socket) -> bool:
+    """Continue a handshake; return whether it is over, one way or the other."""
+    assert isinstance(sock, ssl.SSLSocket)
+    try:
+        sock.do_handshake()
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _hung_up(sock: socket.socket) -> bool:

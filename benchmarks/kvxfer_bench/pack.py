@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.devices import check_cuda, check_device
+from kvxfer.cli.devices import check_device, check_here
 
 __all__ = ["pack"]
 
@@ -27,7 +27,7 @@ def pack(
     compared with what was packed, and the program fails if any of it differs.
     """
     check_device(device, "--device")
-    check_cuda(device, "--device")
+    check_here(device, "--device")
     from kvxfer_bench.packing import rows
 
     identical = True

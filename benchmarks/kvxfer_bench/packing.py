@@ -64,7 +64,7 @@ class RoundTimer:
         start = time.perf_counter()
         fence = call(after)
         submitted = time.perf_counter() - start
-        if fence is not None:
+        if fence is not None and fence.event is not None:  # else it is done already
             stream.wait_event(fence.event)
         end.record(stream)
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
     sizes = [LAYERS * blocks * PAGE, LAYERS * blocks * PAGE * heads // HEADS]
     held = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=device) for n in sizes]
     src, dst = (
-        layout_cache(layout, LAYERS, blocks, TOKENS, Region(t.data_ptr(), t.numel(), device), (0, h))
+        layout_cache(layout, LAYERS, blocks, TOKENS, Region.of(t), (0, h))
         for layout, h, t in ((one, HEADS, held[0]), (other, heads, held[1]))
     )
     assignments = [ShardAssignment(i, i, v.layers, 0, heads) for i, v in enumerate(dst.views)]
@@ -94,7 +94,7 @@ def measure(device: str, mib: int, one: str, other: str, heads: int, repeat: int
         "checksum": lambda after: source.checksum(plan, "source", after).fence,
     }
     if device != "cpu":
-        pinned = memory.allocate(plan.nbytes, "cpu", pinned=True)
+        pinned = memory.allocate(plan.nbytes, beside=device)
         calls["pack_to_host"] = lambda after: source.pack(plan, pinned, 0, after)
         calls["unpack_from_host"] = lambda after: sink.unpack(plan, pinned, 0, after)
     took = RoundTimer(device, repeat)(calls)

@@ -13,11 +13,12 @@ uses those that it needs:
 - ``pace``: how often to look at what does not report by itself.
 - ``liveness``: tells each end of a link within one host that the other is on it, which process it is and whether that is alive,
   and carries short messages.
+- ``introduction``: tells a process of this host, and no other, the address by which shared memory is reached; ``passed`` for what is long.
 - ``process``: which process is at the other end of a Unix socket, as the kernel says.
 - ``ports``: which ports a process has open.
 - ``inheritance``: keeps the sockets that a library opens from programs that this process starts.
 - ``environment``: environment variables set only while a library is called.
-- ``ucx``: settings with which UCX opens no ports but those that the operator wants.
+- ``ucx``: settings with which UCX opens no ports but those that the operator wants, and has no shared memory with peers of a network.
 """
 
 from kvxfer.backend.base import Base

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import Region, flat_starts
+from kvxfer.geometry.cache import HOST, Region, flat_starts
 from kvxfer.geometry.plan import Ints
 
 __all__ = ["Memories"]
@@ -26,7 +26,7 @@ class Memories:
         self.next = 0
 
     @staticmethod
-    def check(regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> None:
+    def check(regions: Sequence[Region], devices: frozenset[str] = frozenset({HOST})) -> None:
         """Check a list of regions, which may be empty.
 
         Raises:
@@ -35,14 +35,14 @@ class Memories:
         for r in regions:
             if r.address <= 0 or r.nbytes <= 0:
                 raise TransportError(f"{r} is not a piece of memory: address and size must be positive")
-            if r.device.partition(":")[0] not in devices:
+            if r.kind not in devices:
                 raise TransportError(f"{r} lies on {r.device!r}; this back end moves {', '.join(sorted(devices))}")
         by_address = sorted(regions, key=lambda r: (r.device, r.address))
         for a, b in zip(by_address, by_address[1:], strict=False):
             if a.device == b.device and a.address + a.nbytes > b.address:
                 raise TransportError(f"{a} and {b} overlap")
 
-    def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({"cpu"})) -> int:
+    def add(self, regions: Sequence[Region], devices: frozenset[str] = frozenset({HOST})) -> int:
         """Check a list of regions, add it, and return its number.
 
         Raises:

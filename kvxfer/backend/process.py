@@ -35,7 +35,8 @@ class PeerProcess:
             OSError: The socket is not connected, or no descriptor is left.
         """
         said = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.pid: int = _CREDENTIALS.unpack(said)[0]
+        self.pid: int
+        self.pid, *self._user = _CREDENTIALS.unpack(said)
         self._fd = _pidfd(connected, self.pid) if self.pid > 0 else -1
         self.held = self._fd >= 0
         self._close = closing(self, self._fd) if self.held else None
@@ -47,6 +48,19 @@ class PeerProcess:
         # Signal 0 is none: the kernel only looks. Without the right to send one, it has found the process all the same.
         return _call(_PIDFD_SEND_SIGNAL, self._fd, 0, None, 0) == 0 or ctypes.get_errno() == 1
 
+    def equals_us(self) -> bool:
+        """Return whether it may reach by itself what this process may: the same user and group, in the same pid and user namespaces.
+
+        What it names of this host, it could then open or attach itself. Not asked: capabilities, and rules of security modules.
+        """
+        if self.pid <= 0 or self._user != [os.geteuid(), os.getegid()]:
+            return False
+        try:
+            same = all(_namespace("self", kind) == _namespace(self.pid, kind) for kind in ("pid", "user"))
+        except OSError:  # it has ended, or shows us nothing of itself
+            return False
+        return same and (not self.held or self.lives())
+
     def is_also(self, other: PeerProcess) -> bool:
         """Return whether both are one process."""
         return self.pid == other.pid and self.held == other.held and (not self.held or self.lives())
@@ -56,6 +70,11 @@ class PeerProcess:
         if self._close is not None:
             close, self._close = self._close, None
             close()
+
+
+def _namespace(pid: int | str, kind: str) -> tuple[int, int]:
+    found = os.stat(f"/proc/{pid}/ns/{kind}")
+    return found.st_dev, found.st_ino
 
 
 def _pidfd(connected: socket.socket, pid: int) -> int:

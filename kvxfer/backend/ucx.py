@@ -2,13 +2,18 @@
 
 UCX cannot authenticate. Whoever reaches a port of its TCP transport can read and write this process's memory, or end it. And
 unless told otherwise, it opens one on every network device of the host.
+
+It also believes what an address says: that its owner is on this host, and which process and shared memory it means. So no context of
+UCX may have both a network and shared memory (``split``): what comes from a network then leads to no process of this host, and
+addresses of the other context are told over a Unix socket only (``introduction``).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,13 +21,25 @@ from kvxfer.backend.ports import device_of
 from kvxfer.logs import logger
 from kvxfer.settings import everywhere, loopback
 
-__all__ = ["TELLS", "carried_by", "confined"]
+__all__ = ["TELLS", "Split", "carried_by", "confined", "split"]
 
 TELLS = {"UCX_LOG_LEVEL": "info"}
 """What makes UCX log which transports it has chosen."""
 
 _CHOSEN = re.compile(r"(intra-node|inter-node) cfg#\d+ (.*)")
 _CARDS = Path("/sys/class/infiniband")
+
+_MESSAGES = {"posix", "sysv", "xpmem"}
+_GROUPS = {
+    "mm": _MESSAGES,
+    "sm": _MESSAGES | {"cma", "knem"},
+    "shm": _MESSAGES | {"cma", "knem"},
+    "cuda": {"cuda_copy", "cuda_ipc", "gdr_copy"},
+}
+"""UCX's names for several of the transports that share memory within a host or reach a GPU's."""
+_ANYWHERE = {"cuda_copy", "gdr_copy"}
+_WITHIN = _GROUPS["sm"] | {"self", "cuda_ipc", "rocm_ipc", "ze_ipc"}
+_RARE = {"xpmem", "knem", "gdr_copy"}
 
 _log = logger("kvxfer.transport")
 
@@ -54,6 +71,70 @@ def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:
     if loopback(listen) and "TLS" not in settled:
         return {"TLS": "self,sm,cuda" if gpus else "self,sm"}
     return {"NET_DEVICES": ",".join([device_of(listen), *_cards()])}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Settings of two contexts, without the prefix ``UCX_``.
+
+    Attributes:
+        host: Of the one for processes of this host, which opens no port; ``None`` if nothing that reaches them is allowed.
+        network: Of the one for all others, which knows no shared memory; ``None`` if no network is allowed, or there is none.
+    """
+
+    host: dict[str, str] | None
+    network: dict[str, str] | None
+
+
+def split(settings: Mapping[str, str], gpus: bool) -> Split:
+    """Return these settings for one context with shared memory and one with networks.
+
+    What ``TLS`` allows, here or in the environment, is divided between them. If it allows shared memory that carries no messages, such
+    as ``rc,cuda_ipc``, the first context gets ``posix`` and ``sysv`` as well.
+
+    Args:
+        settings: The settings.
+        gpus: Whether there are GPUs.
+    """
+    allowed = settings.get("TLS") or os.environ.get("UCX_TLS") or "all"
+    items = [item.strip() for item in allowed.removeprefix("^").split(",")]
+    named = set[str]().union(*map(_parts, items))
+    if allowed.startswith("^"):
+        host, network = _host_but(named, gpus), ["^sm", *sorted(_WITHIN - _GROUPS["sm"]), *items]
+        networked = "tcp" not in named or bool(_cards())
+    elif "all" in named:
+        host, network, networked = _host_but(set(), gpus), ["^sm", *sorted(_WITHIN - _GROUPS["sm"])], True
+    else:
+        host = [item for item in items if _parts(item) <= (_WITHIN | _ANYWHERE if gpus else _WITHIN)]
+        network = [
+            part
+            for item in items
+            for part in ([item] if _parts(item).isdisjoint(_WITHIN) else sorted(_parts(item) & _ANYWHERE))
+        ]
+        networked = "tcp" in named or bool(_cards() and not set(network) <= _ANYWHERE)
+    within = set[str]().union(*map(_parts, host)) & _WITHIN - {"self"}
+    if within and networked and not within & _MESSAGES:
+        host += ["posix", "sysv"]
+    if not within and not networked:
+        return Split(None, {**settings, "TLS": ",".join(network) or allowed})  # UCX says what is wrong with it
+    return Split(
+        {**settings, "TLS": ",".join(host), "NET_DEVICES": "all"} if within else None,
+        {**settings, "TLS": ",".join(network)} if networked else None,
+    )
+
+
+def _host_but(refused: Collection[str], gpus: bool) -> list[str]:
+    """Return what there is for processes of this host but for this; nothing if nothing carries messages."""
+    found: list[str] = []
+    for name in ("self", "sm", *(["cuda"] if gpus else [])):
+        found += [name] if _parts(name).isdisjoint(refused) else sorted(_parts(name) - {*refused, *_RARE})
+    return found if any(_parts(name) & _MESSAGES for name in found) else []
+
+
+def _parts(item: str) -> set[str]:
+    """Return what an item of ``TLS`` stands for."""
+    name = item.lstrip("\\").partition(":")[0]
+    return _GROUPS.get(name, {name})
 
 
 @cache

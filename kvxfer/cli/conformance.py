@@ -1,19 +1,25 @@
-"""`kvxfer conformance`: runs the conformance suite on a back end and writes a report that its author can publish; or tests a router."""
+"""`kvxfer conformance`: tests a back end or a kind of memory, and writes a report to publish; or tests a router."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from kvxfer.cli.router import try_router
 from kvxfer.errors import ArgumentError, ConfigError, TransportError
+from kvxfer.geometry import HOST
+from kvxfer.memory.registry import space_for
 from kvxfer.settings import json_object
-from kvxfer.testing.report import run_mutants, run_suite
+from kvxfer.testing.mutant import Mutant
+from kvxfer.testing.report import ConformanceReport, run_mutants, run_suite
+from kvxfer.testing.spaces.mutants import SpaceMutant
+from kvxfer.testing.spaces.report import run_space_mutants, run_space_suite, space_named
 from kvxfer.transport import registry
 
 __all__ = ["conformance"]
@@ -32,10 +38,22 @@ _SETTINGS = {
 
 def conformance(
     backend: Annotated[
-        str, typer.Argument(help="Name of the back end, or module:Class. None with --router.", show_default=False)
+        str,
+        typer.Argument(
+            help="Name of the back end, or module:Class. None with --space or --router.", show_default=False
+        ),
+    ] = "",
+    space: Annotated[
+        str,
+        typer.Option(help="Test a kind of memory instead of a back end: a kind of device, or module:Class of a space."),
     ] = "",
     options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
-    memory: Annotated[Literal["cpu", "cuda"], typer.Option(help="Kind of memory to move: cpu or cuda.")] = "cpu",
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Kind of memory to move: cpu (the default), or a kind of device such as cuda. With --space, the device."
+        ),
+    ] = "",
     suite: Annotated[
         str, typer.Option(help='Attributes of the suite, as a JSON object such as {"rounds": 1000}.')
     ] = "{}",
@@ -53,7 +71,7 @@ def conformance(
     mutants: Annotated[
         bool,
         typer.Option(
-            "--mutants", help="Break the back end on purpose, in many ways, and check that the suite finds each."
+            "--mutants", help="Break what is tested on purpose, in many ways, and check that the suite finds each."
         ),
     ] = False,
     router: Annotated[
@@ -82,26 +100,28 @@ def conformance(
         bool, typer.Option("--json", help="With --router: print the results as one JSON object.")
     ] = False,
 ) -> None:
-    """Test a back end against the contract of back ends, and write a report that can be published. Or test a router.
+    """Test a back end, or with --space a kind of memory, against its contract, and write a report to publish. Or test a router.
 
     With --router, requests of many kinds go through the router, and after each the answer must be the plain server's, KV must have moved,
     and no engine may hold anything. The engines must serve nobody else meanwhile.
 
     Exits with 0 if every clause or case that was tested is kept, 1 if one is broken (or the process died or hung during its test), 2 if
     the arguments are wrong, 3 if it cannot be tested, as when a server does not answer. With --mutants, exits with 1 if the suite does
-    not find one of them. Testing a back end needs pytest.
+    not find one of them. Testing a back end or a space needs pytest.
     """
     if router:
-        if backend or report or mutants:
-            raise typer.BadParameter("it takes neither a back end nor --report or --mutants", param_hint="--router")
+        if backend or space or report or mutants:
+            raise typer.BadParameter(
+                "it takes neither a back end nor a space nor --report or --mutants", param_hint="--router"
+            )
         if not prefill or not decode:
             raise typer.BadParameter("it needs --prefill and --decode, whose metrics it reads", param_hint="--router")
         try_router(router, plain or prefill[0], prefill, decode, within, only, fail_fast, as_json)
         return
     if prefill or decode or plain or as_json:
         raise typer.BadParameter("--prefill, --decode, --plain and --json need --router", param_hint="--router")
-    if not backend:
-        raise typer.BadParameter("name a back end, or a router with --router", param_hint="BACKEND")
+    if bool(backend) == bool(space):
+        raise typer.BadParameter("name a back end, or --space, or a router with --router", param_hint="BACKEND")
     attributes = _object(suite, "--suite")
     for name, value in attributes.items():
         if not _fits(name, value):
@@ -116,29 +136,71 @@ def conformance(
     if mutants and (only or report):
         raise typer.BadParameter("each mutant has the clause that must find it, and no report", param_hint="--mutants")
     chosen = _object(options, "--options")
+    if importlib.util.find_spec("pytest") is None:
+        _cannot("the suite needs pytest: pip install pytest")
+    if space:
+        if attributes or chosen:
+            raise typer.BadParameter("a space has no options, and its suite no attributes", param_hint="--space")
+        device = _device(space, memory)
+        if mutants:
+            _break(f"space {space}", run_space_mutants(space, device))
+            return
+        _tell(_found(lambda: run_space_suite(space, device, only, fail_fast), only), report or (), f"space {space}")
+        return
+    memory = memory or HOST
+    try:
+        space_for(memory)
+    except (ArgumentError, ConfigError) as e:
+        raise typer.BadParameter(str(e), param_hint="--memory") from None
     try:
         cls = registry.load(backend)
     except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint="BACKEND") from None
     probe = registry.probed(cls)
-    if importlib.util.find_spec("pytest") is None:
-        _cannot("the suite needs pytest: pip install pytest")
     if not probe.usable or memory not in probe.memory:
         _cannot(f"back end {cls.name} does not work here on {memory} memory: {probe.reason}")
+    settings = {"memory": memory, **attributes}
     try:
         if mutants:
-            _break(backend, chosen, {"memory": memory, **attributes})
+            _break(f"back end {backend}", run_mutants(backend, chosen, settings))
             return
-        found = run_suite(backend, chosen, {"memory": memory, **attributes}, only, fail_fast)
+        found = _found(lambda: run_suite(backend, chosen, settings, only, fail_fast), only)
     except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint="--options") from None
     except TransportError as e:
         _cannot(str(e))
+    _tell(found, report or (), f"back end {cls.name}")
+
+
+def _device(space: str, memory: str) -> str:
+    """Return the device on which a space is tested: the given one, or the first that is here."""
+    try:
+        cls = space_named(space)
+    except (ArgumentError, ConfigError) as e:
+        raise typer.BadParameter(str(e), param_hint="--space") from None
+    if memory:
+        return memory
+    if ":" in space:
+        raise typer.BadParameter("name the device whose memory is tested, such as vault:0", param_hint="--memory")
+    here = cls.devices(space)
+    if not here:
+        _cannot(f"there is no device of kind {space} here")
+    return here[0]
+
+
+def _found(run: Callable[[], ConformanceReport], only: str) -> ConformanceReport:
+    try:
+        found = run()
     except ArgumentError as e:
         raise typer.BadParameter(str(e), param_hint="--only") from None
     if not found.results:
         raise typer.BadParameter(f"no clause matches {only!r}", param_hint="--only")
-    for path in report or ():
+    return found
+
+
+def _tell(found: ConformanceReport, files: Iterable[Path], subject: str) -> None:
+    """Write a report, and print what is broken."""
+    for path in files:
         path.write_text(found.json() if _FORMS[path.suffix] == "json" else found.markdown())
         typer.echo(f"wrote {path}")
     for result in found.results:
@@ -146,21 +208,21 @@ def conformance(
             case = f" [{result.case}]" if result.case else ""
             typer.echo(f"broken: {result.clause}{case}: {result.said}", err=True)
     kept, broken, left = (found.count(outcome) for outcome in ("kept", "broken", "left out"))
-    typer.echo(f"back end {cls.name}: {kept} cases kept, {broken} broken, {left} left out")
+    typer.echo(f"{subject}: {kept} cases kept, {broken} broken, {left} left out")
     if not found.conforms:
         raise typer.Exit(1)
 
 
-def _break(backend: str, options: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Try all mutants of a back end, and print what became of each."""
+def _break(subject: str, tried: Iterable[tuple[type[Mutant] | type[SpaceMutant], ConformanceReport]]) -> None:
+    """Print what became of each mutant."""
     results, lines = Counter[str](), []
-    for mutant, report in run_mutants(backend, options, settings):
+    for mutant, report in tried:
         broken = [case.said for case in report.results if case.outcome == "broken"]
         result = "found" if broken else "survives" if report.conforms else "left out"
         results[result] += 1
         lines.append(f"{result:8} {mutant.__name__}, {mutant.found_by}: {broken[0] if broken else '-'}")
     typer.echo("\n".join(lines))
-    typer.echo(f"mutants of back end {backend}: {', '.join(f'{n} {result}' for result, n in sorted(results.items()))}")
+    typer.echo(f"mutants of {subject}: {', '.join(f'{n} {result}' for result, n in sorted(results.items()))}")
     if results["survives"]:
         raise typer.Exit(1)
 

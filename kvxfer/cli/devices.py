@@ -10,35 +10,34 @@ from pathlib import Path
 import typer
 
 from kvxfer.errors import ConfigError
+from kvxfer.geometry import HOST
+from kvxfer.memory import devices_of
 
-__all__ = ["check_cuda", "check_device", "check_memory"]
+__all__ = ["check_device", "check_here", "check_memory"]
 
 
 def check_device(device: str, option: str) -> None:
     """Refuse what is not one device.
 
     Raises:
-        BadParameter: ``device`` is neither ``cpu`` nor ``cuda:N``; the message names the option.
+        BadParameter: ``device`` is neither the host nor a kind of device and a number; the message names the option.
     """
-    if not re.fullmatch(r"cpu|cuda:\d+", device):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint=option)
+    if device != HOST and not re.fullmatch(r"\w+:\d+", device):
+        raise typer.BadParameter(
+            f"{device!r} is neither {HOST} nor a kind of device and a number, such as kind:0", param_hint=option
+        )
 
 
-def check_cuda(device: str, option: str) -> None:
-    """Refuse a CUDA device that torch does not find here.
+def check_here(device: str, option: str) -> None:
+    """Refuse a device that is not here.
 
     Raises:
         ConfigError: There is none; the message names the option.
     """
-    if device == "cpu":
-        return
-    import torch  # here, since doctor needs none
-
-    count, index = torch.cuda.device_count(), int(device.partition(":")[2] or 0)
-    if index >= count:
-        raise ConfigError(
-            f"{option} {device}: torch finds {f'{count} CUDA devices' if count else 'no CUDA device'} here"
-        )
+    kind = device.partition(":")[0]
+    here = devices_of(kind)
+    if device not in here:
+        raise ConfigError(f"{option} {device}: {', '.join(here) or f'no device of kind {kind}'} is here")
 
 
 def check_memory(devices: Sequence[str], nbytes: int, option: str) -> None:
@@ -62,10 +61,10 @@ def check_memory(devices: Sequence[str], nbytes: int, option: str) -> None:
 
 
 def _available(device: str) -> int:
-    if device == "cpu":
+    if device == HOST:
         found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
         assert found is not None  # the kernel has told it since 3.14
         return int(found[1]) * 1024
     import torch
 
-    return int(torch.cuda.mem_get_info(device)[0])
+    return int(torch.get_device_module(device.partition(":")[0]).mem_get_info(device)[0])

@@ -21,7 +21,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError, KvxferError
-from kvxfer.geometry import Cache, Group, View
+from kvxfer.geometry import HOST, Cache, Group, View
 from kvxfer.identity import Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.memory import allocate
@@ -103,7 +103,7 @@ class StandIn:
         OSError: It cannot listen at the address.
     """
 
-    def __init__(self, config: Config, device: str = "cpu") -> None:
+    def __init__(self, config: Config, device: str = HOST) -> None:
         if config.key_file is None and not loopback(config.listen):
             raise ConfigError(
                 f"a stand-in connects to any address that it is asked to, so to listen on {config.listen} it needs a 'key_file', and "

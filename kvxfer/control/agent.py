@@ -29,9 +29,9 @@ from kvxfer.control.shell import Shell
 from kvxfer.data.commands import Result
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.hasher import Hasher
+from kvxfer.data.part_ends import Limits
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import LinkPolicy, stager
-from kvxfer.data.quarantine import Limits
 from kvxfer.data.staging import Staging
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure, FailureKind

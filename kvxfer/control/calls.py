@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from kvxfer.geometry import Cache, bands
 from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, TransferId
-from kvxfer.ledger import BlockLedger, Blocks
-from kvxfer.values import BlockTable, Fetch, Offer, Rank
+from kvxfer.ledger import BlockLedger
+from kvxfer.values import Fetch, Offer, Rank
 
 __all__ = ["Calls"]
 
@@ -46,7 +46,7 @@ class Calls:
         self._free: deque[tuple[Hashable, Generation]] = deque()  # what the ledger has yet to drop
         self._offers: dict[TransferId, Offer] = {}  # the last of each transfer that is not over
         # Offers that the ledger has not been told of, each with the one before it: it need not be while nothing is filled.
-        self._late: dict[TransferId, list[tuple[Offer, Offer | None]]] = {}
+        self._late: dict[Hashable, list[tuple[Offer, Offer | None]]] = {}
 
     def offer(self, offer: Offer) -> None:
         """Refuse an offer whose blocks cannot hold its tokens or are being filled, or that contradicts an earlier one.
@@ -54,17 +54,23 @@ class Calls:
         Raises:
             ArgumentError: One of its arguments is wrong; the message says which, and how.
         """
-        arguments.instance("offer", offer, Offer)
-        self._tables.check("blocks", offer.blocks)
-        arguments.integer("bands", offer.bands, 0, self._bands)
+        if not isinstance(offer, Offer):
+            arguments.instance("offer", offer, Offer)
+        table, tokens = offer.blocks, offer.tokens
+        self._tables.check("blocks", table)
+        if offer.bands > self._bands:
+            arguments.integer("bands", offer.bands, 0, self._bands)
         for g, group in self._groups.items():
             full = group.kind == "full"
             if full or offer.final:
-                self._tables.lists("blocks", offer.blocks, g, 0 if full else group.blocks(offer.tokens), offer.tokens)
+                self._tables.lists("blocks", table, g, 0 if full else group.blocks(tokens), tokens)
         if self._overlaid:
-            self._apart(offer.blocks, {g: group.moved(offer.tokens) for g, group in self._groups.items()})
+            apart: dict[int, set[int]] = {}
+            for g, group in self._groups.items():
+                self._put(apart, g, table.blocks(g, *group.moved(tokens)))
         with self._lock:
-            self._drop()
+            if self._free:
+                self._drop()
             last = self._offers.get(offer.transfer)
             if last is not None:
                 self._follows(last, offer)
@@ -82,7 +88,9 @@ class Calls:
             ArgumentError: Some of it is being filled.
         """
         blocks = self._ledger.blocks(offer.blocks, self._added(offer, last))
-        self._refuse(offer, blocks)
+        found = self._ledger.overlap(blocks, fills=False)
+        if found is not None:
+            self._refuse(offer, *found)
         by = offer.handle, offer.transfer
         self._ledger.claim(offer.transfer, blocks, by, fills=False, generation=offer.generation)
 
@@ -122,30 +130,35 @@ class Calls:
             ArgumentError: Its argument ``blocks``, ``tokens``, ``own`` or ``handle`` is wrong, or another fetch, which is not
                 released yet, fills one of its blocks, or an offer lists it; the message says how.
         """
-        arguments.instance("fetch", fetch, Fetch)
-        if fetch.own is None and self._part:
+        if not isinstance(fetch, Fetch):
+            arguments.instance("fetch", fetch, Fetch)
+        if self._part and fetch.own is None:
             raise ArgumentError(
                 f"own must name this engine's directory (its 'source'), since this cache holds only {self._part}, and other "
                 "ranks fetch the rest"
             )
-        self._tables.check("blocks", fetch.blocks)
-        if fetch.blocks.empty:
+        table, start, tokens = fetch.blocks, fetch.start, fetch.tokens
+        if not self._tables.check("blocks", table):
             raise ArgumentError("blocks must list at least one block to fill")
+        blocks: dict[int, set[int]] = {}
         for g, group in self._groups.items():
-            if fetch.blocks.count(g):
-                first = fetch.start // group.block_tokens if group.kind == "full" else group.blocks(fetch.tokens)
-                self._tables.lists("blocks", fetch.blocks, g, first, fetch.tokens)
-        # What comes before it is there already, and may be shared.
-        spans = {g: (fetch.start // of.block_tokens, of.blocks(fetch.tokens)) for g, of in self._groups.items()}
-        if self._overlaid:
-            self._apart(fetch.blocks, spans)
-        blocks = self._ledger.blocks(fetch.blocks, spans.items())
+            if table.rows[g]:
+                first, past = start // group.block_tokens, group.blocks(tokens)
+                ids = table.blocks(g, 0, past)
+                if len(ids) != past:
+                    self._tables.lists("blocks", table, g, first if group.kind == "full" else past, tokens)
+                # What comes before it is there already, and may be shared.
+                self._put(blocks, g, table.blocks(g, first, past) if first else ids)
         with self._lock:
-            self._drop()
-            self._tell()
+            if self._free:
+                self._drop()
+            if self._late:
+                self._tell()
             if fetch.handle in self._ledger:
                 raise ArgumentError(f"handle must be unused, and that of a fetch not released yet is {fetch.handle!r}")
-            self._refuse(fetch, blocks)
+            found = self._ledger.overlap(blocks, fills=True)
+            if found is not None:
+                self._refuse(fetch, *found)
             self._ledger.claim(fetch.handle, blocks, fetch.handle, fills=True)
 
     def free(self, holder: str | TransferId, generation: Generation = sys.maxsize) -> None:
@@ -155,22 +168,17 @@ class Calls:
     def _drop(self) -> None:
         while self._free:
             holder, generation = self._free.popleft()
-            if isinstance(holder, TransferId) and holder in self._late:
-                late = [one for one in self._late.pop(holder) if one[0].generation > generation]
-                if late:
-                    self._late[holder] = late
+            late = self._late.pop(holder, None)
+            if late is not None and late[-1][0].generation > generation:
+                self._late[holder] = [one for one in late if one[0].generation > generation]
             self._ledger.drop(holder, generation)
 
-    def _refuse(self, what: Offer | Fetch, blocks: Blocks) -> None:
-        """Refuse an offer or a fetch of blocks that are being filled, and a fetch of such as are being read.
+    def _refuse(self, what: Offer | Fetch, block: int, by: object) -> None:
+        """Refuse an offer or a fetch of a block that is being filled, or a fetch into one that is being read.
 
         Raises:
-            ArgumentError: There is one; somebody would have the bytes of another transfer.
+            ArgumentError: Always; somebody would have the bytes of another transfer.
         """
-        found = self._ledger.overlap(blocks, fills=isinstance(what, Fetch))
-        if found is None:
-            return
-        block, by = found
         if isinstance(by, tuple):
             other = f"the offer {_name(*by)} lists until it is revoked or released"
         else:
@@ -181,15 +189,14 @@ class Calls:
             then = f"make the offer {_name(what.handle, what.transfer)} after that"
         raise ArgumentError(f"blocks must not list block {block}, which {other}: {then}")
 
-    def _apart(self, table: BlockTable, spans: Mapping[int, tuple[int, int]]) -> None:
-        """Refuse a table that has the same block at these positions of two groups that share their blocks.
+    def _put(self, blocks: dict[int, set[int]], g: int, ids: set[int]) -> None:
+        """Add the blocks of a group to those of its block space.
 
         Raises:
-            ArgumentError: It has.
+            ArgumentError: Another group that shares its blocks has one of them.
         """
-        seen: dict[int, set[int]] = {}
-        for g, span in spans.items():
-            ids, others = table.blocks(g, *span), seen.setdefault(self._spaces[g], set())
+        others = blocks.setdefault(self._spaces[g], ids)
+        if others is not ids:
             if not others.isdisjoint(ids):
                 raise ArgumentError(
                     f"blocks[{g}] must not list block {min(ids & others)}, which another group lists that has its blocks in the "

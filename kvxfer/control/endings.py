@@ -75,7 +75,7 @@ class ProcessGuard:
         Raises:
             KvxferError: This is not the process that made it.
         """
-        if not self.here:
+        if os.getpid() != self._pid:
             raise KvxferError(
                 f"{self._what} belongs to process {self._pid}, from which this one ({os.getpid()}) was forked; "
                 "make another one here, or fork before it is made"

@@ -13,7 +13,7 @@ from itertools import count
 from typing import ClassVar, Generic, TypeVar
 
 from kvxfer.control.sockets import ControlConnection, ControlSockets
-from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, PieceNews, PieceReady, PieceTaken
+from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, SlotMessage, SlotNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol import messages as m
@@ -128,21 +128,9 @@ class LinkTable(ABC, Generic[L]):
         if known is not None and not known.connection.send(msg) and known.connection.lost is None:
             self._deaf.append(link)
 
-    def tell(self, news: PieceNews) -> None:
-        """Tell the peer what the data plane says about a piece."""
-        ref = news.ref
-        if isinstance(news, PieceTaken):
-            self.send(ref.link, m.SlotFree(ref.transfer, ref.attempt, ref.part, news.piece))
-        else:
-            self.send(ref.link, m.SlotReady(ref.transfer, ref.attempt, ref.part, news.piece, news.offset, news.nbytes))
-
-    def heard(self, link: LinkId, msg: m.SlotReady | m.SlotFree) -> None:
-        """Tell the data plane what the peer says about a piece."""
-        ref = PartRef(self.role, link, msg.transfer, msg.attempt, msg.part)
-        if isinstance(msg, m.SlotFree):
-            self._data.post(PieceTaken(ref, msg.piece))
-        else:
-            self._data.post(PieceReady(ref, msg.piece, msg.offset, msg.nbytes))
+    def heard(self, link: LinkId, msg: SlotMessage) -> None:
+        """Tell the data plane what the peer says about a slot."""
+        self._data.post(SlotNews(PartRef(self.role, link, msg.transfer, msg.attempt, msg.part), msg))
 
     def result(self, news: LinkNews, now: float) -> LinkInfo | Lost | None:
         """Process what the data thread says about a link.

@@ -1,6 +1,7 @@
-"""The peers of an agent: passes their messages to the state machines, and carries out what these ask of peers.
+"""The peers of an agent and its state machines: passes messages to the machines, and carries out what these ask of peers.
 
-Used by the control thread only. Peers are ranks that this agent has dialled, ranks that have dialled it, and directories.
+Used by the control thread only; ``Shell`` has the rest. Peers are ranks that this agent has dialled, ranks that have dialled it,
+and directories.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from kvxfer.control.link import LinkStatus, Lost
 from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.outbound import Outbound
 from kvxfer.control.resolver import Path, Paths, Resolver
+from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.sockets import ControlConnection
-from kvxfer.data.commands import LinkNews, PieceNews
+from kvxfer.data.commands import LinkNews, SlotNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import admit
 from kvxfer.failures import Failure, FailureKind
@@ -38,29 +40,32 @@ T = TypeVar("T")
 
 
 class AgentPeers:
-    """Links to and from other engines' ranks, and questions to directories.
+    """Both state machines of an agent, with the links to and from other engines' ranks, and the questions to directories.
 
     ``facts`` are ``None`` until the engine has stated them.
+
+    Attributes:
+        consumer: The consumer's machine.
+        producer: The producer's machine.
     """
 
     def __init__(
         self,
         loop: ControlLoop,
         data: DataPlane,
-        invite: Callable[[], str],
+        revocations: SharedRevocationCounter,
         me: m.RankDescriptor,
         config: Config,
         engine: str,
         facts: dict[str, str] | None,
-        consumer: ConsumerMachine,
-        producer: ProducerMachine,
     ) -> None:
         self._loop, self._data, self._me, self._facts = loop, data, me, facts
-        self._consumer, self._producer = consumer, producer
+        self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
+        self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._hellos = Examiner("kvxfer-hellos", 1, loop.do)
         self._descriptors = Examiner("kvxfer-examine", MOST_EXAMINED, loop.do)
-        silence, stated = config.peer_timeout, facts or {}
-        self._in = Inbound(loop.sockets, data, silence, me.epoch, invite, self._examine_hello, producer.serving)
+        silence, stated, invite, serving = config.peer_timeout, facts or {}, revocations.invite, self.producer.serving
+        self._in = Inbound(loop.sockets, data, silence, me.epoch, invite, self._examine_hello, serving)
         self._out = Outbound(loop.sockets, data, silence, me.cache, engine, stated)
         patience = min(config.peer_timeout, config.transfer_timeout)
         self._resolver = Resolver(loop.sockets, me, patience, stated, self._examine_descriptor)
@@ -77,7 +82,7 @@ class AgentPeers:
         another = Failure(FailureKind.INCOMPATIBLE, "the model of this engine has changed")
         out: list[Action] = []
         for link in self._out.identify(facts):
-            out += self._consumer.link_down(link, another, now)
+            out += self.consumer.link_down(link, another, now)
         for lost in self._in.identify(facts):
             out += self._lost(lost, now)
         return out
@@ -88,14 +93,14 @@ class AgentPeers:
         match connection.destination:
             case None:
                 found = self._in.receive(connection, frame, now)
-                return [] if found is None else self._producer.message(*found, now)
+                return [] if found is None else self.producer.message(*found, now)
             case Source() as directory:
                 return self._resolved(self._resolver.receive(directory, frame), now)
             case link:
                 item = self._out.receive(link, connection, frame, now)
                 if isinstance(item, Lost):
                     return self._lost(item, now)
-                return [] if item is None else self._consumer.message(link, item, now)
+                return [] if item is None else self.consumer.message(link, item, now)
 
     def hung_up(self, connection: ControlConnection, now: float) -> list[Action]:
         match connection.destination:
@@ -110,19 +115,19 @@ class AgentPeers:
         if lost is None:
             return []
         if isinstance(lost.link, bytes):
-            out = self._producer.link_down(lost.link, lost.why, now)
+            out = self.producer.link_down(lost.link, lost.why, now)
             self._in.disconnect(lost.link)  # only now: it frees slots from which the consumer may still read
             return out
         if lost.again:
-            return self._consumer.link_reset(lost.link, lost.why, now)
-        return self._consumer.link_down(lost.link, lost.why, now)
+            return self.consumer.link_reset(lost.link, lost.why, now)
+        return self.consumer.link_down(lost.link, lost.why, now)
 
     def _resolved(self, paths: Paths, now: float) -> list[Action]:
         out: list[Action] = []
         for source, path in paths:
             if isinstance(path, Path):
                 self._out.know(path.targets)
-            out += self._consumer.resolved(source, path.resolved if isinstance(path, Path) else path, now)
+            out += self.consumer.resolved(source, path.resolved if isinstance(path, Path) else path, now)
         return out
 
     def _examine_hello(self, link: LinkId, hello: m.Hello) -> bool:
@@ -137,33 +142,28 @@ class AgentPeers:
 
     # --- what the data plane says of links -------------------------------------------------------------------------
 
-    def linked(self, news: LinkNews, now: float) -> list[Action]:
+    def _linked(self, news: LinkNews, now: float) -> list[Action]:
         """Process what the data thread says about a link."""
         dialled_us = isinstance(news.link, bytes)
         found = (self._in if dialled_us else self._out).result(news, now)
         if isinstance(found, LinkInfo):
-            return (self._producer if dialled_us else self._consumer).link_up(news.link, found, now)
+            return (self.producer if dialled_us else self.consumer).link_up(news.link, found, now)
         return self._lost(found, now)
 
-    def reset(self, backend: str, why: Failure, now: float) -> list[Action]:
+    def _reset(self, backend: str, why: Failure, now: float) -> list[Action]:
         """Record that a back end was reset, which ended all of its links."""
         out: list[Action] = []
         for link in self._out.of(backend):
-            out += self._consumer.link_reset(link, why, now)
+            out += self.consumer.link_reset(link, why, now)
         for link in self._in.of(backend):
             out += self._lost(self._in.close(link, why), now)
         return out
 
-    def tell(self, news: PieceNews) -> None:
-        """Tell the peer what the data plane says about a piece."""
-        (self._in if news.ref.role == "producer" else self._out).tell(news)
+    def _tell_peer(self, news: SlotNews) -> None:
+        """Tell the peer what the data plane says about a slot."""
+        (self._in if news.ref.role == "producer" else self._out).send(news.ref.link, news.said)
 
     # --- what is due -----------------------------------------------------------------------------------------------
-
-    def next_tick(self) -> float | None:
-        return min(
-            (t for one in (self._resolver, self._out, self._in) if (t := one.next_tick()) is not None), default=None
-        )
 
     def due(self, now: float) -> Iterator[Step]:
         for source, failure in self._resolver.tick(now):
@@ -182,11 +182,11 @@ class AgentPeers:
 
     # --- what the machines ask of them -----------------------------------------------------------------------------
 
-    def act(self, action: Send | Dial | Close | Resolve) -> None:
+    def _ask(self, action: Send | Dial | Close | Resolve) -> None:
         """Carry out an action of a machine.
 
         Raises:
-            PeerError: It cannot be done; see ``failed``.
+            PeerError: It cannot be done; see ``_failed``.
         """
         match action:
             case Send():
@@ -200,18 +200,18 @@ class AgentPeers:
             case Resolve():
                 why = self._resolver.ask(action.source, action.own, time.monotonic())
                 if why is not None:
-                    self._loop.do(partial(self._consumer.resolved, action.source, why))
+                    self._loop.do(partial(self.consumer.resolved, action.source, why))
 
-    def failed(self, action: Send | Dial, why: Failure) -> None:
+    def _failed(self, action: Send | Dial, why: Failure) -> None:
         """Count the link of an action that could not be done as lost."""
         link = action.link
         if isinstance(action, Dial) or not isinstance(link, bytes):
-            self._loop.do(partial(self._consumer.link_down, link, why))
+            self._loop.do(partial(self.consumer.link_down, link, why))
         else:
             self._in.drop(link)
             self._loop.do(partial(self._lost, Lost(link, why)))
 
-    def stop(self, until: float) -> None:
+    def _stop_examining(self, until: float) -> None:
         """Examine nothing more; wait for what is being examined until this time of ``time.monotonic``, at least briefly."""
         for examiner in (self._hellos, self._descriptors):
             examiner.close(max(until - time.monotonic(), 0.1))

@@ -322,6 +322,10 @@ def _check_alone(mine: Cache, descriptor: m.EngineDescriptor) -> None:
     Raises:
         PeerError: This cache lacks something that the producer has.
     """
+    if any(view.held.count > 1 for view in mine.views):
+        raise PeerError(
+            "this rank has only some of the tokens; each fetch must name the engine's directory as 'own'", kind=K.MISUSE
+        )
     held = {(view.plane, layer) for view in mine.views for layer in view.layers}
     for rank in descriptor.ranks:
         for view in rank.cache.views:

@@ -14,22 +14,10 @@ from kvxfer.config import Config
 from kvxfer.control.calls import Calls
 from kvxfer.control.events import EventQueue
 from kvxfer.control.fences import Fences
-from kvxfer.control.link import LinkStatus
 from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.peers import AgentPeers
 from kvxfer.control.revocations import SharedRevocationCounter
-from kvxfer.control.sockets import ControlConnection
-from kvxfer.data.commands import (
-    Connected,
-    Disconnected,
-    EndpointMade,
-    LinkBroken,
-    PieceReady,
-    PieceTaken,
-    Reset,
-    Result,
-    ThreadDied,
-)
+from kvxfer.data.commands import Connected, Disconnected, EndpointMade, LinkBroken, Reset, Result, SlotNews, ThreadDied
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
@@ -67,14 +55,10 @@ __all__ = ["Shell"]
 log = logger("kvxfer.agent")
 
 
-class Shell:
-    """Both state machines of an agent, with everything that they need.
-
-    ``facts`` are ``None`` until the engine has stated them.
+class Shell(AgentPeers):
+    """What an agent does: both state machines, with its peers and everything else that they need.
 
     Attributes:
-        consumer: The consumer's machine.
-        producer: The producer's machine.
         direct: How many parts were begun without packing.
         staged: How many parts were begun packed.
     """
@@ -92,21 +76,12 @@ class Shell:
         calls: Calls,
         events: EventQueue,
     ) -> None:
-        self._loop, self._data, self._hasher, self._revocations = loop, data, hasher, revocations
-        self._calls, self._events = calls, events
-        self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
-        self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
+        super().__init__(loop, data, revocations, me, config, engine, facts)
+        self._hasher, self._revocations, self._calls, self._events = hasher, revocations, calls, events
         self._fences = Fences(config.lease)
-        self._peers = AgentPeers(
-            loop, data, revocations.invite, me, config, engine, facts, self.consumer, self.producer
-        )
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self.direct = self.staged = 0
         self._unclaimed = Complaints(log, every=10.0)  # about offers that nobody has asked for
-
-    def links(self) -> list[LinkStatus]:
-        """Return the links of both roles, as they are now. Any thread."""
-        return self._peers.links()
 
     # --- what the engine says --------------------------------------------------------------------------------------
 
@@ -161,17 +136,6 @@ class Shell:
     def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
         return self.consumer.cancel(handle, reason, now)
 
-    def identify(self, facts: dict[str, str], now: float) -> list[Action]:
-        return self._peers.identify(facts, now)
-
-    # --- what peers say --------------------------------------------------------------------------------------------
-
-    def message(self, connection: ControlConnection, frame: bytes, now: float) -> list[Action]:
-        return self._peers.message(connection, frame, now)
-
-    def hung_up(self, connection: ControlConnection, now: float) -> list[Action]:
-        return self._peers.hung_up(connection, now)
-
     # --- what the data plane says ----------------------------------------------------------------------------------
 
     def result(self, result: Result | Hashed, now: float) -> list[Action]:
@@ -181,14 +145,14 @@ class Shell:
             case Hashed():
                 return self._machine(result.ref.role).hashed(result, now)
             case EndpointMade() | Connected() | LinkBroken():
-                return self._peers.linked(result, now)
+                return self._linked(result, now)
             case Disconnected():
                 closed = self._data.disconnected(result.link)
                 return self.consumer.link_closed(result.link, now) if closed else []
-            case PieceReady() | PieceTaken():
-                self._peers.tell(result)
+            case SlotNews():
+                self._tell_peer(result)
             case Reset():
-                return self._peers.reset(result.backend, result.failure.about("the back end was reset: "), now)
+                return self._reset(result.backend, result.failure.about("the back end was reset: "), now)
             case ThreadDied():
                 self._loop.begin_close(result.failure)
             case _:
@@ -203,8 +167,8 @@ class Shell:
     def next_due(self) -> float:
         if self._fences:
             return 0.0
-        clocks = self.consumer, self.producer, self._peers
-        return min((t for clock in clocks if (t := clock.next_tick()) is not None), default=1e18)
+        clocks = self.consumer, self.producer, self._resolver, self._out, self._in
+        return min([t for clock in clocks if (t := clock.next_tick()) is not None], default=1e18)
 
     def due(self, now: float) -> Iterator[Step]:
         for offer, called, error in self._fences.passed(now):
@@ -213,10 +177,7 @@ class Shell:
             at = machine.next_tick()
             if at is not None and at <= time.monotonic():
                 yield machine.tick
-        yield from self._peers.due(now)
-
-    def pardon(self, seconds: float, now: float) -> None:
-        self._peers.pardon(seconds, now)
+        yield from super().due(now)
 
     # --- what the machines ask for ---------------------------------------------------------------------------------
 
@@ -228,7 +189,7 @@ class Shell:
                 if not isinstance(e, PeerError):
                     log.exception("an action failed: %s", type(action).__name__)
                 if isinstance(action, Send | Dial):
-                    self._peers.failed(action, Failure.of(e, FailureKind.PEER_LOST))
+                    self._failed(action, Failure.of(e, FailureKind.PEER_LOST))
         if self._waiting and self._idle:
             self._tell_waiting()
 
@@ -239,7 +200,7 @@ class Shell:
             case Emit():
                 self._emit(action.event)
             case Send() | Dial() | Close() | Resolve():
-                self._peers.act(action)
+                self._ask(action)
             case Move():
                 self.direct += not action.piece_bytes
                 self.staged += bool(action.piece_bytes)
@@ -286,7 +247,7 @@ class Shell:
     def stop(self, timeout: float) -> None:
         until = time.monotonic() + timeout
         self._revocations.close()
-        self._peers.stop(until)
+        self._stop_examining(until)
         self._hasher.close(max(until - time.monotonic(), 0.1))
         self._data.close(max(until - time.monotonic(), 0.1))
 

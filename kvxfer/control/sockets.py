@@ -19,12 +19,13 @@ from functools import partial
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
+from kvxfer.control.handshakes import Handshakes
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.flag import Flag
 from kvxfer.identity import Address, IdentityError, is_ip, parse_address
-from kvxfer.protocol.peer import largest_group
+from kvxfer.protocol.peer import PeerIdentity, largest_group
 from kvxfer.security import Security
 
 __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
@@ -37,11 +38,14 @@ FEW_GUESTS = 16
 """As many may stay however few descriptors are left: newcomers need one for their handshake and hello."""
 _ACCEPTS = 8
 """The most connections that are accepted at once, since each may take a millisecond for its handshake."""
+_LOOKS = 64
+"""The same with those that are refused at once."""
 _EVENTS = 64
-"""The most connections that are handled in a turn."""
+"""The most connections that are handled in a turn, but for handshakes."""
 _LOOKUPS = 64
 """The most host names that may wait to be looked up."""
 _UNLISTED = "it is not in the list of allowed peers"
+_TOO_MANY = "its host has begun too many connections of late, each of which costs a handshake"
 REST_S = 0.1
 """Seconds until the next try when nobody could be accepted, as where the process has no descriptor left."""
 
@@ -81,6 +85,8 @@ class ControlSockets:
         self._more: set[ControlConnection] = set()
         self._undecided: set[ControlConnection] = set()  # those with other addresses to try
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
+        self._handshakes = Handshakes()
+        self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
         self._names = Worker("kvxfer-names", _LOOKUPS)
         self._entrance = Entrance(security, self._apart, self._admit)
 
@@ -190,19 +196,24 @@ class ControlSockets:
         if self._undecided:
             due = min(undecided.try_by for undecided in self._undecided)
             seconds = min(seconds, max(due - time.monotonic(), 0.0))
-        events = self._epoll.poll(seconds if idle else 0, _EVENTS)
+        events = self._epoll.poll(seconds if idle else 0, _EVENTS + len(self._beginning))
         self._asleep = False
         while self._found:
             self._found.popleft()()
         more, self._more = self._more, set()
+        shaking: list[ControlConnection] = []
         for fd, _ in events:
             conn = self._by_fd.get(fd)
-            if conn is not None:
-                more.add(conn)
+            if conn is not None and conn in self._beginning:
+                shaking.append(conn)
+            elif conn is not None:
+                if len(more) < _EVENTS:
+                    more.add(conn)
             elif fd == self._flag.fileno():
                 self._flag.clear()
             elif self._listener is not None and fd == self._listener.fileno():
                 self._accept()
+        more.update(self._handshakes.next(shaking))
         for conn in more:
             if conn.pump():
                 self._more.add(conn)
@@ -270,7 +281,10 @@ class ControlSockets:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        for _ in range(_ACCEPTS):
+        accepted = 0
+        for _ in range(_LOOKS):
+            if accepted == _ACCEPTS:
+                return
             try:
                 sock, where = self._listener.accept()
             except BlockingIOError:
@@ -279,12 +293,14 @@ class ControlSockets:
                 self._rest(time.monotonic() + REST_S)
                 return
             host = str(where[0])
-            if self._entrance.refuses(host):
+            keyed = self._security.keys is not None
+            if self._entrance.refuses(host) or (keyed and not self._handshakes.begin(PeerIdentity(host))):
                 sock.close()
-                self._security.turned_away(host, _UNLISTED)
+                self._security.turned_away(host, _UNLISTED if self._entrance.refuses(host) else _TOO_MANY)
                 continue
             secure, proved = self._security.accepted, self._security.proved
             conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, secure, proved, guest=True)
+            accepted += 1
             self._guests[conn] = None
             conn.hold(sock)
             self._entrance.knock(conn)
@@ -302,6 +318,8 @@ class ControlSockets:
             return
         if admitted:
             conn.accept()
+            if self._security.keys is not None:
+                self._beginning.add(conn)
         else:
             conn.lose(_UNLISTED)
         self._settle(conn)
@@ -329,6 +347,7 @@ class ControlSockets:
             del self._by_fd[conn.watched[0]]
         conn.watched = None
         self._more.discard(conn)
+        self._beginning.discard(conn)
         if self._guests.pop(conn, True) is None:
             self._guest_bytes -= conn.counted
 
@@ -342,6 +361,8 @@ class ControlSockets:
                 conn.told = True
                 self._ready[conn] = self._busy.pop(conn, None)
             return
+        if conn.opened:
+            self._beginning.discard(conn)
         if conn.ready and conn not in self._busy:
             self._ready[conn] = None
         if conn.pending:

@@ -1,7 +1,7 @@
 """The commands of the control thread to the data threads, and their results.
 
-Most commands are actions of the protocol's machines, passed on as they are. News about the pieces of a staged part go both
-ways: what one data thread reports of a piece reaches the peer's data thread, through both control threads, as a command.
+Most commands are actions of the protocol's machines, passed on as they are. Messages about the slots of a staged part go both
+ways: what one data thread says of a slot reaches the peer's data thread, through both control threads, as a command.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxfer.failures import Failure
+from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import Abort, LinkId, Move, Moved, PartRef, RemoteWritesEnded, Role
 
@@ -22,14 +23,16 @@ __all__ = [
     "LinkBroken",
     "LinkNews",
     "MakeEndpoint",
-    "PieceNews",
-    "PieceReady",
-    "PieceTaken",
+    "SlotMessage",
+    "SlotNews",
     "Reset",
     "Result",
     "Stop",
     "ThreadDied",
 ]
+
+
+SlotMessage = m.SlotReady | m.SlotFree
 
 
 class MakeEndpoint(msgspec.Struct, frozen=True):
@@ -94,27 +97,11 @@ class Disconnected(msgspec.Struct, frozen=True):
     link: LinkId
 
 
-class PieceReady(msgspec.Struct, frozen=True):
-    """There is a slot for a piece.
-
-    From the producer: the piece lies packed in its staging memory, to be read; or is on its way, if it is sent; or
-    has been written into the slot that was lent. From the consumer: a slot to write it into.
-
-    Attributes:
-        offset: Where the slot begins in staging memory, in bytes; ``None`` if the other side need not know.
-    """
+class SlotNews(msgspec.Struct, frozen=True):
+    """A message about a slot of a staged part: to the peer as a result, from the peer as a command."""
 
     ref: PartRef
-    piece: int
-    offset: int | None
-    nbytes: int
-
-
-class PieceTaken(msgspec.Struct, frozen=True):
-    """Staged read: the consumer has copied a piece out of the producer's staging memory."""
-
-    ref: PartRef
-    piece: int
+    said: SlotMessage
 
 
 class Reset(msgspec.Struct, frozen=True):
@@ -134,7 +121,6 @@ class Stop(msgspec.Struct, frozen=True):
     """End everything; no command is taken after it."""
 
 
-PieceNews = PieceReady | PieceTaken
 LinkNews = EndpointMade | Connected | LinkBroken
-Command = MakeEndpoint | Connect | Disconnect | Move | Abort | RemoteWritesEnded | PieceReady | PieceTaken | Stop
-Result = EndpointMade | Connected | LinkBroken | Disconnected | Moved | PieceReady | PieceTaken | Reset | ThreadDied
+Command = MakeEndpoint | Connect | Disconnect | Move | Abort | RemoteWritesEnded | SlotNews | Stop
+Result = EndpointMade | Connected | LinkBroken | Disconnected | Moved | SlotNews | Reset | ThreadDied

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import assert_never
 
-from kvxfer.data.afterwork import AfterWork
-from kvxfer.data.checks import Checks
 from kvxfer.data.command_queue import CommandQueue
 from kvxfer.data.commands import (
     Command,
@@ -23,24 +21,22 @@ from kvxfer.data.commands import (
     Disconnected,
     EndpointMade,
     MakeEndpoint,
-    PieceReady,
-    PieceTaken,
     Reset,
     Result,
+    SlotNews,
     Stop,
     ThreadDied,
 )
-from kvxfer.data.ends import backend_failed, shut, unmoved
-from kvxfer.data.jobs import Job, in_rounds, shares
-from kvxfer.data.quarantine import Limits
+from kvxfer.data.jobs import in_rounds, shares
+from kvxfer.data.part_ends import Limits, PartEnds, backend_failed, shut, unmoved
 from kvxfer.data.staging import Staging
-from kvxfer.data.traffic import LOOK_S, Traffic
+from kvxfer.data.traffic import Traffic
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.logs import logger
 from kvxfer.protocol.parts import most_bytes
-from kvxfer.protocol.values import Abort, LinkId, Move, PartRef, RemoteWritesEnded
+from kvxfer.protocol.values import Abort, LinkId, Move, RemoteWritesEnded
 from kvxfer.security import OPEN, Security
 from kvxfer.threads import NamedThread
 from kvxfer.transport import Capabilities, Transport
@@ -52,9 +48,6 @@ log = logger("kvxfer.data")
 REOPEN_S = 1.0
 """The shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
 REOPEN_MOST_S = 30.0
-
-AFTER_S = 0.01
-"""Seconds between two checks of whether the device is done with parts whose back end was closed meanwhile."""
 
 _UNENDED: set[Staging] = set()
 """Staging memory, with its tables, that must never be freed: of a back end that did not close, or with a device at work at the end."""
@@ -96,11 +89,8 @@ class DataThread:
         self._traffic: Traffic | None = None  # None: the back end is down
         self._reopen, self._wait = 0.0, REOPEN_S
         self._asked: list[MakeEndpoint] = []  # while the back end is down
-        self._quarantine: dict[PartRef, Job] = {}
         self._exposed: set[LinkId] = set()
-        self._abandoned: list[Job] = []  # parts that had not ended, or were in quarantine, when one did not
-        self._after = AfterWork(post)
-        self._checks = Checks(regions, post)
+        self._ends = PartEnds(regions, limits, post)
         self._stopping = False
         self._thread = NamedThread(target=self._run, name="kvxfer-data")
 
@@ -159,7 +149,7 @@ class DataThread:
     @property
     def quarantined_bytes(self) -> int:
         """Bytes of parts that have ended but whose memory the back end or the device may still touch."""
-        return sum(job.nbytes for job in [*self._quarantine.values(), *self._abandoned]) + self._after.nbytes
+        return self._ends.unquiet_bytes
 
     def exposes(self, link: LinkId) -> bool:
         """Return whether the peer of a link may write into the cache for good, since a back end could not be closed."""
@@ -197,8 +187,7 @@ class DataThread:
             self._do(command)
             if self._stopping:
                 return
-        self._checks.look()
-        self._after.look()
+        self._ends.look()
         if self._traffic is None:
             self._try_open()
             return
@@ -207,13 +196,11 @@ class DataThread:
             self._reset(why)
 
     def _wait_s(self, traffic: Traffic | None) -> float:
-        if self._checks:
-            return LOOK_S
         if traffic is not None:
             wait = traffic.wait_s
         else:
             wait = 1.0 if self._unmade is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
-        return min(wait, AFTER_S) if self._after else wait
+        return min(wait, self._ends.wait_s)
 
     def _do(self, command: Command) -> None:
         match command:
@@ -233,19 +220,19 @@ class DataThread:
                 self._traffic.abort(command.ref)
             case RemoteWritesEnded():
                 self._traffic.remote_writes_ended(command.ref)
-            case PieceReady() | PieceTaken():
+            case SlotNews():
                 self._traffic.heard(command)
             case _:
                 assert_never(command)
 
-    def _refuse(self, command: Connect | Move | Abort | RemoteWritesEnded | PieceReady | PieceTaken) -> None:
+    def _refuse(self, command: Connect | Move | Abort | RemoteWritesEnded | SlotNews) -> None:
         """Answer a command while the back end is down, when nothing is left of its links."""
         match command:
             case Connect():
                 self._post(Connected(command.link, command.number, backend_failed("the back end is down")))
             case Move():
                 self._post(unmoved(command.ref))
-            case Abort() | RemoteWritesEnded() | PieceReady() | PieceTaken():
+            case Abort() | RemoteWritesEnded() | SlotNews():
                 pass
             case _:
                 assert_never(command)
@@ -286,16 +273,7 @@ class DataThread:
             movable = all(map(can.moves, self._regions))
             transport.register(self._regions if movable else ())
             transport.register((staging.region,))
-            traffic = Traffic(
-                transport,
-                self._regions,
-                staging,
-                self._checks,
-                self._post,
-                self._quarantine,
-                self._limits,
-                self._security,
-            )
+            traffic = Traffic(transport, self._regions, staging, self._post, self._ends, self._limits, self._security)
         except BaseException:
             shut(transport)
             raise
@@ -332,9 +310,8 @@ class DataThread:
         """Close the back end, and report the end of each part and whether its memory is quiet."""
         self._void(Failure(FailureKind.CANCELLED, "it was closed"))
         done = self._device_done()
-        self._after.look()
-        self._checks.wait()
-        self._checks.look()
+        self._ends.wait()
+        self._ends.look()
         if not done and self._staging is not None:
             _UNENDED.add(self._staging)
 
@@ -344,21 +321,16 @@ class DataThread:
         The device may still be at work for them, which takes as long as it takes: nobody waits for that here.
         """
         traffic, self._traffic = self._traffic, None
-        self._checks.forget()
         staging = self._staging
         if traffic is None or staging is None:
             return
         closed = traffic.close()
         if not closed:
             self._exposed |= traffic.exposed
-        work = staging.work()
-        unquiet = traffic.void(why, closed, work)
+        traffic.void(why, closed, staging.work())
         if closed:
             staging.reset()
-            self._after.put(unquiet, work)
-        else:  # what it may still touch is never used again; of what comes later it knows nothing
-            self._abandoned += [*unquiet, *self._quarantine.values()]
-            self._quarantine.clear()
+        else:
             _UNENDED.add(staging)
             self._staging = None if staging.used else staging
 

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from kvxfer import memory
 from kvxfer.data.commands import ThreadDied
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.geometry import Cache, Planner, route
+from kvxfer.geometry import Cache, Planner, ShardAssignment
+from kvxfer.geometry.assignment import head_range
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Hash, Hashed, PartRef
 from kvxfer.threads import NamedThread
+from kvxfer.values import NULL
 
 __all__ = ["Hasher"]
 
@@ -37,11 +39,12 @@ class Hasher:
         self._started = False
 
     def get_ready(self) -> None:
-        """Compile the code that reads the cache, so that no transfer waits for it; reads one token, and may take seconds."""
+        """Compile the code that reads the cache, so that no transfer waits for it; reads one block, and may take seconds."""
         cache = self._cache
-        assignments = route([cache], [cache])[cache.rank].assignments.get(cache.rank, ())
-        first = [[0]] * len(cache.groups)
-        one = Planner(cache, cache, assignments).plan(first, first, 0, 1)
+        whole = [ShardAssignment(i, i, v.layers, *head_range(v)) for i, v in enumerate(cache.views)]
+        token = max((v.held.index * v.held.span for v in cache.views), default=0)  # a token that is here
+        first = [[0, *[NULL] * (token // group.block_tokens)] for group in cache.groups]
+        one = Planner(cache, cache, whole).plan(first, first, 0, token + 1)
         memory.space(cache.regions).checksum(one, "source").value  # noqa: B018  (waits)
 
     def hash(self, action: Hash) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from kvxfer.data.commands import Command, Connect, Disconnect, MakeEndpoint, PieceReady, PieceTaken, Stop
+from kvxfer.data.commands import Command, Connect, Disconnect, MakeEndpoint, SlotNews, Stop
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import LinkPolicy
 from kvxfer.data.staging import Staging
@@ -83,7 +83,7 @@ class DataPlane:
                 self._of_link(command.link).post(command)
             case Disconnect():
                 self._disconnect(command)
-            case Abort() | RemoteWritesEnded() | PieceReady() | PieceTaken() | Stop():
+            case Abort() | RemoteWritesEnded() | SlotNews() | Stop():
                 # The part may belong to an earlier link by another back end; a thread that does not know it ignores it.
                 for data in list(self._threads.values()):
                     data.post(command)

@@ -11,7 +11,7 @@ from kvxfer.config import LEAST_PIECE, Integrity
 from kvxfer.data.staging import Staging
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
-from kvxfer.geometry import Cache, Incompatible, Planner, ShardAssignment
+from kvxfer.geometry import HOST, Cache, Incompatible, Planner, ShardAssignment
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import on_host
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
@@ -22,10 +22,10 @@ __all__ = ["LinkPolicy", "admit", "check_facts", "default_staging", "lent", "sta
 
 ALWAYS = 1 << 48
 STRICTNESS = get_args(Integrity)
-HOST_STAGING, CUDA_STAGING = 64 << 20, 512 << 20
+HOST_STAGING, DEVICE_STAGING = 64 << 20, 512 << 20
 """The default bytes of staging memory: a GPU's link is some ten times faster than a host's, and needs longer pieces."""
-CUDA_RUN = 2 << 20
-"""Rows of fewer bytes are packed on GPUs, whose link moves that many in the 5 us that a message or descriptor costs at least."""
+DEVICE_RUN = 2 << 20
+"""Rows of fewer bytes are packed on devices, whose link moves that many in the 5 us that a message or descriptor costs at least."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LinkPolicy:
         elif caps.factored:
             below = 0
         else:
-            below = caps.run_bytes if on_host(cache.regions) else max(caps.run_bytes, CUDA_RUN)
+            below = caps.run_bytes if on_host(cache.regions) else max(caps.run_bytes, DEVICE_RUN)
         if mode == "write" and not _closes(caps):
             below = ALWAYS  # closing a link would not keep its writes out of the cache
         return cls(backend, mode, cache, staging.piece_bytes, below, integrity)
@@ -168,18 +168,18 @@ def check_facts(hello: m.Hello, facts: Mapping[str, str] | None) -> None:
 
 def default_staging(device: str) -> int:
     """Return the bytes of staging memory on a device if nobody says how many."""
-    return HOST_STAGING if device == "cpu" else CUDA_STAGING
+    return HOST_STAGING if device == HOST else DEVICE_STAGING
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
     """Return a function that makes staging memory of so many bytes (``None``: the default) for a back end's capabilities."""
 
     def make(caps: Capabilities) -> Staging:
-        kinds = {r.device.partition(":")[0] for r in cache.regions}
+        kinds = {r.kind for r in cache.regions}
         if kinds <= caps.memory:
-            device = next((r.device for r in cache.regions), "cpu")  # a rank may hold no memory
-        elif "cpu" in caps.memory:
-            device = "cpu"
+            device = next((r.device for r in cache.regions), HOST)  # a rank may hold no memory
+        elif HOST in caps.memory:
+            device = HOST
         else:
             raise ConfigError(f"the back end moves {sorted(caps.memory)} memory, the cache is in {sorted(kinds)}")
         return Staging(cache.regions, nbytes or default_staging(device), device)

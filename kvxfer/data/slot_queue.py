@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from math import inf
 
 from kvxfer.data.jobs import Job
-from kvxfer.data.staging import Staging
+from kvxfer.data.staging import Slot, Staging
 from kvxfer.protocol.values import LinkId, PartRef, Role
 
 __all__ = ["SlotQueue"]
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.5
 """How long a consumer may hold a slot while another has waited as long for its first one. A piece takes milliseconds, so one that
 takes so long waits for a consumer that has stopped."""
-IMPATIENCE = 4
-"""By how much ``PATIENCE_S`` may become shorter while consumers that stop follow each other."""
+NEW, NEW_BYTES_S = 50, 1e9
+"""Once consumers have stopped, a new one may hold a slot for a 50th of that while another waits, and for as long as a slot full of
+bytes takes at so many bytes a second."""
 
 
 class SlotQueue:
@@ -25,8 +27,9 @@ class SlotQueue:
         self._staging = staging
         self._waiting: dict[Role, dict[LinkId, dict[PartRef, Job]]] = {"producer": {}, "consumer": {}}
         self._starved: dict[LinkId, float] = {}  # since when a link to a consumer has no slot and wants one
-        self._gave_up = 0.0  # when jobs last had to give theirs up for that
-        self._rounds = 0  # how often that has not been enough
+        self._last_first = True  # whether the next slot is for the link that came last, of those that have used none
+        self._leaving: dict[Slot, float] = {}  # slots that jobs have to give up, and since when they hold them
+        self.look_at = inf  # when a job may have to give up its slot next
 
     def __bool__(self) -> bool:
         return any(self._waiting.values())
@@ -61,41 +64,52 @@ class SlotQueue:
         for role, waiting in self._waiting.items():
             if not waiting or not self._staging.room(role):
                 continue
-            for link in sorted(waiting, key=self._staging.usage.rank) if role == "producer" else list(waiting):
+            for link in self._by_rank(waiting) if role == "producer" else list(waiting):
                 while self._staging.room(role) and (mine := waiting.get(link)):
                     job, taken = next(iter(mine.values())), self._staging.taken
+                    starved = link in self._starved
                     advance(job)
+                    if starved and self._staging.taken != taken:
+                        self._last_first = not self._last_first
                     if job.ref in mine and self._staging.taken != taken:
                         for ref in [r for r in mine if r[:-1] == job.ref[:-1]]:
                             mine[ref] = mine.pop(ref)  # the next slot is for another transfer, which may be short
                     if job.starving:
                         break  # the link's other jobs would get none either
 
-    def overstayers(self, jobs: Iterable[Job]) -> list[Job]:
-        """Return the jobs that have held slots for longest, if for too long while consumers wait for their first slots.
+    def _by_rank(self, links: Iterable[LinkId]) -> list[LinkId]:
+        """Return links in the order of their turns; many that have used no slot keep no newcomer waiting."""
+        order = list(links)
+        return sorted(reversed(order) if self._last_first else order, key=self._staging.usage.rank)
 
-        As many are returned as consumers wait. If only consumers wait that have stopped before, one such is returned. The caller
-        must have these jobs stopped. No others are returned for a while, which becomes shorter each time until nobody waits.
+    def stalled_holders(self, jobs: Collection[Job]) -> list[Job]:
+        """Return jobs that must give up their slots, which they have held for too long while consumers wait for their first one.
+
+        As many are returned as consumers wait, and one for all that have stalled. Those that have held slots for longest come first.
+        The caller must have these jobs stopped. ``look_at`` is then when there may be others.
         """
-        now, usage = time.monotonic(), self._staging.usage
-        patience = PATIENCE_S / min(1 << self._rounds, IMPATIENCE)
-        starved = [
-            link
-            for link, since in self._starved.items()
-            if since <= now - patience and not self._staging.holds(link, "producer")
-        ]
-        if not starved:
-            self._rounds = 0
-        if not starved or now - self._gave_up < patience:
+        self.look_at = inf
+        if not self._starved:
             return []
-        fresh = sum(not usage.stalled(link) for link in starved)
-        found: dict[PartRef, Job] = {}
-        for slot, since in self._staging.since.items():
-            if since > now - patience or len(found) >= max(fresh, 1):
-                break
-            if fresh or usage.stalled(slot.owner):
-                found |= {job.ref: job for job in jobs if slot in job.slots}
-                usage.stall(slot.owner)
-        if found:
-            self._gave_up, self._rounds = now, self._rounds + 1
-        return list(found.values())
+        now, usage, since = time.monotonic(), self._staging.usage, self._staging.since
+        self._leaving = {slot: taken for slot, taken in self._leaving.items() if since.get(slot) == taken}
+        first = PATIENCE_S / NEW + self._staging.piece_bytes / NEW_BYTES_S
+        found: list[Job] = []
+        for stalled in (False, True):
+            waiting = [at for link, at in self._starved.items() if usage.stalled(link) == stalled]
+            if stalled:
+                waiting = waiting[:1]
+            for slot, taken in since.items():
+                if len(self._leaving) >= len(waiting):
+                    break
+                if slot in self._leaving or (stalled and not usage.stalled(slot.owner)):
+                    continue
+                patience = usage.patience(slot.owner, PATIENCE_S, first)
+                at = max(taken + patience, waiting[0] + patience - first)
+                if at > now:
+                    self.look_at = min(self.look_at, at)
+                elif holder := next((job for job in jobs if job.error is None and slot in job.slots), None):
+                    self._leaving |= {each: since[each] for each in holder.slots}
+                    usage.lose(slot.owner)
+                    found.append(holder)
+        return found

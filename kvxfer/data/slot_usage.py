@@ -1,10 +1,11 @@
-"""How consumers have used a producer's slots lately: who comes next, and who must not have many."""
+"""How consumers have used a producer's slots lately: who comes next, who may have many, and how long each may hold one."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import LinkId
@@ -12,79 +13,134 @@ from kvxfer.protocol.values import LinkId
 __all__ = ["SlotUsage"]
 
 AT_ONCE_S, IN_TIME_S = 0.2, 1.0
-"""Who holds a slot for less has taken its piece at once, or at least in time. A piece takes milliseconds."""
+"""A link that holds a slot for less has taken its piece at once, or at least in time. A piece takes milliseconds."""
 HALF_LIFE_S = 1.0
 """The time after which past holding of a slot counts half."""
 PROMPT_S, STALLED_S = 10.0, 30.0
 """How long it is remembered that a link has taken a piece at once, and that a slot was taken from it."""
+FORGIVEN = 4
+"""After its first loss of a slot, a link has to take one piece in time; after each further one, so many times as many."""
+SECOND = 10
+"""After each loss, a link may hold a slot for so many times as long as a new one."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """How a link has used slots.
+
+    Attributes:
+        owner: Whom it counts for.
+        earned: The pieces that it has taken at once since it last lost a slot.
+        lost_at: When it last lost a slot.
+        owed: The pieces that it has to take in time until that is forgiven.
+        next_owed: How many it has to take after the next loss.
+    """
+
+    owner: PeerIdentity = NOBODY
+    earned: int = 0
+    lost_at: float = -STALLED_S
+    losses: int = 0
+    owed: int = 0
+    next_owed: int = 1
+
+
+NEW = _Record()
+"""How a link has used slots of which nothing is known."""
 
 
 class SlotUsage:
     """The use of slots by each link, and by the peers that they count for. Used by the data thread only."""
 
     def __init__(self) -> None:
-        self._owners: dict[LinkId, PeerIdentity] = {}
+        self._records: dict[LinkId, _Record] = {}
         self._spent: dict[Hashable, tuple[float, float]] = {}  # seconds that slots were held, and as of when
         self._prompt: OrderedDict[LinkId, float] = OrderedDict()  # when it last took a piece at once
-        self._stalled: OrderedDict[LinkId, float] = OrderedDict()  # when a slot was taken from it
+        self._lost_at = -STALLED_S  # when a link last lost a slot
 
     def know(self, link: LinkId, owner: PeerIdentity) -> None:
         """Record whom a link counts for."""
-        self._owners[link] = owner
+        self._records[link] = _Record(owner)
 
     def forget(self, link: LinkId) -> None:
         """Forget a link that is closed. What its peer has used still counts."""
-        self._owners.pop(link, None)
+        self._records.pop(link, None)
         self._prompt.pop(link, None)
-        self._stalled.pop(link, None)
 
     def held(self, link: LinkId, seconds: float) -> None:
         """Record that a link has given back a slot, after so many seconds."""
-        now = time.monotonic()
+        now, record = time.monotonic(), self._records.get(link)
         names = self._names(link)
-        if (
-            names[-1] not in self._spent
-        ):  # what is left of others is forgotten then, and not looked through for each slot
+        if names[-1] not in self._spent:  # what is left of others is forgotten then, not for each slot
             self._spent = {name: used for name, used in self._spent.items() if now - used[1] < 20 * HALF_LIFE_S}
         for name in names:
             self._spent[name] = self._used(name, now) + seconds, now
-        if now - self._stalled.get(link, 0.0) < seconds:
-            return  # it was taken from the link
-        if seconds < IN_TIME_S:
-            self._stalled.pop(link, None)
+        if record is None or now - record.lost_at < seconds:
+            return  # it is closed, or the slot was taken from it
+        if seconds < IN_TIME_S and record.owed:
+            record.owed -= 1
+            record.losses *= record.owed > 0
         if seconds < AT_ONCE_S:
+            record.earned += 1
             self._prompt.pop(link, None)
             self._prompt[link] = now
 
-    def stall(self, link: LinkId) -> None:
-        """Record that a slot is taken from a link, which took nothing."""
+    def lose(self, link: LinkId) -> None:
+        """Record that a link, which took nothing, has to give up a slot."""
+        record = self._records.setdefault(link, _Record())
+        record.lost_at = self._lost_at = time.monotonic()
+        record.earned, record.losses = 0, record.losses + 1
+        record.owed, record.next_owed = record.next_owed, record.next_owed * FORGIVEN
         self._prompt.pop(link, None)
-        self._stalled.pop(link, None)
-        self._stalled[link] = time.monotonic()
+
+    def losses(self, link: LinkId) -> int:
+        """Return how often a link has lost a slot that is not forgiven."""
+        record = self._records.get(link)
+        return record.losses if record is not None and time.monotonic() - record.lost_at < STALLED_S else 0
 
     def stalled(self, link: LinkId) -> bool:
-        """Return whether a slot was taken from a link, and it has taken no piece in time since."""
-        return time.monotonic() - self._stalled.get(link, -STALLED_S) < STALLED_S
+        """Return whether a link has lost a slot, and has not taken enough pieces in time since."""
+        return self.losses(link) > 0
+
+    def patience(self, link: LinkId, calm: float, first: float) -> float:
+        """Return for how many seconds a link may hold a slot for which others wait.
+
+        ``calm``, unless links have lost slots lately. Then a new link may hold one for ``first`` seconds, and for as many more
+        for each piece that it takes at once, up to half of ``calm``. After a loss it has more time than a new one.
+        """
+        if not self._alert:
+            return calm
+        return min(first * (1 + self._records.get(link, NEW).earned + SECOND * self.losses(link)), calm / 2)
+
+    @property
+    def _alert(self) -> bool:
+        """Whether a link has lost a slot lately."""
+        return time.monotonic() - self._lost_at < STALLED_S
 
     def reserved(self, link: LinkId, holders: Collection[LinkId]) -> bool:
-        """Return whether the last free slot is kept from a link, for another that takes its pieces at once and has no slot."""
+        """Return whether the last free slot is kept from a link, for another kind of link.
+
+        It is kept from a new one for another that takes its pieces at once and has no slot. Once links have lost slots, one is
+        kept for each of these two kinds.
+        """
         if link in self._prompt:
             return False
         since = time.monotonic() - PROMPT_S
         while self._prompt and next(iter(self._prompt.values())) < since:
             self._prompt.popitem(last=False)
+        if self._alert and all(other in self._prompt or self.stalled(other) for other in holders):
+            return False
         return any(other not in holders for other in self._prompt)
 
     def rank(self, link: LinkId) -> tuple[float, ...]:
         """Return where a link stands among those that wait: the least comes first.
 
-        Links that have stalled come last. Else it counts how long slots were held by its host, then by its engine, then over it.
+        Links that have lost slots come last. Else it counts how long slots were held by its host, then by its engine, then over it.
         """
         now = time.monotonic()
-        return (self.stalled(link), *(self._used(name, now) for name in self._names(link)))
+        return (self.losses(link), *(self._used(name, now) for name in self._names(link)))
 
     def _names(self, link: LinkId) -> tuple[Hashable, ...]:
-        levels = self._owners.get(link, NOBODY).levels
+        levels = self._records.get(link, NEW).owner.levels
         return (*(levels[: level + 1] for level in range(len(levels))), link)
 
     def _used(self, name: Hashable, now: float) -> float:

@@ -2,8 +2,8 @@
 
 Used by the data thread only. A single link that needs slots may hold half of them; several links share them; and the last free
 one is for a link that has none, so that a peer that has stopped does not keep others from theirs. A producer's last free one
-is kept for a link that takes its pieces at once; all links that do not share one slot (``slot_usage.py``). If so many have stopped
-that no slot is left, ``since`` tells which have been held for longest.
+is kept for a link that takes its pieces at once; all links that have lost one share one slot (``slot_usage.py``). If so many have
+stopped that no slot is left, ``since`` tells which have been held for longest.
 
 Engines must never wait for each other's slots in a circle, however many there are. A producer holds a slot until its consumer
 has one too; so ``RESERVED`` slots are kept for pieces whose producer, as the consumer knows, has a slot already. Pieces in
@@ -64,13 +64,12 @@ class Slot:
 
 
 class Staging:
-    """Staging memory for a cache, pinned if it is host memory under a GPU cache."""
+    """Staging memory for a cache."""
 
     def __init__(self, regions: tuple[Region, ...], nbytes: int, device: str) -> None:
         self._space = memory.space(regions)
         self.piece_bytes = nbytes // SLOTS // LEAST_PIECE * LEAST_PIECE
-        pinned = device == "cpu" and any(r.device != "cpu" for r in regions)
-        self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, pinned=pinned)
+        self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, beside=self._space.device)
         self._busy: dict[int, Fence] = {}  # by slot: the device's last work there, until it is done
         self.usage = SlotUsage()
         self.reset()

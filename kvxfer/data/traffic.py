@@ -2,7 +2,7 @@
 
 Each part is a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of
 transfers. Time matters only for aborts, which must end in bounded time: if a batch does not end within ``grace`` seconds of its
-abort, its link is closed, and if memory does not get quiet, the back end may be reset (``quarantine.py``).
+abort, its link is closed, and if memory does not get quiet, the back end may be reset (``part_ends.py``).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvxfer.data.checks import Checks
-from kvxfer.data.commands import Connect, Connected, LinkBroken, PieceNews, Result
-from kvxfer.data.ends import backend_failed, shut, unmoved
-from kvxfer.data.jobs import SHARED, Direct, Job, Wire, make_job, shares, submit_together
+from kvxfer.data.commands import Connect, Connected, LinkBroken, Result, SlotNews
+from kvxfer.data.jobs import SHARED, Direct, Job, LinkContext, make_job, shares, submit_together
+from kvxfer.data.part_ends import LOOK_S, Limits, PartEnds, backend_failed, shut, unmoved
 from kvxfer.data.policy import lent
-from kvxfer.data.quarantine import Limits, Quarantine
 from kvxfer.data.slot_queue import SlotQueue
 from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError
@@ -30,12 +28,9 @@ from kvxfer.security import Security
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MOST_ENDPOINT
 
-__all__ = ["LOOK_S", "Traffic"]
+__all__ = ["Traffic"]
 
 log = logger("kvxfer.data")
-
-LOOK_S = 0.00003
-"""Seconds between two checks of whether a device is done, if nothing else tells; it packs a piece in twice that time."""
 
 
 class Traffic:
@@ -45,10 +40,8 @@ class Traffic:
         transport: The back end.
         regions: The cache's memory.
         staging: The staging memory.
-        checks: Makes checksums of what has arrived, before its end is reported.
         post: Called with each result; must not block.
-        quarantine: The parts that have ended but whose memory a back end may still touch; they outlive this object if a
-            back end never lets go.
+        ends: The parts that have ended and wait for something. They outlive this object.
         limits: When a link or the back end is given up.
         security: Which hosts the back end may dial because a peer names them.
     """
@@ -58,22 +51,20 @@ class Traffic:
         transport: Transport,
         regions: tuple[Region, ...],
         staging: Staging,
-        checks: Checks,
         post: Callable[[Result], None],
-        quarantine: dict[PartRef, Job],
+        ends: PartEnds,
         limits: Limits,
         security: Security,
     ) -> None:
         self._transport, self._can = transport, transport.capabilities
         self._most, self._staging = most_bytes(regions), staging
-        self._checks, self._post, self._limits, self._security = checks, post, limits, security
-        self._quarantine = Quarantine(quarantine, self._can, limits, post)
+        self._ends, self._post, self._limits, self._security = ends, post, limits, security
         self._unused: dict[LinkId, bytes] = {}  # endpoints made for links that are not connected
-        self._wires: dict[LinkId, Wire] = {}  # links that are connected
-        self._doubtful: set[LinkId] = set()  # links on which something has failed
+        self._links: dict[LinkId, LinkContext] = {}  # links that are connected
+        self._suspect_links: set[LinkId] = set()  # links on which something has failed
         self._jobs: dict[PartRef, Job] = {}
-        self._restless: dict[PartRef, Job] = {}  # jobs that wait for the device
-        self._hungry = SlotQueue(staging)
+        self._awaiting_device: dict[PartRef, Job] = {}  # jobs that wait for the device
+        self._awaiting_slot = SlotQueue(staging)
         self._lines: dict[tuple[LinkId, Verb], deque[Job]] = {}
         self._short: dict[LinkId, list[Direct]] = {}  # jobs to begin at the end of the turn, those of a link together
         self._batches: dict[int, Sequence[Job]] = {}
@@ -106,7 +97,7 @@ class Traffic:
             for host in self._transport.dials(asked.theirs):
                 self._security.check_host(host, asked.host)
             peer = self._transport.connect(asked.mine, asked.theirs)
-            self._wires[link] = Wire(
+            self._links[link] = LinkContext(
                 self._transport, self._can, peer, number, self._most, self._staging, self._batches, self._post
             )
             self._staging.usage.know(link, asked.owner)
@@ -126,37 +117,37 @@ class Traffic:
 
     def _hang_up(self, link: LinkId) -> None:
         """Close a link, and end what was moving on it."""
-        wire = self._wires.get(link)
-        if wire is None:
+        context = self._links.get(link)
+        if context is None:
             return
-        wire.broken = True
-        self._transport.disconnect(wire.peer)  # if it raises, the link counts as open (``exposed``)
-        del self._wires[link]
+        context.broken = True
+        self._transport.disconnect(context.peer)  # if it raises, the link counts as open (``exposed``)
+        del self._links[link]
         self.poll()
         for job in [j for j in self._jobs.values() if j.ref.link == link]:
             job.stop(_hung_up())
             self._advance(job)
             self._must_end(job)
-        self._quarantine.link_closed(link)
+        self._ends.link_closed(link, self._can)
         for verb in Verb:
             self._lines.pop((link, verb), None)
         self._staging.usage.forget(link)
 
     def _break(self, link: LinkId, why: Failure) -> None:
         """Report that a link is broken, so that it is made again."""
-        wire = self._wires.get(link)
-        if wire is None or wire.broken:
+        context = self._links.get(link)
+        if context is None or context.broken:
             return
-        wire.broken = True
+        context.broken = True
         for job in self._jobs.values():
             if job.ref.link == link and job.error is None:
                 job.collateral = True
-        self._post(LinkBroken(link, wire.number, why))
+        self._post(LinkBroken(link, context.number, why))
 
     def _doubt(self, link: LinkId) -> None:
         """Check a link on which something may have failed; if it is lost, report it broken and end everything on it."""
-        wire = self._wires.get(link)
-        why = None if wire is None else self._transport.lost(wire.peer)
+        context = self._links.get(link)
+        why = None if context is None else self._transport.lost(context.peer)
         if why is not None:
             self._break(link, why)
 
@@ -175,12 +166,12 @@ class Traffic:
     def _begin(self, action: Move) -> None:
         ref = action.ref
         self._doubt(ref.link)
-        wire = self._wires.get(ref.link)
-        if wire is None or wire.broken:
+        context = self._links.get(ref.link)
+        if context is None or context.broken:
             self._post(unmoved(ref))
             return
         begun = time.monotonic()
-        job = make_job(action, wire)
+        job = make_job(action, context)
         job.begun = begun
         self._jobs[ref] = job
         if action.verb in (Verb.SEND, Verb.RECV):
@@ -209,13 +200,13 @@ class Traffic:
 
     def _get_ready(self, job: Job) -> None:
         if job.ref in self._jobs:
-            self._checks.get_ready(job.action)
+            self._ends.prepare(job.action)
 
-    def heard(self, news: PieceNews) -> None:
-        """Handle what the peer says about a piece."""
+    def heard(self, news: SlotNews) -> None:
+        """Handle what the peer says about a slot."""
         job = self._jobs.get(news.ref)
         if job is not None:
-            job.heard(news)
+            job.heard(news.said)
             self._go_on_with(job)
 
     def abort(self, ref: PartRef) -> None:
@@ -224,14 +215,14 @@ class Traffic:
             self._stop(job, Failure(FailureKind.CANCELLED, "aborted"))
 
     def remote_writes_ended(self, ref: PartRef) -> None:
-        job = self._jobs.get(ref) or self._quarantine.get(ref)
+        job = self._jobs.get(ref) or self._ends.unquiet(ref)
         if job is None:
             return
         job.stop(Failure(FailureKind.CANCELLED, "the peer has ended its half"))
         job.remote_writes_ended()
         self._advance(job)
-        if job.quiet and self._quarantine.get(ref) is not None:
-            self._quarantine.release(ref)
+        if job.quiet and self._ends.unquiet(ref) is not None:
+            self._ends.calm(job)
 
     def _stop(self, job: Job, why: Failure) -> None:
         """End a job early, in bounded time."""
@@ -251,9 +242,9 @@ class Traffic:
     def _completed(self, done: Completion) -> None:
         for job in self._batches.pop(done.batch, ()):
             if done.error is not None:
-                self._doubtful.add(job.ref.link)
+                self._suspect_links.add(job.ref.link)
             if not done.quiet:
-                self._quarantine.failed(done.batch, job)
+                self._ends.failed(done.batch, job)
             try:
                 job.completed(done)
             except BaseException as e:
@@ -262,9 +253,9 @@ class Traffic:
 
     def _go_on_with(self, job: Job) -> None:
         """Let a job go on that may have given a slot back; if others wait for one, it waits with them."""
-        if self._hungry.waits(job.ref.role) and job.ref in self._jobs and job.error is None:
-            self._hungry.add(job)
-            self._hungry.feed(self._advance)
+        if self._awaiting_slot.waits(job.ref.role) and job.ref in self._jobs and job.error is None:
+            self._awaiting_slot.add(job)
+            self._awaiting_slot.feed(self._advance)
         self._advance(job)
 
     def _advance(self, job: Job) -> None:
@@ -281,7 +272,7 @@ class Traffic:
         if job.ref not in self._jobs:
             return
         try:
-            if self._wires.get(job.ref.link) is not job.wire and not job.complete:
+            if self._links.get(job.ref.link) is not job.context and not job.complete:
                 job.stop(_hung_up())  # it may have its turn only now, since those before it ended with the link
             job.advance()
         except BaseException as e:
@@ -290,28 +281,27 @@ class Traffic:
                 self._transport.abort(batch)
         if not job.ended:
             if job.waiting_on_device:
-                self._restless[job.ref] = job
+                self._awaiting_device[job.ref] = job
             else:
-                self._restless.pop(job.ref, None)
+                self._awaiting_device.pop(job.ref, None)
             if job.starving:
-                self._hungry.add(job)
+                self._awaiting_slot.add(job)
             else:
-                self._hungry.remove(job)
+                self._awaiting_slot.remove(job)
             return
         del self._jobs[job.ref]
-        self._restless.pop(job.ref, None)
-        self._hungry.remove(job)
+        self._awaiting_device.pop(job.ref, None)
+        self._awaiting_slot.remove(job)
         self._aborted.pop(job.ref, None)
-        wire = self._wires.get(job.ref.link)
+        context = self._links.get(job.ref.link)
         closing = job.calmed_by_close(self._can)
-        if closing and wire is not job.wire:
-            self._quarantine.calm(job)  # its link is closed, which made it quiet
-        if not job.quiet:
-            self._quarantine.put(job)
-            if closing and not job.lends_memory:  # the peer will tell about lent memory
-                self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
+        if closing and context is not job.context:
+            self._ends.calm(job)  # its link is closed, which made it quiet
+        if closing and not job.quiet and not job.lends_memory:  # the peer will tell about lent memory
+            self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
         took = time.monotonic() - job.begun
-        self._checks.end(Moved(job.ref, job.error, job.quiet, 0 if job.error else job.nbytes, job.collateral, took))
+        nbytes = 0 if job.error else job.nbytes
+        self._ends.add(job, Moved(job.ref, job.error, job.quiet, nbytes, job.collateral, took))
 
     # --- the turn of the data thread ---------------------------------------------------------------------------------
 
@@ -323,19 +313,19 @@ class Traffic:
     @property
     def wait_s(self) -> float:
         """The seconds after which to look again even if nothing has happened."""
-        hungry = bool(self._hungry)
-        if self._restless or (hungry and self._staging.settling):
+        hungry = bool(self._awaiting_slot)
+        if self._awaiting_device or (hungry and self._staging.settling):
             return LOOK_S
         active, idle = self._transport.poll_interval_s
         wait = 1.0 if self.fd is not None else (active if self._batches else idle)
-        soon = self._aborted or self._quarantine or hungry
-        return min(wait, 0.05) if soon else wait
+        soon = self._aborted or hungry
+        return min(wait, 0.05, max(self._awaiting_slot.look_at - time.monotonic(), 0.0)) if soon else wait
 
     def poll(self) -> None:
         """Record which batches have ended, and which have become quiet."""
         for word in self._transport.poll():
             if isinstance(word, Quieted):
-                self._quarantine.quieted(word.batch)
+                self._ends.quieted(word.batch)
             else:
                 self._completed(word)
 
@@ -343,22 +333,20 @@ class Traffic:
         """Let everything go on; return why the back end has to be reset, or ``None``."""
         self._begin_short()
         self.poll()
-        doubtful, self._doubtful = self._doubtful, set()
+        doubtful, self._suspect_links = self._suspect_links, set()
         for link in doubtful:
             self._doubt(link)
         given = None
         while given != self._staging.given:  # another job may wait for a slot that came back
             given = self._staging.given
-            for job in list(self._restless.values()):
+            for job in list(self._awaiting_device.values()):
                 self._advance(job)
-            self._hungry.feed(self._advance)
-        for overstayer in self._hungry.overstayers(self._jobs.values()):
-            if overstayer.error is not None:
-                continue
+            self._awaiting_slot.feed(self._advance)
+        for stalled in self._awaiting_slot.stalled_holders(self._jobs.values()):
             why = "its consumer took nothing for a while, and others waited for its slot of staging memory"
             # It goes on until the control thread aborts its attempt, whose consumer may ask again later. By then what was announced
             # is known to be void; a consumer that reads the slot before that must find its own bytes there.
-            self._post(Moved(overstayer.ref, Failure(FailureKind.OVERLOADED, why), False, 0, collateral=True))
+            self._post(Moved(stalled.ref, Failure(FailureKind.OVERLOADED, why), False, 0, collateral=True))
         return self._overdue()
 
     def _overdue(self) -> Failure | None:
@@ -369,44 +357,45 @@ class Traffic:
                 job = self._jobs[ref]
                 if not job.batches and job.waiting_on_device and self._staging.work():
                     continue  # only the device is still at work, and no closing would end that
-                if self._wires.get(ref.link) is not job.wire:  # where the link is open, it was made anew
+                if self._links.get(ref.link) is not job.context:  # where the link is open, it was made anew
                     return backend_failed("a batch did not end when its link was closed")
                 log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
                 self._aborted[ref] = now + grace
                 self._break(ref.link, backend_failed("a batch did not end when it was aborted"))
                 self._hang_up(ref.link)
-        if self._quarantine.needs_reset(bool(self._jobs), self._will_be_told):
+        if self._ends.needs_reset(self._can, bool(self._jobs), self._will_be_told):
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
 
     def _will_be_told(self, job: Job) -> bool:
         """Return whether the peer will say when it is done with memory that was lent to it, or else its link will be closed."""
-        return job.lends_memory and self._wires.get(job.ref.link) is job.wire
+        return job.lends_memory and self._links.get(job.ref.link) is job.context
 
     @property
     def exposed(self) -> set[LinkId]:
         """The links whose peers may write into the cache."""
-        return set(self._wires) if 0 in lent(self._can, "consumer")[0] else set()
+        return set(self._links) if 0 in lent(self._can, "consumer")[0] else set()
 
     def close(self) -> bool:
         """Close the back end; return whether that makes it touch nothing any more. ``void`` has to follow."""
         return shut(self._transport) and self._can.quiet != "never"
 
-    def void(self, why: Failure, closed: bool, work: Sequence[Fence]) -> list[Job]:
-        """End all parts, once the back end is closed; return those that have ended just now and whose memory is not quiet yet.
+    def void(self, why: Failure, closed: bool, work: Sequence[Fence]) -> None:
+        """End all parts, once the back end is closed.
 
         Args:
             why: Why they end.
             closed: Whether the back end touches nothing any more.
             work: What the device is still at work on.
         """
-        jobs, quiet = list(self._jobs.values()), closed and not work
+        jobs = list(self._jobs.values())
         for job in jobs:
             job.stop(why)
-            self._post(Moved(job.ref, job.error, quiet, 0, collateral=True))
+            self._post(Moved(job.ref, job.error, closed and not work, 0, collateral=True))
         if closed:
-            self._quarantine.release_all()  # the device was done with them when they ended
-        return [] if quiet else jobs
+            self._ends.backend_closed(jobs, work)
+        else:
+            self._ends.backend_stuck(jobs)
 
 
 def _hung_up() -> Failure:

@@ -1,4 +1,4 @@
-"""What an engine needs around its scheduler and in each of its workers, so that a connector is only hooks.
+"""What an engine that has a scheduler and workers needs around the scheduler and in each of its workers, so that a connector is only hooks.
 
 ``SchedulerSide`` lives in the process that schedules, one for each engine: it follows requests, serves the directory by
 which other engines find this one, and says with each step what the workers are to do (``Step``). ``WorkerSide`` lives in each
@@ -23,7 +23,8 @@ Behind the two sides, each idea has a module of its own:
 - ``exchange``: what the two sides send each other with each step; ``dispatch`` and ``side_channel``: what goes ahead of a step.
 - ``loads``: the requests that load. The life of a load is a record and a table (``kvxfer.schedule.Load``). ``prefetch``: sync loads,
   with ``paces``: how fast recent loads were; ``ends``: the ranks' word on async ones, joined; ``rank_ends``: how loads end on one rank.
-- ``computed``: how many layers a step has computed; ``offered``: blocks that others may be reading; ``standstill``: engines that
+- ``computed``: how many layers a step has computed; ``offers``: requests that offer, and blocks that
+  others may be reading (``kvxfer.schedule.Offering``); ``standstill``: engines that
   wait for each other's blocks.
 - ``notices``: what engines tell each other through their directories, with ``renewals`` of leases and ``starts`` of producers.
 - ``pins``: blocks kept from reuse; ``prefix_pool``: a pool of blocks for engines that have none.

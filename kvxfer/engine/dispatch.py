@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from kvxfer.engine.exchange import BlockCopy, Step
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import RankResult, Schedule, StepCommands
+from kvxfer.schedule import Schedule, StepCommands
 from kvxfer.values import Rank
 
 __all__ = ["Dispatch"]
@@ -21,11 +21,15 @@ MOST_PREPARED = 1024
 
 
 class Dispatch:
-    """Makes an engine's steps, and sends fetches ahead of them. One thread; only ``receive`` blocks."""
+    """Makes an engine's steps, and sends fetches ahead of them. One thread.
+
+    Attributes:
+        channel: What workers of this host send ahead of a step.
+    """
 
     def __init__(self, schedule: Schedule, own: Source | None, ranks: int, facts: dict[str, str]) -> None:
         self._schedule, self._own, self._ranks = schedule, own, ranks
-        self._channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
+        self.channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
         self._facts: dict[str, str] | None = facts  # what the workers have not heard of yet
         self._steps = 0
         self._fetched = 0  # the number of the next step's first fetch
@@ -69,15 +73,15 @@ class Dispatch:
         before = len(self._channels)
         self._channels |= channels
         if len(self._channels) == self._ranks > before:
-            self._channel.connect(self._channels)
+            self.channel.connect(self._channels)
 
     def prepare(self, source: Source) -> None:
         """Have the workers make their links to an engine from which they are to fetch, the first time that it is named."""
-        if source not in self._prepared and self._channel.open:
+        if source not in self._prepared and self.channel.open:
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
             self._prepared.add(source)
-            self._channel.send(DirectFetches(self._fetched, prepare=((source, self._own),)))
+            self.channel.send(DirectFetches(self._fetched, prepare=((source, self._own),)))
 
     @property
     def direct(self) -> bool:
@@ -87,7 +91,7 @@ class Dispatch:
         """
         last = self._revoked_in
         heard = last is None or (len(self._begun) == self._ranks and min(self._begun.values()) >= last)
-        return self._channel.open and self._facts is None and heard and not self._schedule.producer.revokes
+        return self.channel.open and self._facts is None and heard and not self._schedule.producer.revokes
 
     def prefetch(self) -> None:
         """Record that the fetch that was queued last is a prefetch."""
@@ -98,13 +102,5 @@ class Dispatch:
         fetches = self._schedule.consumer.fetches
         if len(fetches) > self._sent and self.direct:
             ahead = DirectFetches(self._fetched + self._sent, tuple(fetches[self._sent :]), tuple(self._prefetches))
-            self._channel.send(ahead)
+            self.channel.send(ahead)
             self._sent = len(fetches)
-
-    def receive(self, timeout: float = 0.0) -> list[RankResult]:
-        """Return what workers have sent ahead of a step; wait for something for up to ``timeout`` seconds."""
-        return self._channel.receive(timeout)
-
-    def close(self) -> None:
-        """Close the side channel; may be called more than once."""
-        self._channel.close()

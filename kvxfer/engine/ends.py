@@ -16,12 +16,13 @@ from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import Generation
 from kvxfer.logs import logger
 from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, RankResult
 from kvxfer.text import printable
 from kvxfer.values import Rank, Stages
 
-__all__ = ["LoadEnds", "Update"]
+__all__ = ["LoadEnds", "Update", "disagreement"]
 
 log = logger("kvxfer.engine")
 
@@ -57,6 +58,13 @@ class Update:
     payloads: Mapping[str, bytes] = field(default_factory=dict)
     short: Mapping[str, int] = field(default_factory=dict)
     repeated: frozenset[str] = frozenset()
+
+
+def disagreement(generations: Iterable[Generation]) -> Failure:
+    """Return the failure of a load that was delivered on every rank, but of these generations."""
+    named = " and ".join(map(str, sorted(generations)))
+    detail = f"the producer recomputed it meanwhile, and the ranks here hold different generations: {named}"
+    return Failure(FailureKind.REVOKED, detail)
 
 
 class LoadEnds:
@@ -169,11 +177,8 @@ class LoadEnds:
         for load in loads:
             request, failure = load.request, load.failure
             if failure is None and len(load.generations) > 1:
-                named = " and ".join(map(str, sorted(load.generations)))
-                detail = f"the producer recomputed it meanwhile, and the ranks here hold different generations: {named}"
-                failure = load.failure = Failure(FailureKind.REVOKED, detail)
+                failure = load.failure = disagreement(load.generations)
                 disagreed[request] = load.blocks.ids()
-                log.warning("request %s cannot use what it loaded: %s", printable(request), failure)
             stages = reduce(Stages.slowest, load.stages.values()) if load.stages else None
             if failure is not None:
                 failed[request] = failure

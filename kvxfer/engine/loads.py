@@ -47,7 +47,7 @@ class Loads:
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def arrive(
+    def load(
         self,
         request: str,
         transfer: TransferId,
@@ -198,7 +198,7 @@ class Loads:
 
     def _hear(self, timeout: float = 0.0) -> bool:
         """Process what workers have sent, waiting up to ``timeout`` seconds for something; return whether there was anything."""
-        news = self._dispatch.receive(timeout)
+        news = self._dispatch.channel.receive(timeout)
         for result in news:
             load = self._schedule.named(result.handle)
             if load is None or load.fetched != result.number:
@@ -215,7 +215,7 @@ class Loads:
         return any(load.under_way for load in self._schedule.working)
 
     @property
-    def waiting(self) -> bool:
+    def unsettled(self) -> bool:
         """Whether steps have more to tell of a load than the engine waits for: blocks are pinned, copied or still written to."""
         return any(load.writing or load.state in UNSEEN for load in self._schedule.working)
 

@@ -29,12 +29,15 @@ class Notices:
     """Sends notices to other engines' directories, and handles those that come to its own. The scheduler side's thread.
 
     Once this is made, the engine's own directory answers whether an offer has begun.
+
+    Attributes:
+        renewals: Renews leases.
     """
 
     def __init__(self, config: Config, directory: Directory, schedule: Schedule) -> None:
         self._directory, self._schedule = directory, schedule
         consumer = schedule.consumer
-        self._renewals = Renewals(config.lease, directory.tell, lambda: consumer)
+        self.renewals = Renewals(config.lease, directory.tell, lambda: consumer)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
         self._starts = Starts(config.start, directory.tell)
         self._over: Recent[TransferId, bytes] = Recent(
@@ -49,7 +52,7 @@ class Notices:
 
     def loads(self, load: Load) -> None:
         """Renew a transfer's lease from now on, and ask whether it has begun unless that is known."""
-        self._renewals.start()
+        self.renewals.start()
         self._starts.ask((load,))
 
     def awaits(self, load: Load) -> bool:
@@ -86,7 +89,7 @@ class Notices:
 
     # --- once a step -------------------------------------------------------------------------------------------------
 
-    def step(self) -> tuple[TransferId, ...]:
+    def exchange(self) -> tuple[TransferId, ...]:
         """Send other engines the notices that are due; return the offers whose consumers have said that they still wait."""
         self._take_in()
         renewed, self._renewed = tuple(self._renewed), []
@@ -133,7 +136,3 @@ class Notices:
         known, _, count = self._early.get(named.transfer) or (named.digest, "", 0)
         said = named.digest, reason, count + 1 if known == named.digest else 1
         self._early.put(named.transfer, said, time.monotonic())
-
-    def close(self) -> None:
-        """Stop renewing leases."""
-        self._renewals.close()

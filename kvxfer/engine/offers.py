@@ -1,76 +1,296 @@
-"""Requests that offer their KV to other engines, from their arrival to the end of the offer."""
+"""Requests that offer their KV to other engines, and their blocks, from the arrival to the end of the offer.
+
+Others may be reading blocks when the engine lets go of them. They are kept until all ranks are done with them:
+
+- A request that ended well: the engine itself keeps its blocks until it is told to free them.
+- The end of a prompt in a window: the engine gives it up while the request goes on, so it is pinned here.
+- Blocks that were computed already, for no request: they are pinned here.
+- A request that is aborted: the engine frees its blocks at once, so those that were offered are pinned here.
+- A request that is preempted: the engine needs its blocks, so they are not pinned; the offer is revoked instead. In an elastic
+  cache they are pinned all the same, since a block that is freed there may lose its memory under a reader.
+- Any of these, in an engine that writes to new blocks before its workers hear of revocations: what is offered whole is pinned
+  until the step that revokes it has been given its blocks. No reader is delivered what is offered in part.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+
 from kvxfer.engine.notices import Notices
-from kvxfer.engine.offered import OfferedBlocks
+from kvxfer.engine.pins import BlockPins
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import OfferSchedule
+from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
 from kvxfer.ticket import Ticket
-from kvxfer.values import BlockTable
+from kvxfer.values import BlockTable, Group, Rank
 
 __all__ = ["Offers"]
 
+_S = OfferingState
+
 
 class Offers:
-    """The requests that offer; one thread. Calls about any other request do nothing."""
+    """The requests that offer; one thread. Calls about any other request do nothing.
 
-    def __init__(self, schedule: OfferSchedule, blocks: OfferedBlocks, tables: TableCheck, notices: Notices) -> None:
-        self._schedule, self._blocks, self._tables, self._notices = schedule, blocks, tables, notices
-        # What each running request offers, which may be over before it; None if an earlier one of its name holds blocks.
-        self._transfers: dict[str, tuple[TransferId | None, bytes]] = {}
-        self._over: list[TransferId] = []  # those that were, which the workers have to hear of
+    Args:
+        schedule: The engine's offerings.
+        pins: Keeps blocks from reuse.
+        tables: Checks block tables.
+        groups: The engine's KV-cache groups.
+        ranks: How many workers it has.
+        writes_early: Whether workers may write to a step's new blocks before they know of its revocations.
+        notices: Tells other engines.
 
-    def arrive(
-        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool, answer: str
+    Attributes:
+        elastic: Whether a block may lose its memory when it is not in use.
+    """
+
+    def __init__(
+        self,
+        schedule: OfferSchedule,
+        pins: BlockPins,
+        tables: TableCheck,
+        groups: Sequence[Group],
+        ranks: int,
+        writes_early: bool,
+        notices: Notices,
+    ) -> None:
+        self._schedule, self._pins, self._tables, self._notices = schedule, pins, tables, notices
+        self._ranks, self._writes_early = ranks, writes_early
+        self._groups = tuple(groups)
+        self._windows = any(group.window for group in groups)
+        self.elastic = False
+        self._leaving: list[Hashable] = []  # holders of blocks that the next step revokes
+        self._over: list[TransferId] = []  # ended before the requests that offered them, which are over now as well
+
+    # --- a request's way -----------------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        tokens: int,
+        consumers: int,
+        stops: bool,
+        answer: str | None,
     ) -> bool:
         """Accept an offer; see ``SchedulerSide.offer``."""
-        if request in self._blocks.held:
-            self._transfers.setdefault(request, (None, b""))
-            return False
         taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
         if taken:
-            self._transfers[request] = transfer, digest
             self._notices.offered(transfer, digest)
         return taken
 
     def ticket(self, request: str, source: Source) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
-        held = self._blocks.held.get(request)
-        transfer, digest = self._transfers.get(request) or (held, self._schedule.digest(held) if held else b"")
-        return Ticket(transfer, digest, source) if transfer and self._schedule.offers(transfer, digest) else None
+        found = self._schedule.named(request)
+        if found is None or not found.offered or (found.namesake and request not in found.sharers):
+            return None
+        return Ticket(found.transfer, found.digest, source)
+
+    def computed(
+        self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int, source: Source
+    ) -> Ticket | None:
+        """Offer KV that is in these blocks already; see ``SchedulerSide.offer_computed``.
+
+        Raises:
+            ScheduleError: The blocks cannot be offered.
+        """
+        self._tables.check("table", table)
+        known = self._schedule.current(transfer)
+        if known is None:
+            blocks = table.only(_kept(group, tokens) for group in self._groups).ids()
+            if not self._pins.hold(("computed", transfer), blocks):
+                return None
+            try:
+                known = self._schedule.computed(transfer, digest, tokens, table, consumers)
+            except ScheduleError:
+                self._pins.drop(("computed", transfer))
+                raise
+            self._notices.begins(transfer, digest)
+        same = known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
+        return Ticket(transfer, digest, source) if same else None
+
+    def follows(self, request: str) -> bool:
+        """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
+        found = self._schedule.of(request)
+        return found is not None and (
+            found.computed
+            or found.held
+            or found.request == request
+            and (found.end is not None or found.read is not None)
+        )
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step; see ``SchedulerSide.runs``."""
-        if request not in self._schedule:
+        found = self._schedule.of(request)
+        if found is None or not (found.computed or found.held):
             return
         self._tables.check("table", table)
         for g, group in enumerate(self._tables.groups):
             if group.kind == "full":
-                self._tables.lists("table", table, g, 0, min(computed + scheduled, self._schedule.total(request)))
+                self._tables.lists("table", table, g, 0, min(computed + scheduled, found.total))
         self._schedule.check(request, computed + scheduled, table)
-        transfer, digest = self._transfers[request]
-        assert transfer is not None
-        begun = self._schedule.begun(transfer, digest)
-        self._blocks.runs(request, computed, scheduled, table)
-        if not begun:
-            self._notices.begins(transfer, digest)
+        begun = found.progress > 0 or found.held
+        if found.request == request and found.computed:
+            if self._windows and computed + scheduled >= found.total and found.end is None:
+                end = table.only(_end(group, found.total) for group in self._groups)
+                if self._pins.keep(("end", found.number), end.ids()):
+                    found.end = end
+            self._schedule.step(request, computed, scheduled, table, found.end)
+            if self.elastic or self._writes_early:
+                self._pin(found)
+        if not begun and found.progress > 0:
+            self._notices.begins(found.transfer, found.digest)
+
+    def _pin(self, found: Offering) -> None:
+        """Pin the blocks that are new in a running request's offer."""
+        if found.read is not None and found.read[0] != found.generation:
+            self._keep_revoked(found)  # preempted without a call of ``preempted``
+            self._unpin_read(found)
+        if not (self.elastic or found.final):
+            return
+        read = found.read or (found.generation, set())
+        new = set(found.blocks.ids()) - read[1]
+        if new and self._pins.keep(_reading(found, read[0]), new):
+            read[1].update(new)
+            found.read = read
+
+    def preempted(self, request: str) -> None:
+        """Record that the engine has taken the request's blocks away. Those that were offered are revoked."""
+        self._schedule.preempt(request)
+        found = self._schedule.of(request)
+        if found is not None and found.request == request:
+            self._keep_revoked(found)
+            self._unpin_read(found)
+            if found.end is not None:
+                found.end = None
+                self._pins.drop(("end", found.number))
+
+    def _keep_revoked(self, found: Offering) -> None:
+        """Keep the pinned blocks of a request's offer, if they are elastic, until all ranks have said that nobody reads them."""
+        if found.read is None or not self.elastic:
+            return
+        generation, blocks = found.read
+        if self._pins.quarantine(("revoked", found.number), blocks):
+            found.revoked = generation, {rank for rank, until in found.done.items() if until >= generation}
+
+    def _unpin_read(self, found: Offering) -> None:
+        """Unpin the blocks of a request's offer, which are not read any more or are kept in another way."""
+        if found.read is not None:
+            self._pins.drop(_reading(found, found.read[0]))
+            found.read = None
 
     def finished(self, request: str, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
-        """Take in that the request is over; see ``OfferedBlocks.finished``."""
-        transfer, digest = self._transfers.pop(request, (None, b""))
-        if transfer is not None:
-            self._notices.over(transfer, digest)
-            if request not in self._schedule and transfer not in self._schedule.transfers:
-                self._over.append(transfer)
-        return self._blocks.finished(request, transfer, table, complete, found=found, good=good)
+        """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
+
+        ``complete``: it ended normally and its KV is good. ``good``: what it has offered is good although it is not complete.
+        ``found``: other engines can find these ranks, so that somebody may be reading.
+        """
+        offering = self._schedule.of(request)
+        if offering is None:
+            if (held := self._schedule.named(request)) is not None:
+                held.namesake = False
+            return False
+        self._notices.over(offering.transfer, offering.digest)
+        if not (offering.computed or offering.held) and self._schedule.current(offering.transfer) is None:
+            self._over.append(offering.transfer)
+        if request in offering.sharers:
+            return self._schedule.finish(request, table, complete)
+        end = offering.end
+        whole = table if end is None else table.filled(end)
+        if self._schedule.finish(request, whole, complete, good and not complete, lambda: self._keep(offering, found)):
+            self._unpin_read(offering)
+            return True
+        if offering.read is not None:
+            self._leaving.append(_reading(offering, offering.read[0]))
+            offering.read = None
+        self._pins.drop(("end", offering.number))  # last, since only blocks that are still in use can be pinned
+        return False
+
+    def _keep(self, offering: Offering, found: bool) -> bool:
+        """Keep blocks that others may be reading of a request that has failed; return whether they are kept until all are done."""
+        if self.elastic and offering.read is not None:
+            self._keep_revoked(offering)
+            return False
+        blocks = offering.blocks.ids() if offering.computed and found else ()
+        return bool(blocks) and self._pins.quarantine(("kept", offering.number), blocks)
+
+    # --- what ranks report ---------------------------------------------------------------------------------------------
+
+    def shipped(self) -> None:
+        """Record that what is revoked so far goes to the workers with a step, which has its blocks."""
+        while self._leaving:
+            self._pins.drop(self._leaving.pop())
+
+    def unread(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
+        """Record that nobody reads from some ranks any more what was offered of a transfer, up to a generation."""
+        for found in list(self._schedule.under(transfer)):
+            if found.revoked is not None:
+                generation, quiet = found.revoked
+                quiet.update(rank for rank, until in ranks.items() if until >= generation)
+                if len(quiet) >= self._ranks:
+                    found.revoked = None
+                    self._pins.drop(("revoked", found.number))
+                    self._schedule.forget(found)
+
+    def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> str | None:
+        """Record that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
+        self.unread(transfer, ranks)
+        freed = None
+        for found in list(self._schedule.under(transfer)):
+            for rank, generation in ranks.items():
+                if generation >= found.born:
+                    found.done[rank] = max(generation, found.done.get(rank, generation))
+            if len(found.done) >= self._ranks and self._done(found, min(found.done.values())):
+                freed = found.request or freed
+        return freed
+
+    def _done(self, found: Offering, generation: Generation) -> bool:
+        """Record that all ranks are done with an offering up to a generation; return whether its held blocks are now free."""
+        if found.read is not None and found.read[0] <= generation:
+            self._unpin_read(found)
+        freed = self._schedule.done(found, generation)
+        if found.state is _S.CLOSED and found.over:
+            for holder in (
+                (("kept", found.number), ("end", found.number)) if found.request else (("computed", found.transfer),)
+            ):
+                self._pins.drop(holder)
+        return freed
+
+    def freed(self, request: str) -> None:
+        """Record that the engine frees a held request, on its own authority: nobody may be reading its blocks any more."""
+        found = self._schedule.named(request)
+        if found is not None and found.held:
+            self._done(found, sys.maxsize)
 
     def over(self) -> tuple[TransferId, ...]:
         """Return the transfers since the last call that had ended before their requests, which are over, too."""
         over, self._over = tuple(self._over), []
         return over
 
-    def __len__(self) -> int:
-        """Return how much is remembered of running requests."""
-        return len(self._transfers)
+    @property
+    def unsettled(self) -> bool:
+        """Whether blocks are pinned for requests that the engine may have forgotten."""
+        return bool(self._leaving or self._pins.holding)
+
+
+def _reading(found: Offering, generation: Generation) -> Hashable:
+    """Under which the blocks of a running request are pinned that others may be reading."""
+    return "read", found.number, generation
+
+
+def _end(group: Group, total: int) -> tuple[int, int]:
+    """Return the positions of the blocks that the last prompt token attends to in a window.
+
+    A consumer computes that token itself and so needs all of them, but the engine gives up the first with that token.
+    """
+    return _kept(group, total) if group.window else (0, 0)
+
+
+def _kept(group: Group, total: int) -> tuple[int, int]:
+    """Return the positions of the blocks that hold what a token behind the first ``total`` ones depends on."""
+    if group.window:
+        return max(0, total - group.window) // group.block_tokens, group.blocks(total)
+    return group.moved(total)

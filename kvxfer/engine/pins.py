@@ -7,7 +7,7 @@ read or write.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Set
 from typing import Protocol, runtime_checkable
 
 from kvxfer import arguments
@@ -55,7 +55,7 @@ class BlockPins:
     """References to blocks, by holder.
 
     Args:
-        limit: The most blocks that ``quarantine`` may hold at a time: a quarter of the pool, say. In an elastic pool it never
+        limit: The most blocks that ``hold`` and ``quarantine`` may hold at a time: a quarter of the pool, say. In an elastic pool it never
             holds more than a quarter of the blocks that can be in use.
         pool: The engine's pool. It may be bound later; until then nothing is held.
     """
@@ -66,7 +66,7 @@ class BlockPins:
         if pool is not None:
             self.bind(pool)
         self._kept: dict[Hashable, list[int]] = {}
-        self._quarantined: dict[Hashable, int] = {}
+        self._held: dict[Hashable, int] = {}  # how many of them no request stands for
 
     def bind(self, pool: BlockPool) -> None:
         """Use this pool from now on.
@@ -89,27 +89,37 @@ class BlockPins:
         self._kept.setdefault(holder, []).extend(found)
         return True
 
-    def quarantine(self, holder: Hashable, blocks: Iterable[int]) -> bool:
-        """Pin blocks that nobody needs any more, within the limit; log and return False if that is reached or there is no pool."""
+    def hold(self, holder: Hashable, blocks: Iterable[int]) -> bool:
+        """Pin blocks that no request stands for, within the limit; return False if that is reached or there is no pool."""
         wanted = list(blocks)
         limit = self._limit if not isinstance(self._pool, ElasticPool) else min(self._limit, self._pool.capacity() // 4)
-        if sum(self._quarantined.values()) + len(wanted) > limit or not self.keep(holder, wanted):
-            log.warning("%s: %d blocks are given back while a transfer may still touch them", holder, len(wanted))
+        if sum(self._held.values()) + len(wanted) > limit or not self.keep(holder, wanted):
             return False
-        self._quarantined[holder] = self._quarantined.get(holder, 0) + len(wanted)
+        self._held[holder] = self._held.get(holder, 0) + len(wanted)
         return True
+
+    @property
+    def holding(self) -> bool:
+        """Whether blocks are held for which no request of the engine stands."""
+        return bool(self._held)
+
+    def quarantine(self, holder: Hashable, blocks: Sequence[int] | Set[int]) -> bool:
+        """Pin blocks that nobody needs any more and a transfer may still touch, as ``hold`` does; log it if that fails."""
+        held = self.hold(holder, blocks)
+        if not held:
+            log.warning("%s: %d blocks are given back while a transfer may still touch them", holder, len(blocks))
+        return held
 
     def drop(self, holder: Hashable) -> None:
         """Give up all references of ``holder``, if it has any."""
         kept = self._kept.pop(holder, None)
-        self._quarantined.pop(holder, None)
+        self._held.pop(holder, None)
         if kept and self._pool is not None:
             self._pool.free(kept[::-1])
 
     def borrow(self, holder: Hashable, blocks: int) -> list[int] | None:
         """Take so many unused blocks from a ``LendingPool``, within the limit; None if there are none to spare."""
-        held = sum(map(len, self._kept.values()))
-        if not isinstance(self._pool, LendingPool) or held + blocks > self._limit:
+        if not isinstance(self._pool, LendingPool) or len(self) + blocks > self._limit:
             return None
         found = self._pool.lend(blocks)
         if found is not None:

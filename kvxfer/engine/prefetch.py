@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
+from kvxfer.engine.ends import disagreement
 from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
@@ -195,11 +196,11 @@ class Prefetches:
             self.end(load, _E.QUIET)
 
     @staticmethod
-    def _failure(load: Load) -> Failure | str | None:
+    def _failure(load: Load) -> Failure | None:
         results = load.results.values()
         failure = next((r.failure for r in results if r.failure is not None), None)
         generations = {r.generation for r in results if r.generation is not None}
-        return failure or ("our ranks hold different generations" if len(generations) > 1 else None)
+        return failure or (disagreement(generations) if len(generations) > 1 else None)
 
     def copied(self, load: Load, ranks: Mapping[Rank, float]) -> None:
         """Record that these ranks have copied its blocks, and how many seconds each of them took for it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from kvxfer import arguments
 from kvxfer import facts as f
@@ -16,7 +15,6 @@ from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
-from kvxfer.engine.offered import OfferedBlocks
 from kvxfer.engine.offers import Offers
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
@@ -34,23 +32,6 @@ from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS,
 __all__ = ["SchedulerSide"]
 
 MOST_RANKS = 1 << 16
-
-_COUNTS = ("tokens", "computed", "scheduled", "external", "progress", "enough")
-_FLAGS = ("begun", "offered", "good", "complete", "stops", "whether", "writes_early")
-_held = arguments.holding(
-    config=partial(arguments.instance, kind=Config),
-    ranks=partial(arguments.integer, least=1, most=MOST_RANKS),
-    request=partial(arguments.instance, kind=str),  # of any length: an engine may pass on all that it hears
-    transfer=partial(arguments.instance, kind=TransferId),
-    digest=partial(arguments.octets, most=MOST_DIGEST),
-    source=partial(arguments.instance, kind=Source),
-    consumers=partial(arguments.integer, least=1, most=MOST_CONSUMERS),
-    report=partial(arguments.instance, kind=Report),
-    descriptors=partial(arguments.several, kind=RankDescriptor),
-    reason=partial(arguments.string, most=MOST_REASON, empty=True),
-    **dict.fromkeys(_COUNTS, partial(arguments.integer, least=0, most=MOST_TOKENS)),
-    **dict.fromkeys(_FLAGS, arguments.flag),
-)
 
 
 class SchedulerSide:
@@ -83,7 +64,6 @@ class SchedulerSide:
         OSError: The directory's address is not available.
     """
 
-    @_held
     def __init__(
         self,
         config: Config,
@@ -95,6 +75,9 @@ class SchedulerSide:
         pins: BlockPins | None = None,
         writes_early: bool = False,
     ) -> None:
+        arguments.instance("config", config, Config)
+        ranks = arguments.integer("ranks", ranks, 1, MOST_RANKS)
+        writes_early = arguments.flag("writes_early", writes_early)
         groups = arguments.several("groups", groups, Group, 1)
         if pins is not None:
             arguments.instance("pins", pins, BlockPins)
@@ -110,18 +93,18 @@ class SchedulerSide:
         self._schedule = Schedule(groups, own)
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = Notices(config, self.directory, self._schedule)
-        self._offered = OfferedBlocks(self._schedule.producer, self._pins, groups, ranks, writes_early)
-        self._offers = Offers(self._schedule.producer, self._offered, self._tables, self._notices)
+        self._offers = Offers(
+            self._schedule.producer, self._pins, self._tables, groups, ranks, writes_early, self._notices
+        )
         self._descriptors: dict[Rank, RankDescriptor] = {}
         consumer, ledger = self._schedule.consumer, self._schedule.ledger
         self._loads = Loads(
             config, consumer, ledger, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )
-        self._standstill = Standstill(self._offered.held, self._schedule.producer.withdraw)
+        self._standstill = Standstill(self._schedule.producer)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    @_held
     def offer(
         self,
         request: str,
@@ -159,13 +142,47 @@ class SchedulerSide:
             ClosedError: This side has been closed.
             ScheduleError: The request offers another transfer, or another number of tokens.
         """
+        _transfer(transfer, digest)
+        tokens, consumers = _count("tokens", tokens), arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
+        stops = arguments.flag("stops", stops)
         self._check_open("offer")
         arguments.string("request", request)
         if answer is not None:
             arguments.string("answer", answer)
-        return self._offers.arrive(request, transfer, digest, tokens, consumers, stops, answer or request)
+        return self._offers.offer(request, transfer, digest, tokens, consumers, stops, answer)
 
-    @_held
+    def offer_computed(
+        self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, *, consumers: int = 1
+    ) -> Ticket | None:
+        """Offer KV that is in these blocks already: of the prefix cache, or of a request with what it has generated.
+
+        The blocks are taken for this transfer alone, out of the limit of ``pins``, until all consumers have fetched it or given it up,
+        its lease ends, or the engine stands still for want of blocks (``stands_still``). No ``report`` names it. To others it is an
+        offer like any other.
+
+        Args:
+            transfer: The name under which consumers fetch it.
+            digest: What its KV depends on (``kvxfer.identity.digest``).
+            tokens: How many tokens it has, all of them computed by a step that has been given to the workers.
+            table: Their blocks, which must be in use now; the engine may let go of them afterwards. Of a window, the blocks that the
+                token behind the last one attends to; of a state, the one that holds it after exactly these tokens.
+            consumers: How many engines are to fetch it.
+
+        Returns:
+            What a consumer must be told. The same for the same content under the same name; its ``consumers`` stay as they were. None:
+            the name has other content, ``pins`` has no pool, or what it may hold is used up.
+
+        Raises:
+            ArgumentError: An argument has the wrong type or range, or the table does not fit this engine's groups.
+            ClosedError: This side has been closed.
+            ScheduleError: The table lacks blocks for the tokens, or a load still fills one of them.
+        """
+        self._check_open("offer_computed")
+        _transfer(transfer, digest)
+        tokens = arguments.integer("tokens", tokens, 1, MOST_TOKENS)
+        consumers = arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
+        return self._offers.computed(transfer, digest, tokens, table, consumers, self.source)
+
     def load(
         self,
         request: str,
@@ -211,18 +228,21 @@ class SchedulerSide:
             ClosedError: This side has been closed.
             ScheduleError: The request loads another transfer.
         """
+        _transfer(transfer, digest)
+        arguments.instance("source", source, Source)
+        tokens, progress = _count("tokens", tokens), _count("progress", progress)
+        begun, offered = arguments.flag("begun", begun), arguments.flag("offered", offered)
         self._check_open("load")
         arguments.string("request", request)
-        arguments.integer("enough", enough, 0, tokens)
+        enough = arguments.integer("enough", enough, 0, tokens)
         if answer is not None:
             arguments.string("answer", answer)
-        return self._loads.arrive(request, transfer, digest, source, tokens, begun, offered, progress, enough, answer)
+        return self._loads.load(request, transfer, digest, source, tokens, begun, offered, progress, enough, answer)
 
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
-    @_held
     def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
         """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
 
@@ -232,9 +252,10 @@ class SchedulerSide:
             source: The directory of the engine that offers it.
             answer: The name of the answer that has told of it; nothing else of which that has told will be fetched either. Empty: none.
         """
+        _transfer(transfer, digest)
+        arguments.instance("source", source, Source)
         self._schedule.consumer.decline(transfer, digest, source, "the request was rejected", answer)
 
-    @_held
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
@@ -245,22 +266,23 @@ class SchedulerSide:
             request: The engine's id of the request.
             computed: The tokens that the request will find in the local prefix cache, as far as is known.
         """
-        self._loads.prefetch(request, computed)
+        _request(request)
+        self._loads.prefetch(request, _count("computed", computed))
 
-    @_held
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or nothing any more.
 
         It stays the same when the request has finished, as long as its blocks are held. Hand it on once this side is ``ready``.
         """
+        _request(request)
         return self._offers.ticket(request, self.source)
 
-    @_held
     def answer(self, request: str) -> str:
         """Return the name of the answer that tells consumers of this request's offer: that of a lost one for a retry.
 
         Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
         """
+        _request(request)
         return self._schedule.producer.answer(request)
 
     def unanswered(self, answer: str) -> None:
@@ -275,7 +297,6 @@ class SchedulerSide:
         """Return whether what a ticket of this engine names is offered, or will be."""
         return self._schedule.producer.offers(ticket.transfer, ticket.digest)
 
-    @_held
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
@@ -285,7 +306,8 @@ class SchedulerSide:
             The number of tokens. 0: none can, now or later. None: not known yet, since another request of the same transfer is
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
-        return self._loads.loadable(request, computed)
+        _request(request)
+        return self._loads.loadable(request, _count("computed", computed))
 
     def here(self, request: str) -> bool:
         """Return whether the tokens that ``loadable`` promised are already here, in prefetched blocks.
@@ -294,7 +316,6 @@ class SchedulerSide:
         """
         return self._loads.is_sync(request)
 
-    @_held
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
         """Record that the engine admits the request, and counts on ``external`` tokens from outside.
 
@@ -312,13 +333,13 @@ class SchedulerSide:
                 is offered or being filled. The load has failed: no tokens will come.
             ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
         """
-        self._loads.allocated(request, table, external)
+        _request(request)
+        self._loads.allocated(request, table, _count("external", external))
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
-        return request in self._schedule.producer or request in self._offered
+        return self._offers.follows(request)
 
-    @_held
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step.
 
@@ -332,16 +353,15 @@ class SchedulerSide:
             ArgumentError: The block table does not fit this engine's groups, or has too few blocks for what the step computes.
             ScheduleError: The request offers what the step computes, and a load, such as its own, still fills one of the blocks.
         """
-        self._offers.runs(request, computed, scheduled, table)
+        _request(request)
+        self._offers.runs(request, _count("computed", computed), _count("scheduled", scheduled), table)
 
-    @_held
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
-        self._schedule.producer.preempt(request)
+        _request(request)
         self._loads.preempted(request)
-        self._offered.preempted(request)
+        self._offers.preempted(request)
 
-    @_held
     def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
         """Record that the request is over, at whatever point.
 
@@ -359,22 +379,24 @@ class SchedulerSide:
         Raises:
             ArgumentError: The block table does not fit this engine's groups.
         """
+        _request(request)
+        complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
         self._loads.finished(request)
         return self._offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
-    @_held
     def freed(self, request: str) -> None:
         """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
-        self._offered.freed(request)
+        _request(request)
+        self._offers.freed(request)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
-        renewals = self._notices.step()
+        renewals = self._notices.exchange()
         commands = self._schedule.commands()
-        self._offered.shipped()
+        self._offers.shipped()
         return self._dispatch.step(commands, renewals, self._loads.copies(), self._offers.over())
 
     def short_of_blocks(self) -> None:
@@ -384,35 +406,35 @@ class SchedulerSide:
         """
         self._loads.short_of_blocks()
 
-    @_held
     def report(self, report: Report) -> Update:
         """Process a report, of one rank or merged of several, and return what it means to the engine.
 
         This includes what workers have sent by the side channel, so it may be worth calling with an empty ``Report``.
         """
+        arguments.instance("report", report, Report)
         if report.descriptors:
             self.announce(report.descriptors.values())
         if report.channels:
             self.listen_to(report.channels)
         self._dispatch.begun(report.begun)
         for transfer, revoked in report.revoked.items():
-            self._offered.revoked(transfer, revoked)
-        free = {self._offered.released(transfer, ranks) for transfer, ranks in report.released.items()}
+            self._offers.unread(transfer, revoked)
+        free = {self._offers.released(transfer, ranks) for transfer, ranks in report.released.items()}
         update = self._loads.report(report)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
-    @_held
     def load_over(self, request: str) -> None:
         """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
+        _request(request)
         self._loads.over_elsewhere(request)
 
-    @_held
     def stands_still(self, whether: bool) -> None:
         """Record, before each ``step``, whether the engine runs nothing because no waiting request can get blocks.
 
         If that goes on, finished requests whose blocks are held for other engines are given up, the oldest first, one at a
         time: those engines may be waiting for blocks themselves, and neither would ever go on.
         """
+        arguments.flag("whether", whether)
         self._standstill.look(whether and not self._loads.under_way)
 
     @property
@@ -422,22 +444,22 @@ class SchedulerSide:
         The engine must then go on making steps, or others will not hear what it has given up, and it will not learn that those
         blocks are free.
         """
-        return self._schedule.untold or self._offered.waiting or self._loads.waiting
+        return self._schedule.untold or self._offers.unsettled or self._loads.unsettled
 
     # --- life ------------------------------------------------------------------------------------------------------
 
-    @_held
     def announce(self, descriptors: Iterable[RankDescriptor]) -> None:
         """Record where workers' agents listen; once all are known, other engines can find this one.
 
         The workers' first reports say it, too.
         """
+        descriptors = arguments.several("descriptors", descriptors, RankDescriptor)
         new = {one.cache.rank: one for one in descriptors}
         self._descriptors |= new
         for one in new.values():
             if len(one.cache.groups) == len(self._tables.groups):  # else the workers turn the tables into others
                 self._schedule.ledger.learn(block_spaces(one.cache))
-        self._offered.elastic = any(one.cache.elastic for one in self._descriptors.values())
+        self._offers.elastic = any(one.cache.elastic for one in self._descriptors.values())
         self._tables.relearn(one.cache for one in self._descriptors.values())
         if self.ready:
             with suppress(ClosedError):  # workers may report once more after ``close``
@@ -461,7 +483,6 @@ class SchedulerSide:
             arguments.instance(f"channels[{rank}]", channel, ChannelAddress)
         self._dispatch.listen_to(channels)
 
-    @_held
     def withdraw(self, request: str, reason: str) -> None:
         """End the offer of a running request, whose KV is no longer what its digest says; does nothing without one.
 
@@ -469,16 +490,18 @@ class SchedulerSide:
             request: The engine's id of the request.
             reason: Why, for the consumers.
         """
+        _request(request)
+        arguments.string("reason", reason, MOST_REASON, empty=True)
         offering = self._schedule.producer.offering(request)
         if offering is not None:
             self._schedule.producer.withdraw(offering[0], reason)
 
-    @_held
     def withdraw_all(self, reason: str) -> bool:
         """End all offers and loads, since the KV cache is being dropped; return whether no block of the pool is in use.
 
         While that is False, the workers have yet to act on it: go on making steps, and call it again.
         """
+        arguments.string("reason", reason, MOST_REASON, empty=True)
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
         self._loads.withdraw_all(reason)
@@ -499,11 +522,24 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop serving the directory; nothing is offered or loaded any more. May be called more than once."""
         self._closed = True
-        self._notices.close()
-        self._dispatch.close()
+        self._notices.renewals.close()
+        self._dispatch.channel.close()
         self.directory.close()
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        blocks = len(self._offered) + len(self._pins) + len(self._schedule.ledger)
-        return len(self._schedule) + len(self._offers) + blocks
+        records = sum(1 for _ in self._schedule.consumer) + sum(1 for _ in self._schedule.producer)
+        return records + len(self._pins) + len(self._schedule.ledger)
+
+
+def _request(request: str) -> None:
+    arguments.instance("request", request, str)  # of any length: an engine may pass on all that it hears
+
+
+def _transfer(transfer: TransferId, digest: bytes) -> None:
+    arguments.instance("transfer", transfer, TransferId)
+    arguments.octets("digest", digest, MOST_DIGEST)
+
+
+def _count(name: str, value: int) -> int:
+    return arguments.integer(name, value, 0, MOST_TOKENS)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 
-from kvxfer.identity import TransferId
 from kvxfer.logs import logger
+from kvxfer.schedule import Offering, OfferSchedule
 from kvxfer.text import printable
 
 __all__ = ["Standstill"]
@@ -18,15 +17,12 @@ STANDSTILL_S = 2.0
 
 
 class Standstill:
-    """Ends a standstill: gives up what is held for others, the oldest first, one request at a time.
+    """Ends a standstill: gives up what is held for others, the oldest first, one offering at a time."""
 
-    ``held`` is a live view of ``OfferedBlocks.held``.
-    """
-
-    def __init__(self, held: Mapping[str, TransferId], withdraw: Callable[[TransferId, str], None]) -> None:
-        self._held, self._withdraw = held, withdraw
+    def __init__(self, schedule: OfferSchedule) -> None:
+        self._schedule = schedule
         self._since: float | None = None  # when the engine was first seen to stand still
-        self._given_up: str | None = None  # the request that was given up last
+        self._given_up: Offering | None = None
 
     def look(self, still: bool) -> None:
         """Record, once a step, whether the engine can run nothing for want of blocks."""
@@ -35,11 +31,11 @@ class Standstill:
             return
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        if now - self._since < STANDSTILL_S or self._given_up in self._held or not self._held:
+        if now - self._since < STANDSTILL_S or (self._given_up is not None and self._given_up.held):
             return
-        self._given_up, transfer = next(iter(self._held.items()))
-        log.warning(
-            "request %s, held for another engine, is given up: no request here can get blocks",
-            printable(self._given_up),
-        )
-        self._withdraw(transfer, "the producer needed the blocks: no request of its own could get any")
+        self._given_up = next((found for found in self._schedule if found.held), None)
+        if self._given_up is not None:
+            name = printable(self._given_up.request or self._given_up.transfer)
+            log.warning("request %s, held for another engine, is given up: no request here can get blocks", name)
+            why = "the producer needed the blocks: no request of its own could get any"
+            self._schedule.withdraw(self._given_up.transfer, why)

@@ -1,4 +1,4 @@
-"""Write a line of JSON for each load with the time of each stage, to show where the wait for the first token went."""
+"""Tell of each load that is over: in the log if it failed, and in a file of JSON lines where the wait for the first token went."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import time
 
 from kvxfer.errors import ConfigError
-from kvxfer.failures import Failure
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
 from kvxfer.schedule import Load
+from kvxfer.security import Repeats
+from kvxfer.text import printable
 from kvxfer.values import Stages
 
 __all__ = ["Trace"]
@@ -20,6 +22,9 @@ log = logger("kvxfer.engine")
 
 SYNC, ASYNC = "within the step", "beside the steps"
 """The two ways, as the lines name them."""
+
+LOG_EVERY_S = 10.0
+"""Seconds from one log line to the next about loads that failed in the same way, with the same peer."""
 
 
 class Trace:
@@ -48,12 +53,25 @@ class Trace:
             except OSError as e:
                 raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e
         self._path, self._engine = path, engine
+        self._repeats = Repeats(LOG_EVERY_S)
 
-    def write(self, load: Load, failure: Failure | str | None, stages: Stages | None) -> None:
-        """Write the line of a load that is over, once; none of a load whose request is over."""
-        if self._path is None or load.traced or load.over:
+    def write(self, load: Load, failure: Failure | None, stages: Stages | None) -> None:
+        """Tell of a load that is over, once; not of one whose request is over."""
+        if load.traced or load.over:
             return
         load.traced = True
+        if failure is not None and failure.kind is not FailureKind.CANCELLED:
+            self._log(load, failure)
+        if self._path is not None:
+            self._append(self._path, load, failure, stages)
+
+    def _log(self, load: Load, failure: Failure) -> None:
+        held = self._repeats.logged((failure.kind, failure.peer))
+        if held is not None:
+            more = f" ({held} more requests failed so and were not logged)" if held else ""
+            log.warning("request %s has not loaded its KV: %s%s", printable(load.request), failure, more)
+
+    def _append(self, path: str, load: Load, failure: Failure | None, stages: Stages | None) -> None:
         now = time.monotonic()
         reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
         times = {"fetched": load.fetched_at, **reached, "seen": now}
@@ -69,8 +87,8 @@ class Trace:
             "us": {stage: round(1e6 * (t - load.came_at)) for stage, t in times.items() if t},
         }
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as e:
-            log.warning("trace: no more lines are written to %s: %s", self._path, e)
+            log.warning("trace: no more lines are written to %s: %s", path, e)
             self._path = None

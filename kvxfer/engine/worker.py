@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -30,17 +29,6 @@ log = logger("kvxfer.engine")
 
 _unless_closed = suppress(ClosedError)
 """For calls that are moot if another thread (such as a signal's handler) closes the agent amid a step: its events tell the rest."""
-
-_held = arguments.holding(
-    table=arguments.function,
-    before_load=arguments.function,
-    on_ended=arguments.function,
-    copy=arguments.function,
-    channel=arguments.function,
-    quarantine=partial(arguments.integer, least=0),
-    step=partial(arguments.instance, kind=Step),
-    timeout=arguments.seconds,
-)
 
 
 class WorkerSide:
@@ -72,7 +60,6 @@ class WorkerSide:
         ArgumentError: An argument has the wrong type or range.
     """
 
-    @_held
     def __init__(
         self,
         agent: Agent,
@@ -84,6 +71,10 @@ class WorkerSide:
         copy: Callable[[BlockTable, BlockTable], None] | None = None,
         channel: Callable[[Take, Results], WorkerChannel] | None = None,
     ) -> None:
+        given = {"table": table, "before_load": before_load, "on_ended": on_ended, "copy": copy, "channel": channel}
+        for name, function in given.items():
+            arguments.function(name, function)
+        quarantine = arguments.integer("quarantine", quarantine, 0)
         self.agent, self._table, self._before_load, self._on_ended = _agent(agent), table, before_load, on_ended
         self._rank, self._device = agent.cache.rank, agent.cache.regions[0].device
         self._copy = copy
@@ -116,9 +107,9 @@ class WorkerSide:
         """Where the side channel listens, for the scheduler side; None without one. The first report says it, too."""
         return None if self._channel is None else self._channel.address
 
-    @_held
     def begin(self, step: Step) -> None:
         """Apply what must be known before this step's forward pass reuses a block: revocations, and new facts."""
+        arguments.instance("step", step, Step)
         if step.facts is not None:
             with _unless_closed:
                 self.agent.identify(step.facts)
@@ -140,12 +131,12 @@ class WorkerSide:
             for transfer in step.renewals:
                 self.agent.renew(transfer)
 
-    @_held
     def load(self, step: Step) -> None:
         """Copy what has been prefetched, begin this step's loads, and cancel those that are no longer wanted.
 
         If the step has ``copies``, call it before the forward pass, but after anything else that writes to new blocks.
         """
+        arguments.instance("step", step, Step)
         copied: dict[str, dict[Rank, float]] = {}
         for copy in step.copies:
             assert self._copy is not None, "a prefetch in an engine that cannot copy blocks"
@@ -217,7 +208,6 @@ class WorkerSide:
                 some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
                 self.agent.offer(some, after=fence)
 
-    @_held
     def after_forward(self, step: Step, payloads: Mapping[TransferId, bytes] | None = None) -> None:
         """Offer what this step has computed, behind a fence on the device. Call it once all kernels of the step are launched.
 
@@ -232,6 +222,7 @@ class WorkerSide:
             ArgumentError: A payload is not ``bytes`` or too long, or a key is not a ``TransferId``. Nothing has been offered;
                 call it again without that payload.
         """
+        arguments.instance("step", step, Step)
         for transfer, payload in arguments.mapping("payloads", payloads or {}, "bytes by transfer").items():
             arguments.instance("payloads", transfer, TransferId)
             self._payloads[transfer] = arguments.octets(f"payloads[{transfer}]", payload, MOST_PAYLOAD, empty=True)
@@ -270,13 +261,13 @@ class WorkerSide:
             with _unless_closed:
                 self.agent.revoke(offer.transfer, offer.generation, reason, True)
 
-    @_held
     def collect(self, timeout: float = 0.0) -> Report:
         """Return what has ended since the last call; the report is false if nothing has.
 
         Args:
             timeout: Seconds to wait for something, if the engine has nothing else to do.
         """
+        timeout = arguments.seconds("timeout", timeout)
         with self._lock:
             self._listen(0.0 if self._channel is not None or self._ends.report else timeout)
             if self._channel is not None:  # its thread takes the agent's events as well

@@ -2,15 +2,17 @@
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment
 from kvxfer.geometry.bands import bands
-from kvxfer.geometry.cache import Cache, Heads, Region, View
+from kvxfer.geometry.cache import HOST, Cache, Heads, Region, View
 from kvxfer.geometry.pattern import CopyPattern
 from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
 from kvxfer.geometry.route import Route, route
+from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.uncovered import UncoveredBytes, uncovered
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup
 from kvxfer.values import Group, Rank
 
 __all__ = [
+    "HOST",
     "ViewGroup",
     "Cache",
     "ShardAssignment",
@@ -28,6 +30,7 @@ __all__ = [
     "Runs",
     "StridedCopy",
     "CopyPattern",
+    "TokenTurns",
     "View",
     "bands",
     "uncovered",

@@ -13,6 +13,7 @@ from msgspec import Meta
 from kvxfer.errors import KvxferError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry.cache import Cache, View
+from kvxfer.geometry.turns import Shared
 
 __all__ = ["ShardAssignment", "Incompatible", "check_assignments", "check_pair", "head_range", "name"]
 
@@ -72,6 +73,8 @@ def check_assignments(src: Cache, dst: Cache, assignments: Sequence[ShardAssignm
                 f"{name(dst)}"
             )
         check_pair(src, s, dst, d)
+        if not Shared(s.held, d.held).share:
+            raise Incompatible(f"token: assignment {c} joins ranks that hold no token of plane {s.plane!r} in common")
         sides = (
             (s, held[0][c.src_view], "producer's " + name(src)),
             (d, held[1][c.dst_view], "consumer's " + name(dst)),
@@ -119,6 +122,7 @@ def check_pair(src: Cache, s: View, dst: Cache, d: View) -> None:
     ]
     if s.token_stride is None and sg.kind != "state":
         pairs.append(("token (opaque): block tokens", sg.block_tokens, dg.block_tokens))
+        pairs.append(("token (opaque): turns", _period(s), _period(d)))
     if s.heads is not None and d.heads is not None:
         pairs.append(("head total", s.heads.total, d.heads.total))
         pairs.append(("head (opaque or not)", _opacity(s.heads.stride), _opacity(d.heads.stride)))
@@ -131,6 +135,10 @@ def check_pair(src: Cache, s: View, dst: Cache, d: View) -> None:
                 f"{axis}: plane {s.plane!r} of the producer's {name(src)} has {left!r}, "
                 f"of the consumer's {name(dst)} {right!r}"
             )
+
+
+def _period(view: View) -> str:
+    return f"{view.held.span} tokens of each of {view.held.count} ranks"
 
 
 def _opacity(stride: int | None) -> str:

@@ -23,9 +23,13 @@ from msgspec.structs import force_setattr
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry.overlap import Strided, first_overlap
+from kvxfer.geometry.turns import ALL, TokenTurns
 from kvxfer.values import Group, Rank
 
 __all__ = ["GAP", "Cache", "Heads", "Region", "View", "flat_starts"]
+
+HOST = "cpu"
+"""The device of host memory: the one kind that every process has, and the only one that the core knows by name."""
 
 GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
@@ -54,9 +58,10 @@ class Region(msgspec.Struct, frozen=True, dict=True):
     ``Cache.of_tensors``, to keep the tensor alive with it.
 
     Attributes:
-        address: First byte, a virtual address of the owner's process.
+        address: First byte, a virtual address of the owner's process; or a handle, if the device's space says so
+            (``kvxfer.memory.Space``).
         nbytes: Size in bytes.
-        device: ``"cpu"`` or ``"cuda:N"``, with N as the owner's process counts devices.
+        device: ``"cpu"``, or a kind of device and a number, as ``"cuda:0"``. The number is the owner's process's.
         elastic: Whether its pages may be unmapped, and others mapped in their place, while it is registered.
 
     Raises:
@@ -65,7 +70,7 @@ class Region(msgspec.Struct, frozen=True, dict=True):
 
     address: int
     nbytes: int
-    device: str = "cpu"
+    device: str = HOST
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -82,6 +87,21 @@ class Region(msgspec.Struct, frozen=True, dict=True):
         from kvxfer.geometry.tensors import region_of
 
         return region_of(tensor)
+
+    def kept_by(self, owner: object) -> Region:
+        """Keep ``owner``, whose memory this is, alive as long as this region; return the region."""
+        self.__dict__["owner"] = owner  # no part of its value
+        return self
+
+    @property
+    def owner(self) -> Any:
+        """What this region keeps alive: a tensor, or a tuple of those that share its bytes; ``None`` if nothing."""
+        return self.__dict__.get("owner")
+
+    @property
+    def kind(self) -> str:
+        """The kind of its device, without the number."""
+        return self.device.partition(":")[0]
 
 
 class Heads(msgspec.Struct, frozen=True):
@@ -109,7 +129,7 @@ class View(msgspec.Struct, frozen=True):
     """One plane of all layers of a group that share shape and strides.
 
     The ``unit`` bytes of (layer l, block b, head h, token t) begin at flat offset ``offsets[l] + b * block_stride + (h
-    - heads.start) * heads.stride + t * token_stride``.
+    - heads.start) * heads.stride + t * token_stride``. Where ranks take turns, t counts the block's tokens that are here.
 
     Attributes:
         plane: ``k``, ``v``, ``latent``, ``state`` ...
@@ -126,6 +146,8 @@ class View(msgspec.Struct, frozen=True):
             not be cut (opaque).
         optional: Whether a consumer can do without the content, as with the cache of a draft model: its guesses get worse,
             but the output stays the same. What no producer has in a convertible form is then not moved.
+        turns: Which tokens this rank holds, if ranks spread the tokens of each block among them (context parallelism); ``None``
+            if it holds them all.
     """
 
     plane: _Name
@@ -139,6 +161,7 @@ class View(msgspec.Struct, frozen=True):
     heads: Heads | None = None
     token_stride: int | None = None
     optional: bool = False
+    turns: TokenTurns | None = None
 
     def __post_init__(self) -> None:
         arguments.string("plane", self.plane, empty=True)
@@ -153,6 +176,13 @@ class View(msgspec.Struct, frozen=True):
         force_setattr(self, "layers", tuple(self.layers))
         force_setattr(self, "offsets", arguments.integers("offsets", self.offsets))
         force_setattr(self, "optional", arguments.flag("optional", self.optional))
+        if self.turns is not None:
+            arguments.instance("turns", self.turns, TokenTurns)
+
+    @property
+    def held(self) -> TokenTurns:
+        """Which tokens this rank holds."""
+        return ALL if self.turns is None or self.turns.count == 1 else self.turns
 
     def axes(self, block_tokens: int) -> list[tuple[int, int]]:
         """Return the axes within a block that can be cut, as (length, stride in bytes): heads, then tokens."""
@@ -160,8 +190,12 @@ class View(msgspec.Struct, frozen=True):
         if self.heads is not None and self.heads.stride is not None:
             out.append((self.heads.count, self.heads.stride))
         if self.token_stride is not None:
-            out.append((block_tokens, self.token_stride))
+            out.append((self.tokens(block_tokens), self.token_stride))
         return out
+
+    def tokens(self, block_tokens: int) -> int:
+        """Return how many tokens of a block are here."""
+        return block_tokens // self.turns.count if self.turns is not None else block_tokens
 
     def extent(self, block_tokens: int) -> int:
         """Return the bytes from a layer's offset to the end of its last block's content."""
@@ -204,6 +238,7 @@ class Cache(msgspec.Struct, frozen=True):
         heads: tuple[int, int] | None = None,
         rank: Rank = _FIRST,
         optional: bool = False,
+        turns: TokenTurns | None = None,
     ) -> Cache:
         """Describe a cache of one group by the tensors that hold it, and keep those alive with it.
 
@@ -217,12 +252,13 @@ class Cache(msgspec.Struct, frozen=True):
                 and ``token`` at most once, and ``unit`` for each axis that is never cut. Without ``head`` every
                 tensor-parallel rank holds a replica. Without ``token`` a block is not cut. A mapping by plane if they differ.
             encoding: Whatever else the bytes depend on; by default the dtype's name.
-            group: By default a ``full`` one, with as many tokens in a block as the axis ``token`` has.
+            group: By default a ``full`` one, with as many tokens in a block as the axis ``token`` has on all ranks that take turns.
             layers: The layers' names; by default ``"0"``, ``"1"``, ... No name may occur in two groups of a cache.
             heads: ``(first, total)``: the index of the first head here, and the number of heads of the model; by default all
                 heads are here.
             rank: Pipeline stage and tensor-parallel rank.
             optional: See ``View``.
+            turns: See ``View``.
 
         Raises:
             ArgumentError: An argument is wrong, or ``check`` refuses the cache.
@@ -230,7 +266,15 @@ class Cache(msgspec.Struct, frozen=True):
         from kvxfer.geometry.tensors import cache_of
 
         return cache_of(
-            tensors, dims, encoding=encoding, group=group, layers=layers, heads=heads, rank=rank, optional=optional
+            tensors,
+            dims,
+            encoding=encoding,
+            group=group,
+            layers=layers,
+            heads=heads,
+            rank=rank,
+            optional=optional,
+            turns=turns,
         )
 
     def __add__(self, other: Cache) -> Cache:
@@ -321,6 +365,14 @@ class Cache(msgspec.Struct, frozen=True):
             raise ArgumentError(f"{what}: heads {v.heads} are not a range within the total")
         if group.kind == "state" and v.token_stride is not None:
             raise ArgumentError(f"{what}: a state has no token axis; leave token_stride out")
+        if v.turns is not None:
+            if group.kind == "state":
+                raise ArgumentError(f"{what}: a state has no tokens to take turns with; leave turns out")
+            if group.block_tokens % (v.turns.count * v.turns.span):
+                raise ArgumentError(
+                    f"{what}: blocks of {group.block_tokens} tokens do not hold whole rounds of {v.turns.count} turns of "
+                    f"{v.turns.span} tokens"
+                )
         cells = len(v.layers)
         for n, stride in v.axes(group.block_tokens):
             cells *= n

@@ -23,12 +23,16 @@ from msgspec.structs import force_setattr, replace
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
 from kvxfer.geometry.bands import bands
 from kvxfer.geometry.cache import Cache
-from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, greatest, join
+from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, cut_turns, greatest, join
 from kvxfer.geometry.strided_copy import Runs, StridedCopy, joined, materialise
+from kvxfer.geometry.turns import Shared
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup, view_groups
 from kvxfer.values import BlockTable, Ints
 
 __all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
+
+_Key = tuple[int, int, bool, Shared | None]
+"""Groups of the source and the destination, whether tokens are opaque, and which tokens both ranks hold; ``None`` for all."""
 
 
 class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -126,18 +130,23 @@ class Planner:
         self._bands, self._of = bands(src), dict[tuple[int, int], Planner]()
         self.bands = max(len(self._bands), 1)
         self.all_full = all(g.kind == "full" for g in dst.groups)
-        self._view_groups: dict[tuple[int, int, bool], list[ViewGroup]] = defaultdict(list)
+        self._view_groups: dict[_Key, list[ViewGroup]] = defaultdict(list)
         for b in view_groups(src, dst, assignments):
-            self._view_groups[b.src_group, b.dst_group, b.opaque].append(b)
+            shared = None if b.shared == Shared() else b.shared
+            self._view_groups[b.src_group, b.dst_group, b.opaque, shared].append(b)
         self.indivisible = lcm(
             *(
                 src.groups[sg].block_tokens
-                for sg, _, opaque in self._view_groups
+                for sg, _, opaque, _ in self._view_groups
                 if opaque and src.groups[sg].kind == "full"
             )
         )
         self.token_bytes = sum(
-            len(b.names) * b.heads[0] * b.unit / (src.groups[b.src_group].block_tokens if b.opaque else 1)
+            b.shared.share
+            * len(b.names)
+            * b.heads[0]
+            * b.unit
+            / (src.groups[b.src_group].block_tokens if b.opaque else 1)
             for members in self._view_groups.values()
             for b in members
             if src.groups[b.src_group].kind == "full"
@@ -148,8 +157,8 @@ class Planner:
         # of a plan does not follow from the number of tokens.
         self._sizes: list[tuple[int, int, int, int]] = []
         if self.all_full and not any(
-            opaque and src.groups[sg].block_tokens != dst.groups[dg].block_tokens
-            for sg, dg, opaque in self._view_groups
+            shared is not None or (opaque and src.groups[sg].block_tokens != dst.groups[dg].block_tokens)
+            for sg, dg, opaque, shared in self._view_groups
         ):
             for b in every:
                 tokens = dst.groups[b.dst_group].block_tokens
@@ -188,14 +197,15 @@ class Planner:
                 at two positions, or ``start`` cuts an opaque block.
         """
         logical: list[LogicalCopy] = []
-        for (sg, dg, opaque), members in self._view_groups.items():
+        for key, members in self._view_groups.items():
+            sg, dg, _, _ = key
             if sg >= len(src_blocks) or dg >= len(dst_blocks):
                 raise PlanError(f"no block table for group {sg} of the producer or group {dg} of the consumer")
             src, dst = np.asarray(src_blocks[sg], np.int64), np.asarray(dst_blocks[dg], np.int64)
             if not len(dst) or greatest(dst) < 0:
                 continue
-            *limits, most = self._limits[sg, dg, opaque]
-            found = join(src, dst, self._cut(sg, dg, opaque, most, len(dst), start, tokens), dg)
+            *limits, most = self._limits[key]
+            found = join(src, dst, self._cut(key, most, len(dst), start, tokens), dg)
             if len(found.count):
                 self._check_blocks(found, *limits)
                 logical += [b.at(found) for b in members]
@@ -218,8 +228,9 @@ class Planner:
                 return total
         return self.plan(src_blocks, dst_blocks, start, tokens).nbytes
 
-    def _cut(self, sg: int, dg: int, opaque: bool, most: int, table: int, start: int, tokens: int) -> Cut:
+    def _cut(self, key: _Key, most: int, table: int, start: int, tokens: int) -> Cut:
         """Return where the tokens fall in both sides' blocks."""
+        sg, dg, opaque, shared = key
         group, bs, bd = self.dst.groups[dg], self.src.groups[sg].block_tokens, self.dst.groups[dg].block_tokens
         if not 0 <= start <= tokens:
             raise PlanError(f"group {dg}: tokens [{start}, {tokens}) are not a span")
@@ -230,6 +241,8 @@ class Planner:
         if opaque and start % bd and start < tokens:
             raise PlanError(f"group {dg}: start {start} cuts a block of {bd} tokens whose tokens are opaque")
         needed = group.behind(tokens) if group.window else start
+        if shared is not None and not opaque:
+            return cut_turns(start, tokens, bs, bd, needed, most, shared)
         return cut_tokens(start, tokens, bs, bd, needed, most)
 
     def _check_blocks(self, found: Segments, src_blocks: int, dst_blocks: int) -> None:

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 
 from kvxfer.errors import KvxferError
+from kvxfer.geometry.turns import Shared
 from kvxfer.values import BlockTable, Ints
 
-__all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "greatest", "join", "least"]
+__all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "cut_turns", "greatest", "join", "least"]
 
 Rows = BlockTable | Sequence[Sequence[int] | Ints]
 """A block table, or its rows as any sequences of ids."""
@@ -32,12 +33,13 @@ class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         token: First token of each segment (of a state: the token after which it stands, counted from 1).
-        count: Tokens of each.
+        count: Tokens of each, ``step`` apart.
         src_pos: Position of its block in the producer's table; -1 if it has none.
         dst_pos: Position of its block in the consumer's table.
-        src_token: Its first token within the producer's block.
-        dst_token: Its first token within the consumer's block.
+        src_token: Its first token within the producer's block, of those that are there.
+        dst_token: Its first token within the consumer's block, of those that are there.
         needed: First token that must have a source.
+        step: Tokens from one of a segment to the next.
     """
 
     token: Ints
@@ -47,6 +49,7 @@ class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
     src_token: Ints
     dst_token: Ints
     needed: int
+    step: int = 1
 
 
 class Segments(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -87,19 +90,7 @@ def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int
 
 
 def _cut_any(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) -> Cut:
-    steps = {bs, bd, most} if most < min(bs, bd) else {bs, bd}
-    edges = [
-        np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b
-        for b in steps
-        if not any(b != smaller and b % smaller == 0 for smaller in steps)
-    ]
-    for each in edges:
-        each[:1], each[-1:] = start, tokens
-    bounds = edges[0]
-    if len(edges) > 1 and start < tokens:
-        bounds = np.concatenate(edges)
-        bounds.sort(kind="stable")  # a few ascending lists, which this kind of sort merges
-        bounds = bounds[np.flatnonzero(np.append(bounds[1:] != bounds[:-1], True))]
+    bounds = _bounds(start, tokens, {bs, bd, most} if most < min(bs, bd) else {bs, bd})
     token, count = bounds[:-1], bounds[1:] - bounds[:-1]
     src_pos = token // bs
     dst_pos = src_pos if bs == bd else token // bd
@@ -112,6 +103,48 @@ def _cut_any(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) 
 
 _cut_short = lru_cache(maxsize=128)(_cut_any)
 """Short spans are cut alike again and again. What is kept of them is less than a MB."""
+
+
+def _bounds(start: int, tokens: int, steps: set[int]) -> Ints:
+    """Return ``start``, ``tokens`` and the multiples of these steps between them, in order."""
+    edges = [
+        np.arange(start // b, -(-tokens // b) + 1 if start < tokens else 0, dtype=np.int64) * b
+        for b in steps
+        if not any(b != smaller and b % smaller == 0 for smaller in steps)
+    ]
+    for each in edges:
+        each[:1], each[-1:] = start, tokens
+    bounds = edges[0]
+    if len(edges) > 1 and start < tokens:
+        bounds = np.concatenate(edges)
+        bounds.sort(kind="stable")  # a few ascending lists, which this kind of sort merges
+        bounds = bounds[np.flatnonzero(np.append(bounds[1:] != bounds[:-1], True))]
+    return bounds
+
+
+def cut_turns(start: int, tokens: int, bs: int, bd: int, needed: int, most: int, shared: Shared) -> Cut:
+    """Cut those of the tokens ``[start, tokens)`` that two ranks share at the block borders of both; see ``cut_tokens``.
+
+    A block's tokens are counted on all ranks that take turns.
+    """
+    src, dst, step = shared.src, shared.dst, shared.step
+    most = min(most, bs, bd)
+    if step > 1:
+        bounds = _bounds(start, tokens, {bs, bd, most * step})
+        at = -((shared.first - bounds) // step)  # of the shared tokens, the first that is not before
+        held = at[1:] > at[:-1]
+        token, count = (at[:-1] * step + shared.first)[held], (at[1:] - at[:-1])[held]
+    else:
+        bounds = _bounds(start, tokens, {bs, bd, most, *(of.span for of in (src, dst) if of.count > 1)})
+        token, count = bounds[:-1], bounds[1:] - bounds[:-1]
+        held = (token // src.span % src.count == src.index) & (token // dst.span % dst.count == dst.index)
+        token, count = token[held], count[held]
+    src_pos, dst_pos = token // bs, token // bd
+    src_token, dst_token = (
+        token // (of.span * of.count) * of.span + token % of.span - pos * (block // of.count)
+        for of, pos, block in ((src, src_pos, bs), (dst, dst_pos, bd))
+    )
+    return Cut(token, count, src_pos, dst_pos, src_token, dst_token, needed, step)
 
 
 def cut_states(start: int, tokens: int, bs: int, bd: int) -> Cut:
@@ -150,7 +183,7 @@ def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
         src_block[inside] = src[cut.src_pos[inside]]
     wanted = dst_block >= 0
     keep = wanted & (src_block >= 0)
-    lost = wanted & (src_block < 0) & (cut.token + cut.count > cut.needed)
+    lost = wanted & (src_block < 0) & (cut.token + (cut.count - 1) * cut.step >= cut.needed)
     if lost.any():
         at = int(np.argmax(lost))
         raise PlanError(

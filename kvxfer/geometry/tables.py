@@ -53,24 +53,28 @@ class TableCheck:
             self.learn(cache)
         self._blocks = [sum(self._blocks)] * len(self.groups)
 
-    def check(self, name: str, table: BlockTable) -> BlockTable:
-        """Return the table if it fits these groups and blocks.
+    def check(self, name: str, table: BlockTable) -> bool:
+        """Refuse a table that does not fit these groups and blocks; return whether it lists any block.
 
         Raises:
             ArgumentError: It does not fit; the message begins with the argument's name.
         """
-        arguments.instance(name, table, BlockTable)
-        if len(table) != len(self.groups):
+        if not isinstance(table, BlockTable):
+            arguments.instance(name, table, BlockTable)
+        rows = table.rows
+        if len(rows) != len(self.groups):
             raise ArgumentError(
-                f"{name} must have one row for each of the cache's {len(self.groups)} groups, not {len(table)}"
+                f"{name} must have one row for each of the cache's {len(self.groups)} groups, not {len(rows)}"
             )
         if table.nbytes > MOST_TABLE:
             raise ArgumentError(f"{name} must be at most {MOST_TABLE} bytes of ids, not {table.nbytes}")
+        any_block = False
         for g, limit in enumerate(self._blocks):
             most = table.greatest(g)
             if most >= limit:
                 raise ArgumentError(f"{name}[{g}] must be ids below {limit}, the cache's blocks, not {most}")
-        return table
+            any_block |= most != NULL
+        return any_block
 
     def lists(self, name: str, table: BlockTable, g: int, first: int, tokens: int) -> None:
         """Refuse a row that lacks a block at a position from ``first`` on, up to that of the last of ``tokens`` tokens.

@@ -17,15 +17,16 @@ import numpy as np
 
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
-from kvxfer.geometry.cache import Cache, Heads, Region, View, flat_starts
+from kvxfer.geometry.cache import HOST, Cache, Heads, Region, View, flat_starts
+from kvxfer.geometry.turns import TokenTurns
 from kvxfer.values import Group, Rank
 
 __all__ = ["cache_of", "region_of"]
 
 AXES = ("layer", "block", "head", "token", "unit")
 _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-_HOST, _CUDA = (1, 3), (2, 13)
-"""DLPack's device types: host memory, plain and pinned; CUDA memory, plain and managed."""
+_DLPACK_DEVICES = {1: HOST, 3: HOST, 2: "cuda", 10: "cuda", 13: "cuda", 14: "xpu"}
+"""DLPack's device types that have addresses, by the names that torch has for them: it calls ROCm's GPUs ``cuda``."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def cache_of(
     heads: tuple[int, int] | None,
     rank: Rank,
     optional: bool,
+    turns: TokenTurns | None,
 ) -> Cache:
     """Implement ``Cache.of_tensors``.
 
@@ -79,6 +81,8 @@ def cache_of(
         raise ArgumentError(f"layers must be named apart, not {', '.join(map(repr, names))}")
     if group is not None:
         arguments.instance("group", group, Group)
+    if turns is not None:
+        arguments.instance("turns", turns, TokenTurns)
     if heads is not None and not isinstance(heads, tuple):
         raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.shown(heads)}")
     read: dict[str, tuple[list[_Tensor], list[str]]] = {}
@@ -102,7 +106,8 @@ def cache_of(
     views: list[View] = []
     for plane, (found, axes) in read.items():
         rows = _layers(plane, found, axes, names)
-        block_tokens = {t.shape[axes.index("token")] for t in found if "token" in axes}
+        ranks = 1 if turns is None else turns.count
+        block_tokens = {t.shape[axes.index("token")] * ranks for t in found if "token" in axes}
         if group is None:
             if len(block_tokens) != 1:
                 raise ArgumentError(f"group must be given: plane {plane!r} does not show how many tokens a block has")
@@ -117,7 +122,7 @@ def cache_of(
                 f"encoding must be given: the tensors of plane {plane!r} are of {' and of '.join(kinds)}"
             )
         kind = encoding if encoding is not None else kinds[0]
-        views += _views(plane, rows, axes, places, kind, heads, optional)
+        views += _views(plane, rows, axes, places, kind, heads, optional, turns)
     assert group is not None
     cache = Cache(regions, (group,), tuple(views), rank)
     cache.check()
@@ -127,7 +132,7 @@ def cache_of(
 def region_of(tensor: Any) -> Region:
     """Implement ``Region.of``."""
     found = _read(tensor, "tensor")
-    return _owned(Region(found.address, found.nbytes, found.device), found.owner)
+    return Region(found.address, found.nbytes, found.device).kept_by(found.owner)
 
 
 def _views(
@@ -138,6 +143,7 @@ def _views(
     encoding: str,
     heads: tuple[int, int] | None,
     optional: bool,
+    turns: TokenTurns | None,
 ) -> list[View]:
     """Return one view for each combination of shape and strides among the layers of a plane."""
     alike: dict[tuple[Any, ...], list[_Layer]] = {}
@@ -156,6 +162,7 @@ def _views(
             heads=None if head is None else _heads(heads, *head),
             token_stride=token_stride,
             optional=optional,
+            turns=turns,
         )
         for (blocks, block_stride, unit, head, token_stride), of in alike.items()
     ]
@@ -217,18 +224,13 @@ def _regions(found: list[_Tensor]) -> tuple[tuple[Region, ...], dict[int, int]]:
             spans.append([t])
             ends.append(t.address + t.nbytes)
     regions = tuple(
-        _owned(Region(of[0].address, end - of[0].address, of[0].device), tuple(t.owner for t in of))
+        Region(of[0].address, end - of[0].address, of[0].device).kept_by(tuple(t.owner for t in of))
         for of, end in zip(spans, ends, strict=True)
     )
     starts = flat_starts(regions)
     return regions, {
         id(t): start + t.address - of[0].address for of, start in zip(spans, starts, strict=True) for t in of
     }
-
-
-def _owned(region: Region, owner: object) -> Region:
-    region.__dict__["owner"] = owner  # lives as long as the region, and is no part of its value
-    return region
 
 
 def _axes(dims: Any) -> list[str]:
@@ -272,7 +274,7 @@ def _torch(tensor: Any, what: str) -> _Tensor | None:
     layout = str(getattr(tensor, "layout", "torch.strided"))
     if layout != "torch.strided" or (prod(tensor.shape) and not tensor.data_ptr()):  # sparse, or on "meta"
         raise ArgumentError(f"{what} must have memory of its elements, not be {layout} on {device}")
-    where = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+    where = HOST if device.type == HOST else f"{device.type}:{device.index or 0}"
     strides = tuple(int(s) * item for s in tensor.stride())
     name = str(tensor.dtype).rpartition(".")[2]
     return _Tensor(tensor, int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item, name, where)
@@ -289,7 +291,7 @@ def _array(tensor: Any, what: str) -> _Tensor | None:
     address, read_only = interface["data"]
     if read_only:
         raise ArgumentError(f"{what} must be writable")
-    device = "cpu"
+    device = HOST
     if on_cuda is not None:
         if not hasattr(tensor, "__dlpack_device__"):
             raise ArgumentError(f"{what} must say on which device it lies, by __dlpack_device__")
@@ -326,13 +328,17 @@ def _dlpack(tensor: Any, what: str) -> _Tensor | None:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     t = _DLTensor.from_address(pointer(capsule, b"dltensor"))
-    if t.device_type not in _HOST + _CUDA or t.bits % 8:
-        raise ArgumentError(f"{what} must be of whole bytes, in memory of the host or of CUDA")
+    kind = _DLPACK_DEVICES.get(t.device_type)
+    if kind is None or t.bits % 8:
+        known = ", ".join(dict.fromkeys(_DLPACK_DEVICES.values()))
+        raise ArgumentError(
+            f"{what} must be of whole bytes, in memory of {known}; DLPack calls its device type {t.device_type}"
+        )
     item, shape = t.bits * t.lanes // 8, tuple(t.shape[i] for i in range(t.ndim))
     if t.strides:
         strides = tuple(t.strides[i] * item for i in range(t.ndim))
     else:
         strides = tuple(item * prod(shape[i + 1 :]) for i in range(t.ndim))
     name = f"{_DLPACK_KINDS.get(t.code, f'code{t.code}_')}{t.bits}"
-    device = "cpu" if t.device_type in _HOST else f"cuda:{t.device_id}"
+    device = kind if kind == HOST else f"{kind}:{t.device_id}"
     return _Tensor((tensor, capsule), (t.data or 0) + t.byte_offset, shape, strides, item, name, device)

@@ -6,6 +6,7 @@ they were written in another precision, and attention multiplies even what it ma
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from kvxfer.geometry.cache import Cache, View
 from kvxfer.geometry.segments import Rows
+from kvxfer.geometry.turns import TokenTurns
 from kvxfer.values import Ints
 
 __all__ = ["UncoveredBytes", "uncovered"]
@@ -49,13 +51,18 @@ def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[Uncov
     for g, (group, table) in enumerate(zip(cache.groups, blocks, strict=True)):
         if group.kind == "state":
             continue
-        ids, n = np.asarray(table, np.int64), group.block_tokens
+        ids, end = np.asarray(table, np.int64), len(table) * group.block_tokens
         # A producer may have given up what no token attends to any more, in blocks that are smaller than these.
         ignored = max(start, group.behind(tokens))
-        views = [v for v in cache.views if v.group == g]
-        for lo, hi in ((start, ignored), (tokens, len(ids) * n)):
-            for first, count, a, z in _stretches(ids, n, lo, hi):
-                holes += [_hole(v, first, count, a, z) for v in views if z - a == n or v.token_stride is not None]
+        views = defaultdict[TokenTurns, list[View]](list)
+        for v in cache.views:
+            if v.group == g:
+                views[v.held].append(v)
+        for held, of in views.items():
+            n = group.block_tokens // held.count
+            for lo, hi in ((start, ignored), (tokens, end)):
+                for first, count, a, z in _stretches(ids, n, held.before(lo), held.before(hi)):
+                    holes += [_hole(v, first, count, a, z) for v in of if z - a == n or v.token_stride is not None]
     return holes
 
 

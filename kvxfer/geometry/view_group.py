@@ -16,6 +16,7 @@ from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.pattern import Axis, CopyPattern, Ints, merge
 from kvxfer.geometry.segments import Segments, greatest, least
 from kvxfer.geometry.strided_copy import StridedCopy
+from kvxfer.geometry.turns import Shared
 
 __all__ = ["ViewGroup", "LogicalCopy", "view_groups"]
 
@@ -43,8 +44,9 @@ class ViewGroup:
         opaque: Whether the tokens of a block must not be cut.
         src_stride: Bytes from one block to the next in the source.
         dst_stride: Bytes from one block to the next in the destination.
-        src_token: Bytes from one token to the next in the source, 0 where tokens are opaque.
-        dst_token: Bytes from one token to the next in the destination, 0 where tokens are opaque.
+        shared: Which tokens both ranks hold.
+        src_token: Bytes from one token to the next of those in the source, 0 where tokens are opaque.
+        dst_token: Bytes from one token to the next of those in the destination, 0 where tokens are opaque.
         heads: Number of heads, and stride on both sides.
         first_head: The model's index of the first of them.
         unit: Contiguous bytes of one head of one token.
@@ -58,6 +60,7 @@ class ViewGroup:
     src_group: int
     dst_group: int
     opaque: bool
+    shared: Shared
     src_stride: int
     dst_stride: int
     src_token: int
@@ -94,6 +97,10 @@ class ViewGroup:
             return 1 << 62
         return max(1, min(_MOST_TOKENS, 1 << (_MOST_ROWS // loose).bit_length() >> 1))
 
+    def tokens(self, count: int) -> Axis:
+        """Return the axis of the tokens of a segment."""
+        return count, self.shared.src_step * self.src_token, self.shared.dst_step * self.dst_token
+
     def at(self, s: Segments) -> LogicalCopy:
         """Return the copy of this group's content at these segments."""
         src, dst = s.src_block * self.src_stride, s.dst_block * self.dst_stride
@@ -104,14 +111,14 @@ class ViewGroup:
 
     def _follows(self, t: CopyPattern) -> bool:
         """Return whether a token's row continues in the next token on both sides, so that rows grow with the count."""
-        return self.src_token == self.dst_token == t.unit
+        return self.tokens(1)[1:] == (t.unit, t.unit)
 
     def _with_tokens(self, i: int, count: int) -> list[CopyPattern]:
         """Return the merged pattern ``i`` extended by an axis of ``count`` tokens."""
         found = self._made.get((i, count))
         if found is None:
             t = self._merged[i]
-            found = merge(t.src_cells, t.dst_cells, t.unit, [*t.axes, (count, self.src_token, self.dst_token)])
+            found = merge(t.src_cells, t.dst_cells, t.unit, [*t.axes, self.tokens(count)])
             if len(found) == 1 and found[0].unit == t.unit * count:
                 found = [t]  # nothing but the tokens merged: one pattern serves all counts
             self._made[i, count] = found
@@ -192,6 +199,7 @@ def view_groups(src: Cache, dst: Cache, assignments: Sequence[ShardAssignment]) 
             s.group,
             d.group,
             s.token_stride is None,
+            Shared(s.held, d.held),
             s.block_stride,
             d.block_stride,
             s.token_stride or 0,

@@ -1,4 +1,4 @@
-"""Memory of any kind behind one interface: allocate, pack, unpack, checksum, fence. Loads torch only for CUDA.
+"""Memory of any kind behind one interface: allocate, pack, unpack, checksum, fence. Loads torch only for devices.
 
 ``space(regions)`` is a rank's own registered cache, ``allocate`` makes more memory. Both are a ``Space``: flat offsets
 over regions of one device. A packed plan is the concatenation of its copies' streams (``StridedCopy.stream``). It is
@@ -9,15 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvxfer.errors import ArgumentError
+from kvxfer.errors import ArgumentError, ConfigError
 from kvxfer.fence import Fence
-from kvxfer.geometry import Region
+from kvxfer.geometry import HOST, Region
 from kvxfer.memory.checksum import sample
 from kvxfer.memory.elastic import with_elastic
-from kvxfer.memory.fence import Done, fence
+from kvxfer.memory.fence import Done
+from kvxfer.memory.registry import space_for
 from kvxfer.memory.space import Checksum, Side, Space
 
-__all__ = ["Checksum", "Done", "Fence", "Side", "Space", "allocate", "fence", "sample", "space", "with_elastic"]
+__all__ = [
+    "HOST",
+    "Checksum",
+    "Done",
+    "Fence",
+    "Side",
+    "Space",
+    "allocate",
+    "devices_of",
+    "fence",
+    "sample",
+    "space",
+    "with_elastic",
+]
 
 
 def space(regions: Sequence[Region]) -> Space:
@@ -25,42 +39,45 @@ def space(regions: Sequence[Region]) -> Space:
 
     Raises:
         ArgumentError: The regions are of more than one device, or of an unknown kind of device.
+        ConfigError: The space for that kind cannot be loaded.
     """
-    kinds = {r.device for r in regions} or {"cpu"}  # a rank may hold nothing
+    kinds = {r.device for r in regions} or {HOST}  # a rank may hold nothing
     if len(kinds) > 1:
         raise ArgumentError(f"regions must be of one device, not of {' and '.join(sorted(kinds))}")
     (device,) = kinds
-    if device == "cpu":
-        from kvxfer.memory.cpu import CpuSpace
-
-        return CpuSpace(tuple(regions))
-    if device.partition(":")[0] == "cuda":
-        from kvxfer.memory.cuda import CudaSpace
-
-        return CudaSpace(tuple(regions), device)
-    raise ArgumentError(f"device {device!r} is not known; known are 'cpu' and 'cuda:N'")
+    return _class(device)(tuple(regions), device)
 
 
-def allocate(nbytes: int, device: str = "cpu", *, pinned: bool = False) -> Space:
+def allocate(nbytes: int, device: str = HOST, *, beside: str = HOST) -> Space:
     """Allocate memory of one region, which lives as long as the space.
 
     Args:
         nbytes: Size in bytes.
-        device: ``"cpu"`` or ``"cuda:N"``.
-        pinned: Whether host memory is page-locked, so that CUDA memory can be packed into it.
+        device: ``"cpu"``, or a kind of device and a number, as ``"cuda:0"``.
+        beside: The device whose memory is packed into this one if it is the host's: such a space may want it page-locked.
 
     Raises:
-        ArgumentError: The size is not positive, or the device unknown.
-        KvxferError: The system or the device does not give so much, or pinned memory cannot be had.
+        ArgumentError: The size is not positive, or the kind of device unknown.
+        ConfigError: The space for that kind cannot be loaded.
+        KvxferError: The system or the device does not give so much, or page-locked memory cannot be had.
     """
     if nbytes <= 0:
         raise ArgumentError(f"cannot allocate {nbytes} bytes")
-    if device == "cpu" and not pinned:
-        from kvxfer.memory.cpu import allocate as on_cpu
+    return _class(beside).allocate_host(nbytes) if device == HOST else _class(device).allocate(nbytes, device)
 
-        return on_cpu(nbytes)
-    if device == "cpu" or device.partition(":")[0] == "cuda":
-        from kvxfer.memory.cuda import allocate as with_cuda
 
-        return with_cuda(nbytes, device)
-    raise ArgumentError(f"device {device!r} is not known; known are 'cpu' and 'cuda:N'")
+def fence(device: str) -> Fence:
+    """Return a fence for what the calling thread has started on a device so far; see ``Space.fence``."""
+    return _class(device).fence(device)
+
+
+def devices_of(kind: str) -> Sequence[str]:
+    """Return the devices of a kind that this process can use; none if the kind is unknown, or its space cannot be loaded."""
+    try:
+        return space_for(kind).devices(kind)
+    except (ArgumentError, ConfigError):
+        return ()
+
+
+def _class(device: str) -> type[Space]:
+    return space_for(device.partition(":")[0])

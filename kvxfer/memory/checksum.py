@@ -42,13 +42,26 @@ import numpy as np
 from kvxfer.geometry import CopyPattern, CopyPlan, LogicalCopy, ViewGroup
 from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.fence import Done
+from kvxfer.memory.grid import grids
 from kvxfer.memory.rows import Keys, Rows, best, mix, sum_rows
-from kvxfer.memory.space import Checksum, Side, grids
+from kvxfer.memory.space import Bytes, Checksum, Side
 
 if TYPE_CHECKING:
     from kvxfer.memory.cpu import CpuSpace
 
-__all__ = ["LENGTH", "Sum", "fine", "logical_copies", "row_keys", "sample", "spans", "sum_of", "word_keys"]
+__all__ = [
+    "LENGTH",
+    "Sum",
+    "fine",
+    "logical_copies",
+    "next_token",
+    "row_keys",
+    "sample",
+    "spans",
+    "sum_of",
+    "sum_of_packed",
+    "word_keys",
+]
 
 HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 """Odd constants: a position's key is its cell's plus its head times one plus its token times another."""
@@ -87,8 +100,13 @@ def cell_keys(view_group: ViewGroup) -> Keys:
 
 def fine(view_group: ViewGroup, tokens: int) -> CopyPattern:
     """Return the view group's pattern with nothing merged: a row is a unit, the axes are heads, then tokens."""
-    axes = (view_group.heads, (tokens, view_group.src_token, view_group.dst_token))
+    axes = (view_group.heads, view_group.tokens(tokens))
     return CopyPattern(view_group.src_cells, view_group.dst_cells, axes, view_group.unit)
+
+
+def next_token(view_group: ViewGroup) -> np.uint64:
+    """Return what is added to a row's key for the next token of its segment."""
+    return np.uint64(TOKEN * view_group.shared.step % (1 << 64))
 
 
 def logical_copies(plan: CopyPlan) -> tuple[LogicalCopy, ...]:
@@ -105,7 +123,7 @@ def logical_copies(plan: CopyPlan) -> tuple[LogicalCopy, ...]:
 def row_keys(view_group: ViewGroup, tokens: int) -> Keys:
     """Return the key of every row of ``fine(view_group, tokens)`` in a segment from token 0, uint64 ``[rows]``."""
     heads = np.arange(view_group.heads[0], dtype=np.uint64) + np.uint64(view_group.first_head)
-    inner = heads[:, None] * np.uint64(HEAD) + np.arange(tokens, dtype=np.uint64) * np.uint64(TOKEN)
+    inner = heads[:, None] * np.uint64(HEAD) + np.arange(tokens, dtype=np.uint64) * next_token(view_group)
     return (cell_keys(view_group)[:, None] + inner.ravel()).ravel()
 
 
@@ -150,10 +168,25 @@ def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
     return sum(_sum(space, view_group, tokens, at, first, side) for view_group, tokens, at, first in work) % (1 << 64)
 
 
+def sum_of_packed(stream: Bytes, view_group: ViewGroup, tokens: int, first: Keys) -> int:
+    """Return the sum of the values of segments whose units were packed, as ``fine`` has them, one after the other.
+
+    ``first``: what to add to the keys of each segment, as from ``spans``.
+    """
+    keys, unit = row_keys(view_group, tokens), view_group.unit
+    begins = np.arange(len(first), dtype=np.int64) * (len(keys) * unit)
+    return sum_rows(Rows(stream, unit, begins, keys.shape, (unit,), keys, first), *_constants(view_group))
+
+
+def _constants(view_group: ViewGroup) -> tuple[Keys, np.uint64]:
+    """Return the factors of a unit's words, and what its length adds to the digest."""
+    words = -(-view_group.unit // 4)
+    return word_keys(1 << (words - 1).bit_length())[:words], np.uint64(view_group.unit * LENGTH % (1 << 64))
+
+
 def _sum(space: CpuSpace, view_group: ViewGroup, tokens: int, at: Ints, first: Keys, side: Side) -> int:
-    units, words = fine(view_group, tokens), -(-view_group.unit // 4)
-    keys, factors = row_keys(view_group, tokens), word_keys(1 << (words - 1).bit_length())[:words]
-    length, total = np.uint64(view_group.unit * LENGTH % (1 << 64)), 0
+    units, keys = fine(view_group, tokens), row_keys(view_group, tokens)
+    (factors, length), total = _constants(view_group), 0
     for g in grids(space, units, side):
         # Read in the order of memory, where rows follow each other (K and V too).
         order = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis]))

@@ -14,15 +14,15 @@ import numpy as np
 
 from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
-from kvxfer.geometry import CopyPattern, CopyPlan, Region, StridedCopy
+from kvxfer.geometry import HOST, CopyPattern, CopyPlan, Region, StridedCopy
+from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import Sum, logical_copies, sum_of
 from kvxfer.memory.fence import Done
+from kvxfer.memory.grid import Grid, grids
 from kvxfer.memory.pool import in_parallel
-from kvxfer.memory.space import Checksum, Grid, Side, Space, grids
+from kvxfer.memory.space import Bytes, Checksum, Side, Space
 
-__all__ = ["CpuSpace", "allocate"]
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+__all__ = ["CpuSpace"]
 
 _ALIGNMENT = 4096
 _SHORT = 1024
@@ -35,15 +35,43 @@ class CpuSpace(Space):
     """Host memory. Everything is done when a method returns.
 
     Attributes:
-        owner: An object that is kept alive with the space.
-        pinned: Whether CUDA kernels may address this memory as it is.
+        pinned: Whether it is page-locked, so that a device may address it as it is.
     """
 
-    def __init__(self, regions: tuple[Region, ...], owner: object = None, *, pinned: bool = False) -> None:
-        super().__init__(regions, "cpu")
-        self.owner, self.pinned = owner, pinned
+    contract = 1
+
+    def __init__(self, regions: tuple[Region, ...], device: str = HOST, *, pinned: bool = False) -> None:
+        super().__init__(regions, device)
+        self.pinned = pinned
         self._bytes = [_view(r) for r in regions]
         self._grids: WeakKeyDictionary[CopyPattern, dict[Side, list[Grid]]] = WeakKeyDictionary()
+
+    @classmethod
+    def devices(cls, kind: str) -> Sequence[str]:
+        return (HOST,)
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: str = HOST) -> CpuSpace:
+        """Allocate zeroed pages, which the system finds when each is first touched: what is never used takes no memory.
+
+        Raises:
+            KvxferError: The system does not give so much.
+        """
+        try:
+            raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        except (MemoryError, ValueError) as e:
+            raise KvxferError(f"cannot allocate {nbytes} bytes of staging for {device}: {e}") from e
+        skip = -raw.ctypes.data % _ALIGNMENT
+        return cls((Region(raw.ctypes.data + skip, nbytes).kept_by(raw),), device)
+
+    def gather(self, region: int, at: Ints, out: Bytes) -> None:
+        out[...] = self._rows(region, out.shape[1])[at]
+
+    def scatter(self, region: int, at: Ints, rows: Bytes) -> None:
+        self._rows(region, rows.shape[1])[at] = rows
+
+    def _rows(self, region: int, nbytes: int) -> Bytes:
+        return np.lib.stride_tricks.sliding_window_view(self._bytes[region], nbytes, writeable=True)
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
         _require(after)
@@ -163,20 +191,6 @@ def even(places: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]
         if hi == len(places) or steps[hi - 1] != step or counts[hi] != counts[lo]:
             yield lo, hi, step
             lo = hi
-
-
-def allocate(nbytes: int) -> CpuSpace:
-    """Allocate zeroed pages, which the system finds when each is first touched: what is never used takes no memory.
-
-    Raises:
-        KvxferError: The system does not give so much.
-    """
-    try:
-        raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-    except (MemoryError, ValueError) as e:
-        raise KvxferError(f"cannot allocate {nbytes} bytes of staging for cpu: {e}") from e
-    skip = -raw.ctypes.data % _ALIGNMENT
-    return CpuSpace((Region(raw.ctypes.data + skip, nbytes),), raw)
 
 
 def _view(r: Region) -> Bytes:

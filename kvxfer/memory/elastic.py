@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kvxfer.geometry import Region
+from kvxfer.memory.registry import space_for
 
 __all__ = ["with_elastic"]
 
@@ -16,7 +17,7 @@ def with_elastic(regions: Sequence[Region], declared: bool | None = None) -> tup
 
     Args:
         regions: Of this process. One that says so already stays elastic, unless ``declared`` is ``False``.
-        declared: What the operator says of all; ``None``: found out for CUDA memory. Host memory does not show it.
+        declared: What the operator says of all; ``None``: found out where the device shows it (``Space.remaps``). Host memory does not.
     """
     return tuple(_marked(r, _found(r) if declared is None else declared) for r in regions)
 
@@ -31,8 +32,4 @@ def _marked(region: Region, elastic: bool) -> Region:
 
 
 def _found(region: Region) -> bool:
-    if region.elastic or region.device == "cpu":
-        return region.elastic
-    from kvxfer.memory.cuda.pages import is_mapped
-
-    return is_mapped(region.address)
+    return region.elastic or space_for(region.kind).remaps(region)

@@ -1,12 +1,10 @@
-"""Fences for the work of this process: none on a CPU, events of torch's on CUDA."""
+"""Fences for the work of this process: none where all is done on return, events of torch's on devices."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvxfer.fence import Fence
-
-__all__ = ["CudaEvent", "Done", "Events", "fence"]
+__all__ = ["DeviceEvent", "Done", "Events"]
 
 
 class Done:
@@ -18,7 +16,7 @@ class Done:
         return True
 
 
-class CudaEvent:
+class DeviceEvent:
     """A fence that has passed when everything recorded before the event on its stream has run."""
 
     def __init__(self, event: Any) -> None:
@@ -29,7 +27,7 @@ class CudaEvent:
 
 
 class Events:
-    """Torch's events on one device, reused: one that has never been recorded is slow to record.
+    """Torch's events on one CUDA device, reused: one that has never been recorded is slow to record.
 
     An event is recorded anew when its fence is dropped, which may happen on any thread.
     """
@@ -37,7 +35,7 @@ class Events:
     def __init__(self) -> None:
         self._free: list[Any] = []
 
-    def record(self, stream: Any) -> CudaEvent:
+    def record(self, stream: Any) -> DeviceEvent:
         """Return a fence that passes when all work that this stream was given so far has run."""
         import torch
 
@@ -46,22 +44,10 @@ class Events:
         return _Lent(event, self._free)
 
 
-class _Lent(CudaEvent):
+class _Lent(DeviceEvent):
     def __init__(self, event: Any, home: list[Any]) -> None:
         super().__init__(event)
         self._home = home
 
     def __del__(self) -> None:
         self._home.append(self.event)
-
-
-def fence(device: str) -> Fence:
-    """Return a fence for what the calling thread has started on a device so far.
-
-    On CUDA it is an event on the thread's current stream; elsewhere it has passed already.
-    """
-    if device.partition(":")[0] != "cuda":
-        return Done()
-    import torch
-
-    return CudaEvent(torch.cuda.current_stream(torch.device(device)).record_event())

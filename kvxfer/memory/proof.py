@@ -49,7 +49,7 @@ class Write:
             there are no heads. A plane with an input's name depends on that input, any other plane on all of them.
         dtype: Of these tensors.
         call: Starts the write on the current stream. It takes the tensors in that order, ``[tokens, *shape]`` each, and
-            the tokens' slots (int64, ``block * block_tokens + token``), all contiguous and on the cache's device.
+            the tokens' slots (int64, ``block * tokens of a block here + token``), all contiguous and on the cache's device.
     """
 
     inputs: Mapping[str, tuple[int, ...]]
@@ -102,11 +102,12 @@ class Proof:
                 return (
                     f"expected {view.heads.count} heads of plane {view.plane!r}; found that {write.heads} are written"
                 )
+        tokens = views[0].tokens(group.block_tokens)
         found = [_Plane.of(view, layer, group.block_tokens, self.cache, memory) for view in views]
         if wrong := next((plane for plane in found if isinstance(plane, str)), None):
             return wrong
         planes = [plane for plane in found if isinstance(plane, _Plane)]
-        trial = self._trial(write, group.block_tokens, memory.device)
+        trial = self._trial(write, tokens, memory.device)
         alike = (*map(id, views), id(trial))
         if alike in self._right and _run(trial, trial.few, planes, memory, blocks, write) is None:
             return None
@@ -206,7 +207,8 @@ class _Plane:
                 f"in [{begin}, {end}) of them"
             )
         heads, head_stride = (view.heads.count, _head_stride(view)) if view.heads is not None else (1, None)
-        shape = view.blocks, heads if head_stride is not None else 1, tokens if view.token_stride is not None else 1
+        here = view.tokens(tokens) if view.token_stride is not None else 1
+        shape = view.blocks, heads if head_stride is not None else 1, here
         strides = view.block_stride, head_stride or 1, view.token_stride or 1
         flat = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)
         return cls(view, flat.as_strided((*shape, view.unit), (*strides, 1), begin))

@@ -23,18 +23,17 @@ V = TypeVar("V")
 class _Share(Generic[Owner, K]):
     """What an owner has, or a group of them: a host, or an engine of it."""
 
-    __slots__ = ("above", "gone", "inside", "name", "taken", "total")
+    __slots__ = ("above", "gone", "inside", "name", "path", "taken", "total")
 
     def __init__(self, name: Hashable, above: _Share[Owner, K] | None) -> None:
         self.name, self.above, self.total, self.gone = name, above, 0, False
         self.inside: dict[Hashable, _Share[Owner, K]] = {}
         self.taken: OrderedDict[K, int] = OrderedDict()
+        self.path: list[_Share[Owner, K]] = [self] if above is None else [self, *above.path]
 
     def add(self, n: int) -> None:
-        share: _Share[Owner, K] | None = self
-        while share is not None:
+        for share in self.path:
             share.total += n
-            share = share.above
 
 
 class PeerBudgets(Generic[Owner, K]):
@@ -77,7 +76,8 @@ class PeerBudgets(Generic[Owner, K]):
                 lost.append(next(reversed(most.taken)))
                 self._take_back(most, lost[-1])
         self._free -= n
-        mine.add(n)
+        for share in mine.path:
+            share.total += n
         mine.taken[key] = n
         return lost
 
@@ -119,7 +119,8 @@ class PeerBudgets(Generic[Owner, K]):
     def _take_back(self, share: _Share[Owner, K], key: K) -> None:
         n = share.taken.pop(key)
         self._free += n
-        share.add(-n)
+        for group in share.path:
+            group.total -= n
         if share.gone:
             self._prune(share)
 
@@ -142,12 +143,9 @@ class PeerBudgets(Generic[Owner, K]):
 
     def _largest(self, mine: _Share[Owner, K], n: int) -> _Share[Owner, K]:
         """Return the owner that has most in the group that has most, where ``mine`` counts as having ``n`` more."""
-        path = [mine]
-        while (above := path[-1].above) is not None:
-            path.append(above)
         share = self._all
         while share.inside:
-            share = max(share.inside.values(), key=lambda one: one.total + (n if one in path else 0))
+            share = max(share.inside.values(), key=lambda one: one.total + (n if one in mine.path else 0))
         return share
 
 

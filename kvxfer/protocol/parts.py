@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvxfer.config import SLOTS
-from kvxfer.geometry import Cache, CopyPlan, Planner, Region
+from kvxfer.geometry import HOST, Cache, CopyPlan, Planner, Region
 from kvxfer.memory import sample
 from kvxfer.protocol.values import LinkInfo, PartRef
 from kvxfer.values import BlockTable
@@ -23,14 +23,14 @@ PIECE_LEAST = 8 << 20
 link."""
 CHECKED, CHECKED_LEAST = 4, 16 << 20
 """The number of parts that a large one is cut into if parts are hashed, and the least bytes of each to be worth its messages."""
-HOST_BYTES, CUDA_BYTES = 32 << 20, 512 << 20
+HOST_BYTES, DEVICE_BYTES = 32 << 20, 512 << 20
 """The most bytes of a part, by where it lies: these take the link some milliseconds, far more than a part or a batch costs."""
 AHEAD = 2
 """The most parts of a transfer in flight when sending: while one ends, the next moves, and other transfers on the link wait for
 these only. (Reads and writes are cut by the side that submits them; for sends both sides must agree.)"""
-HOST_DEPTH, CUDA_DEPTH = 2, 1
+HOST_DEPTH, DEVICE_DEPTH = 2, 1
 """The number of pieces that a small part is cut into, by where it lies. In host memory two, so that packing, moving and unpacking
-overlap. A GPU packs a part in a fraction of the time that a piece costs threads on both sides (docs/decisions/0016)."""
+overlap. A device packs a part in a fraction of the time that a piece costs threads on both sides (docs/decisions/0016)."""
 
 
 class Span(NamedTuple):
@@ -142,12 +142,12 @@ def lacking(sent: Sequence[int], ready: Sequence[int]) -> list[Span]:
 
 def on_host(regions: Iterable[Region]) -> bool:
     """Return whether all of this memory is the host's."""
-    return all(region.device == "cpu" for region in regions)
+    return all(region.device == HOST for region in regions)
 
 
 def most_bytes(regions: Iterable[Region]) -> int:
     """Return the most bytes of a part in this memory, so that short transfers get their turn beside long ones."""
-    return HOST_BYTES if on_host(regions) else CUDA_BYTES
+    return HOST_BYTES if on_host(regions) else DEVICE_BYTES
 
 
 def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
@@ -195,5 +195,5 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
     if not rows or plan.nbytes >= info.stage_below * rows:
         return 0
     longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
-    depth = HOST_DEPTH if on_host(info.planner.src.regions) else CUDA_DEPTH
+    depth = HOST_DEPTH if on_host(info.planner.src.regions) else DEVICE_DEPTH
     return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 4, plan.nbytes // depth, longest))

@@ -7,11 +7,13 @@ from kvxfer.ledger import BlockLedger
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
 from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
+from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingState
 from kvxfer.schedule.producer import OfferSchedule
-from kvxfer.values import BlockTable, Group
+from kvxfer.values import Group
 
 __all__ = [
     "LOAD",
+    "OFFERING",
     "Cancel",
     "DeclinedTransfer",
     "FetchSchedule",
@@ -19,6 +21,9 @@ __all__ = [
     "LoadEvent",
     "LoadState",
     "OfferSchedule",
+    "Offering",
+    "OfferingEvent",
+    "OfferingState",
     "RankResult",
     "Revoke",
     "Schedule",
@@ -46,16 +51,6 @@ class Schedule:
         self.ledger = BlockLedger()
         self.producer = OfferSchedule(groups, self.ledger)
         self.consumer = FetchSchedule(groups, own, self.ledger)
-
-    def preempt(self, request: str) -> None:
-        """Record that the engine takes the request's blocks away. Call it before the ``producer.step`` calls of the same step."""
-        self.producer.preempt(request)
-        self.consumer.preempt(request)
-
-    def finish(self, request: str, table: BlockTable, complete: bool) -> bool:
-        """Record that the request is over; see ``OfferSchedule.finish`` for the arguments and the result."""
-        self.consumer.finish(request)
-        return self.producer.finish(request, table, complete)
 
     def commands(self) -> StepCommands:
         """Return what the workers must know with this step."""

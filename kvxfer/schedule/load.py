@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from typing import NewType
 
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, Source, TransferId
@@ -22,10 +22,7 @@ from kvxfer.schedule.commands import RankResult
 from kvxfer.transitions import Transitions, pairs
 from kvxfer.values import BlockTable, Rank, Stages
 
-__all__ = ["LOAD", "Load", "LoadEvent", "LoadNumber", "LoadState", "RequestName", "Wanted"]
-
-RequestName = NewType("RequestName", str)
-"""The engine's name of a request. Another request may have it once the engine has said that this one is over."""
+__all__ = ["LOAD", "Load", "LoadEvent", "LoadNumber", "LoadState", "Wanted"]
 
 LoadNumber = NewType("LoadNumber", int)
 """The serial number of a load, which no other load of the engine has, has had or will have."""
@@ -182,7 +179,6 @@ class Load:
         wanted: The transfer.
         state: Where it is; see ``LOAD``.
         over: Whether the engine has said that the request is over.
-        note: What the engine's connector keeps of it.
         computed: The local tokens when the engine asked last.
 
         fetched: The number of its fetch; None: there is none yet.
@@ -220,7 +216,6 @@ class Load:
     wanted: Wanted
     state: LoadState
     over: bool = False
-    note: Any = None
     computed: int = 0
 
     fetched: int | None = None

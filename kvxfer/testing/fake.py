@@ -24,6 +24,7 @@ import numpy as np
 from kvxfer.backend import Base, EndpointBase
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry.cache import HOST
 from kvxfer.geometry.plan import Ints
 from kvxfer.settings import advice
 from kvxfer.testing.network import Fault, LinkEnd, Network, PendingBatch
@@ -39,7 +40,7 @@ _shared_network = Network()
 _DEFAULTS: dict[str, Any] = {
     "network": _shared_network,
     "verbs": [v.value for v in Verb],
-    "memory": ["cpu"],
+    "memory": [HOST],
     "elastic": True,
     "gathers": True,
     "factored": False,
@@ -116,7 +117,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
 
     @classmethod
     def probe(cls) -> Probe:
-        return Probe(True, "always there, within one process, for tests", frozenset({"cpu"}))
+        return Probe(True, "always there, within one process, for tests", frozenset({HOST}))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -9,7 +9,6 @@ end does the waiting, and ends it, in its own way.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 import time
@@ -17,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+import numpy as np
 from msgspec import Meta
 
+from kvxfer import memory
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.options import BackendOptions
 from kvxfer.errors import ConfigError, TransportError
@@ -111,7 +112,7 @@ class Faulty(Wrapper):
 
     def register(self, regions: Sequence[Region]) -> int:
         memory = self.inner.register(regions)
-        self._memories.add(regions, frozenset({"cpu", "cuda"}))
+        self._memories.add(regions, frozenset(r.kind for r in regions))
         return memory
 
     def deregister(self, memory: int) -> None:
@@ -174,12 +175,14 @@ class Faulty(Wrapper):
             return
         run = int(batch.lengths.argmax())
         length = int(batch.lengths[run])
-        address = int(self._memories.addresses(batch.local, batch.local_offsets, batch.lengths)[run])
-        device = self._memories.regions(batch.local)[0].device
+        held = memory.space(self._memories.regions(batch.local))
+        region, at = held.locate(int(batch.local_offsets[run]), length)
         if self._options.zero_block:
-            _zero(device, address, length)
+            held.scatter(region, np.array([at]), np.zeros((1, length), np.uint8))
         if self._random.random() < self._options.corrupt:
-            _flip(device, address + length // 2)
+            byte, middle = np.empty((1, 1), np.uint8), np.array([at + length // 2])
+            held.gather(region, middle, byte)
+            held.scatter(region, middle, ~byte)
 
 
 class Zeroing(Faulty):
@@ -189,27 +192,3 @@ class Zeroing(Faulty):
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         super().__init__(agent, {**options, "zero_block": True})
-
-
-def _zero(device: str, address: int, nbytes: int) -> None:
-    if device == "cpu":
-        ctypes.memset(address, 0, nbytes)
-    else:
-        _on_device(device, address, nbytes, lambda tensor: tensor.zero_())
-
-
-def _flip(device: str, address: int) -> None:
-    """Invert one byte."""
-    if device == "cpu":
-        ctypes.c_uint8.from_address(address).value ^= 0xFF
-    else:
-        _on_device(device, address, 1, lambda tensor: tensor.bitwise_not_())
-
-
-def _on_device(device: str, address: int, nbytes: int, change: Callable[[Any], Any]) -> None:
-    import torch
-
-    from kvxfer.memory.cuda.space import wrap
-
-    change(wrap(address, nbytes, device))
-    torch.cuda.synchronize(device)

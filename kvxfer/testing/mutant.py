@@ -44,7 +44,7 @@ class Mutant(Wrapper):
 
     def register(self, regions: Sequence[Region]) -> int:
         memory = super().register(regions)
-        self.memories.add(regions, frozenset({"cpu", "cuda"}))
+        self.memories.add(regions, frozenset(r.kind for r in regions))
         return memory
 
     def deregister(self, memory: int) -> None:

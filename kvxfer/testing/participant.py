@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry import Region, Runs
+from kvxfer.geometry import HOST, Region, Runs
 from kvxfer.geometry.cache import flat_starts
+from kvxfer.memory import Space, allocate
 from kvxfer.transport.contract import Batch, Fence, Quieted, Transport
 
 __all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
@@ -49,22 +50,18 @@ class Result:
 
 
 class Buffer:
-    """Memory of one device, ``cpu`` or ``cuda:N``, which the host can read and write."""
+    """Memory of one device, which the host can read and write."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         self._map: mmap.mmap | None = None
-        self._tensor: Any = None
-        if device == "cpu":
+        self._space: Space | None = None
+        if device == HOST:
             # Mapped, not from the heap, so that an access after ``free`` crashes.
             self._map = mmap.mmap(-1, nbytes)
-            address = np.frombuffer(self._map, np.uint8).ctypes.data
+            self.region = Region(np.frombuffer(self._map, np.uint8).ctypes.data, nbytes)
         else:
-            import torch
-
-            self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            torch.cuda.synchronize(device)
-            address = self._tensor.data_ptr()
-        self.region = Region(address, nbytes, device)
+            self._space = allocate(nbytes, device)
+            self.region = self._space.region
 
     def get(self) -> Bytes:
         """Return a copy of the content on the host."""
@@ -78,17 +75,18 @@ class Buffer:
         """Return a copy of a stretch on the host."""
         if self._map is not None:
             return np.frombuffer(self._map, np.uint8, nbytes, offset).copy()
-        return np.asarray(self._tensor[offset : offset + nbytes].cpu().numpy())
+        assert self._space is not None, "it has been freed"
+        out = np.empty(nbytes, np.uint8)
+        self._space.gather(0, np.array([offset]), out[None])
+        return out
 
     def write(self, offset: int, data: Bytes) -> None:
         """Overwrite a stretch."""
         if self._map is not None:
             np.frombuffer(self._map, np.uint8)[offset : offset + len(data)] = data
             return
-        import torch
-
-        self._tensor[offset : offset + len(data)].copy_(torch.from_numpy(data.copy()))
-        torch.cuda.synchronize(self.region.device)
+        assert self._space is not None, "it has been freed"
+        self._space.scatter(0, np.array([offset]), np.ascontiguousarray(data)[None])
 
     def repeat(self) -> None:
         """Map the same ``PERIOD`` bytes again and again all over this host buffer, except for its ``TAIL``.
@@ -111,7 +109,7 @@ class Buffer:
         """Free the memory."""
         if self._map is not None:
             self._map.close()
-        self._map = self._tensor = None
+        self._map = self._space = None
 
 
 class Participant(Protocol):

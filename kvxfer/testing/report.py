@@ -24,12 +24,14 @@ from kvxfer.testing.recorder import SUBJECT
 from kvxfer.transport import Capabilities, Transport, registry
 from kvxfer.transport.contract import CONTRACT_VERSION
 
-__all__ = ["CaseResult", "ConformanceReport", "run_mutants", "run_suite"]
+__all__ = ["CaseResult", "ConformanceReport", "release_of", "run_clauses", "run_mutants", "run_suite"]
 
 _WELL = tuple(f"exit status {status}" for status in (0, 1, 5))
 """How pytest ends if it was able to run: all passed, some failed, none was selected."""
 _MISUSED = "exit status 4"
 """How it ends if it does not understand how it was called: of that, only ``only`` is not ours."""
+_TITLES = {"backend": "Back end", "space": "Space for"}
+"""How a report calls what was tested, by the first key of ``about``."""
 STUCK_S = 300.0
 """A clause that takes longer has hung, since its own timeouts are shorter."""
 _FILE = Path(__file__).with_name("under_test.py")
@@ -61,7 +63,7 @@ class ConformanceReport:
     """What the suite has found.
 
     Attributes:
-        about: What was tested, where, with what, and when.
+        about: What was tested (the first key says what it is), where, with what, and when.
         results: One for each case, in the order in which they ran.
     """
 
@@ -90,7 +92,8 @@ class ConformanceReport:
         about = self.about
         result = "keeps the contract" if self.conforms else "does not keep the contract"
         partly = f", of which only `{about['only']}` was tried" if about["only"] else ""
-        lines = [f"# Back end `{about['backend']}` {result}{partly}", ""]
+        kind, name = next(iter(about.items()))
+        lines = [f"# {_TITLES[kind]} `{name}` {result}{partly}", ""]
         lines += [
             f"{self.count('kept')} cases kept, {self.count('broken')} broken, {self.count('left out')} left out, "
             f"in {about['seconds']:.0f} s.",
@@ -132,16 +135,35 @@ def run_suite(
         TransportError: The back end cannot start.
         ArgumentError: ``only`` is no expression.
     """
-    about = _about(registry.load(backend), options, settings, only)
+    about = _about(registry.load(backend), options, settings)
+    return run_clauses(_FILE, about, {**settings, "backend": backend, "options": options}, only, fail_fast)
+
+
+def run_clauses(
+    file: Path, about: Mapping[str, Any], subject: Mapping[str, Any], only: str, fail_fast: bool
+) -> ConformanceReport:
+    """Run a suite in a process of its own.
+
+    Args:
+        file: What pytest runs.
+        about: What the report says of the subject first.
+        subject: What ``file`` finds in the environment.
+        only: As in ``run_suite``.
+        fail_fast: As in ``run_suite``.
+
+    Raises:
+        ArgumentError: ``only`` is no expression.
+    """
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvxfer-conformance-") as folder:
         record = Path(folder, "record")
         record.touch()
-        ended = _pytest(folder, record, {**settings, "backend": backend, "options": options}, only, fail_fast)
+        ended = _pytest(file, folder, record, subject, only, fail_fast)
         if only and ended == _MISUSED:
             raise ArgumentError(f"only cannot be {only!r}, which pytest -k does not understand")
         results = _results(record.read_text().splitlines(), ended)
-    return ConformanceReport({**about, "seconds": round(time.monotonic() - begun, 1)}, tuple(results))
+    where = {"only": only, "host": _host(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    return ConformanceReport({**about, **where, "seconds": round(time.monotonic() - begun, 1)}, tuple(results))
 
 
 def run_mutants(
@@ -157,9 +179,9 @@ def run_mutants(
         yield mutant, run_suite(name, made_of, settings, mutant.found_by, fail_fast=True)
 
 
-def _pytest(folder: str, record: Path, subject: Mapping[str, Any], only: str, fail_fast: bool) -> str:
+def _pytest(file: Path, folder: str, record: Path, subject: Mapping[str, Any], only: str, fail_fast: bool) -> str:
     """Run pytest in a process of its own; return in words how that ended."""
-    command = [sys.executable, "-m", "pytest", str(_FILE), "-q", "-rN", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", str(file), "-q", "-rN", "--tb=short"]
     command += ["-c", os.devnull, "--rootdir", folder]
     command += ["-p", "no:cacheprovider", "-p", "kvxfer.testing.recorder", "--record", str(record)]
     # Plugins and options from the environment are meant for other tests.
@@ -206,12 +228,12 @@ def _results(lines: Iterable[str], ended: str) -> Iterable[CaseResult]:
     return found.values()
 
 
-def _about(cls: type[Transport], options: Mapping[str, Any], settings: Mapping[str, Any], only: str) -> dict[str, Any]:
+def _about(cls: type[Transport], options: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     probe, can = registry.probed(cls), _capabilities(cls, options)
     return {
         "backend": cls.name,
         "class": f"{cls.__module__}:{cls.__qualname__}",
-        "release": _release(cls),
+        "release": release_of(cls),
         "contract": cls.contract,
         "options": dict(options),
         "capabilities": {
@@ -222,9 +244,6 @@ def _about(cls: type[Transport], options: Mapping[str, Any], settings: Mapping[s
         "facts": dict(probe.facts),
         "suite": f"kvxfer {kvxfer.__version__}, contract {CONTRACT_VERSION}",
         "settings": dict(settings),
-        "only": only,
-        "host": _host(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -244,8 +263,8 @@ def _capabilities(cls: type[Transport], options: Mapping[str, Any]) -> Capabilit
     return can
 
 
-def _release(cls: type[Transport]) -> str:
-    """Return the distribution that a back end comes from, with its version."""
+def release_of(cls: type) -> str:
+    """Return the distribution that a class comes from, with its version."""
     names = importlib.metadata.packages_distributions().get(cls.__module__.partition(".")[0], [])
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in dict.fromkeys(names)) or "none"
 

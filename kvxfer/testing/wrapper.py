@@ -7,6 +7,7 @@ from typing import Any
 
 from kvxfer.failures import Failure
 from kvxfer.geometry.cache import Region
+from kvxfer.memory.registry import installed
 from kvxfer.transport import registry
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Transport
 
@@ -25,7 +26,7 @@ class Wrapper(Transport):
 
     @classmethod
     def probe(cls) -> Probe:
-        return Probe(True, "as usable as the back end inside it; for tests", frozenset({"cpu", "cuda"}))
+        return Probe(True, "as usable as the back end inside it; for tests", frozenset(installed()))
 
     @property
     def capabilities(self) -> Capabilities:

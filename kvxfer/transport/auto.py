@@ -14,6 +14,7 @@ from typing import Any
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.geometry import HOST
 from kvxfer.logs import logger
 from kvxfer.transport.contract import Probe, Transport
 from kvxfer.transport.guard import guard
@@ -59,8 +60,8 @@ def candidates(config: Config, devices: Iterable[str]) -> Mapping[str, Backend]:
         named = load(config.backend)
         guard(config)(named)
         return {named.name: named}
-    kinds = sorted({device.partition(":")[0] for device in devices} - {"cpu"})
-    choice = choose(kinds[0] if kinds else "cpu", config)
+    kinds = sorted({device.partition(":")[0] for device in devices} - {HOST})
+    choice = choose(kinds[0] if kinds else HOST, config)
     _log.info("backend auto: %s", choice)
     return choice.backends
 

@@ -40,7 +40,7 @@ import numpy as np
 
 from kvxfer.failures import Failure
 from kvxfer.fence import Fence
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.cache import HOST, Region
 from kvxfer.geometry.plan import CopyPlan, Ints
 
 __all__ = [
@@ -171,7 +171,7 @@ class Capabilities:
     """
 
     verbs: frozenset[Verb]
-    memory: frozenset[str] = frozenset({"cpu"})
+    memory: frozenset[str] = frozenset({HOST})
     elastic: bool = False
     run_bytes: int = 16384
     gathers: bool = True
@@ -183,7 +183,7 @@ class Capabilities:
 
     def moves(self, region: Region) -> bool:
         """Return whether the back end takes this region, by its kind of memory and by whether it is elastic."""
-        return region.device.partition(":")[0] in self.memory and (self.elastic or not region.elastic)
+        return region.kind in self.memory and (self.elastic or not region.elastic)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
 from kvxfer.errors import ConfigError, why_not_loaded
+from kvxfer.geometry import HOST
 from kvxfer.settings import near
 from kvxfer.transport.contract import CONTRACTS, Probe, Transport
 
@@ -106,7 +107,7 @@ def _misdeclared(cls: type[Transport]) -> str | None:
     """Return what others would stumble over in what a back end declares."""
     costs, inherits = cls.costs, cls.inherits
     if not isinstance(costs, Mapping) or not all(isinstance(x, (int, float)) for x in costs.values()):
-        return f"`costs = {costs!r}`, which must be a number for each kind of memory, as {{'cpu': 30}}"
+        return f"`costs = {costs!r}`, which must be a number for each kind of memory, as {{{HOST!r}: 30}}"
     if not isinstance(inherits, AbstractSet) or not inherits <= _INHERITED:
         return f"`inherits = {inherits!r}`, which must be a set of {' and '.join(map(repr, sorted(_INHERITED)))}, or of one"
     if cls.guarded not in _GUARDED:

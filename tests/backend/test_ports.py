@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.backend import ucx
 from kvxfer.backend.ports import Port, device_of, listening
-from kvxfer.backend.ucx import confined
+from kvxfer.backend.ucx import confined, split
 from kvxfer.errors import ConfigError
 from kvxfer.settings import everywhere, loopback
 
@@ -79,3 +79,51 @@ def test_the_environment_is_respected_and_told_of(
     ucx._warn.cache_clear()
     assert confined("127.0.0.1", (), gpus=False) == {}
     assert "UCX_NET_DEVICES=eth9" in caplog.text and "127.0.0.1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("allowed", "gpus", "host", "network"),
+    [
+        ("all", False, "self,sm", "^sm,cuda_ipc,rocm_ipc,self,ze_ipc"),
+        ("all", True, "self,sm,cuda", "^sm,cuda_ipc,rocm_ipc,self,ze_ipc"),
+        ("self,sm,cuda", True, "self,sm,cuda", None),
+        ("tcp", True, None, "tcp"),
+        ("tcp,self", True, None, "tcp"),
+        ("tcp,cma", False, "cma,posix,sysv", "tcp"),
+        ("posix,tcp", False, "posix", "tcp"),
+        ("cma", False, "cma", None),
+        ("rc,cuda_ipc", True, "cuda_ipc,posix,sysv", "rc"),
+        ("rc:aux,tcp,\\cuda", True, "\\cuda,posix,sysv", "rc:aux,tcp,cuda_copy,gdr_copy"),
+        ("tcp,cuda", False, None, "tcp,cuda_copy,gdr_copy"),
+        ("^tcp", False, "self,sm", "^sm,cuda_ipc,rocm_ipc,self,ze_ipc,tcp"),
+        ("^cma", True, "self,posix,sysv,cuda", "^sm,cuda_ipc,rocm_ipc,self,ze_ipc,cma"),
+        ("^shm,cuda_ipc", True, None, "^sm,cuda_ipc,rocm_ipc,self,ze_ipc,shm,cuda_ipc"),
+        ("no_such", False, None, "no_such"),
+        ("self", False, None, "self"),
+        ("^posix,sysv", False, None, "^sm,cuda_ipc,rocm_ipc,self,ze_ipc,posix,sysv"),
+    ],
+)
+@pytest.mark.parametrize("given", ["as a setting", "in the environment"])
+def test_no_context_of_ucx_has_both_shared_memory_and_a_network(
+    alone: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: str,
+    gpus: bool,
+    host: str | None,
+    network: str | None,
+    given: str,
+) -> None:
+    """What the operator allows is divided; a peer of the network could otherwise name processes and memory of this host."""
+    monkeypatch.setattr(ucx, "_cards", lambda: ["mlx5_0:1"])
+    if given == "in the environment":
+        monkeypatch.setenv("UCX_TLS", allowed)
+    both = split({"RNDV_THRESH": "8192", **({"TLS": allowed} if given == "as a setting" else {})}, gpus)
+    for settings, expected in ((both.host, host), (both.network, network)):
+        assert (settings and settings["TLS"]) == expected
+        assert settings is None or settings["RNDV_THRESH"] == "8192"
+
+
+@pytest.mark.parametrize("allowed", ["^tcp", "rc,sm", "ib,shm"])
+def test_without_a_card_there_is_no_network_but_tcp(alone: Path, allowed: str) -> None:
+    both = split({"TLS": allowed}, gpus=False)
+    assert both.host is not None and both.network is None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxfer.backend.process import PeerProcess
+from tests.conftest import require
 
 SAYS_HELLO = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1]); s.send(b'x'); time.sleep(60)"
 
@@ -73,3 +74,41 @@ def test_a_closed_one_is_believed_no_more() -> None:
         assert me.lives()
         me.close()
         assert not me.lives()
+
+
+def test_a_process_of_this_user_and_these_namespaces_equals_us(
+    child: tuple[subprocess.Popen[bytes], socket.socket], kernel: str
+) -> None:
+    process, accepted = child
+    peer = PeerProcess(accepted)
+    assert peer.equals_us()
+    process.kill()
+    process.wait()
+    assert not peer.equals_us()
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    "how", [["--user", "--map-root-user"], ["--user", "--map-root-user", "--pid", "--fork"], ["--setuid"]]
+)
+def test_a_process_with_other_rights_does_not(how: list[str]) -> None:
+    """It could not open by itself all that this one may."""
+    name = f"kvxfer-test-{os.urandom(16).hex()}"
+    if how == ["--setuid"]:
+        if os.geteuid():
+            pytest.skip("only root may become somebody else")
+        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    else:
+        require("networks")  # which takes the same rights
+        command = ["unshare", *how, "--kill-child"] if "--fork" in how else ["unshare", *how]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        listener.settimeout(20)
+        with subprocess.Popen([*command, sys.executable, "-c", SAYS_HELLO, name]) as process:
+            accepted = listener.accept()[0]
+            with accepted:
+                peer = PeerProcess(accepted)
+                assert peer.pid > 0 and not peer.equals_us()
+                peer.close()
+            process.kill()

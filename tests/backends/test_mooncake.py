@@ -3,7 +3,11 @@
 Run in a process of its own, in which the engine finds the library that it needs (see the Makefile).
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -188,3 +192,41 @@ def test_pages_of_an_elastic_cache_come_and_go_under_load(layouts: Any) -> None:
         assert engines.staged is False
     finally:
         engines.close()
+
+
+def test_an_address_of_ipv6_needs_mooncakes_own_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it Mooncake looks for an address of IPv4, and each load had failed as ``peer_lost``."""
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    with pytest.raises(ConfigError, match=r"MC_USE_IPV6=1.*every engine"):
+        MooncakeTransport("a", {"advertise": "[::1]"})
+
+
+LOAD_OVER_SIX = """
+from kvxfer.testing.conformance import Suite, TransferMode, World
+from kvxfer.testing.participant import Runs
+from kvxfer_mooncake import MooncakeTransport
+from kvxfer_mooncake.endpoint import Endpoint
+
+class Six(Suite):
+    backend, options, __test__ = MooncakeTransport, {"advertise": "::1"}, False
+
+if __name__ == "__main__":
+    world = World(Six())
+    a, b = world.local(), world.process("b")
+    world.allocate(a, b)
+    assert Endpoint.decode(a.endpoint()).hosts == ("::1",)
+    world.move(world.link(a, b), TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
+    world.close()
+"""
+
+
+def test_with_it_bytes_move_over_ipv6(tmp_path: Path) -> None:
+    script = tmp_path / "six.py"
+    script.write_text(LOAD_OVER_SIX)
+    environment = {
+        **os.environ,
+        "MC_USE_IPV6": "1",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+    }
+    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-3000:]

@@ -3,6 +3,7 @@
 # ruff: noqa: F811  (a fixture has the name of what is imported)
 
 import threading
+import time
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,7 +28,7 @@ require("nixl")
 
 from kvxfer_nixl import NixlTransport, flight  # noqa: E402  (only where it can be used)
 from kvxfer_nixl.agent import LibraryAgent  # noqa: E402
-from kvxfer_nixl.endpoint import ExportedPiece  # noqa: E402
+from kvxfer_nixl.endpoint import Endpoint, ExportedPiece  # noqa: E402
 
 
 class TestCma(ConformanceSuite):
@@ -205,8 +206,6 @@ def test_a_link_closed_before_we_connect_fails_at_once(world: World) -> None:
     [
         ({"format": 99}, "format 99"),
         ({"plugin": "LIBFABRIC"}, "they must agree"),
-        ({"metadata": b""}, "metadata"),
-        ({"metadata": b"nixlSerDes|Agent"}, "metadata"),
         ({"memories": (ExportedPiece("abacus", ((4096, 4096),)),)}, "abacus"),
         ({"memories": (ExportedPiece("cuda:x", ((4096, 4096),)),)}, "cuda"),
         ({"memories": (ExportedPiece("cpu", ((4096, 4096), (4097, 10))),)}, "overlap"),
@@ -223,6 +222,37 @@ def test_a_wrong_endpoint_is_refused(world: World, changes: dict[str, Any], said
     again = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
     for one in (link, again):
         world.move(one, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
+
+
+@pytest.mark.parametrize(("metadata", "said"), [(b"", "no network"), (b"nixlSerDes|Agent", "metadata")])
+def test_wrong_metadata_are_refused(tcp: World, metadata: bytes, said: str) -> None:
+    a, b, link = tcp.pair()
+    with pytest.raises(TransportError, match=said):
+        a.connect(a.endpoint(), altered(b.endpoint(), metadata=metadata))
+    tcp.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
+
+
+def test_the_metadata_of_this_side_itself_are_refused(tcp: World) -> None:
+    """NIXL would move bytes within this process, wherever the peer says."""
+    a, b, link = tcp.pair()
+    own = Endpoint.decode(a.endpoint()).metadata
+    with pytest.raises(TransportError, match="cannot connect to peer"):
+        a.connect(a.endpoint(), altered(b.endpoint(), metadata=own))
+    tcp.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
+
+
+@pytest.mark.parametrize("early", ["reader", "owner"])
+def test_a_peer_that_greets_before_it_was_chosen_is_greeted_too(cma: World, early: str) -> None:
+    """One side may have settled how the two meet, and said so, before the other has looked."""
+    a, b = cma.local(), cma.local()
+    cma.allocate(a, b)
+    mine, theirs = a.endpoint(), b.endpoint()
+    link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
+    first = a if early == "reader" else b
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        first.turn(True)
+    cma.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
 
 
 def test_an_endpoint_is_good_for_one_link(world: World) -> None:

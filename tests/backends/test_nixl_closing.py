@@ -91,7 +91,7 @@ import numpy as np
 from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, Reset
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.policy import stager
-from kvxfer.data.quarantine import Limits
+from kvxfer.data.part_ends import Limits
 from kvxfer.geometry import Cache, Planner, route
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Abort, Move, Moved, PartRef

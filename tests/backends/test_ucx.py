@@ -165,6 +165,37 @@ def test_the_end_of_a_link_with_a_full_queue_reaches_the_peer(pair: tuple[Side, 
     assert any("first" in str(c.error) for c in ends)
 
 
+def test_a_close_with_a_full_queue_reaches_a_peer_that_is_busy(pair: tuple[Side, Side]) -> None:
+    """It takes nothing for longer than the other side waits to say farewell: it then learns by the socket, or the connection."""
+    a, b = pair
+    b.submit(Verb.RECV, 0, [0], [1])
+    a.submit(Verb.SEND, 0, [0], [1])
+    run(a, b, ends=2)
+    for stream in range(1, 2000):
+        a.submit(Verb.SEND, stream, [0], [1000])
+    for stream in range(1, 2001):
+        b.submit(Verb.RECV, stream, [0], [1000])
+    a.transport.close()
+    ends = run(b, ends=2000, seconds=5)
+    assert "first" in str(ends[-1].error)
+
+
+def test_an_acknowledgement_before_a_close_counts(pair: tuple[Side, Side]) -> None:
+    """The receiver closes as soon as it has all: the sender, which looks later, finds that its batch has arrived."""
+    a, b = pair
+    b.submit(Verb.RECV, 0, [0], [300_000])
+    a.submit(Verb.SEND, 0, [0], [300_000])
+    found: list[Completion] = []
+    until = time.monotonic() + 20
+    while not (received := [c for c in b.transport.poll() if isinstance(c, Completion)]):
+        assert time.monotonic() < until
+        found += [c for c in a.transport.poll() if isinstance(c, Completion)]
+    b.transport.close()
+    time.sleep(0.2)
+    found += run(a, ends=1) if not found else []
+    assert [c.error for c in (*received, *found)] == [None, None]
+
+
 @pytest.mark.parametrize(("sent", "wanted"), [(100, 99), (99, 100), (100_000, 90_000), (90_000, 100_000)])
 def test_halves_of_different_size_both_fail(pair: tuple[Side, Side], sent: int, wanted: int) -> None:
     """UCX tells the receiver of too long a message, and nobody else of anything. The link stays usable."""
@@ -219,17 +250,19 @@ def test_what_is_no_address_of_a_worker() -> None:
     """UCX takes addresses on trust, and ends the process for some of those that it could not have made."""
     script = """
 import random, sys
+from msgspec.structs import replace
 from kvxfer.errors import KvxferError
 from kvxfer_ucx import UcxTransport
 from kvxfer_ucx.endpoint import Endpoint
-a, b = UcxTransport("a", {}), UcxTransport("b", {})
+a, b = (UcxTransport(name, {"ucx": {"TLS": "tcp"}}) for name in "ab")
 chance = random.Random(5)
 for i in range(200):
     good = Endpoint.decode(b.endpoint())
     address = bytearray(good.address)
     for at in ([0] if i < 40 else chance.choices(range(len(address)), k=3)):
         address[at] = chance.randrange(256)
-    bad = Endpoint(good.agent, bytes(address[: chance.choice([len(address), 30])]), good.tag, good.plain)
+    # Where no process of this host listens, so that the address is looked at at once.
+    bad = replace(good, address=bytes(address[: chance.choice([len(address), 30])]), line=f"kvxfer-ucx-{'0' * 32}")
     peer = a.connect(a.endpoint(), bad.encode())
     for _ in range(3):
         a.poll()

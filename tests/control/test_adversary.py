@@ -15,7 +15,9 @@ from kvxfer_bench.hostile import Hostile
 
 SHORT = [
     "1,100 idle connections at the directory",
+    "100 connections from another address, each made again after its handshake",
     "40 links that take no piece, each under its own name",
+    "the same for five seconds, then beside consumers that come new",
     "a directory of 3,000 ranks",
     "another producer that is cut off amid a load",
 ]

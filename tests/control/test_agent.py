@@ -143,7 +143,7 @@ def test_digest_mismatch_fails_both_sides(engine, options):
     end = d.wait(Ended)[0]
     assert end.outcome.kind is FailureKind.DIGEST_DIFFERS
     d.wait(Released)
-    assert not d.memories[0].any()
+    assert not d.memory.arrays[0].any()
 
 
 def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):

@@ -89,12 +89,47 @@ def test_a_flag_that_is_closed_touches_nothing() -> None:
     os.close(other)
 
 
-def test_a_flag_may_be_set_by_a_handler_that_interrupts_it() -> None:
-    flag = Flag()
-    with flag._lock:  # as where a signal comes within ``set``
+def test_a_flag_may_be_set_by_a_handler_that_interrupts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    flag, write = Flag(), os.eventfd_write
+
+    def interrupted(fd: int, value: int) -> None:
+        monkeypatch.setattr(os, "eventfd_write", write)
         flag.set()
-    waiting = threading.Thread(target=flag.clear)
-    waiting.start()
-    waiting.join(5)
-    assert not waiting.is_alive()
+        waiting = threading.Thread(target=flag.clear)
+        waiting.start()
+        waiting.join(5)
+        assert not waiting.is_alive()
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", interrupted)
+    flag.set()
+    assert os.eventfd_read(flag.fileno()) == 1
     flag.clear()
+
+
+@pytest.mark.parametrize("call", ["set", "clear"])
+def test_a_flag_that_is_closed_amid_a_call_keeps_its_descriptor_until_that_ends(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = Flag()
+    name = "eventfd_write" if call == "set" else "eventfd_read"
+    original = getattr(os, name)
+
+    def slow(fd: int, *value: int) -> object:
+        closing = threading.Thread(target=flag.close)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive(), "nobody waits for another's system call"
+        other = os.eventfd(0, os.EFD_NONBLOCK)
+        os.close(other)
+        assert other != fd, "the number is still this flag's"
+        return original(fd, *value)
+
+    monkeypatch.setattr(os, name, slow)
+    getattr(flag, call)()
+    monkeypatch.undo()
+    other = os.eventfd(7, os.EFD_NONBLOCK)
+    assert other == flag.fileno(), "closed once nobody uses it"
+    getattr(flag, call)()
+    assert os.eventfd_read(other) == 7
+    os.close(other)

@@ -118,7 +118,7 @@ def test_consumer_is_killed(node: Make, when: str) -> None:
         deliver(p, d, 0)
     d.kill()
     end = p.settled(name(0), timeout=20.0)
-    assert end.outcome.kind is (None if when == "after" else FailureKind.TIMED_OUT), end
+    assert end.outcome.kind is (None if when == "after" else FailureKind.UNFETCHED), end
     deliver(p, node(), "next")
 
 
@@ -159,7 +159,7 @@ def test_consumer_is_stopped_and_goes_on_later(node: Make) -> None:
     half(p, d, 0)
     with d.stopped():
         end = p.settled(name(0), timeout=20.0)
-        assert end.outcome.kind is FailureKind.TIMED_OUT, end
+        assert end.outcome.kind is FailureKind.UNFETCHED, end
         p.scribble([13])
     assert d.settled(name(0)).outcome.kind is not None
     deliver(p, d, "next")
@@ -201,7 +201,7 @@ def test_connection_is_half_open(relayed: tuple[Node, Node, Relay]) -> None:
     relay.freeze()
     end = d.settled(name(0))
     assert end.outcome.kind is FailureKind.PEER_LOST, end
-    assert p.settled(name(0), timeout=20.0).outcome.kind is FailureKind.TIMED_OUT
+    assert p.settled(name(0), timeout=20.0).outcome.kind is FailureKind.UNFETCHED
     relay.thaw()
     deliver(p, d, "next")
 

@@ -345,7 +345,7 @@ def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monk
     monkeypatch.setattr(ProducerMachine, "revoke", lambda *_: [])  # as if it had not come to it
     monkeypatch.setattr(ProducerMachine, "_commit_request", lambda *_: [])
     p.agents[0].revoke(T, 1, "preempted", False)
-    p.memories[0][:] = 0
+    p.memory.arrays[0][:] = 0
     (ended,) = d.wait(Ended)
     assert ended.outcome.kind is FailureKind.TIMED_OUT, ended
 

@@ -11,8 +11,8 @@ import numpy as np
 from kvxfer.config import SLOTS
 from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, Result
 from kvxfer.data.data_thread import DataThread
+from kvxfer.data.part_ends import Limits
 from kvxfer.data.policy import stager
-from kvxfer.data.quarantine import Limits
 from kvxfer.geometry import Cache, Planner, route
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import LinkId, Move, PartRef

@@ -142,7 +142,7 @@ def device(monkeypatch):
             begin = super().prepare_checksum(plan, side)
             return lambda after: Slow(begin(after), fails == "passed") if fails != "begin" else 1 / 0
 
-    monkeypatch.setattr("kvxfer.memory.cpu.CpuSpace", Device)
+    monkeypatch.setattr("kvxfer.memory.space_for", lambda kind: Device)
     return Device
 
 

@@ -7,9 +7,10 @@ import tracemalloc
 from contextlib import closing
 from typing import Any
 
-from kvxfer.data.commands import Disconnect, Disconnected, EndpointMade, MakeEndpoint, PieceReady, Reset
+from kvxfer.data.commands import Disconnect, Disconnected, EndpointMade, MakeEndpoint, Reset, SlotNews
 from kvxfer.data.jobs import Job
 from kvxfer.errors import TransportError
+from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Moved
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.testing.network import LinkEnd
@@ -84,7 +85,7 @@ def test_a_slot_that_is_named_again_and_again() -> None:
 
         def tell(piece: int, times: int = 1) -> None:
             for _ in range(times):
-                side.data.post(PieceReady(ref, piece, 0, 4096))
+                side.data.post(SlotNews(ref, m.SlotReady(*ref[2:], piece, 0, 4096)))
             before = len([r for r in side.results if isinstance(r, Disconnected)])
             side.data.post(Disconnect(b"another"))  # answered after those
             side.wait(Disconnected, before + 1)

@@ -87,7 +87,7 @@ def crowd(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Ite
         p.agents[0].offer(offered(list(range(100, 160)), 240, transfer=name("quick")))
         d.agents[0].fetch(fetch(p.source, list(range(60)), 240, transfer=name("quick")))
         data: Any = p.agents[0]._data._first
-        until(lambda: bool(data._traffic._hungry._starved))
+        until(lambda: bool(data._traffic._awaiting_slot._starved))
         yield p, slow, readies, d
 
 
@@ -222,7 +222,7 @@ def late(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iter
         until(lambda: len(data._traffic._staging.since) == 1)
         assert all(stack.enter_context(Slow(p, other, i)).hears() for i in range(SLOW - 1)), "they hold all the others"
         stack.enter_context(Slow(p, other, SLOW - 1))
-        until(lambda: bool(data._traffic._hungry._starved))
+        until(lambda: bool(data._traffic._awaiting_slot._starved))
         yield p, d, lambda: net.resume(late)
 
 

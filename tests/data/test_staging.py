@@ -102,7 +102,7 @@ def test_a_cancelled_load_resets_no_back_end(engine, caplog):
         d.agents[0].cancel(str(i), "its client left")
         for side in (p, d):
             side.wait(Released, count=i + 1)
-        d.memories[0][:] = 0
+        d.memory.arrays[0][:] = 0
     time.sleep(0.2)
     assert "resetting" not in caplog.text
     assert d.agents[0].stats().quarantined_bytes == 0
@@ -201,7 +201,7 @@ def device(monkeypatch):
 
             return Later(self.stream.submit(run))
 
-    monkeypatch.setattr("kvxfer.memory.cpu.CpuSpace", Device)
+    monkeypatch.setattr("kvxfer.memory.space_for", lambda kind: Device)
     yield Device
     for stream in streams:  # what is still to be written must not meet memory that the engines have freed
         stream.shutdown()

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.data.commands import PieceReady, PieceTaken, Reset
+from kvxfer.data.commands import Reset, SlotNews
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
+from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Moved, PartRef
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Completion, Quieted, Verb
@@ -87,12 +88,12 @@ def test_a_link_that_is_made_anew_has_slots(side: Side) -> None:
     side.connect(LINK, 1)
     ref = side.move(LINK, 1, Verb.READ, SLOT)
     for piece in range(8):
-        side.data.post(PieceReady(ref, piece, piece * SLOT, SLOT))
+        side.data.post(SlotNews(ref, m.SlotReady(*ref[2:], piece, piece * SLOT, SLOT)))
     side.breaks(closes=False)
     side.delay_s = 0.0
     side.breaks(closes=True)
     side.connect(LINK, 2)
     ref = side.move(LINK, 2, Verb.READ, SLOT)
     for piece in range(8):
-        side.data.post(PieceReady(ref, piece, piece * SLOT, SLOT))
-    side.wait(PieceTaken, 8)
+        side.data.post(SlotNews(ref, m.SlotReady(*ref[2:], piece, piece * SLOT, SLOT)))
+    side.wait(SlotNews, 8)

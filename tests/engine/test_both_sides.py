@@ -9,25 +9,26 @@ import pytest
 
 from kvxfer import BlockTable, FailureKind, TransferId
 from kvxfer.engine import BlockPins
+from kvxfer.testing.engine import PagedEngine
 from tests.engine.small import Pool
-from tests.engine.test_memory import TOKENS, Engine
 
 T, DIGEST, HERE, THERE = TransferId("router/job", 0), b"digest", [1, 2, 3, 4], [3, 4, 5, 6]
+TOKENS = 4
 ALL = TOKENS * len(HERE)
 
 
 class Both:
     def __init__(self) -> None:
         self.pool = Pool(8)
-        self.p, self.d = Engine(BlockPins(8, self.pool)), Engine()
-        self.p.turn(), self.d.turn()
+        self.p, self.d = PagedEngine(pins=BlockPins(8, self.pool)), PagedEngine()
+        self.p.step(), self.d.step()
         self.arrived: list[int] = []
 
     def until(self, true: Callable[[], bool]) -> None:
         end = time.monotonic() + 30
         while not true():
             assert time.monotonic() < end
-            self.arrived += self.d.turn().arrived.values()
+            self.arrived += self.d.step().arrived.values()
 
     def ask(self, enough: int) -> None:
         """D gets the request, and P has it in its queue."""
@@ -35,14 +36,14 @@ class Both:
         assert self.d.scheduler.load("r", T, DIGEST, self.p.scheduler.source, ALL, **more)
         assert self.p.scheduler.offer("q", T, DIGEST, ALL)
         for _ in range(5):
-            self.d.turn()
+            self.d.step()
             assert self.d.scheduler.loadable("r", 0) is None, "nobody has begun with it"
 
     def compute(self, blocks: int, so_far: int) -> None:
         """P computes some more blocks."""
-        self.p.memory[HERE[so_far : so_far + blocks]] = 7 + so_far
+        self.p.memory.compute(DIGEST, HERE, TOKENS * so_far, TOKENS * (so_far + blocks))
         self.p.scheduler.runs("q", TOKENS * so_far, TOKENS * blocks, BlockTable.of([HERE]))
-        self.p.turn()
+        self.p.step()
 
     def begin(self) -> None:
         """P computes its first chunk, upon which D has blocks."""
@@ -72,7 +73,8 @@ def test_what_is_computed_comes_while_the_rest_is(both: Both) -> None:
     both.compute(2, 2)
     update = both.d.until("r")
     assert update.loaded == {"r"} and not update.short
-    assert (both.d.memory[THERE] == both.p.memory[HERE]).all()
+    both.d.memory.expect(DIGEST, THERE, 0, ALL)
+    both.d.verify()
 
 
 def test_the_consumer_goes_on_from_what_has_come_when_the_producer_gives_up(both: Both) -> None:
@@ -80,14 +82,15 @@ def test_the_consumer_goes_on_from_what_has_come_when_the_producer_gives_up(both
     both.begin()
     assert not both.p.scheduler.finished("q", BlockTable.of([HERE]), complete=False, good=True)
     assert both.p.scheduler.waiting, "its blocks are pinned for whoever reads them"
-    both.p.turn()
+    both.p.step()
     update = both.d.until("r")
     assert update.loaded == {"r"} and update.short == {"r": 2 * TOKENS}
-    assert (both.d.memory[THERE[:2]] == both.p.memory[HERE[:2]]).all()
+    both.d.memory.expect(DIGEST, THERE, 0, 2 * TOKENS)
+    both.d.verify()
     end = time.monotonic() + 30
     while both.p.scheduler.waiting:
         assert time.monotonic() < end
-        both.p.turn()
+        both.p.step()
 
 
 def test_nothing_is_kept_where_an_abort_crosses_the_word_that_all_is_read(both: Both) -> None:
@@ -104,7 +107,7 @@ def test_nothing_is_kept_where_an_abort_crosses_the_word_that_all_is_read(both: 
     both.p.scheduler.finished("q", BlockTable.of([HERE]), complete=False)
     both.p.scheduler.report(word)
     for _ in range(3):
-        both.p.turn()
+        both.p.step()
     assert not both.p.scheduler.waiting and len(both.p.scheduler) == 0
 
 
@@ -115,10 +118,10 @@ def test_an_engine_that_makes_steps_while_it_is_told_to_leaves_nobody_waiting(bo
     assert both.p.scheduler.finished("q", BlockTable.of([HERE]), complete=True)
     assert both.d.scheduler.load("r", T, DIGEST, both.p.scheduler.source, ALL)
     while both.d.scheduler.waiting:
-        both.d.turn()
+        both.d.step()
     both.d.scheduler.finished("r", BlockTable.of([[]]), complete=False)
     while both.d.scheduler.waiting:
-        both.d.turn()
+        both.d.step()
     began = time.monotonic()
     assert "q" in both.p.until("q").free
     assert time.monotonic() - began < both.p.config.lease / 4
@@ -128,7 +131,7 @@ def test_so_does_a_producer_whose_request_never_ran(both: Both) -> None:
     both.ask(0)
     both.p.scheduler.finished("q", BlockTable.of([[]]), complete=False)
     while both.p.scheduler.waiting:
-        both.p.turn()
+        both.p.step()
     both.until(lambda: both.d.scheduler.loadable("r", 0) == ALL)
     both.d.scheduler.allocated("r", BlockTable.of([THERE]), ALL)
     assert both.d.until("r").failed["r"].kind is FailureKind.WITHDRAWN
@@ -139,6 +142,6 @@ def test_otherwise_it_has_nothing(both: Both, why: str) -> None:
     both.ask(TOKENS if "good" in why else 3 * TOKENS)
     both.begin()
     both.p.scheduler.finished("q", BlockTable.of([HERE]), complete=False, good="good" not in why)
-    both.p.turn()
+    both.p.step()
     failure = both.d.until("r").failed["r"]
     assert failure.kind is FailureKind.WITHDRAWN and "aborted or failed" in failure.detail

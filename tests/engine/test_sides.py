@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvxfer.config import Config
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step
-from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.failures import ADVICE, Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable, Group, Rank
@@ -64,6 +64,21 @@ class Machine(RuleBasedStateMachine):
     def decode(self, data: st.DataObject, soon: int) -> None:
         self.d.take(*data.draw(st.sampled_from(self.p.tickets)))
         self.step(1, 4, soon)
+
+    @precondition(lambda self: any(r.running and r.computed > 1 for r in self.p.waiting))
+    @rule(data=st.data(), back=st.integers(0, 2), soon=soon)
+    def computed(self, data: st.DataObject, back: int, soon: int) -> None:
+        """What a request has computed and generated so far is offered as it is, whatever becomes of the request."""
+        request = data.draw(st.sampled_from([r for r in self.p.waiting if r.running and r.computed > 1]))
+        tokens = max(2, request.computed - (back if len(self.p.groups) == 1 else 0))
+        text = self.p.text(request)[:tokens]
+        self.transfers += 1
+        what = TransferId(f"own/{self.transfers}", 0), bytes(text), tokens, BlockTable.of(request.table)
+        ticket = self.p.side.offer_computed(*what)
+        assert self.p.side.offer_computed(*what) == ticket
+        if ticket is not None:
+            self.p.tickets.append((ticket, text))
+        self.step(0, 4, soon)
 
     @rule(which=st.integers(0, 1), budget=st.integers(1, 12), times=st.integers(1, 3))
     def step(self, which: int, budget: int, times: int) -> None:
@@ -508,3 +523,15 @@ def test_pins_hold_what_was_freed_up_to_their_limit() -> None:
     for holder in "abc":
         pins.drop(holder)
     assert pins.pool_unused and len(pins) == 0
+
+
+def test_a_failed_load_is_logged_where_the_request_was_taken(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wire, p, d = pair
+    request = d.take(*offered(p))
+    d.step(4)
+    for load in wire.loads:
+        wire.fail(load, "the card is gone")
+    for _ in range(3):
+        d.step(4)
+    [line] = [r.getMessage() for r in caplog.records if "has not loaded its KV" in r.getMessage()]
+    assert request.name in line and "peer_lost: the card is gone; " in line and ADVICE[FailureKind.PEER_LOST] in line

@@ -57,7 +57,7 @@ class Played:
 
     def hear(self, notice: object) -> None:
         self.directory.came.append(notice)
-        self.notices.step()
+        self.notices.exchange()
 
     def waits(self, request: str) -> bool:
         load = self.schedule.consumer.of(request)

@@ -10,22 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
-from kvxfer import Agent, BlockTable, Config, Ended, FailureKind, Group, Rank, Ticket, TransferId
+from kvxfer import BlockTable, Config, Ended, FailureKind, Group, Rank, Ticket, TransferId
 from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Source
 from kvxfer.protocol.messages import Decline, Named
 from kvxfer.protocol.values import Stages
+from kvxfer.testing.engine import FACTS, PagedEngine
 from kvxfer.testing.fake import Network
-from tests.control.caches import make_cache
 from tests.control.conftest import engine, offered, until
 from tests.engine.direct import Switchboard
 from tests.engine.small import Lending
-from tests.engine.test_memory import FACTS, Engine
 
 __all__ = ["engine"]
 
@@ -167,12 +165,13 @@ def test_a_prefetch_is_copied_from_the_local_tokens_on(computed: int, external: 
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
+def make() -> Iterator[Callable[..., PagedEngine]]:
+    made: list[PagedEngine] = []
 
-    def one(**more: Any) -> Engine:
-        made.append(Engine(**more))
-        made[-1].turn()
+    def one(**more: Any) -> PagedEngine:
+        facts = more.pop("facts", FACTS)
+        made.append(PagedEngine({"transfer_timeout": 4.0, **more}, facts=facts))
+        made[-1].step()
         return made[-1]
 
     yield one
@@ -180,12 +179,12 @@ def make() -> Iterator[Callable[..., Engine]]:
         each.close()
 
 
-def deaf(p: Engine) -> None:
+def deaf(p: PagedEngine) -> None:
     """Its directory still names other facts than its agent, which refuses the hello."""
     p.worker.agent.identify(OTHER)
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], Callable[[Engine], object], FailureKind]] = {
+REFUSALS: dict[str, tuple[dict[str, Any], Callable[[PagedEngine], object], FailureKind]] = {
     "other facts": ({"facts": OTHER}, lambda p: None, FailureKind.INCOMPATIBLE),
     "a hello refused": ({}, deaf, FailureKind.INCOMPATIBLE),
     "no back end in common": ({"backend": "tcp"}, lambda p: None, FailureKind.INCOMPATIBLE),
@@ -194,38 +193,38 @@ REFUSALS: dict[str, tuple[dict[str, Any], Callable[[Engine], object], FailureKin
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_the_producer_has_its_blocks_again_at_once(make: Callable[..., Engine], case: str) -> None:
+def test_the_producer_has_its_blocks_again_at_once(make: Callable[..., PagedEngine], case: str) -> None:
     config, spoil, kind = REFUSALS[case]
     p, d = make(), make(**config)
-    ticket = p.offer("x", [1, 2], 7)
+    ticket = p.offer("x", 8)
     spoil(p)
-    d.load("x", ticket, [3, 4])
+    d.load("x", ticket, 8)
     assert d.until("x").failed["x"].kind is kind
     began = time.monotonic()
-    d.turn()  # tells it
+    d.step()  # tells it
     assert "x" in p.until("x").free
     assert time.monotonic() - began < p.config.lease / 4
 
 
 def test_the_producer_s_log_sends_nobody_to_the_producer_s_log(
-    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+    make: Callable[..., PagedEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the consumer has given up, the reason is in the consumer's."""
     p, d = make(), make(facts=OTHER)
-    d.load("x", p.offer("x", [1, 2], 7), [3, 4])
+    d.load("x", p.offer("x", 8), 8)
     assert "x" in d.until("x").failed
-    d.turn()
+    d.step()
     assert "x" in p.until("x").free
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("producer: ")]
     assert "the consumer gave up before it could ask; look in the log of the engine that gave the request up" in line
 
 
-def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., Engine]) -> None:
+def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., PagedEngine]) -> None:
     """Most likely no engine that loads was given the request; no transfer has taken long."""
     p = make(lease=0.2)
     ended: list[Ended] = []
     p.worker._on_ended = ended.append
-    p.offer("x", [1, 2], 7)
+    p.offer("x", 8)
     assert "x" in p.until("x").free
     (failure,) = [end.outcome.failure for end in ended]
     assert failure is not None and failure.kind is FailureKind.UNFETCHED and "transfer_timeout" not in failure.advice
@@ -233,11 +232,13 @@ def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., E
     assert "no engine has asked for it" in failure.detail and ended[0].unclaimed
 
 
-def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(make: Callable[..., Engine]) -> None:
+def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(
+    make: Callable[..., PagedEngine],
+) -> None:
     p = make(lease=0.5)
     ended: list[Ended] = []
     p.worker._on_ended = ended.append
-    ticket = p.offer("x", [1, 2], 7)
+    ticket = p.offer("x", 8)
     p.worker.agent.renew(ticket.transfer)
     assert "x" in p.until("x").free
     (failure,) = [end.outcome.failure for end in ended]
@@ -245,55 +246,52 @@ def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(
 
 
 def test_lines_about_offers_that_nobody_asked_for_are_bounded(
-    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+    make: Callable[..., PagedEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     p = make(lease=0.2)
     for i in range(6):
-        p.offer(f"x{i}", [i + 1], 4)
+        p.offer(f"x{i}", 4)
     p.until("x5")
     assert len([record for record in caplog.records if "no engine has asked for it" in record.getMessage()]) == 1
 
 
-def test_a_client_that_leaves_while_the_link_is_made(make: Callable[..., Engine]) -> None:
+def test_a_client_that_leaves_while_the_link_is_made(make: Callable[..., PagedEngine]) -> None:
     p, d = make(), make()
-    ticket = p.offer("x", [1, 2], 7)
-    d.load("x", ticket, [3, 4])
-    d.scheduler.finished("x", BlockTable.of([[3, 4]]), False)
+    ticket = p.offer("x", 8)
+    d.load("x", ticket, 8)
+    d.finish("x", complete=False)
     assert "x" in d.until("x").failed
-    d.turn()
+    d.step()
     assert "x" in p.until("x").free
 
 
-def test_an_offer_for_three_engines_needs_three(make: Callable[..., Engine]) -> None:
+def test_an_offer_for_three_engines_needs_three(make: Callable[..., PagedEngine]) -> None:
     p, good, *others = make(), make(), make(facts=OTHER), make(facts=OTHER)
-    ticket = p.offer("x", [1, 2], 7, consumers=3)
+    ticket = p.offer("x", 8, consumers=3)
     for d in others:
-        d.load("x", ticket, [3, 4])
+        d.load("x", ticket, 8)
         assert d.until("x").failed["x"].kind is FailureKind.INCOMPATIBLE
         end = time.monotonic() + 0.3
         while time.monotonic() < end:
-            assert not p.turn().free and not d.turn().failed, "one engine has still to come"
-    good.load("x", ticket, [3, 4])
-    assert good.until("x").loaded and (good.memory[[3, 4]] == 7).all()
+            assert not p.step().free and not d.step().failed, "one engine has still to come"
+    good.load("x", ticket, 8)
+    assert good.until("x").loaded
+    good.verify()
     assert "x" in p.until("x").free
 
 
-class Reader(Engine):
+class Reader(PagedEngine):
     """Reads from producers of several ranks."""
 
-    def agent(self) -> Agent:
-        self.memory = np.zeros(3 * 16 * 4 * 4 * 16, np.uint8)
-        return Agent(make_cache(self.memory, 1, 0, 16), self.config, "d", self.facts)
-
     def fetch(self, name: str, source: Source) -> Failure | None:
-        self.load(name, Ticket(TransferId(name, 0), b"d", source), [3, 4])
+        self.load(name, Ticket(TransferId(name, 0), b"d", source), 8, [3, 4])
         return self.until(name).failed.get(name)
 
 
 def test_who_was_asked_by_one_rank_counts_it_and_nobody_else_does(engine: Any) -> None:  # noqa: F811
     """The other rank, which has not heard of it, keeps its blocks for the lease."""
     p, d = engine({}, tp=2, seed=1, facts=FACTS, lease=60.0), Reader()
-    d.turn()
+    d.step()
     declined = declines(d.scheduler)
     for name in "xy":
         for agent in p.agents:
@@ -307,6 +305,6 @@ def test_who_was_asked_by_one_rank_counts_it_and_nobody_else_does(engine: Any) -
     assert p.wait(Ended, 0, 2)[1].outcome.kind is FailureKind.INCOMPATIBLE, "it was told so"
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
-        d.turn()
+        d.step()
     assert not declined and len([e for e in p.events(1) if isinstance(e, Ended)]) == 1
     d.close()

@@ -13,66 +13,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer import (
-    Agent,
-    BlockTable,
-    Cache,
-    ClosedError,
-    Config,
-    ConfigError,
-    Group,
-    KvxferError,
-    Rank,
-    Source,
-    Ticket,
-    TransferId,
-)
+from kvxfer import BlockTable, ClosedError, Config, ConfigError, Group, KvxferError, Rank, Source, Ticket, TransferId
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
 from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Named, Renew
 from kvxfer.schedule import FetchSchedule
+from kvxfer.testing.engine import FACTS, PagedEngine, PagedMemory
 
-FACTS = {"model": "small"}
-BLOCKS = 16
 CONFIG = Config(backend="kvxfer.testing.fake:FakeTransport", transfer_timeout=20.0, lease=20.0)
 DIGEST, TABLE = b"d", BlockTable.of([[14, 15]])
 HONEST = 6
 NAMES = itertools.count()
 
 
-class Engine:
-    """One rank of two tokens a block; its step does nothing."""
-
-    def __init__(self, name: str, **functions: Any) -> None:
-        self.memory = np.zeros((1, BLOCKS, 2, 8), np.uint8)
-        cache = Cache.of_tensors(self.memory, "layer block token unit", encoding="e")
-        self.scheduler = SchedulerSide(CONFIG, name, cache.groups, 1, FACTS)
-        self.worker = WorkerSide(Agent(cache, CONFIG, name, FACTS), **functions)
-        self.loaded: set[str] = set()
-        self.failed: dict[str, str] = {}
-
-    def turn(self) -> None:
-        step = self.scheduler.step()
-        self.worker.begin(step)
-        self.worker.load(step)
-        self.worker.after_forward(step)
-        update = self.scheduler.report(self.worker.collect(0.002))
-        self.loaded |= update.loaded
-        self.failed |= {request: str(failure) for request, failure in update.failed.items()}
-
-    def close(self) -> None:
-        self.worker.close()
-        self.scheduler.close()
+def engine(name: str, **functions: Any) -> PagedEngine:
+    """One rank of two tokens a block."""
+    return PagedEngine(CONFIG, PagedMemory(layers=1, tokens=2, heads=1, unit=8), name=name, **functions)
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[tuple[Engine, Engine]]:
-    p, d = Engine("p"), Engine("d")
-    p.turn()
-    d.turn()
-    yield p, d
-    p.close()
-    d.close()
+def engines() -> Iterator[tuple[PagedEngine, PagedEngine]]:
+    with engine("p") as p, engine("d") as d:
+        p.step(), d.step()
+        yield p, d
 
 
 def fresh() -> tuple[str, TransferId]:
@@ -260,18 +223,19 @@ def test_what_cannot_be_made_says_why(wrong: str) -> None:
         call()
 
 
-def honest(engines: tuple[Engine, Engine], amid: Callable[[Engine, Engine], None]) -> None:
+def honest(engines: tuple[PagedEngine, PagedEngine], amid: Callable[[PagedEngine, PagedEngine], None]) -> None:
     """Six transfers, in the middle of which both engines do something wrong; all six must come."""
     p, d = engines
     requests = [fresh() for _ in range(HONEST)]
     tables = [BlockTable.of([[2 * i, 2 * i + 1]]) for i in range(HONEST)]
-    p.memory[0, : 2 * HONEST] = np.random.default_rng(len(requests[0][0])).integers(1, 255, (2 * HONEST, 2, 8))
+    used = list(range(2 * HONEST))
+    p.memory.write(used, np.random.default_rng(len(requests[0][0])).integers(1, 255, (1, 2 * HONEST, 2, 1, 8)))
     for i, (request, transfer) in enumerate(requests):
         assert p.scheduler.offer(request, transfer, DIGEST, 4)
         if i == HONEST // 2:
             amid(p, d)
         p.scheduler.runs(request, 0, 4, tables[i])
-    p.turn()
+    p.step()
     for i, (request, _) in enumerate(requests):
         told = p.scheduler.ticket(request)
         assert told is not None
@@ -283,18 +247,18 @@ def honest(engines: tuple[Engine, Engine], amid: Callable[[Engine, Engine], None
     names = {request for request, _ in requests}
     until = time.monotonic() + 20.0
     while not names <= d.loaded | d.failed.keys() and time.monotonic() < until:
-        d.turn()
-        p.turn()
+        d.step()
+        p.step()
     assert names <= d.loaded, d.failed
-    assert np.array_equal(p.memory[0, : 2 * HONEST], d.memory[0, : 2 * HONEST])
+    assert np.array_equal(p.memory.read(used), d.memory.read(used))
     for request, _ in requests:
         d.scheduler.finished(request, BlockTable.of([[]]), False)
         p.scheduler.finished(request, BlockTable.of([[]]), False)
 
 
 @pytest.mark.parametrize("wrong", [*SCHEDULER, *WORKER])
-def test_a_wrong_call_costs_no_other(wrong: str, engines: tuple[Engine, Engine]) -> None:
-    def amid(one: Engine, _: Engine) -> None:
+def test_a_wrong_call_costs_no_other(wrong: str, engines: tuple[PagedEngine, PagedEngine]) -> None:
+    def amid(one: PagedEngine, _: PagedEngine) -> None:
         with pytest.raises(KvxferError, match=told) as caught:
             call(getattr(one, side))
         assert "\n" not in str(caught.value)
@@ -305,11 +269,11 @@ def test_a_wrong_call_costs_no_other(wrong: str, engines: tuple[Engine, Engine])
 
 def test_a_worker_that_is_told_nonsense_reports_it_and_goes_on() -> None:
     """A scheduler side that has heard of no worker yet knows no bounds, and passes it on."""
-    p, d = Engine("p"), Engine("d")
+    p, d = engine("p"), engine("d")
     beyond = BlockTable.of([[15, 99]])
     name, transfer = fresh()
 
-    def amid(one: Engine, other: Engine) -> None:
+    def amid(one: PagedEngine, other: PagedEngine) -> None:
         if one is p:
             assert p.scheduler.offer(name, transfer, DIGEST, 4)
             p.scheduler.runs(name, 0, 4, beyond)
@@ -319,13 +283,13 @@ def test_a_worker_that_is_told_nonsense_reports_it_and_goes_on() -> None:
             d.scheduler.allocated(name, beyond, 4)
 
     honest((p, d), amid)
-    assert "must be ids below 16" in d.failed[name]
-    for engine in (p, d):
-        engine.scheduler.finished(name, BlockTable.of([[]]), False)
+    assert "must be ids below 16" in str(d.failed[name])
+    for each in (p, d):
+        each.scheduler.finished(name, BlockTable.of([[]]), False)
     until = time.monotonic() + 20.0
     while (len(p.scheduler) or len(d.scheduler)) and time.monotonic() < until:
-        p.turn()  # the offer is over, too: nothing is remembered of it
-        d.turn()
+        p.step()  # the offer is over, too: nothing is remembered of it
+        d.step()
     assert len(p.scheduler) == len(d.scheduler) == len(d.worker) == 0
     p.close()
     d.close()
@@ -340,9 +304,9 @@ def test_a_function_of_the_engine_s_that_fails_costs_its_own_load_only(function:
             raise IndexError("not ours")
         return given[0]
 
-    p, d = Engine("p"), Engine("d", **{function: called})
+    p, d = engine("p"), engine("d", **{function: called})
     try:
-        p.turn(), d.turn()
+        p.step(), d.step()
         requests = [fresh()[0] for _ in range(2)]
         for i, request in enumerate(requests):
             transfer, table = TransferId.mint(1, f"of-{request}"), BlockTable.of([[2 * i, 2 * i + 1]])
@@ -352,9 +316,9 @@ def test_a_function_of_the_engine_s_that_fails_costs_its_own_load_only(function:
             d.scheduler.allocated(request, table, d.scheduler.loadable(request, 0) or 0)
         until = time.monotonic() + 20.0
         while d.loaded | d.failed.keys() != set(requests) and time.monotonic() < until:
-            p.turn(), d.turn()
+            p.step(), d.step()
         assert d.loaded == set(requests if function == "on_ended" else requests[1:])
-        assert all("not ours" in failure for failure in d.failed.values())
+        assert all("not ours" in str(failure) for failure in d.failed.values())
     finally:
         d.close(), p.close()
 
@@ -391,17 +355,17 @@ def test_what_is_closed_takes_nothing_up() -> None:
 
 def test_an_engine_goes_on_though_its_agents_are_closed_meanwhile() -> None:
     """A signal's handler drains them amid a step, and leaves the step to the engine: an exception would cost it all requests."""
-    e = Engine("e")
+    e = engine("e")
     s, w = e.scheduler, e.worker
     try:
         request, transfer = fresh()
         assert s.offer(request, transfer, DIGEST, 8)
         s.runs(request, 0, 4, TABLE)
-        e.turn()
+        e.step()
         lost, other = loading(s), loading(s)
         theirs = BlockTable.of([[4, 5]])
         s.allocated(lost, BlockTable.of([[2, 3]]), 4), s.allocated(other, theirs, 4)
-        e.turn()
+        e.step()
         s.preempted(request)
         s.finished(other, theirs, False)
         s.identify({"model": "another"})

@@ -82,9 +82,13 @@ class Case:
                 tokens = range(first, last + 1) if kind.cut_tokens else [last]
                 for head in heads:
                     for t in tokens:
+                        at = held.own(t) if kind.cut_tokens else 0
+                        if at is None:
+                            continue
                         where = t if kind.cut_tokens else last if kind.group == "state" else p
-                        key = (head, held.heads[1] if not kind.cut_heads else 0, where)
-                        yield g, layer, plane, t, held.cell(int(block), head, t % n), key
+                        turn = 0 if kind.cut_tokens else held.turn[0]
+                        key = (head, held.heads[1] if not kind.cut_heads else 0, where, turn)
+                        yield g, layer, plane, t, held.cell(int(block), head, at % (n // held.turn[1])), key
 
 
 @st.composite
@@ -111,6 +115,7 @@ def engine(
     others: tuple[int, ...],
     tp: int,
     side: str,
+    turns: tuple[tuple[int, int], ...],
 ) -> Engine:
     """An engine of any layouts and stages. ``sizes``, ``others``: block tokens of each group here and on the other side."""
     cuts = [sorted(draw(st.integers(0, len(s.layers))) for _ in range(draw(st.integers(0, 1)))) for s in of]
@@ -146,18 +151,38 @@ def engine(
         )
         for rank in range(tp):
             seed = draw(st.integers(0, 1 << 30))
-            stores[Rank(pp, rank)] = build(Rank(pp, rank), tp, of, mine, layouts, sizes, BLOCKS * 4, seed)
+            stores[Rank(pp, rank)] = build(Rank(pp, rank), tp, of, mine, layouts, sizes, BLOCKS * 4, seed, turns)
     return Engine(stores, tables)
+
+
+@st.composite
+def turns(draw: st.DrawFn, of: tuple[Spec, ...], ranks: int) -> tuple[tuple[int, int], ...]:
+    """For each group how many ranks take turns with its tokens, and the tokens of a turn."""
+    return tuple(
+        (ranks, draw(st.integers(1, 3))) if s.kind.group != "state" and draw(st.booleans()) else (1, 1) for s in of
+    )
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     of = draw(specs())
     tokens = draw(st.integers(1, 40))
+    # How many ranks take turns, and for each group whether they do.
+    ranks = [draw(st.sampled_from([1, 1, 2, 3, 4])) for _ in range(2)]
+    at_src, at_dst = (draw(turns(of, n)) for n in ranks)
+    if any(not s.kind.cut_heads or not s.kind.cut_tokens for s in of):
+        at_dst = tuple((p[0], d[1]) for p, d in zip(at_src, at_dst, strict=True))
+    at_dst = tuple(d if s.kind.cut_tokens else p for s, p, d in zip(of, at_src, at_dst, strict=True))
+    ranks = [max(n for n, _ in at) for at in (at_src, at_dst)]
     src = tuple(draw(st.integers(1, 9)) for _ in of)
     dst = tuple(
         n if not s.kind.cut_tokens and s.kind.group != "state" or draw(st.booleans()) else draw(st.integers(1, 9))
         for s, n in zip(of, src, strict=True)
+    )
+    # A block holds whole rounds.
+    src, dst = (
+        tuple(n * ranks * span for n, (ranks, span) in zip(of_side, at, strict=True))
+        for of_side, at in ((src, at_src), (dst, at_dst))
     )
     # One state for a whole request pairs with any block size; states along the way only with the same.
     for i, s in enumerate(of):
@@ -170,6 +195,6 @@ def cases(draw: st.DrawFn) -> Case:
     fused = any(not s.kind.cut_heads for s in of)
     tp_src = draw(st.sampled_from([1, 2, 4]))
     tp_dst = draw(st.sampled_from([1, 2, 4])) if not fused else tp_src
-    producer = draw(engine(of, start, tokens, src, dst, tp_src, "producer"))
-    consumer = draw(engine(of, start, tokens, dst, src, tp_dst, "consumer"))
+    producer = draw(engine(of, start, tokens, src, dst, tp_src * ranks[0], "producer", at_src))
+    consumer = draw(engine(of, start, tokens, dst, src, tp_dst * ranks[1], "consumer", at_dst))
     return Case(of, producer, consumer, start, tokens)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
+from kvxfer.geometry import Cache, Group, Heads, Rank, Region, TokenTurns, View
+
+MOST = 1000
+"""More tokens than any request has."""
 
 Bytes = NDArray[np.uint8]
 Carve = Callable[..., Bytes]
@@ -129,19 +133,34 @@ class Spec:
         """The heads that a rank holds: a share, or one replica where there are more ranks than heads."""
         if not self.kind.headed:
             return 0, 1
-        each = max(1, self.heads // tp)
-        lo = rank * each if tp <= self.heads else rank * self.heads // tp
-        return lo, lo + each
+        lo = rank * self.heads // tp
+        return lo, max(lo + 1, (rank + 1) * self.heads // tp)
+
+
+@cache
+def dealt(index: int, ranks: int, span: int) -> dict[int, int]:
+    """The tokens that a rank has and how many it has before each, if tokens are dealt out like cards, ``span`` at a time."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    deck = list(range(MOST))
+    for turn in range(MOST):
+        hands[turn % ranks] += deck[:span]
+        deck = deck[span:]
+    return {token: i for i, token in enumerate(hands[index])}
 
 
 @dataclass(frozen=True)
 class Held:
-    """One plane of one layer as one rank holds it."""
+    """One plane of one layer as one rank holds it. ``turn``: see ``dealt``."""
 
     spec: Spec
     array: Bytes
     axes: str
     heads: tuple[int, int]
+    turn: tuple[int, int, int] = (0, 1, 1)
+
+    def own(self, token: int) -> int | None:
+        """How many of a request's tokens before this one are held here, or None if this one is not."""
+        return dealt(*self.turn).get(token)
 
     def cell(self, block: int, head: int, token: int) -> Bytes:
         """The content at a block, a global head and a token within the block; opaque axes are ignored."""
@@ -167,8 +186,12 @@ def build(
     block_tokens: tuple[int, ...],
     blocks: int,
     seed: int,
+    turns: tuple[tuple[int, int], ...] = (),
 ) -> Store:
-    """A rank's store: for each group its spec, the layers it has, the name of its layout and its block size."""
+    """A rank's store: for each group its spec, the layers it has, the name of its layout and its block size.
+
+    ``turns``: for each group how many ranks take turns, and the tokens of a turn. Such ranks follow each other.
+    """
     image = np.zeros(1 << 24, np.uint8)
     rng = np.random.default_rng(seed)
     regions: list[Region] = []
@@ -185,15 +208,18 @@ def build(
 
     held: dict[tuple[int, str, str], Held] = {}
     views: dict[tuple[object, ...], tuple[list[str], list[int]]] = {}
-    for g, (spec, mine, layout, n) in enumerate(zip(specs, layers, layouts, block_tokens, strict=True)):
+    every = turns or ((1, 1),) * len(specs)
+    for g, (spec, mine, layout, whole) in enumerate(zip(specs, layers, layouts, block_tokens, strict=True)):
         if not mine:
             continue
-        kind, heads = spec.kind, spec.held(tp, rank.tp)
+        ranks, span = every[g]
+        turn, n = (rank.tp % ranks, ranks, span), whole // ranks
+        kind, heads = spec.kind, spec.held(tp // ranks, rank.tp // ranks)
         count = heads[1] - heads[0]
         scale = (1 if kind.cut_heads else count) * (1 if kind.cut_tokens or kind.group == "state" else n)
         planes = tuple((p, d * scale) for p, d in zip(kind.planes, spec.sizes, strict=True))
         for layer, plane, array, axes in kind.layouts[layout](carve, list(mine), planes, count, n, blocks):
-            held[g, layer, plane] = Held(spec, array, axes, heads)
+            held[g, layer, plane] = Held(spec, array, axes, heads, turn)
             stride = {x: array.strides[i] for i, x in enumerate(axes)}
             named = Heads(heads[0], count, spec.heads, stride.get("H")) if kind.headed else None
             key = plane, g, stride["B"], array.shape[-1], named, stride.get("N")
@@ -202,7 +228,19 @@ def build(
             offsets.append(array.ctypes.data - image.ctypes.data)
     groups = tuple(Group(n, s.kind.group, s.window) for s, n in zip(specs, block_tokens, strict=True))  # type: ignore[arg-type]
     described = tuple(
-        View(plane, g, tuple(names), tuple(offsets), blocks, block, unit, f"{specs[g].kind.name}/{plane}", heads, token)
+        View(
+            plane,
+            g,
+            tuple(names),
+            tuple(offsets),
+            blocks,
+            block,
+            unit,
+            f"{specs[g].kind.name}/{plane}",
+            heads,
+            token,
+            turns=TokenTurns(rank.tp % every[g][0], *every[g]) if every[g][0] > 1 else None,
+        )
         for (plane, g, block, unit, heads, token), (names, offsets) in views.items()  # type: ignore[misc]
     )
     return Store(Cache(tuple(regions), groups, described, rank), image[:end], held)

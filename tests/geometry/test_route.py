@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from kvxfer.geometry import Cache, Group, Heads, Incompatible, Planner, Rank, Region, ShardAssignment, View, route
 from kvxfer.geometry.assignment import head_range
 from tests.geometry.engines import Case, cases
+from tests.geometry.layouts import MOST, dealt
 
 LAYERS = tuple(f"l{i}" for i in range(8))
 
@@ -105,17 +106,29 @@ def test_every_cell_of_every_consumer_is_claimed_once(case: Case) -> None:
     assert readers.keys() == producers.keys(), "a producer without a reader would never free its blocks"
     for rank, r in routes.items():
         assert r.readers == {p: readers[p] for p in r.assignments}
-        cells: Counter[tuple[int, str, int]] = Counter()
+        cells: Counter[tuple[int, str, int, int]] = Counter()
         for p, assignments in r.assignments.items():
             for c in assignments:
                 source = producers[p].views[c.src_view]
                 assert set(c.layers) <= set(source.layers)
                 lo, hi = head_range(source)
                 assert lo <= c.head_lo < c.head_hi <= hi
-                cells.update((c.dst_view, x, h) for x in c.layers for h in range(c.head_lo, c.head_hi))
+                both = held(source) & held(consumers[rank].views[c.dst_view])
+                assert both, "ranks that have no token in common do not meet"
+                cells.update((c.dst_view, x, h, t) for x in c.layers for h in range(c.head_lo, c.head_hi) for t in both)
         assert cells == {
-            (i, x, h): 1 for i, v in enumerate(consumers[rank].views) for x in v.layers for h in range(*head_range(v))
+            (i, x, h, t): 1
+            for i, v in enumerate(consumers[rank].views)
+            for x in v.layers
+            for h in range(*head_range(v))
+            for t in held(v)
         }
+
+
+def held(view: View) -> set[int]:
+    """The tokens that a rank has of the first hundreds."""
+    turns = view.turns
+    return set(dealt(turns.index, turns.count, turns.span) if turns else range(MOST)) & set(range(200))
 
 
 def with_draft(engine: list[Cache], **other: Any) -> list[Cache]:

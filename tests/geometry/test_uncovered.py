@@ -42,8 +42,9 @@ def content(case: Case, store: Store, tables: list[Ints], start: int) -> tuple[B
             for p, block in enumerate(tables[g]):
                 for t in range(n) if block >= 0 else ():
                     if p * n + (t if kind.cut_tokens else n - 1) >= start and (mark == 1 or p * n + t < ignored):
-                        for head in range(*piece.heads) if kind.cut_heads else piece.heads[:1]:
-                            piece.cell(int(block), head, t)[:] = 1
+                        at = piece.own(p * n + t) if kind.cut_tokens else 0
+                        for head in () if at is None else range(*piece.heads) if kind.cut_heads else piece.heads[:1]:
+                            piece.cell(int(block), head, at % (n // piece.turn[1]))[:] = 1
         of[:] = store.image
     store.image[:] = before
     return held, past

@@ -31,14 +31,14 @@ def wait(fence: memory.Fence) -> None:
 
 
 def staging(nbytes: int, where: str) -> memory.Space:
-    return memory.allocate(nbytes, "cpu" if where == "pinned" else DEVICE, pinned=where == "pinned")
+    return memory.allocate(nbytes, "cpu" if where == "pinned" else DEVICE, beside=DEVICE)
 
 
 def content(space: memory.Space) -> np.ndarray:
     if space.device == "cpu":
         return space.bytes(0, space.nbytes)
     torch.cuda.synchronize()
-    return space.owner.cpu().numpy()
+    return space.region.owner.cpu().numpy()
 
 
 def check(case: Case, at: int, where: str) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvxfer import memory
 from kvxfer.geometry import CopyPattern, CopyPlan, StridedCopy
 from kvxfer.memory.cuda import CudaSpace, launch
-from kvxfer.memory.cuda.indexed import move_indexed
+from kvxfer.memory.indexed import move_indexed
 from kvxfer.memory.space import Space
 from tests.geometry.engines import Case, cases
 from tests.geometry.layouts import KINDS, Spec, Store
@@ -53,16 +53,12 @@ def by_kernel(space: memory.Space, pieces: list[CopyPlan], side: memory.Side, st
 
 
 def by_index(space: memory.Space, pieces: list[CopyPlan], side: memory.Side, staged: memory.Space, at: int) -> None:
-    def wrap(address: int, nbytes: int) -> torch.Tensor:
-        (held,) = [r for r in (*space.regions, staged.region) if 0 <= address - r.address <= r.nbytes - nbytes]
-        owner = staged if held == staged.region else memory.space((held,))
-        return torch.from_numpy(owner.bytes(address - held.address, nbytes))
+    def held(region: int) -> torch.Tensor:
+        return torch.from_numpy(space.memory(region))
 
     for piece, begin in places(pieces, at):
-        stream = staged.region.address + begin
-        for strided in piece.copies:
-            move_indexed(space, strided, side, stream, wrap, pack=side == "source")
-            stream += strided.nbytes
+        stream = torch.from_numpy(staged.bytes(begin, piece.nbytes))
+        move_indexed(space, piece, side, stream, held, pack=side == "source")
 
 
 def check(move, case: Case, at: int, cut=whole) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""The tables of ranks and serves: nothing undecided, nothing decided twice, nothing without a way out."""
+"""The tables of ranks, serves and staged pieces: nothing undecided, nothing decided twice, nothing without a way out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState
 from kvxfer.protocol.transitions import (
     RANK_FETCH,
     RANK_SERVE,
@@ -19,7 +20,11 @@ from kvxfer.protocol.transitions import (
     Transitions,
 )
 
-TABLES = {"lane": (RANK_FETCH, RankFetchState, RankFetchEvent), "serve": (RANK_SERVE, ServeState, ServeEvent)}
+TABLES = {
+    "lane": (RANK_FETCH, RankFetchState, RankFetchEvent),
+    "serve": (RANK_SERVE, ServeState, ServeEvent),
+    "piece": (PIECE, PieceState, PieceEvent),
+}
 each_table = pytest.mark.parametrize(("life", "states", "events"), TABLES.values(), ids=TABLES.keys())
 
 

@@ -151,7 +151,8 @@ class Engine:
         del victim.tokens[len(victim.tokens) - victim.unsettled :]
         victim.unsettled = victim.computed = 0
         self.waiting.insert(0, victim)
-        self.schedule.preempt(victim.id)
+        self.schedule.producer.preempt(victim.id)
+        self.schedule.consumer.preempt(victim.id)
 
     def finish(self, request: Request, complete: bool) -> bool:
         request.over = True
@@ -159,7 +160,8 @@ class Engine:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        held = self.schedule.finish(
+        self.schedule.consumer.finish(request.id)
+        held = self.schedule.producer.finish(
             request.id,
             BlockTable.of(
                 row[: ceil(request.computed, group.block_tokens)]

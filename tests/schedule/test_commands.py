@@ -51,14 +51,17 @@ def test_both_halves_speak_with_one_voice() -> None:
     assert len(schedule) == 4
     schedule.consumer.loaded("r")
     schedule.producer.step("r", 31, 1, table([1, 2]))
-    assert not schedule.finish("s", table([]), False)
+    schedule.consumer.finish("s")
+    assert not schedule.producer.finish("s", table([]), False)
     commands = schedule.commands()
     assert [want.transfer for want in commands.fetches] == [T, other]
     assert [offer.transfer for offer in commands.offers] == [other]
     assert [cancel.handle for cancel in commands.cancels] == ["s"]
     assert [revoke.transfer for revoke in commands.revokes] == [T]
-    schedule.preempt("r")
+    schedule.producer.preempt("r")
+    schedule.consumer.preempt("r")
     assert [revoke.transfer for revoke in schedule.commands().revokes] == [other]
-    assert not schedule.finish("r", table([]), True)
+    schedule.consumer.finish("r")
+    assert not schedule.producer.finish("r", table([]), True)
     schedule.consumer.loaded("s")
     assert len(schedule) == 0

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvxfer.schedule import LOAD, LoadEvent, LoadState
+from kvxfer.schedule import LOAD, OFFERING, LoadEvent, LoadState, OfferingEvent, OfferingState
 from kvxfer.transitions import IllegalTransition, Transitions
 
-TABLES = {"load": (LOAD, LoadState, LoadEvent)}
+TABLES = {"load": (LOAD, LoadState, LoadEvent), "offering": (OFFERING, OfferingState, OfferingEvent)}
 each_table = pytest.mark.parametrize(("life", "states", "events"), TABLES.values(), ids=TABLES.keys())
 
 

@@ -44,10 +44,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -92,6 +94,8 @@ class Group:
     retained: tokens behind a window whose blocks vLLM keeps for the drafts of several modules.
     state: it keeps recurrent states instead: one for a request, or, `aligned` for the prefix cache, one in the block of
         the last token; `drafts`: blocks for the states after as many draft tokens.
+    ring: it keeps the last rows of a request in its only block, so many in turn; a token attends to those of its own four.
+    replayed: vLLM does not keep its window for prefix hits, but computes it anew.
     own: nobody else's layer: of a draft model, or (`local`) of what vLLM has excluded from transfers. What such a
         layer holds decides on no token.
     """
@@ -103,11 +107,15 @@ class Group:
     state: bool = False
     aligned: bool = False
     drafts: int = 0
+    ring: int = 0
+    replayed: bool = False
     own: bool = False
     local: bool = False
 
     @property
     def block(self) -> int:
+        if self.ring:
+            return self.ring
         return LONGEST if self.state and not self.aligned else BLOCK
 
     def spec(self) -> Any:
@@ -118,6 +126,19 @@ class Group:
                 dtypes=(torch.int8,),
                 num_speculative_blocks=self.drafts,
                 mamba_cache_mode="align" if self.aligned else "none",
+            )
+        if self.ring:
+            return CircularBufferSpec(
+                block_size=self.ring, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.float32
+            )
+        if self.replayed:
+            return SlidingWindowMLASpec(
+                block_size=BLOCK,
+                num_kv_heads=1,
+                head_size=64,
+                dtype=torch.bfloat16,
+                sliding_window=self.window,
+                bounded_replay=True,
             )
         size, dtype = (8, torch.float32) if self.wide else (16, torch.bfloat16)
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": size, "dtype": dtype}
@@ -132,6 +153,8 @@ class Group:
 
     def first(self, position: int) -> int:
         """The first position that the token at this one attends to."""
+        if self.ring:
+            return position // 4 * 4
         if self.chunk:
             return position // self.chunk * self.chunk
         return max(0, position - self.window + 1) if self.window else 0
@@ -210,7 +233,8 @@ class Engine:
     """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
     `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
     which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
-    prefix cache has a hash, BLOCK or less. `tensors`: where its layers would lie, for who asks. `spread`: it is a data-parallel rank
+    prefix cache has a hash, BLOCK or less. `turns`: so many ranks take turns with the tokens of a block, which stands for those of all
+    of them; this engine plays them as one. `tensors`: where its layers would lie, for who asks. `spread`: it is a data-parallel rank
     behind a front end that has several."""
 
     block = BLOCK
@@ -227,6 +251,7 @@ class Engine:
         resumes_as_new: bool = False,
         stages: bool = False,
         hashed: int = BLOCK,
+        turns: int = 1,
         board: Switchboard | None = None,
         tensors: Callable[[Sequence[str], int], Any] = lambda layers, blocks: [],
         spread: bool = False,
@@ -244,7 +269,9 @@ class Engine:
         setattr(config.parallel_config, f"{'pipeline' if stages else 'tensor'}_parallel_size", ranks)
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = overlap
-        self.memory = np.zeros((blocks, BLOCK), np.int64)
+        config.parallel_config.decode_context_parallel_size = turns
+        self.block, hashed = BLOCK * turns, hashed * turns if len(groups) == 1 else hashed
+        self.memory = np.zeros((blocks, self.block), np.int64)
         kv = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=tensors(list(self.layers), blocks),
@@ -261,7 +288,7 @@ class Engine:
                 vllm_config=config,
                 kv_cache_config=kv,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=max(g.block for g in groups),
+                block_size=max(g.block * (1 if g.state or g.ring else turns) for g in groups),
                 hash_block_size=hashed,
                 log_stats=True,
             )
@@ -471,6 +498,12 @@ class Engine:
         self.tables[name] = [list(row) for row in table]
         self.texts[name] = list(self.scheduler.requests[name].all_token_ids)
 
+    def _place(self, group: Group, row: list[int], position: int) -> tuple[int, int]:
+        """The block and the slot of a token."""
+        if group.ring:
+            return row[0], position % group.ring
+        return row[position // self.block], position % self.block
+
     def _write(self, name: str, start: int, end: int) -> None:
         self.computed[name] = self.computed.get(name, 0) + end - start
         known = hashes(self.texts[name][:end])
@@ -481,7 +514,7 @@ class Engine:
                 self.memory[row[(end - 1) // group.block], 0] = _content(layer, known[end - 1]) if good else WRONG
                 continue
             for position in range(start, end):
-                self.memory[row[position // BLOCK], position % BLOCK] = _content(layer, known[position])
+                self.memory[self._place(group, row, position)] = _content(layer, known[position])
 
     def _sample(self, name: str, start: int, end: int) -> list[int]:
         text = self.texts[name]
@@ -495,8 +528,11 @@ class Engine:
                 block = row[(end - 1) // group.block]
                 right &= bool(block and self.memory[block, 0] == _content(layer, known[end - 1]))
                 continue
-            for position in range(group.first(start), end):
-                block, slot = row[position // BLOCK], position % BLOCK
+            replay = getattr(self.scheduler.requests[name], "replay_start", 0) if group.replayed or group.ring else 0
+            for position in range(max(group.first(start), replay), end):
+                if group.ring and position < group.first(end - 1):
+                    continue  # it may have been overwritten since
+                block, slot = self._place(group, row, position)
                 right &= bool(block and self.memory[block, slot] == _content(layer, known[position]))
         if end < len(text):
             if not right:

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformT
 from kvxfer.geometry import Planner, Rank, route
 from kvxfer.values import BlockTable
 from kvxfer_vllm.layout import Layout
+from tests.geometry.layouts import dealt
 
 BLOCKS = 12
 
@@ -40,6 +41,9 @@ class Side:
     tensors: dict[str, torch.Tensor]
     specs: dict[str, Any]
     layout: Layout
+    rank: int
+    size: int
+    turn: tuple[int, int, int]
 
 
 class OnGpu:
@@ -70,6 +74,8 @@ def engine(
     hf: Any = None,
     shared: dict[str, str] | None = None,
     cache_dtype: str = "auto",
+    turns: tuple[int, int] = (1, 1),
+    across: int = 1,
 ) -> list[Side]:
     """All ranks of an engine whose layers make one group.
 
@@ -82,9 +88,11 @@ def engine(
         hf: the model's configuration.
         shared: layers that read the cache of another.
         cache_dtype: what the user asked for.
+        turns: how many ranks take turns with the tokens of a block (decode context parallelism), and the tokens of a turn.
+        across: ranks of prefill context parallelism.
     """
     sides = []
-    for rank in range(size):
+    for rank in range(size * across):
         specs = {name: layer.spec(size, block) for name, layer in layers.items()}
         pages = [_slots(s) * (block // getattr(s, "tokens_per_state", 1)) * _cell(s) for s in specs.values()]
         memory = torch.zeros(BLOCKS * sum(pages), dtype=torch.uint8)
@@ -116,7 +124,12 @@ def engine(
             tensors[name] = tensors[target]
             objects[name] = objects[target]
         config: Any = SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=size),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=size,
+                prefill_context_parallel_size=across,
+                decode_context_parallel_size=turns[0],
+                cp_kv_cache_interleave_size=turns[1],
+            ),
             model_config=_model(hf),
             compilation_config=SimpleNamespace(static_forward_context=objects),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
@@ -127,7 +140,8 @@ def engine(
         seen: Any = tensors if on_cpu else {name: OnGpu(t) for name, t in tensors.items()}
         layout = Layout.of(seen, KVCacheConfig(BLOCKS, [], [group]), config, Rank(0, rank))
         layout.cache.check()
-        sides.append(Side(memory, tensors, specs, layout))
+        turn = (rank % size * across + rank // size) % turns[0]
+        sides.append(Side(memory, tensors, specs, layout, rank % size, size, (turn, *turns)))
     return sides
 
 
@@ -135,12 +149,28 @@ def fill(
     sides: list[Side], layers: dict[str, Layer], table: Sequence[int], positions: Sequence[int] | np.ndarray
 ) -> None:
     """Have the writers write tokens into every rank's cache."""
-    for rank, side in enumerate(sides if len(positions) else ()):
+    for side in sides if len(positions) else ():
         expanded = side.layout.table(BlockTable.of([table]))[0]
         for name, layer in layers.items():
-            layer.write(
-                side.tensors[name], side.specs[name], expanded, rank, len(sides), np.asarray(positions, np.int64)
-            )
+            if side.turn[1] > 1:
+                _write_own(side, name, layer, expanded, positions)
+                continue
+            at = np.asarray(positions, np.int64)
+            layer.write(side.tensors[name], side.specs[name], expanded, side.rank, side.size, at)
+
+
+def _write_own(side: Side, name: str, layer: Layer, table: np.ndarray, positions: Sequence[int] | np.ndarray) -> None:
+    """Have one rank write the tokens that are dealt to it: first all of them as if they were the first ones of a request that
+    nobody shares, then each from there to the slot that is the next of this rank's."""
+    t, mine = side.tensors[name], dealt(*side.turn)
+    tokens = [p for p in positions if p in mine]
+    if not tokens:
+        return
+    n, last = t.shape[2], max(tokens) + 1
+    wide = torch.zeros(-(-last // n), *t.shape[1:], dtype=t.dtype)
+    layer.write(wide, side.specs[name], np.arange(len(wide)), side.rank, side.size, np.array(tokens))
+    for p in tokens:
+        t[int(table[mine[p] // n]), :, mine[p] % n] = wide[p // n, :, p % n]
 
 
 def load(p: list[Side], d: list[Side], src: Sequence[int], dst: Sequence[int], start: int, tokens: int) -> None:

@@ -109,18 +109,23 @@ class Replayed(SlidingWindowSpec):
     prefix_replay_tokens = 8
 
 
-@pytest.mark.parametrize("loaded", [True, False])
-def test_a_window_that_is_replayed_after_a_hit_is_refused(loaded: bool) -> None:
-    """A load would bring only what lies behind the hit, and nobody the part of the window before it."""
+def test_a_window_that_is_replayed_after_a_hit_is_moved_if_vllm_takes_it_for_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group that no load brings would be replayed behind one, too."""
     given = {**SHAPE, "sliding_window": 8}
     latent = interface.SlidingWindowMLASpec
     specs = [Replayed(**given), UniformTypeKVCacheSpecs(32, {"a": SlidingWindowSpec(**given), "b": Replayed(**given)})]
     if "bounded_replay" in {field.name for field in dataclasses.fields(latent)}:
         specs.append(latent(**given, bounded_replay=True))
-        group_pages(groups(latent(**given, bounded_replay=False)))
+        (found,) = group_pages(groups(specs[-1]))
+        assert found.group == Group(32, "window", 8)
     for spec in specs:
         with pytest.raises(ConfigError, match=r"group 0 \(.*replaying tokens.*set --no-swa-bounded-replay"):
-            group_pages(groups(spec, enable_kv_transfer=loaded))
+            group_pages(groups(spec, enable_kv_transfer=False))
+        monkeypatch.setattr("kvxfer_vllm.pages.groups.takes_loaded_windows", lambda: False)
+        with pytest.raises(ConfigError, match=r"group 0 \(.*replaying tokens.*set --no-swa-bounded-replay"):
+            group_pages(groups(spec))
 
 
 @pytest.mark.parametrize(

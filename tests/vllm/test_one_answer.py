@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvxfer.schedule.producer import OfferSchedule
+from kvxfer.schedule.coverage import Coverage
 from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.engine import STATEFUL, Engine, prompt
 
@@ -217,7 +217,7 @@ def test_what_is_not_offered_is_counted_and_logged_by_reason(
     with caplog.at_level(logging.WARNING, "kvxfer"):
         for text in ([7], [8], prompt(50)):
             if text[1:]:
-                monkeypatch.setattr(OfferSchedule, "_unusable", lambda *_: "it has too few blocks")
+                monkeypatch.setattr(Coverage, "unusable", lambda *_: "it has too few blocks")
             name = p.add(text, OFFER, n=1)
             p.run(until=name)
             assert p.done[name].params is None

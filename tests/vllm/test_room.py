@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvxfer.values import Group
+from kvxfer_vllm.requests import RequestFacts
 from kvxfer_vllm.room import MOST_PASSED, Room
 from tests.vllm.cases import check, prefill
 from tests.vllm.conftest import Make, both_ways
@@ -98,16 +99,16 @@ class Cache:
 def test_few_are_passed_at_a_time_and_only_for_want_of_room() -> None:
     """vLLM asks in every step for each that it is told to skip."""
     room, cache = Room([Group(16)]), Cache(10)
-    names = [f"long{i}" for i in range(MOST_PASSED + 1)]
-    for name in [*names, "short"]:
-        room.arrived(name)
-    assert not room.lacks(names[0], 0, 176), "nothing is known of the cache"
+    *long, short = (
+        RequestFacts(name, i) for i, name in enumerate([*(f"long{i}" for i in range(MOST_PASSED + 1)), "short"])
+    )
+    assert not room.lacks(long[0], 0, 176), "nothing is known of the cache"
     room.bind(cache)
-    assert [room.lacks(name, 0, 176) for name in names] == [True] * MOST_PASSED + [False]
-    assert not room.lacks("short", 0, 160) and not room.lacks(names[1], 16, 176) and not room.lacks("stranger", 0, 999)
+    assert [room.lacks(facts, 0, 176) for facts in long] == [True] * MOST_PASSED + [False]
+    assert not room.lacks(short, 0, 160) and not room.lacks(long[1], 16, 176)
     cache.tables["short"] = [1, 2]
-    room.admitted("short")
-    assert not room.lacks(names[0], 0, 160), "it would have room, had nobody passed it"
-    assert room.lacks(names[0], 0, 176)
-    room.finished(names[1])
-    assert room.lacks(names[-1], 0, 176) and not room.lacks(names[-1], 0, 128), "who came later has not been passed"
+    room.admitted(short)
+    assert not room.lacks(long[0], 0, 160), "it would have room, had nobody passed it"
+    assert room.lacks(long[0], 0, 176)
+    room.finished(long[1])
+    assert room.lacks(long[-1], 0, 176) and not room.lacks(long[-1], 0, 128), "who came later has not been passed"

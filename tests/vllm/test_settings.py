@@ -36,10 +36,28 @@ def test_settings_are_read() -> None:
     assert settings_of(config({"backend": "cma", "lease": 7.0})).lease == 7.0
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_parallelism_that_is_not_supported(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} to 1"):
-        settings_of(config(**{name: 2}))
+def test_prefill_context_parallelism() -> None:
+    """An engine that only offers has it if its ranks take turns; else vLLM tells of one of those that hold the same."""
+    sizes = {"prefill_context_parallel_size": 2}
+    for role, more, why in (
+        ("kv_both", {"decode_context_parallel_size": 2}, "does not load into an engine"),
+        ("kv_consumer", {"decode_context_parallel_size": 2}, "does not load into an engine"),
+        ("kv_producer", {}, "without decode context parallelism"),
+    ):
+        refused = config(**sizes, **more)
+        refused.kv_transfer_config.kv_role, refused.kv_transfer_config.is_kv_consumer = role, role != "kv_producer"
+        with pytest.raises(ConfigError, match=why):
+            settings_of(refused)
+    offering = config(**sizes, decode_context_parallel_size=2)
+    offering.kv_transfer_config.is_kv_consumer = False
+    settings_of(offering)
+
+
+def test_decode_context_parallelism_of_which_vllm_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings_of(config(decode_context_parallel_size=2))
+    monkeypatch.setattr("kvxfer_vllm.compat.TELLS_TURNS", False)
+    with pytest.raises(ConfigError, match="vLLM 0.31 or later"):
+        settings_of(config(decode_context_parallel_size=2))
 
 
 def test_sleep_mode_that_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +81,14 @@ def test_a_kind_of_cache_that_is_not_supported() -> None:
     cross = type("CrossAttentionSpec", (), {"block_size": 16})()
     group = SimpleNamespace(kv_cache_spec=cross, enable_kv_transfer=True, host_resident=False)
     with pytest.raises(ConfigError, match="group 0: it holds CrossAttentionSpec"):
-        groups_of(SimpleNamespace(kv_cache_groups=[group]))
+        groups_of(SimpleNamespace(kv_cache_groups=[group]), config())
 
 
 def test_states_of_which_nobody_knows_where_they_are() -> None:
     state = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.int8,), mamba_cache_mode="all")
     group = SimpleNamespace(kv_cache_spec=state, enable_kv_transfer=True, host_resident=False)
     with pytest.raises(ConfigError, match="mamba_cache_mode 'all'; set --mamba-cache-mode align"):
-        groups_of(SimpleNamespace(kv_cache_groups=[group]))
+        groups_of(SimpleNamespace(kv_cache_groups=[group]), config())
 
 
 def test_the_connector_s_own_setting_is_checked_as_the_others_are() -> None:

@@ -232,7 +232,7 @@ class Wire:
         assert load.producer is not None and load.offer is not None
         src, dst = load.producer.engine, load.agent.engine
         fetch = load.fetch
-        if any(group.state for group in dst.groups) and load.offer.tokens != fetch.tokens:
+        if any(group.state or group.ring for group in dst.groups) and load.offer.tokens != fetch.tokens:
             return self.fail(load, "the state is that after another token")
         for layer, g in dst.layers.items():
             group, to = dst.groups[g], fetch.blocks[g]
@@ -241,6 +241,10 @@ class Wire:
             if group.local or layer not in src.layers:
                 continue
             of = load.offer.blocks[src.layers[layer]]
+            if group.ring:
+                assert len(of) == len(to) == 1, "a ring is in one block"
+                dst.memory[to[0]] = src.memory[of[0]]
+                continue
             if group.state:
                 there = of[(fetch.tokens - 1) // src.groups[src.layers[layer]].block]
                 here = to[(fetch.tokens - 1) // group.block]
@@ -249,12 +253,12 @@ class Wire:
                 continue
             first = max(fetch.start, group.first(fetch.tokens))
             for position in range(fetch.start, min(fetch.tokens, load.offer.tokens)):
-                i, slot = divmod(position, dst.block)
+                (i, slot), (j, its) = divmod(position, dst.block), divmod(position, src.block)
                 if to[i] < 0:
                     continue
-                there = of[i] if i < len(of) else -1
+                there = of[j] if j < len(of) else -1
                 if there >= 0:
-                    dst.memory[to[i], slot] = src.memory[there, slot]
+                    dst.memory[to[i], slot] = src.memory[there, its]
                 elif position >= first:
                     return self.fail(load, f"no source block for token {position} of {layer}")
         return True

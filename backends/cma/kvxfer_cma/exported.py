@@ -5,20 +5,17 @@ They may be thousands of regions, and a message of a socket is short.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from kvxfer.backend.passed import MOST_BYTES, passed, taken
 from kvxfer.errors import PeerError
 from kvxfer.geometry.cache import Region
 
 __all__ = ["Exported", "read_back", "written"]
-
-MOST_BYTES = 1 << 20
 
 Address = Annotated[int, Meta(gt=0, lt=1 << 62)]
 
@@ -46,13 +43,7 @@ def written(exported: Sequence[Exported]) -> int:
         raise OSError(
             f"this side's regions take {len(said)} bytes to tell, more than {MOST_BYTES}; register fewer, longer ones"
         )
-    fd = os.memfd_create("kvxfer-cma-regions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.pwrite(fd, said, 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return passed(said, "kvxfer-cma-regions")
 
 
 def read_back(fd: int) -> list[Exported]:
@@ -62,11 +53,9 @@ def read_back(fd: int) -> list[Exported]:
         PeerError: It is no such file, or says nothing that makes sense.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # only memory has seals; reading another file could block
-        said = os.pread(fd, MOST_BYTES + 1, 0)
-        found = msgspec.msgpack.decode(said, type=list[Exported])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+        found = msgspec.msgpack.decode(taken(fd), type=list[Exported])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise PeerError(f"what it says of its memory makes no sense ({e})") from e
-    if len(said) > MOST_BYTES or len({one.number for one in found}) < len(found):
+    if len({one.number for one in found}) < len(found):
         raise PeerError("it says of its memory too much, or says it twice")
     return found

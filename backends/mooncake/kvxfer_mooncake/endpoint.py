@@ -10,6 +10,7 @@ from msgspec import Meta
 from kvxfer.backend import EndpointBase, Memories
 from kvxfer.backend.endpoint import Token
 from kvxfer.geometry.cache import Region
+from kvxfer.settings import bare
 
 __all__ = ["Endpoint", "exported", "reaches_again"]
 
@@ -37,7 +38,7 @@ class Endpoint(EndpointBase, frozen=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        return (self.engine.rpartition(":")[0],)
+        return (bare(self.engine.rpartition(":")[0]),)
 
     def space(self) -> Memories:
         """Return the memories at the addresses that they have at the peer."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.backend.environment import environment
-from kvxfer.errors import TransportError
+from kvxfer.errors import ConfigError, TransportError
 from kvxfer_mooncake.options import Options
 
 __all__ = ["LibraryEngine", "load", "version_of"]
@@ -32,6 +32,8 @@ PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 
 CARDS = Path("/sys/class/infiniband")
 HURRY_US = 5000
+SIX = "MC_USE_IPV6"
+"""Without it, Mooncake looks every address up as one of IPv4, each time that it dials."""
 
 
 @cache
@@ -72,6 +74,7 @@ class LibraryEngine:
         """Start an engine.
 
         Raises:
+            ConfigError: The address is one that Mooncake does not use as it is set.
             TransportError: It does not start.
         """
         kind = load()
@@ -79,15 +82,22 @@ class LibraryEngine:
             raise TransportError(
                 "option 'protocol' of back end 'mooncake' is 'rdma', and this host has no RDMA card: Mooncake would take TCP instead"
             )
+        six = ":" in options.advertise
+        if six and not os.environ.get(SIX):
+            raise ConfigError(
+                f"option 'advertise' of back end 'mooncake' is the IPv6 address {options.advertise!r}, and Mooncake uses IPv6 only if "
+                f"{SIX}=1 is in the environment of every engine; set it, or advertise an IPv4 address"
+            )
+        host, self._here = (f"[{options.advertise}]", "[::1]") if six else (options.advertise, "127.0.0.1")
         with environment({"MC_FORCE_TCP": "1"} if options.protocol == "tcp" else {}):
             self._engine: Any = kind()
-            failed = self._engine.initialize(options.advertise, "P2PHANDSHAKE", options.protocol, "")
+            failed = self._engine.initialize(host, "P2PHANDSHAKE", options.protocol, "")
         if failed:
             raise TransportError(
                 f"Mooncake's engine does not start (code {failed}): is {options.advertise!r} an address of this host? It writes "
                 "the reason to stderr"
             )
-        self.name = f"{options.advertise}:{self._engine.get_rpc_port()}"
+        self.name = f"{host}:{self._engine.get_rpc_port()}"
 
     def register(self, address: int, nbytes: int) -> None:
         """Make memory known.
@@ -148,4 +158,4 @@ class LibraryEngine:
                     with socket.socket(fileno=os.dup(int(name))) as found:
                         if found.getsockname()[1:2] == (port,):
                             found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, HURRY_US))
-        self._engine.send_probe(f"127.0.0.1:{port}")
+        self._engine.send_probe(f"{self._here}:{port}")

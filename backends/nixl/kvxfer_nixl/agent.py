@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -50,8 +50,13 @@ class LibraryAgent:
     many may call as the options say.
     """
 
-    def __init__(self, name: str, options: Options) -> None:
+    def __init__(self, name: str, options: Options, settings: Mapping[str, str]) -> None:
         """Start the agent.
+
+        Args:
+            name: What peers call it.
+            options: The options.
+            settings: Those of UCX, which are what has become of the options.
 
         Raises:
             ConfigError: This NIXL lacks the plugin, or a parameter.
@@ -64,8 +69,7 @@ class LibraryAgent:
         config.useProgThread, config.pthrDelay = True, PROGRESS_US
         config.useListenThread = False
         config.syncMode = getattr(nixl, f"NIXL_THREAD_SYNC_{options.locking.upper()}")
-        settings = options.ucx_settings
-        ucx.check(settings, library.ucp)
+        ucx.check(options.ucx_settings, library.ucp)
         try:
             with inside:
                 agent = nixl.nixlAgent(name, config)

@@ -22,12 +22,13 @@ class ExportedPiece(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Endpoint(EndpointBase, frozen=True):
     """``end``: names this end of this link; ``line``: where a peer of the same host announces itself, which no other finds.
 
-    ``memories``: by number, ``None`` for one that is gone or not for this peer. ``metadata``: what NIXL has to
-    know of our agent, parts of which UCX takes on trust.
+    ``memories``: by number, ``None`` for one that is gone or not for this peer. ``metadata``: what NIXL has to know of our agent that
+    serves peers on a network, parts of which UCX takes on trust; empty if there is none. Those of the other agent, for a peer of this
+    host, are told over ``line`` only.
     """
 
     backend = "nixl"
-    format = 5
+    format = 6
     trusted = frozenset({"metadata"})
 
     agent: Annotated[str, Meta(max_length=256)]

@@ -19,8 +19,8 @@ from kvxfer.backend.runs import split_long
 from kvxfer.errors import TransportError
 from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Completion, Fence
-from kvxfer_nixl.agent import LibraryAgent, Side
-from kvxfer_nixl.link import Link
+from kvxfer_nixl.agent import Side
+from kvxfer_nixl.link import Link, Peer
 
 __all__ = ["Flight"]
 
@@ -69,14 +69,14 @@ class Flight:
         self._error: TransportError | None = None
         self._earliest, self._latest = 0.0, 0.0
 
-    def advance(self, agent: LibraryAgent, now: float, until: float) -> Completion | None:
+    def advance(self, now: float, until: float) -> Completion | None:
         """Look what is done, post more until the time ``until``, and say whether this is the end."""
-        self._look(agent)
+        self._look()
         if self._cuts or self._handles:
             if (error := self.link.broken) is not None:
                 self.give_up(str(error), now, error)
             if self._error is None and self._ready(now):
-                self._post(agent, until)
+                self._post(until)
         if self._error is not None:
             if now >= (self._latest if self._handles else self._earliest):
                 return Completion(self.number, self._error, quiet=not self._handles)
@@ -96,15 +96,15 @@ class Flight:
             self._error = TransportError(f"{what} failed: {why}")
             self._error.__cause__ = cause
 
-    def linger(self, agent: LibraryAgent) -> bool:
+    def linger(self) -> bool:
         """After the end: whether NIXL is still not done."""
-        self._look(agent)
+        self._look()
         return bool(self._handles)
 
-    def drop(self, agent: LibraryAgent) -> None:
+    def drop(self) -> None:
         """Release all handles, whatever they are doing: when the connection or the agent is no more."""
         for handle in self._handles:
-            agent.release(handle)
+            self._peer.agent.release(handle)
         self._handles.clear()
 
     def due(self, now: float) -> float:
@@ -125,21 +125,27 @@ class Flight:
             self._fence = None
         return self._fence is None
 
-    def _post(self, agent: LibraryAgent, until: float) -> None:
+    @property
+    def _peer(self) -> Peer:
+        """Whom a piece was posted to, or may be: the link is up by then."""
+        assert self.link.peer is not None
+        return self.link.peer
+
+    def _post(self, until: float) -> None:
         on_host = not (self._local[0] or self._remote[0])
         while self._cuts and len(self._handles) < WINDOW and self._error is None and time.monotonic() < until:
             at_once = min(len(self._cuts), WINDOW - len(self._handles), self._pool.size if on_host else 1)
             posted = [(self._next(), _Posted()) for _ in range(at_once)]
             try:
-                self._pool.do([partial(self._post_one, agent, *each) for each in posted])
+                self._pool.do([partial(self._post_one, *each) for each in posted])
             except RuntimeError:
                 if self._pool.size > 1:
                     raise
                 for piece, result in posted:  # the system gives no more threads; what none has tried is ours
                     if result == _Posted():
-                        self._post_one(agent, piece, result)
+                        self._post_one(piece, result)
             finally:
-                self._take_in(agent, [result for _, result in posted])
+                self._take_in([result for _, result in posted])
 
     def _next(self) -> tuple[Side, Side]:
         """Return the descriptors of the next piece."""
@@ -147,44 +153,46 @@ class Flight:
         self._start = piece.stop
         return (self._local[0], self._local[1][piece]), (self._remote[0], self._remote[1][piece])
 
-    def _post_one(self, agent: LibraryAgent, piece: tuple[Side, Side], result: _Posted) -> None:
+    def _post_one(self, piece: tuple[Side, Side], result: _Posted) -> None:
         """On any thread. NIXL binds what is made to a worker of the thread that makes it."""
+        peer = self._peer
         try:
-            result.handle = agent.prepare(self._operation, *piece, self.link.peer.name)
-            result.done = agent.post(result.handle)
+            result.handle = peer.agent.prepare(self._operation, *piece, peer.name)
+            result.done = peer.agent.post(result.handle)
         except TransportError as e:
             result.error = e
 
-    def _take_in(self, agent: LibraryAgent, results: list[_Posted]) -> None:
+    def _take_in(self, results: list[_Posted]) -> None:
         self._posted = time.monotonic()
         for r in results:
             if r.handle is None:
                 if r.error is not None:
                     self.give_up(str(r.error), self._posted, r.error)
             elif r.error is not None:
-                self._break(agent, r.handle, r.error)
+                self._break(r.handle, r.error)
             elif r.done:
-                agent.release(r.handle)
+                self._peer.agent.release(r.handle)
             else:
                 self._handles.append(r.handle)
 
-    def _look(self, agent: LibraryAgent) -> None:
+    def _look(self) -> None:
         for handle in list(self._handles):
+            agent = self._peer.agent
             try:
                 if agent.done(handle):
                     self._handles.remove(handle)
                     agent.release(handle)
             except TransportError as e:
                 self._handles.remove(handle)
-                self._break(agent, handle, e)
+                self._break(handle, e)
 
-    def _break(self, agent: LibraryAgent, handle: int, error: TransportError) -> None:
+    def _break(self, handle: int, error: TransportError) -> None:
         """Note that the connection has failed: its worker has closed it, and nothing of this piece moves any more.
 
         Of others, which another worker may have, NIXL has to say so.
         """
-        agent.release(handle)
-        self.link.peer.error = self.link.peer.error or error
+        self._peer.agent.release(handle)
+        self._peer.error = self._peer.error or error
         now = time.monotonic()
         self.give_up(str(error), now, error)
         self._earliest = now + SETTLE_S

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from kvxfer.backend import Liveness
-from kvxfer.errors import PeerError, TransportError
+from kvxfer.backend.introduction import Introduction
+from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer_nixl.agent import LibraryAgent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.space import RegisteredSpace
@@ -29,12 +31,18 @@ GREET_AGAIN_S = 0.25
 
 
 class Peer:
-    """``name``: NIXL's. ``here``: whether a socket tells of its end. ``error``: why the connection has failed; it never comes back."""
+    """A peer of one of our agents.
+
+    Attributes:
+        name: NIXL's.
+        here: Whether a socket tells of its end.
+        agent: Ours, which knows it.
+        error: Why the connection has failed; it never comes back.
+    """
 
     def __init__(self, name: str, here: bool, agent: LibraryAgent) -> None:
-        self.name, self.here = name, here
+        self.name, self.here, self.agent = name, here, agent
         self.error: TransportError | None = None
-        self._agent = agent
 
     def tell(self, message: str) -> None:
         """Send a message, at once.
@@ -44,7 +52,7 @@ class Peer:
         """
         if self.error is None:
             try:
-                self._agent.tell(self.name, message)
+                self.agent.tell(self.name, message)
             except TransportError as e:
                 self.error = e
         if self.error is not None:
@@ -82,21 +90,38 @@ class Peers:
 class Link:
     """``end``: our end. ``liveness``: of a peer of this host, whose end NIXL may not tell of. ``broken``: why nothing can move any more."""
 
-    def __init__(self, number: int, end: str, theirs: Endpoint, liveness: Liveness | None, peers: Peers) -> None:
-        """Greet the peer, of whose end a socket tells if it is on this host.
+    def __init__(
+        self,
+        number: int,
+        end: str,
+        theirs: Endpoint,
+        liveness: Liveness | None,
+        introduction: Introduction | None,
+        choose: Callable[[bytes | None], Peer],
+    ) -> None:
+        """Greet the peer, now or once it has said which of its agents serves it.
+
+        Args:
+            number: The link's.
+            end: Our end of it.
+            theirs: The peer's.
+            liveness: Tells of the peer's end if it is on this host.
+            introduction: What the two tell each other over that socket.
+            choose: Makes the peer known to one of our agents, given what it has told there.
 
         Raises:
             TransportError: Its description or metadata make no sense.
         """
         self.number, self.end, self.their_end, self.agent = number, end, theirs.name, theirs.agent
-        self.liveness, here = liveness, liveness is not None
+        self.liveness, self._introduction, self._choose = liveness, introduction, choose
         self.space = RegisteredSpace.of_peer(theirs.memories)
-        self.peer = peers.connect(theirs.metadata, here)
+        self.peer: Peer | None = None
         self._greeted = False
         self._broken: PeerError | None = None
         self.began = time.monotonic()
-        self._greet_at, self._again_s = self.began, math.inf if here else GREET_AGAIN_S
-        self.greet(self.began)
+        self._again_s = GREET_AGAIN_S if liveness is None else math.inf
+        self._greet_at = self.began + self._again_s
+        self._settle()
 
     def __str__(self) -> str:
         return f"peer {self.agent!r} (link {self.number})"
@@ -107,24 +132,47 @@ class Link:
             self.liveness.check()
             if self.liveness.down is not None:
                 self._fail(f"the connection has failed: {self.liveness.down}")
-        if self._broken is None and self.peer.error is not None:
+        if self._broken is None and (self.peer is None or (self.liveness is not None and self.liveness.heard)):
+            try:
+                self._settle()
+            except KvxferError as e:
+                self._fail(f"it cannot be reached: {e}", e)
+        if self._broken is None and self.peer is not None and self.peer.error is not None:
             self._fail(f"the connection has failed: {self.peer.error}", self.peer.error)
         return self._broken
+
+    def _settle(self) -> None:
+        """Take in what the peer says over its socket, and choose the agent for it once that is clear.
+
+        Raises:
+            TransportError: There is none, or it does not take the peer. So does ``PeerError``.
+        """
+        told = None
+        if self._introduction is not None:
+            self._introduction.hear()
+            if not self._introduction.over:
+                return
+            told = self._introduction.address
+        if self.peer is None:
+            self.peer = self._choose(told)
+            self._greet()  # even one that has greeted us before
 
     @property
     def up(self) -> bool:
         """Whether the other side is there; on this host it has to say so itself, whoever greets in its name."""
-        return self._greeted and (self.liveness is None or self.liveness.up)
+        return self._greeted and self.peer is not None and (self.liveness is None or self.liveness.up)
 
     def greet(self, now: float) -> None:
-        """Tell the peer that this end is there, if it is time to: at once, and again where no socket tells of its end.
-
-        The first greeting also makes the connection, so that no transfer has to wait for it.
-        """
-        if not self._greeted and self.broken is None and now >= self._greet_at:
+        """Tell the peer again that this end is there, if it is time to: where no socket tells of the peer's end."""
+        if not self._greeted and self.broken is None and self.peer is not None and now >= self._greet_at:
             self._greet_at = now + self._again_s
-            with suppress(TransportError):  # it is in ``broken`` now
-                self.peer.tell(GREETING + self.their_end)
+            self._greet()
+
+    def _greet(self) -> None:
+        """Tell the peer that this end is there. The first time also makes the connection, so that no transfer has to wait for it."""
+        assert self.peer is not None  # it was chosen
+        with suppress(TransportError):  # it is in ``broken`` now
+            self.peer.tell(GREETING + self.their_end)
 
     def hear(self, message: str) -> None:
         if message == GREETING:
@@ -135,8 +183,9 @@ class Link:
     def close(self, why: str) -> None:
         """No more batches; the peer is told."""
         if self.broken is None:
-            with suppress(TransportError):  # then there is nobody to tell
-                self.peer.tell(GOODBYE + self.their_end)
+            if self.peer is not None:
+                with suppress(TransportError):  # then there is nobody to tell
+                    self.peer.tell(GOODBYE + self.their_end)
             self._fail(why)
 
     def _fail(self, what: str, cause: Exception | None = None) -> None:

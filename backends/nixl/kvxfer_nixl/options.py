@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvxfer.backend.options import BackendOptions
-from kvxfer.backend.ucx import confined
+from kvxfer.backend.ucx import Split, confined, split
 from kvxfer.errors import ConfigError
 from kvxfer_nixl.carriers import copies_directly, in_force
 from kvxfer_nixl.library import has_gpu
@@ -94,6 +94,23 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         ours = UCX_DEFAULTS | confined(self.listen, given, gpus=has_gpu())
         ours["KEEPALIVE_INTERVAL"] = _keepalive(in_force(ours | given, "TLS"))
         return {key: value for key, value in ours.items() if f"UCX_{key}" not in os.environ} | given
+
+    @property
+    def contexts(self) -> Split:
+        """``ucx_settings``, for a context with shared memory and for one with networks.
+
+        Raises:
+            ConfigError: As ``ucx_settings`` does.
+        """
+        if self.plugin != "UCX":
+            return Split(None, {})
+        chosen = split(self.ucx_settings, gpus=has_gpu())
+        decided = {key.removeprefix("UCX_") for key in (*self.ucx, *os.environ)}
+        if "KEEPALIVE_INTERVAL" not in decided:
+            for settings in (chosen.host, chosen.network):
+                if settings is not None:
+                    settings["KEEPALIVE_INTERVAL"] = _keepalive(in_force(settings, "TLS"))
+        return chosen
 
 
 def _keepalive(carriers: str) -> str:

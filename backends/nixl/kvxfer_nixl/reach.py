@@ -22,7 +22,12 @@ _CARDS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Reach:
-    """``host``: processes of this host are reached whose numbers mean the same here; ``network``: others are."""
+    """Who is reached.
+
+    Attributes:
+        host: Whether processes of this host are, by shared memory.
+        network: Whether others are.
+    """
 
     host: bool
     network: bool
@@ -35,19 +40,29 @@ class Reach:
         """
         if options.plugin != "UCX" or options.verbs is not None:
             return cls(True, True)
-        settings = options.ucx_settings
+        contexts = options.contexts
         cards = set(os.listdir(_CARDS)) if _CARDS.is_dir() else set()
-        allowed = allowed_by(in_force(settings, "TLS"), GROUPS["all"])
-        network = bool(allowed & NETWORK and allowed_by(in_force(settings, "NET_DEVICES"), cards))
-        return cls(network or bool(allowed & (HOST if "cuda" in memory else {"cma"})), network)
+        host, network = (
+            set[str]() if settings is None else allowed_by(in_force(settings, "TLS"), GROUPS["all"])
+            for settings in (contexts.host, contexts.network)
+        )
+        devices = "" if contexts.network is None else in_force(contexts.network, "NET_DEVICES")
+        return cls(
+            bool(host & (HOST if "cuda" in memory else {"cma"})), bool(network & NETWORK and allowed_by(devices, cards))
+        )
+
+    @property
+    def somebody(self) -> bool:
+        """Whether there can be a peer that UCX reads from by itself."""
+        return self.host or self.network
 
     @property
     def words(self) -> str:
         """For a user."""
-        if not self.host:
+        if not self.somebody:
             return "none: UCX has nothing but TCP, over which only writes are safe"
         return "from any peer" if self.network else "from peers on this host; to others UCX has nothing but TCP here"
 
     def includes(self, here: bool) -> bool:
-        """Whether it includes a process; ``here``: it is on this host, and the kernel has told its number."""
+        """Whether it includes a process, which is reached by shared memory (``here``) or by a network."""
         return self.host if here else self.network

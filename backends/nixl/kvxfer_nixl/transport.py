@@ -9,25 +9,30 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from kvxfer.backend import Base, CopyPool, Liveness, LivenessLinks, ucx
 from kvxfer.backend.door import Elsewhere
 from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
-from kvxfer.errors import KvxferError, TransportError
+from kvxfer.backend.introduction import Introduction
+from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_nixl.agent import LibraryAgent
+from kvxfer_nixl.carriers import copies_directly
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.flight import Flight
 from kvxfer_nixl.library import has_gpu, load
-from kvxfer_nixl.link import Link, Peers
+from kvxfer_nixl.link import Link, Peer, Peers
 from kvxfer_nixl.options import Options
 from kvxfer_nixl.reach import Reach
 from kvxfer_nixl.space import RegisteredSpace, one_device
@@ -59,12 +64,13 @@ class NixlTransport(Base[Endpoint, Link]):
         self._uninherited = Uninherited()
         # So that NIXL's log tells who it is, and no other process ever has the name.
         name = f"{re.sub(r'[^0-9A-Za-z_.-]', '_', agent)[:64]}~{secrets.token_hex(8)}"
-        self._nixl = LibraryAgent(name, self._options)
+        self._host, self._network = both = _start(name, self._options)
+        self._nixl = [agent for agent in both if agent is not None]
         self._uninherited.look()
-        self._peers = Peers(self._nixl)
-        memory = _memory_kinds(self._nixl)
+        self._peers = {id(agent): Peers(agent) for agent in self._nixl}
+        memory = _memory_kinds(self._nixl[0])
         self._reach = Reach.of(self._options, memory)
-        verbs = self._options.verbs or ({"read", "write"} if self._reach.host else {"write"})
+        verbs = self._options.verbs or ({"read", "write"} if self._reach.somebody else {"write"})
         self._capabilities = Capabilities(
             verbs=frozenset(map(Verb, verbs)),
             memory=memory,
@@ -76,8 +82,9 @@ class NixlTransport(Base[Endpoint, Link]):
         )
         super().__init__(agent, options)
         self._space = RegisteredSpace(self.memories)
-        self._tokens: dict[int, Any] = {}
+        self._tokens: dict[int, list[Any]] = {}  # of each agent
         self._issued: dict[str, str] = {}  # what was heard for an endpoint that is not used yet
+        self._shown: dict[str, list[int]] = {}  # the memories that such an endpoint shows
         self._ends: dict[str, Link] = {}
         self._flights: dict[int, Flight] = {}
         self._lingering: list[Flight] = []
@@ -93,7 +100,8 @@ class NixlTransport(Base[Endpoint, Link]):
         try:
             library = load()
             facts = {"nixl": f"{library.version} ({library.package})"}
-            agent = LibraryAgent("probe", Options())
+            options = Options()
+            agent = LibraryAgent("probe", options, options.ucx_settings)
             try:
                 facts["plugins"] = ", ".join(agent.plugins)
                 facts["ucx"] = library.ucx_version
@@ -116,14 +124,21 @@ class NixlTransport(Base[Endpoint, Link]):
 
     def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
         cuda, device = one_device(regions)
-        self._tokens[memory] = self._nixl.register(regions, cuda, device) if regions else None
+        tokens: list[Any] = []
+        try:
+            for agent in self._nixl if regions else ():
+                tokens.append(agent.register(regions, cuda, device))
+        except BaseException:
+            for agent, token in zip(self._nixl, tokens, strict=False):
+                agent.deregister(token)
+            raise
+        self._tokens[memory] = tokens
         self._space.add(memory, regions)
 
     def drop_memory(self, memory: int) -> None:
         self._space.remove(memory)
-        token = self._tokens.pop(memory)
-        if token is not None:
-            self._nixl.deregister(token)
+        for agent, token in zip(self._nixl, self._tokens.pop(memory), strict=False):
+            agent.deregister(token)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         """NIXL's keys have no rights: who has one can write, too, where the carrier asks for one at all."""
@@ -134,14 +149,19 @@ class NixlTransport(Base[Endpoint, Link]):
             end,
             self._liveness.name,
             self._space.describe(memories),
-            self._nixl.metadata(*(self._tokens[m] for m in memories if self._tokens.get(m) is not None)),
+            b"" if self._network is None else self._metadata(self._network, memories),
         )
         self._liveness.offer(end)
-        self._issued[mine.name] = ""
+        self._issued[mine.name], self._shown[mine.name] = "", list(memories)
         return mine
 
+    def _metadata(self, agent: LibraryAgent, memories: Collection[int]) -> bytes:
+        """Return what a peer has to know of one of our agents for these memories, as far as they are still there."""
+        at = self._nixl.index(agent)
+        return agent.metadata(*(tokens[at] for m in memories if (tokens := self._tokens.get(m))))
+
     def drop_endpoint(self, mine: Endpoint) -> None:
-        del self._issued[mine.name]
+        del self._issued[mine.name], self._shown[mine.name]
         self._liveness.withdraw(mine.end)
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
@@ -165,6 +185,7 @@ class NixlTransport(Base[Endpoint, Link]):
                 self._liveness.offer(mine.end)  # it is as unused as before
             raise
         self._ends[link.end] = link
+        del self._shown[link.end]
         self._uninherited.soon()
         for message in self._issued.pop(link.end):
             link.hear(message)
@@ -172,17 +193,28 @@ class NixlTransport(Base[Endpoint, Link]):
 
     def _make_link(self, number: int, mine: Endpoint, theirs: Endpoint, liveness: Liveness | None) -> Link:
         """Return a link to a peer, which is on this host if there is a socket to it (``liveness``)."""
-        if Verb.READ in self._capabilities.verbs and not self._reach.includes(
-            liveness is not None and liveness.process.pid > 0
-        ):
-            raise TransportError(
-                f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can take the process that "
-                'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
-                "there, which allows it), or use another back end"
-            )
+        host, shown = self._host, self._shown[mine.name]
+
+        def choose(told: bytes | None) -> Peer:
+            agent, metadata = (self._network, theirs.metadata) if told is None else (host, told)
+            if agent is None or not metadata:
+                raise TransportError(
+                    "it runs on another host, or as another user or in another namespace, where no shared memory is used, and "
+                    f"{'this side' if agent is None else 'it'} has no network: 'listen' is a loopback address, or 'TLS' allows none"
+                )
+            if Verb.READ in self._capabilities.verbs and not self._reach.includes(agent is host):
+                raise TransportError(
+                    f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can take the process that "
+                    'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
+                    "there, which allows it), or use another back end"
+                )
+            return self._peers[id(agent)].connect(metadata, liveness is not None)
+
+        address = None if host is None else partial(self._metadata, host, shown)
         try:
-            return Link(number, mine.name, theirs, liveness, self._peers)
-        except TransportError as e:
+            introduction = None if liveness is None else Introduction(liveness, address)
+            return Link(number, mine.name, theirs, liveness, introduction, choose)
+        except (TransportError, PeerError) as e:
             raise TransportError(f"cannot connect to peer {theirs.agent!r}: {e}") from e
 
     def drop_link(self, number: int, link: Link) -> None:
@@ -217,12 +249,15 @@ class NixlTransport(Base[Endpoint, Link]):
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         self._liveness.handle(readable)
+        for link in self.links.values():
+            if link.peer is None or link.liveness in readable:
+                _ = link.broken  # takes in what the peer has said
         self._listen()
         now = time.monotonic()
         self._uninherited.look(now)
         for flight in list(self._flights.values()):
             self._advance(flight, now)
-        for flight in [f for f in self._lingering if not f.linger(self._nixl)]:
+        for flight in [f for f in self._lingering if not f.linger()]:
             self._lingering.remove(flight)
             self.quieted(flight.number)
         self._schedule(now)
@@ -234,18 +269,18 @@ class NixlTransport(Base[Endpoint, Link]):
             link.close("this side has closed its back end")
         going = [*self._flights.values(), *self._lingering]
         until = time.monotonic() + DRAIN_S
-        while time.monotonic() < until and (going := [f for f in going if f.linger(self._nixl)]):
+        while time.monotonic() < until and (going := [f for f in going if f.linger()]):
             time.sleep(0.0005)
         for flight in going:
-            flight.drop(self._nixl)
+            flight.drop()
         self._pool.close()
         try:
-            self._nixl.close()
+            _close(self._nixl)
         finally:
             self._liveness.close()
 
     def _advance(self, flight: Flight, now: float) -> None:
-        end = flight.advance(self._nixl, now, now + BUDGET_S)
+        end = flight.advance(now, now + BUDGET_S)
         if end is None:
             return
         del self._flights[flight.number]
@@ -255,7 +290,7 @@ class NixlTransport(Base[Endpoint, Link]):
 
     def _listen(self) -> None:
         """Take in greetings and goodbyes. A peer may send them before we have connected to it."""
-        for message in self._nixl.heard():
+        for message in chain.from_iterable(agent.heard() for agent in self._nixl):
             kind, name = message[:1].decode("ascii", "replace"), message[1:].decode("ascii", "replace")
             if name in self._ends:
                 self._ends[name].hear(kind)
@@ -268,6 +303,35 @@ class NixlTransport(Base[Endpoint, Link]):
         if self._lingering:
             due.append(now + LINGER_S)
         self.wakeup.at(min(due, default=None))
+
+
+def _start(name: str, options: Options) -> tuple[LibraryAgent | None, LibraryAgent | None]:
+    """Start an agent for peers of this host and one for others, of which one may be missing (``kvxfer.backend.ucx.split``)."""
+    contexts = options.contexts
+    settings = [contexts.host, contexts.network]
+    host = contexts.host
+    if host is not None and contexts.network is not None and not (has_gpu() or copies_directly(host["TLS"])):
+        if Reach.of(msgspec.structs.replace(options, verbs=None), ()).network:
+            settings[0] = None  # a card reads by itself, and shared memory would not
+    started: list[LibraryAgent | None] = []
+    try:
+        for one in settings:
+            started.append(None if one is None else LibraryAgent(name, options, one))
+    except BaseException:
+        _close([agent for agent in started if agent is not None])
+        raise
+    return started[0], started[1]
+
+
+def _close(agents: Iterable[LibraryAgent]) -> None:
+    """Close all of these.
+
+    Raises:
+        TransportError: One of them cannot be closed.
+    """
+    with ExitStack() as closing:
+        for agent in agents:
+            closing.callback(agent.close)
 
 
 def _memory_kinds(agent: LibraryAgent) -> frozenset[str]:

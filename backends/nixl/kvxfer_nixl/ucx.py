@@ -2,8 +2,8 @@
 
 NIXL takes them in one plugin parameter, ``engine_config``, which has three traps: it drops a setting that UCX refuses
 without a word, it prefers the environment's value, and it cuts the text at commas, although UCX's lists are written
-with commas. So UCX is asked first, a contradicting environment is an error, and a setting with a comma goes through
-the environment for the moment in which NIXL makes its UCX context.
+with commas. So UCX is asked first, and an environment that contradicts the operator's options is an error. A setting with a comma, or
+of which kvxfer gives NIXL only a part, goes through the environment for the moment in which NIXL makes its UCX context.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check(settings: Mapping[str, str], library: Path | None) -> None:
 @contextmanager
 def applied(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Return the plugin parameters that carry the settings, for as long as the backend is being created."""
-    lists = {f"UCX_{k}": v for k, v in settings.items() if "," in v}
-    plain = [f"{k}={v}" for k, v in settings.items() if "," not in v]
-    with environment(lists):
+    set_here = {k for k, v in settings.items() if "," in v or os.environ.get(f"UCX_{k}", v) != v}
+    plain = [f"{k}={v}" for k, v in settings.items() if k not in set_here]
+    with environment({f"UCX_{k}": settings[k] for k in set_here}):
         yield {"engine_config": ",".join(plain)} if plain else {}

@@ -11,6 +11,7 @@ from kvxfer.transport import Completion, Fence, Verb
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.endpoint import Endpoint
 from kvxfer_ucx.messages import OK, TRUNCATED, Pieces, Posted
+from kvxfer_ucx.ways import Ways
 
 __all__ = ["Half", "Link"]
 
@@ -29,6 +30,9 @@ DRAIN_S = 5.0
 
 PART_S = 1.0
 """How long a link that ends goes on with what is queued before its farewell, which UCX would throw away with the rest."""
+
+LAST_S = 0.05
+"""How long a link whose peer has closed its socket goes on with what that peer sent before: its farewell, if it could be sent."""
 
 FENCE_INTERVAL_S = 0.00005, 0.0005
 """How often a fence is asked whether it has passed: at first (packing on a GPU takes no longer), and in the end."""
@@ -88,37 +92,26 @@ class Link:
     and a new link has to be made.
     """
 
-    def __init__(self, connection: Connection, mine: Endpoint, theirs: Endpoint, now: float, timeout_s: float) -> None:
-        self.connection, self.mine, self.theirs = connection, mine, theirs
+    def __init__(self, ways: Ways, mine: Endpoint, theirs: Endpoint, now: float, timeout_s: float) -> None:
+        self.mine, self.theirs, self.liveness = mine, theirs, ways.liveness
+        self.connection: Connection | None = None
         self.broken: KvxferError | None = None
-        self.gone = False
-        self._messages = connection.messages
+        self.gone = self.parted = False
+        self._ways = ways
         self._chunk_s, self._chunks = timeout_s / CHUNKS, CHUNKS
         self._due = self._part_by = now + self._chunk_s
-        self._parted = False
+        self._down_at: float | None = None
         self._swept = now
         self._open = False
         self._heard: list[Posted] = []
-        self._welcome = self._bye = self._farewell = Posted(self._messages)
+        self._farewell: Posted | None = None
         self._met: Posted | None = None
         self._waiting: deque[Half] = deque()
         self._interval = FENCE_INTERVAL_S[0]
         self._going: list[Half] = []
         self._stuck: list[Half] = []
         self._said: list[Posted] = []
-        try:
-            connection.connect(theirs.address)
-        except PeerError as e:
-            self.fail(
-                PeerError(f"{theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?"),
-                now,
-            )
-            return
-        self._welcome, _, self._bye = self._heard = [
-            self._messages.hear(self._tag(mine, kind, stream))
-            for kind, stream in ((_WELCOME, 0), (_WELCOME, 1), (_BYE, 0))
-        ]
-        self._say(_WELCOME, 0, True)
+        self._choose(now)
 
     @property
     def plain(self) -> bool:
@@ -128,6 +121,27 @@ class Link:
     def busy(self) -> bool:
         """Whether messages of batches are under way."""
         return bool(self._going)
+
+    def _choose(self, now: float) -> None:
+        """Take the way to the peer, once the peer has said which, and welcome it there."""
+        try:
+            connection = self._ways.choose()
+        except PeerError as e:
+            self.fail(
+                PeerError(
+                    f"{self.theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?"
+                ),
+                now,
+            )
+            return
+        if connection is None:
+            return
+        self.connection, self._messages = connection, connection.messages
+        self._welcome, _, self._bye = self._heard = [
+            self._messages.hear(self._tag(self.mine, kind, stream))
+            for kind, stream in ((_WELCOME, 0), (_WELCOME, 1), (_BYE, 0))
+        ]
+        self._say(_WELCOME, 0, True)
 
     def submit(self, half: Half) -> list[Completion]:
         """Take a batch, and post what may go now.
@@ -143,14 +157,17 @@ class Link:
     def due(self, now: float) -> float:
         """When ``step`` has to be called although UCX reports nothing."""
         if self.broken is None and self._open:
-            return now + self._interval if self._waiting else math.inf
-        if self.broken is not None and not self._parted:
+            last = math.inf if self._down_at is None else self._down_at + LAST_S
+            return min(last, now + self._interval if self._waiting else math.inf)
+        if self.broken is not None and not self.parted:
             return self._part_by
         return self._due if self.broken is None or self._going else math.inf
 
     def step(self, now: float) -> list[Completion]:
         """See how far things are; returns the batches that have ended."""
         ended: list[Completion] = []
+        if self.broken is None and self.connection is None:
+            self._choose(now)
         if self.broken is None:
             self._open = self._open or self._meet()
             if self._open and self._waiting:
@@ -164,7 +181,7 @@ class Link:
         if self.broken is not None:
             self._part(now)
             ended += self._end(now)
-        elif now >= self._swept + SWEEP_S:
+        elif self.connection is not None and now >= self._swept + SWEEP_S:
             self._swept = now
             self._messages.discard_strange(self.mine.tag, 2**64 - TAGS)
         return ended
@@ -174,7 +191,7 @@ class Link:
         if self.broken is not None:
             return
         self.broken, self._due, self._part_by = cause, now + DRAIN_S, now + PART_S
-        if self._heard and self.connection.trouble() is None:
+        if self.connection is not None and self.connection.trouble() is None:
             self._farewell = self._say(_BYE, 0, True)  # over shared memory UCX would not tell
         for half in self._going:
             half.cancel()
@@ -185,22 +202,28 @@ class Link:
         if self.broken is None or self._waiting or self._going:
             return False
         posted: list[Posted | Half] = [*self._heard, *self._said, *self._stuck]
-        return all(p.done() for p in posted) and self.connection.closed()
+        return all(p.done() for p in posted) and (self.connection is None or self.connection.closed())
 
     def drop(self) -> list[int]:
         """Forget all that UCX keeps for a link that is ``quiet``. Returns the batches that were not quiet when they ended."""
         stuck, self.gone, self._stuck = self._stuck, True, []
-        self.connection.destroy()
+        if self.connection is not None:
+            self.connection.destroy()
         return [half.number for half in stuck]
 
     def _part(self, now: float) -> None:
         """Close the connection once the farewell is on its way, or nobody waits for it any more."""
-        if self._parted or not (self._farewell.done() or self._bye.done() or now >= self._part_by):
+        if self.parted:
             return
-        self._parted = True
-        for posted in self._heard:
-            posted.cancel()
-        self.connection.close()
+        if self.connection is None:
+            self._ways.close()
+        elif (self._farewell is None or self._farewell.done()) or self._bye.done() or now >= self._part_by:
+            for posted in self._heard:
+                posted.cancel()
+            self.connection.close()
+        else:
+            return
+        self.parted = True
 
     def _meet(self) -> bool:
         """Whether the two sides have met.
@@ -208,16 +231,18 @@ class Link:
         One that has heard the other's welcome answers it, and waits for the receipt: only with that has UCX all it
         needs to notice the other's death.
         """
+        if self.connection is None:
+            return False
         if self._met is None and self._welcome.done() and self._welcome.status == OK:
             self._met = self._messages.greet(self.connection.handle, self._tag(self.theirs, _WELCOME, 1))
             self._said.append(self._met)
         return self._met is not None and self._met.done() and self._met.status == OK
 
     def _look_for_trouble(self, now: float) -> None:
-        trouble = self.connection.trouble()
+        trouble = None if self.connection is None else self.connection.trouble()
         if trouble is not None:
             self.fail(PeerError(f"the connection with {self.theirs.agent!r} broke: {trouble}; connect again"), now)
-        elif self._bye.done():
+        elif (self.connection is not None and self._bye.done()) or self._hung_up(now):
             self.fail(PeerError(f"{self.theirs.agent!r} has closed the link; connect again"), now)
         elif not self._open and now >= self._due:
             self._chunks -= 1
@@ -225,6 +250,13 @@ class Link:
             if self._chunks:
                 return
             self.fail(PeerError(f"{self.theirs.agent!r} does not answer; is it alive, and can UCX reach it?"), now)
+
+    def _hung_up(self, now: float) -> bool:
+        """Whether a peer of this host has closed its socket for so long that nothing which it sent before that is still to come."""
+        if self.liveness is None or self.liveness.down is None:
+            return False
+        self._down_at = self._down_at or now
+        return now >= self._down_at + LAST_S
 
     def _start(self) -> list[Completion]:
         """Post what may go now."""
@@ -255,7 +287,7 @@ class Link:
             return
         half.ack = self._messages.hear(self._tag(self.mine, _ACK, half.stream))
         tag = self._tag(self.theirs, _DATA, half.stream)
-        half.data = self._messages.send(self.connection.handle, half.pieces, tag, self.plain)
+        half.data = self._messages.send(self._handle, half.pieces, tag, self.plain)
 
     def _finish(self, now: float) -> list[Completion]:
         """Take out what has ended by itself."""
@@ -290,9 +322,14 @@ class Link:
         return ended
 
     def _say(self, kind: int, stream: int, yes: bool) -> Posted:
-        said = self._messages.say(self.connection.handle, self._tag(self.theirs, kind, stream), yes)
+        said = self._messages.say(self._handle, self._tag(self.theirs, kind, stream), yes)
         self._said.append(said)
         return said
+
+    @property
+    def _handle(self) -> int:
+        assert self.connection is not None  # it was chosen
+        return self.connection.handle
 
     def _what(self, half: Half) -> str:
         return f"{half.verb} of {half.nbytes} bytes with {self.theirs.agent!r}"

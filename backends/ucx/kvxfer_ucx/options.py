@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from kvxfer.backend.options import BackendOptions
-from kvxfer.backend.ucx import confined
+from kvxfer.backend.ucx import Split, confined, split
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.settings import near
 from kvxfer_ucx import cuda
@@ -64,9 +65,17 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
             ours["TCP_PORT_RANGE"] = self.ports
         return {k: v for k, v in ours.items() if f"UCX_{k}" not in os.environ} | given
 
+    def split(self) -> Split:
+        """Return ``settings``, for a context with shared memory and for one with networks.
 
-def make_context(library: Library, options: Options) -> Any:
-    """Return a UCX context with these settings.
+        Raises:
+            ConfigError: As ``settings`` does.
+        """
+        return split(self.settings(), gpus=cuda.devices() > 0)
+
+
+def make_context(library: Library, options: Options, settings: Mapping[str, str]) -> Any:
+    """Return a UCX context with these settings, which are what has become of the options.
 
     Raises:
         ConfigError: A setting that UCX does not take, and ``TransportError`` when it cannot start for another
@@ -76,7 +85,7 @@ def make_context(library: Library, options: Options) -> Any:
     # No more than we use: what is off can neither be sent to us nor pile up here.
     features = (ucxx.Feature.TAG, ucxx.Feature.STREAM, ucxx.Feature.WAKEUP)
     try:
-        return ucxx.UCXContext(options.settings(), features)
+        return ucxx.UCXContext(dict(settings), features)
     except ucxx.UCXError as e:
         for key, value in options.ucx.items():
             try:
@@ -89,7 +98,7 @@ def make_context(library: Library, options: Options) -> Any:
                 raise ConfigError(f"UCX has no setting {key!r}: {hint}") from None
             except ucxx.UCXError as single:
                 raise TransportError(f"UCX cannot start with {key!r} set to {value!r}: {single}") from None
-        raise TransportError(f"UCX cannot start: {e}; its settings are {options.settings()}") from e
+        raise TransportError(f"UCX cannot start: {e}; its settings are {settings}") from e
 
 
 def _text(value: str | int | float | bool) -> str:

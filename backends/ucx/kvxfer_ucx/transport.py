@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.backend import Base, ucx
+from kvxfer.backend import Base, Liveness, LivenessLinks, ucx
+from kvxfer.backend.door import Elsewhere
+from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
+from kvxfer.backend.introduction import Introduction
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.cache import Region
 from kvxfer.logs import logger
@@ -25,6 +28,7 @@ from kvxfer_ucx.library import load
 from kvxfer_ucx.link import Half, Link
 from kvxfer_ucx.messages import News, Pieces
 from kvxfer_ucx.options import Options, make_context
+from kvxfer_ucx.ways import Ways
 
 __all__ = ["UcxTransport"]
 
@@ -76,9 +80,14 @@ class UcxTransport(Base[Endpoint, Link]):
         self._uninherited = Uninherited()
         self._library = load()
         self._kinds = _memory_kinds()
-        self._context = make_context(self._library, self._options)
+        chosen = self._options.split()
+        self._host, self._network = (
+            None if settings is None else make_context(self._library, self._options, settings)
+            for settings in (chosen.host, chosen.network)
+        )
         super().__init__(agent, options)
-        self._connections: dict[int, Connection] = {}  # of endpoints that are not used yet, by their tags
+        self._liveness = LivenessLinks("ucx", self.wakeup)
+        self._connections: dict[int, Connection | None] = {}  # on the network, of endpoints not used yet, by their tags
         self._on_host = True  # all memory registered so far
         self._awake: set[Connection] = set()  # those that have to be driven; the descriptors of the others report
         self._ending: list[Link] = []
@@ -96,9 +105,8 @@ class UcxTransport(Base[Endpoint, Link]):
     def probe(cls) -> Probe:
         try:
             library = load()
-            context = make_context(
-                library, Options(listen="0.0.0.0")
-            )  # what this host would allow; a context opens no port
+            options = Options(listen="0.0.0.0")  # what this host would allow; a context opens no port
+            context = make_context(library, options, options.settings())
         except KvxferError as e:
             return Probe(False, str(e))
         # One line a resource, "... -- transport/device".
@@ -134,21 +142,57 @@ class UcxTransport(Base[Endpoint, Link]):
         self._on_host = self._plain() and not devices
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        connection = Connection(self._library, self._context, self._news)
+        connection = None if self._network is None else Connection(self._library, self._network, self._news)
         self._uninherited.soon()
         self._uninherited.look()
-        mine = Endpoint(self.agent, connection.address, secrets.randbits(64), self._plain())
+        address = b"" if connection is None else connection.address
+        mine = Endpoint(self.agent, address, new_token(), self._liveness.name, secrets.randbits(64), self._plain())
         self._connections[mine.tag] = connection
+        self._liveness.offer(mine.end)
         return mine
 
     def drop_endpoint(self, mine: Endpoint) -> None:
-        self._connections.pop(mine.tag).destroy()  # it never was connected to anybody
+        self._liveness.withdraw(mine.end)
+        connection = self._connections.pop(mine.tag)
+        if connection is not None:
+            connection.destroy()  # it never was connected to anybody
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        connection = self._connections.pop(mine.tag)
-        self.wakeup.add(connection.epoll, connection)
+        try:
+            liveness = self._liveness.connect(mine.end, theirs.end, theirs.line, repr(theirs.agent))
+        except Elsewhere:
+            liveness = None
+        try:
+            ways = self._ways(mine, theirs, liveness)
+            link = Link(ways, mine, theirs, time.monotonic(), self._options.connect_timeout_s)
+        except BaseException:
+            if liveness is not None:
+                self._liveness.hang_up(liveness)
+                self._liveness.offer(mine.end)  # it is as unused as before
+            raise
+        del self._connections[mine.tag]
         self._uninherited.soon()
-        return Link(connection, mine, theirs, time.monotonic(), self._options.connect_timeout_s)
+        if link.connection is not None:
+            self.wakeup.add(link.connection.epoll, link.connection)
+        return link
+
+    def _ways(self, mine: Endpoint, theirs: Endpoint, liveness: Liveness | None) -> Ways:
+        """Return the ways to a peer, which is on this host if there is a socket to it (``liveness``)."""
+        ways = Ways(self._connections[mine.tag], theirs.address, liveness)
+        if liveness is not None:
+            host = self._host
+
+            def within() -> bytes:
+                ways.host = Connection(self._library, host, self._news)
+                return ways.host.address
+
+            try:
+                ways.introduction = Introduction(liveness, None if host is None else within)
+            except BaseException:
+                if ways.host is not None:
+                    ways.host.destroy()
+                raise
+        return ways
 
     def drop_link(self, number: int, link: Link) -> None:
         link.fail(TransportError("the link was closed on this side"), time.monotonic())
@@ -164,7 +208,8 @@ class UcxTransport(Base[Endpoint, Link]):
         link.fail(TransportError(why), time.monotonic())
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
-        self._awake.update(readable)  # type: ignore[arg-type]
+        self._liveness.handle(readable)
+        self._awake.update(c for c in readable if isinstance(c, Connection))
         start = time.monotonic()
         self._uninherited.look(start)
         self._step(start)
@@ -193,16 +238,18 @@ class UcxTransport(Base[Endpoint, Link]):
         self._ending += self.links.values()
         self.links.clear()
         for connection in self._connections.values():
-            connection.destroy()
+            if connection is not None:
+                connection.destroy()
         self._connections.clear()
         while self._ending and time.monotonic() < now + CLOSE_S:
             self._step(time.monotonic())
             self._progress(time.monotonic() + SLICE_S)
         if self._ending:
             _log.warning("%s: UCX did not let go of %d links in %g s", self.agent, len(self._ending), CLOSE_S)
-            _kept.extend([*self._ending, self._context])
+            _kept.extend([*self._ending, self._host, self._network])
+        self._liveness.close()
         self._awake.clear()
-        self._ending, self._context = [], None
+        self._ending, self._host, self._network = [], None, None
 
     def _pieces(self, batch: Batch, merge: bool) -> tuple[Pieces, int]:
         """Where the runs lie that are not empty (with ``merge``, neighbours together), and their bytes in all."""
@@ -247,19 +294,28 @@ class UcxTransport(Base[Endpoint, Link]):
         self._ending = [link for link in self._ending if not link.gone]
 
     def _advance(self, link: Link, now: float) -> None:
-        connection = link.connection
+        chosen = link.connection
         for end in link.step(now):
             self.complete(end)
         if link.gone:
             return
+        connection = link.connection
+        if connection is not None and connection is not chosen:
+            self.wakeup.add(connection.epoll, connection)
+            self._uninherited.soon()
+        if link.parted and link.liveness is not None:
+            self._liveness.hang_up(
+                link.liveness
+            )  # once the farewell is on its way, or cannot be: the peer learns by this, then
         if link.quiet():
-            self.wakeup.remove(connection.epoll)
-            self._awake.discard(connection)
+            if connection is not None:
+                self.wakeup.remove(connection.epoll)
+                self._awake.discard(connection)
             for number in link.drop():
                 self.quieted(number)
             return
         self._unsettled |= link.broken is not None
-        if connection.messages.posted or link.broken is not None:
+        if connection is not None and (connection.messages.posted or link.broken is not None):
             connection.messages.posted = False
             self._awake.add(connection)
 

@@ -24,7 +24,7 @@ from kvxfer import memory
 from kvxfer.cli.transfer.shapes import MODELS, Pool, Request
 from kvxfer.geometry import CopyPlan, Planner, ShardAssignment
 from kvxfer.memory.cuda import launch
-from kvxfer.memory.fence import CudaEvent
+from kvxfer.memory.fence import DeviceEvent
 
 AHEAD = 40_000_000
 """Clock cycles for which the streams sleep first, some 20 ms, in which the host gets ahead."""
@@ -109,17 +109,17 @@ def go(sender: Side, receiver: Side, by: str, piece: int, slots: int, pack: bool
         at = i % slots * piece
         torch.cuda.set_device(sender.rank)
         if pack:
-            before = CudaEvent(sent[i - slots] if i >= slots else awake)
+            before = DeviceEvent(sent[i - slots] if i >= slots else awake)
             sender.wait(sender.space.pack(out, sender.staged, at, before).event)
         free = [taken[i - slots].event] if i >= slots else []  # what lay there before has been unpacked
         if by == "copy":
             sender.wait(*free)
             sent.append(sender.copy(receiver, at, out.nbytes))
-            come = CudaEvent(sent[-1])
+            come = DeviceEvent(sent[-1])
         else:
             sent.append(sender.move(at, out.nbytes))
             receiver.wait(*free)
-            come = CudaEvent(receiver.move(at, back.nbytes))
+            come = DeviceEvent(receiver.move(at, back.nbytes))
         torch.cuda.set_device(receiver.rank)
         taken.append(receiver.space.unpack(back, receiver.staged, at, come) if unpack else come)
     receiver.wait(taken[-1].event)

@@ -28,7 +28,8 @@ class NixlRaw:
     two_sided = False
 
     def __init__(self, sends: bool, region: Region, options: Mapping[str, Any]) -> None:
-        self._agent = LibraryAgent(f"raw-{os.getpid()}", Options.parse(options))
+        chosen = Options.parse(options)
+        self._agent = LibraryAgent(f"raw-{os.getpid()}", chosen, chosen.ucx_settings)
         self._address = region.address
         self._cuda, self._device = nixl_device(region.device)
         self._memory = self._agent.register([region], self._cuda, self._device)

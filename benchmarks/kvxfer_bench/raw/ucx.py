@@ -38,7 +38,8 @@ class UcxRaw:
             cuda.use(int(region.device.partition(":")[2] or 0))
         self._library = load()
         ucxx = self._library.ucxx
-        self._context = make_context(self._library, Options.parse(options))
+        chosen = Options.parse(options)
+        self._context = make_context(self._library, chosen, chosen.settings())
         self._worker = ucxx.UCXWorker(self._context)
         self._endpoint: Any = None
 

@@ -22,7 +22,7 @@ from sglang.srt.utils.network import NetworkAddress
 from kvxfer import PeerError, Rank
 from kvxfer.facts import TEXT
 from kvxfer.logs import logger
-from kvxfer.memory.fence import CudaEvent
+from kvxfer.memory.fence import DeviceEvent
 from kvxfer.threads import NamedThread
 from kvxfer_sglang.cache import heads_of, pool_cache, stage_layers
 from kvxfer_sglang.decode import DecodeRank
@@ -116,7 +116,7 @@ class TransferManager(CommonKVManager):
         **_: Any,
     ) -> None:
         """Offer further pages of a request; ``CommonKVSender.send`` calls it."""
-        after = None if wait_event is None else CudaEvent(wait_event)
+        after = None if wait_event is None else DeviceEvent(wait_event)
         self.prefill.add(
             bootstrap_room, np.asarray(kv_indices).tolist(), is_last_chunk, aux_index, after, state_indices
         )

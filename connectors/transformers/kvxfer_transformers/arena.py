@@ -61,7 +61,7 @@ class Arena:
 
     def _describe(self) -> Cache:
         device = "cpu" if self.device.type == "cpu" else str(self.device)
-        regions = tuple(Region(p.memory.data_ptr(), p.memory.nbytes, device) for p in self._planes)
+        regions = tuple(Region(p.memory.data_ptr(), p.memory.nbytes, device).kept_by(p.memory) for p in self._planes)
         views = []
         for plane, start in zip(self._planes, flat_starts(regions), strict=True):
             layer, block, token, head, dim = plane.memory.shape

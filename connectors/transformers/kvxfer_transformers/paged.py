@@ -52,7 +52,7 @@ def described(paged: Any) -> tuple[Cache, tuple[Group, ...]]:
             )
             for side, plane in enumerate(("k", "v"))
         ]
-    cache = Cache((Region(tensor.data_ptr(), tensor.nbytes, device),), tuple(groups), tuple(views))
+    cache = Cache((Region(tensor.data_ptr(), tensor.nbytes, device).kept_by(tensor),), tuple(groups), tuple(views))
     cache.check()
     return cache, tuple(groups)
 

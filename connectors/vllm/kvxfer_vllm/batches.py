@@ -7,38 +7,27 @@ content. If its front end rejects the batch, it knows no content, and gives up a
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer_vllm.ids import ExternalId
+from kvxfer_vllm.requests import HttpBatch, RequestFacts
 
 __all__ = ["Batches", "spread_over_ranks"]
-
-
-@dataclass(eq=False)
-class _Batch:
-    """The prompts of one HTTP request, as far as is known; ``answer`` is the name of its answer."""
-
-    answer: str
-    arrived: float
-    prompts: dict[int, str] = field(default_factory=dict)  # by position: the name that vLLM has given to a prompt
-    requests: set[str] = field(default_factory=set)
-    running: set[str] = field(default_factory=set)  # those of them that have not ended
 
 
 class Batches:
     """The HTTP requests of which something is computed or held here. One thread."""
 
     def __init__(self) -> None:
-        self._by_id: defaultdict[str, list[_Batch]] = defaultdict(list)
-        self._of: dict[str, tuple[str, _Batch]] = {}  # by request: its external id, and its batch
+        self._by_id: defaultdict[str, list[HttpBatch]] = defaultdict(list)
 
-    def answer(self, request: str, external: ExternalId, arrived: float) -> str:
+    def answer(self, facts: RequestFacts, external: ExternalId, arrived: float) -> str:
         """Take in a request that offers, and return the name of the answer that will tell of it.
 
         Clients send one id for several requests. vLLM's front end notes one time of arrival for all prompts of an HTTP request,
         which tells them apart. Where it is unclear all the same to which of them a prompt belongs, it has an answer of its own.
         """
+        request = facts.name
         prompt = request if external.child is None else request.partition("_")[2]
         known = self._by_id[external.base]
         fitting = [batch for batch in known if batch.prompts.get(external.prompt, prompt) == prompt]
@@ -46,35 +35,35 @@ class Batches:
         if len(fitting) == 1:
             (batch,) = fitting
         else:
-            known.append(batch := _Batch(prompt, arrived))
+            known.append(batch := HttpBatch(prompt, external.base, arrived))
         batch.prompts[external.prompt] = prompt
         batch.requests.add(request)
         batch.running.add(request)
-        self._of[request] = external.base, batch
+        facts.batch = batch
         return batch.answer
 
-    def ended(self, request: str) -> str | None:
+    def ended(self, facts: RequestFacts) -> str | None:
         """Record that a request has ended; return the name of its answer if all others that this tells of had ended before it."""
-        _, batch = self._of.get(request, ("", None))
+        batch = facts.batch
         if batch is None:
             return None
-        batch.running.discard(request)
+        batch.running.discard(facts.name)
         return None if batch.running or len(batch.requests) == 1 else batch.answer
 
-    def over(self, request: str) -> None:
+    def over(self, facts: RequestFacts) -> None:
         """Record that nothing is computed or held for a request any more."""
-        base, batch = self._of.pop(request, ("", None))
+        batch, facts.batch = facts.batch, None
         if batch is None:
             return
-        batch.requests.remove(request)
+        batch.requests.remove(facts.name)
         if not batch.requests:
-            self._by_id[base].remove(batch)
-            if not self._by_id[base]:
-                del self._by_id[base]
+            self._by_id[batch.base].remove(batch)
+            if not self._by_id[batch.base]:
+                del self._by_id[batch.base]
 
     def __len__(self) -> int:
-        """Return how many requests are remembered."""
-        return len(self._of)
+        """Return of how many HTTP requests something is computed or held."""
+        return sum(map(len, self._by_id.values()))
 
 
 def spread_over_ranks(engine: str, parallel: Any) -> bool:

@@ -6,16 +6,19 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 __all__ = [
     "FOLLOWS_SLEEP",
     "HIT_SOURCE",
     "TELLS_ARRIVALS",
+    "TELLS_TURNS",
     "around_reset",
     "correct",
     "output_of",
     "stands_alone",
+    "takes_loaded_windows",
     "transfer_results",
 ]
 
@@ -25,6 +28,17 @@ TELLS_ARRIVALS = hasattr(base.KVConnectorBase_V1, "on_new_request")
 
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM announces that sleep mode unmaps the cache (0.33 and later); earlier releases unmap it during a transfer."""
+
+
+def takes_loaded_windows() -> bool:
+    """Return whether vLLM takes a window for whole that a load has brought, even if it computes it anew behind other prefix hits."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return hasattr(Scheduler, "_load_restores_replay_window")
+
+
+TELLS_TURNS = hasattr(KVCacheSpec, "dcp_sharded")
+"""Whether a cache says if the ranks of decode context parallelism take turns with its tokens (0.31 and later)."""
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:

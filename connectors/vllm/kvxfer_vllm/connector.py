@@ -48,7 +48,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         logs.share()
         config = settings_of(vllm_config, self._translate)
-        groups = groups_of(kv_cache_config)
+        groups = groups_of(kv_cache_config, vllm_config)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
         self._hits_may_differ = self._kv_transfer_config.is_kv_consumer and hits_may_differ(kv_cache_config)
         self._scheduler: SchedulerHooks | None = None

@@ -34,6 +34,7 @@ from kvxfer_vllm.pages import (
     total_heads,
     writer_of,
 )
+from kvxfer_vllm.ranks import Place
 
 __all__ = ["Layout"]
 
@@ -54,12 +55,12 @@ class Layout:
         Raises:
             ConfigError: They cannot be described.
         """
-        regions = _Regions()
+        regions, place = _Regions(), Place.of(config, rank)
         groups: list[Group] = []
         by_rank: list[str] = []
         ratios: list[int] = []
         shapes: dict[tuple[Any, ...], list[tuple[str, int]]] = defaultdict(list)
-        for g, (group, pages_of) in enumerate(zip(kv.kv_cache_groups, group_pages(kv), strict=True)):
+        for g, (group, pages_of) in enumerate(zip(kv.kv_cache_groups, group_pages(kv, place.ranks), strict=True)):
             known = pages_of.group
             if known.kind == "local":  # its place in the tables stays, its pages are nobody else's
                 groups.append(Group(known.block_tokens))
@@ -71,7 +72,12 @@ class Layout:
             if len(ratio) > 1:
                 raise ConfigError(f"layers of KV-cache group {g} split their blocks differently: {sorted(ratio)}")
             ratios.append(ratio.pop())
-            kernel_tokens = known.block_tokens // ratios[-1]
+            kernel_tokens, turns = known.block_tokens // ratios[-1], place.turns(pages_of.specs[0])
+            if turns is not None and kernel_tokens % (turns.count * turns.span):
+                raise ConfigError(
+                    f"KV-cache group {g}: the kernels' blocks of {kernel_tokens // turns.count} tokens do not hold whole turns of "
+                    f"{turns.span} tokens; set --cp-kv-cache-interleave-size to a number that divides these"
+                )
             groups.append(Group(kernel_tokens, known.kind, known.window))
             seen: set[int] = set()
             for name in present:
@@ -80,8 +86,8 @@ class Layout:
                 if spec is None or offset in seen:
                     continue  # it reads the cache of another layer and has none of its own
                 seen.add(offset)
-                pages = _Pages(name, tensors[name], spec, g, kernel_tokens, config, rank)
-                for shape, within in pages.state() if known.kind == "state" else pages.planes():
+                pages = _Pages(name, tensors[name], spec, g, kernel_tokens, config, place)
+                for shape, within in pages.state() if hasattr(spec, "shapes") else pages.planes():
                     shapes[shape].append((name, offset + within))
                 if pages.by_rank:
                     by_rank.append(name)
@@ -121,9 +127,11 @@ class _Regions:
 
     def offset(self, tensor: torch.Tensor) -> int:
         """Flat offset of the tensor's first element."""
+        import torch
+
         storage = tensor.untyped_storage()
-        device = "cpu" if tensor.device.type == "cpu" else f"{tensor.device.type}:{tensor.device.index or 0}"
-        region = Region(storage.data_ptr(), storage.nbytes(), device)
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        region = Region.of(whole)
         if region not in self.found:
             self.found += (region,)
         start = Cache(self.found, (), ()).starts[self.found.index(region)]
@@ -142,14 +150,16 @@ class _Pages:
     """
 
     def __init__(
-        self, name: str, t: torch.Tensor, spec: Any, group: int, tokens: int, config: VllmConfig, rank: Rank
+        self, name: str, t: torch.Tensor, spec: Any, group: int, tokens: int, config: VllmConfig, place: Place
     ) -> None:
         if t.dim() != 4 or t.stride(3) != 1:
             raise ConfigError(
                 f"layer {name!r}: a cache of shape {tuple(t.shape)} and strides {t.stride()} is not known"
             )
-        self._name, self._t, self._spec, self._group, self._tokens = name, t, spec, group, tokens
-        self._config, self._rank, self._size = config, rank, config.parallel_config.tensor_parallel_size
+        self._name, self._t, self._spec, self._group = name, t, spec, group
+        self._config, self._rank, self._size = config, place.tensor, place.size
+        self._turns = place.turns(spec)
+        self._tokens = tokens if self._turns is None else tokens // self._turns.count
         layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {})
         self._layer = layers.get(name)
         self._writer = writer_of(self._layer)
@@ -170,7 +180,18 @@ class _Pages:
         draft = draft_of(self._name, self._config)
         if draft:
             encoding = f"{encoding}/draft {draft}"
-        shape = plane, self._group, self._t.shape[0], self._stride, unit, encoding, heads, token, bool(draft)
+        shape = (
+            plane,
+            self._group,
+            self._t.shape[0],
+            self._stride,
+            unit,
+            encoding,
+            heads,
+            token,
+            bool(draft),
+            self._turns,
+        )
         return shape, within
 
     def planes(self) -> list[Plane]:

@@ -1,11 +1,14 @@
-"""Count requests that load KV, each once whatever the number of ranks."""
+"""What the scheduler's process keeps of each of vLLM's requests, and what becomes of their loads, counted once for all ranks."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from kvxfer.engine import Ticket
 from kvxfer.failures import FailureKind as K
+from kvxfer.values import BlockTable
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
 from kvxfer_vllm.tracing import LOAD, RequestSpans
 from kvxfer_vllm.used import UsedOffers
@@ -13,7 +16,7 @@ from kvxfer_vllm.used import UsedOffers
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["LoadingRequests"]
+__all__ = ["LoadOutcomes", "RequestFacts"]
 
 GONE = {
     *(DELIVERED, COMPUTED, CANCELLED),
@@ -22,8 +25,72 @@ GONE = {
 """The outcomes after which the producer does not offer it any more."""
 
 
-class LoadingRequests:
-    """From a request's arrival until it is known what becomes of its load; one thread.
+@dataclass(slots=True, eq=False)
+class HttpBatch:
+    """The prompts of one HTTP request, as far as is known.
+
+    Attributes:
+        answer: The name of its answer.
+        base: The id that its prompts have in common.
+        arrived: When it came.
+        prompts: By position, the name that vLLM has given to a prompt.
+        requests: The requests of which something is computed or held.
+        running: Those of them that have not ended.
+    """
+
+    answer: str
+    base: str
+    arrived: float
+    prompts: dict[int, str] = field(default_factory=dict)
+    requests: set[str] = field(default_factory=set)
+    running: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class RequestFacts:
+    """One request, from its arrival until vLLM says that it is over, or until its blocks are no longer held for others.
+
+    Attributes:
+        name: vLLM's id of it.
+        number: Requests count up in the order of their arrival.
+        asked_in: The step for which vLLM has asked about it, and has no blocks for it so far.
+        table: Its whole block table, where vLLM tells increments only.
+        nothing: What is told of it although it has nothing to offer.
+        end: Up to which token its load is to bring its prompt.
+        into: The blocks of its load, if that may be here in part.
+        behind: Blocks of its load that lie behind a window, and are left unfilled.
+        since: When it came, if it is not known yet what becomes of its load.
+        key: The key of the offer that its load takes.
+        passers: The names of those that have passed its load, which is skipped for want of room.
+        batch: The HTTP request that it belongs to, if it offers.
+        span: The span of its load, and later that of its offer.
+    """
+
+    name: str
+    number: int
+    asked_in: int = 0
+    table: list[list[int]] | None = None
+    nothing: Ticket | None = None
+    end: int = 0
+    into: BlockTable | None = None
+    behind: set[int] = field(default_factory=set)
+    since: float | None = None
+    key: bytes | None = None
+    passers: set[str] | None = None
+    batch: HttpBatch | None = None
+    span: Any = None
+
+    def end_span(self, outcome: str | None = None) -> None:
+        """Close its span, if one is open."""
+        span, self.span = self.span, None
+        if span is not None:
+            if outcome is not None:
+                span.set_attribute("kvxfer.outcome", outcome)
+            span.end()
+
+
+class LoadOutcomes:
+    """What becomes of the loads of requests; one thread.
 
     Attributes:
         used: The offers that such requests have had.
@@ -31,24 +98,23 @@ class LoadingRequests:
 
     def __init__(self, spans: RequestSpans) -> None:
         self._spans = spans
-        self._since: dict[str, tuple[float, bytes | None]] = {}
         self._stats = KVXferStats()
         self.used = UsedOffers()
 
-    def arrived(self, request: Request, transfer: str, key: bytes | None) -> None:
+    def expect(self, facts: RequestFacts, request: Request, transfer: str, key: bytes | None) -> None:
         """Record that a request has come whose KV is to be loaded, and the key of the offer that this takes, if it has one."""
-        self._since[request.request_id] = time.monotonic(), key
-        self._spans.begin(LOAD, request, transfer)
+        facts.since, facts.key = time.monotonic(), key
+        facts.span = self._spans.begin(LOAD, request, transfer)
 
-    def ended(self, request: str, outcome: str) -> None:
+    def ended(self, facts: RequestFacts | None, outcome: str) -> None:
         """Process what has become of its load; the first word of a request counts, and what follows changes nothing."""
-        if request not in self._since:
+        if facts is None or facts.since is None:
             return
-        since, key = self._since.pop(request)
-        self._stats.request(outcome, time.monotonic() - since)
-        self._spans.end(LOAD, request, outcome)
-        if key is not None and outcome in GONE:
-            self.used.add(key)
+        self._stats.request(outcome, time.monotonic() - facts.since)
+        facts.end_span(outcome)
+        if facts.key is not None and outcome in GONE:
+            self.used.add(facts.key)
+        facts.since = None
 
     def not_offered(self, reason: str) -> None:
         """Record that a request was to be offered to other engines, and is not, and why."""
@@ -60,7 +126,3 @@ class LoadingRequests:
             return None
         out, self._stats = self._stats, KVXferStats()
         return out
-
-    def __len__(self) -> int:
-        """Return how many are remembered."""
-        return len(self._since)

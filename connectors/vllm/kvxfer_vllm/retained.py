@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvxfer.values import NULL, BlockTable, Group
+from kvxfer_vllm.requests import RequestFacts
 
 __all__ = ["RetainedBlocks"]
 
@@ -20,25 +21,21 @@ class RetainedBlocks:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._windows = [(g, group) for g, group in enumerate(groups) if group.kind == "window"]
         self._manager: Any = None
-        self._unfilled: dict[str, set[int]] = {}
 
     def bind(self, manager: Any) -> None:
         """Use vLLM's manager of the KV cache."""
         self._manager = manager
 
-    def loads(self, request: str, table: BlockTable, start: int, end: int) -> None:
+    def loads(self, facts: RequestFacts, table: BlockTable, start: int, end: int) -> None:
         """Record that a request loads the tokens ``[start, end)`` into a table."""
-        found: set[int] = set()
         for g, group in self._windows:
-            found.update(table[g][start // group.block_tokens : group.behind(end) // group.block_tokens].tolist())
-        if found - {NULL}:
-            self._unfilled[request] = found - {NULL}
+            facts.behind.update(
+                table[g][start // group.block_tokens : group.behind(end) // group.block_tokens].tolist()
+            )
+        facts.behind.discard(NULL)
 
-    def cached(self, request: str) -> None:
+    def cached(self, facts: RequestFacts) -> None:
         """Take what a request's load has left unfilled out of the prefix cache, where it may be by now."""
-        if request in self._unfilled:
-            self._manager.evict_blocks(self._unfilled.pop(request))
-
-    def __len__(self) -> int:
-        """Return how many requests have some."""
-        return len(self._unfilled)
+        if facts.behind:
+            self._manager.evict_blocks(facts.behind)
+            facts.behind = set()

@@ -8,11 +8,11 @@ had passed it, it is skipped no more, and nobody is admitted before it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from kvxfer.values import Group
+from kvxfer_vllm.requests import RequestFacts
 
 __all__ = ["Room"]
 
@@ -26,43 +26,45 @@ class Room:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._blocks = [group.block_tokens for group in groups if group.kind == "full"]
         self._manager: Any = None
-        self._numbers = itertools.count()
-        self._came: dict[str, int] = {}  # requests, in the order of their arrival
-        self._passed: dict[str, set[str]] = {}  # loads that are skipped, and those who have passed them
+        self._passed: list[RequestFacts] = []  # loads that are skipped
 
     def bind(self, manager: Any) -> None:
         """Take vLLM's manager of the KV cache, until which nobody passes."""
         self._manager = manager
 
-    def arrived(self, request: str) -> None:
-        """Record that there is a request."""
-        self._came[request] = next(self._numbers)
-
-    def lacks(self, request: str, start: int, end: int) -> bool:
+    def lacks(self, facts: RequestFacts, start: int, end: int) -> bool:
         """Return whether a load of these tokens is to be skipped, since there are no blocks for it.
 
         What windows and states take is not counted: it does not lack room that it may have.
         """
-        if self._manager is None or request not in self._came:
+        if self._manager is None:
             return False
         need = sum(-(-end // block) - start // block for block in self._blocks)
         free = self._manager.block_pool.get_num_free_blocks()
-        if need <= free or (request not in self._passed and len(self._passed) >= MOST_PASSED):
+        if need <= free or (facts.passers is None and len(self._passed) >= MOST_PASSED):
             return False
-        passers = self._passed.setdefault(request, set())
-        return bool(need > free + sum(len(row) for other in passers for row in self._manager.get_block_ids(other)))
+        if facts.passers is None:
+            facts.passers = set()
+            self._passed.append(facts)
+        return bool(
+            need > free + sum(len(row) for other in facts.passers for row in self._manager.get_block_ids(other))
+        )
 
-    def admitted(self, request: str) -> None:
+    def admitted(self, facts: RequestFacts) -> None:
         """Record that a request has blocks: it has passed those that came before it and wait."""
-        self._passed.pop(request, None)
-        number = self._came.get(request, 0)
-        for waiting, passers in self._passed.items():
-            if self._came[waiting] < number:
-                passers.add(request)
+        self._waits_no_more(facts)
+        for waiting in self._passed:
+            if waiting.number < facts.number and waiting.passers is not None:
+                waiting.passers.add(facts.name)
 
-    def finished(self, request: str) -> None:
+    def finished(self, facts: RequestFacts) -> None:
         """Record that a request is over."""
-        self._came.pop(request, None)
-        self._passed.pop(request, None)
-        for passers in self._passed.values():
-            passers.discard(request)
+        self._waits_no_more(facts)
+        for waiting in self._passed:
+            if waiting.passers is not None:
+                waiting.passers.discard(facts.name)
+
+    def _waits_no_more(self, facts: RequestFacts) -> None:
+        if facts.passers is not None:
+            facts.passers = None
+            self._passed.remove(facts)

@@ -5,6 +5,7 @@ All methods run on the engine-core thread; none blocks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,10 @@ from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
+from kvxfer_vllm.pages import replays
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.recurrent import leave_last_token
-from kvxfer_vllm.requests import LoadingRequests
+from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import groups_of
@@ -71,11 +73,13 @@ class SchedulerHooks:
                 "with 'recompute' this engine computes the prompt instead"
             )
         self._content, self._warned = RequestContent(vllm_config), set[str]()
-        groups = groups_of(kv_cache_config)
+        groups = groups_of(kv_cache_config, vllm_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
         self._partly = len(groups) == 1 and groups[0].kind == "full"
         self._block_tokens = groups[0].block_tokens
         self._recurrent = any(group.kind == "state" for group in groups)
+        replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+        self._replayed = tuple(itertools.compress(groups, replayed))
         self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
         self._retained = RetainedBlocks(groups)
         facts = facts_of(vllm_config, config)
@@ -86,31 +90,27 @@ class SchedulerHooks:
             config, self._engine, groups, parallel.world_size, facts, pins=self._pins, writes_early=self._writes_early
         )
         self._facts = sealed(self.side.facts)
-        self._seen: set[str] = set()
+        self._requests: dict[str, RequestFacts] = {}  # by name, until they are over
+        self._held: dict[str, RequestFacts] = {}  # those that are over, and whose blocks are held for others
+        self._numbers = itertools.count()
         self._spans = RequestSpans(vllm_config)
-        self._loading = LoadingRequests(self._spans)
+        self._outcomes = LoadOutcomes(self._spans)
         self._batches, self._spread = Batches(), spread_over_ranks(self._engine, parallel)
-        self._unoffered = Unoffered(self._loading)
-        self._nothing: dict[str, Ticket] = {}  # of requests that have nothing to offer
-        self._tables: dict[str, list[list[int]]] = {}  # whole tables, where vLLM tells increments only
-        self._doomed: dict[str, tuple[int, ...]] = {}  # loads whose failure vLLM has to hear of, and their blocks
-        self._partial: dict[str, tuple[int, ...]] = {}  # loads that are here in part, and their blocks behind that
-        self._loads: dict[str, BlockTable] = {}  # of loads that may be so
-        self._ends: dict[str, int] = {}  # the prompt tokens that loads are to bring
-        self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
+        self._unoffered = Unoffered(self._outcomes)
+        self._next = StepMetadata()  # what vLLM is to be told with the next step
+        self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
+        self._steps = 1
         self._holding_back = False  # whether this step gives blocks to nobody
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
-        self._told: set[str] = set()  # loads that vLLM knows to be over, and hears of once more from its workers
-        self._freed: list[str] = []  # requests whose blocks vLLM may free, and has to hear of that
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
         """Learn what a request offers or loads, the first time that we hear of it. What it is found to be it stays."""
-        if request.request_id in self._seen:
+        name = request.request_id
+        if name in self._requests:
             return
-        self._seen.add(request.request_id)
-        self._room.arrived(request.request_id)
+        self._requests[name] = RequestFacts(name, next(self._numbers))
         self._content.arrived(request)
         params: Mapping[str, Any] = {}
         try:
@@ -182,7 +182,7 @@ class SchedulerHooks:
             # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
             # that is this one.
             if may_be_of_batch(name):
-                self._nothing[name] = Ticket(transfer, content, self.side.source)
+                self._requests[name].nothing = Ticket(transfer, content, self.side.source)
             self._unoffered.say(
                 name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
             )
@@ -190,7 +190,11 @@ class SchedulerHooks:
         if self._recurrent:  # not before it is known that there will be an offer
             leave_last_token(request)
         # All requests for which a router has one name have one answer, too.
-        answer = str(transfer) if p.is_routed(params) else self._batches.answer(name, external, request.arrival_time)
+        answer = (
+            str(transfer)
+            if p.is_routed(params)
+            else self._batches.answer(self._requests[name], external, request.arrival_time)
+        )
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
         if not self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
             why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
@@ -203,69 +207,83 @@ class SchedulerHooks:
             log.warning("request %s is computed here: %s", printable(name), want)
             return
         transfer, source = want
+        facts = self._requests[name]
         if part.rejected:
             self.side.decline(transfer, part.digest, source, p.answer_of(params) or "")
-            self._loading.arrived(request, str(transfer), None)
+            self._outcomes.expect(facts, request, str(transfer), None)
             return
         key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
-        if key in self._loading.used:
+        if key in self._outcomes.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
-            self._loading.arrived(request, str(transfer), None)
-            self._loading.ended(name, COMPUTED)
+            self._outcomes.expect(facts, request, str(transfer), None)
+            self._outcomes.ended(facts, COMPUTED)
             return
         enough = min(self._block_tokens, part.tokens) if self._partly and not answered else 0
         what = name, transfer, part.digest, source, part.tokens
         took = self.side.load(*what, begun=answered, offered=answered, enough=enough, answer=p.answer_of(params))
-        self._loading.arrived(request, str(transfer), key if took else None)
-        self._ends[name] = part.tokens
+        self._outcomes.expect(facts, request, str(transfer), key if took else None)
+        facts.end = part.tokens
         if part.differs:
             log.warning(
                 "request %s is computed here: its prompt does not begin with that of its params", printable(name)
             )
-            self._loading.ended(name, str(FailureKind.DIGEST_DIFFERS))
-        if self._hits is not None and not request.skip_reading_prefix_cache:
+            self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
+        if self._hits is not None and not self._replayed and not request.skip_reading_prefix_cache:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
             self.side.prefetch(name, self._hits(request))
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
         self.arrive(request)
+        facts = self._requests[request.request_id]
         if self._holding_back:
             return None, False
         if request.skip_reading_prefix_cache:  # it needs its whole prompt computed; vLLM before 0.31 leaves that to us
-            self._unplaced.add(request.request_id)
+            self._asked(facts)
             return 0, False
-        if not self._content.adapters.is_same(request.request_id):
-            self._unplaced.add(request.request_id)
+        if not self._content.adapters.is_same(request.request_id) or self._lacks_window(facts, computed):
+            self._asked(facts)
             return 0, False
         tokens = self.side.loadable(request.request_id, computed)
         if tokens is not None:
-            self._unplaced.add(request.request_id)
+            self._asked(facts)
         beside = bool(tokens) and not self.side.here(request.request_id)
-        if tokens and beside and self._room.lacks(request.request_id, computed, computed + tokens):
+        if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
         return tokens, beside
 
+    def _asked(self, facts: RequestFacts) -> None:
+        """Record that vLLM looks for blocks for a request in this step, unless ``allocated`` follows."""
+        if facts.asked_in != self._steps:
+            facts.asked_in, self._unplaced = self._steps, self._unplaced + 1
+
+    def _lacks_window(self, facts: RequestFacts, computed: int) -> bool:
+        """Return whether a load would not bring the whole of a window of which nothing is kept for prefix hits, as it begins behind one.
+
+        There are then fewer tokens to compute than a window has. With them, vLLM computes the window anew.
+        """
+        return computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Handle ``update_state_after_alloc``."""
-        self._unplaced.discard(request.request_id)
-        self._room.admitted(request.request_id)
-        table = _table(blocks.get_block_ids())
-        if external and self._partly:
-            self._loads[request.request_id] = table
+        name, table = request.request_id, _table(blocks.get_block_ids())
+        facts = self._requests[name]
+        if facts.asked_in == self._steps:
+            facts.asked_in, self._unplaced = 0, self._unplaced - 1
+        self._room.admitted(facts)
         if external:
-            end = self._ends[request.request_id]
-            self._retained.loads(request.request_id, table, end - external, end)
-        if not external or self.side.here(request.request_id):
-            self._loading.ended(request.request_id, DELIVERED if external else COMPUTED)
-            self._retained.cached(request.request_id)
+            facts.into = table if self._partly else None
+            self._retained.loads(facts, table, facts.end - external, facts.end)
+        if not external or self.side.here(name):
+            self._outcomes.ended(facts, DELIVERED if external else COMPUTED)
+            self._retained.cached(facts)
         try:
-            self.side.allocated(request.request_id, table, external)
+            self.side.allocated(name, table, external)
         except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
-            log.error("request %s cannot be loaded: %s", printable(request.request_id), e)
-            self._doomed[request.request_id] = table.ids()
-            self._loading.ended(request.request_id, str(FailureKind.MISUSE))
+            log.error("request %s cannot be loaded: %s", printable(name), e)
+            self._next.doomed[name] = table.ids()
+            self._outcomes.ended(facts, str(FailureKind.MISUSE))
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Record that the request is over. True: its blocks stay until all ranks have reported them quiet."""
@@ -275,32 +293,31 @@ class SchedulerHooks:
         whole = request.status.name in WHOLE
         self._drop_outdated()
         self._content.finished(name)
-        self._seen.discard(name)
-        self._room.finished(name)
-        self._retained.cached(name)
-        self._loads.pop(name, None)
-        self._ends.pop(name, None)
-        self._tables.pop(name, None)
-        self._loading.ended(name, CANCELLED)
+        facts = self._requests.pop(name, None) or RequestFacts(name, next(self._numbers))
+        self._room.finished(facts)
+        self._retained.cached(facts)
+        self._outcomes.ended(facts, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
-        nothing, last_of = self._nothing.pop(name, None), self._batches.ended(name)
+        last_of = self._batches.ended(facts)
         answer = self.side.answer(name)
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
         if aborted and last_of is not None and not request.num_output_tokens:
             # The client has hung up, since a stop string, which ends a request in the same way, needs output. vLLM answers once all
             # have ended, and so nobody hears of those that were done before.
             self.side.unanswered(last_of)
-        if not held:
-            self._batches.over(name)
+        if held:
+            self._held[name] = facts
+        else:
+            self._batches.over(facts)
         if ticket is None or not self.side.offers(ticket):
             if ticket is not None and whole:
                 why = f"{printable(ticket.transfer)} is given up, as the line of its withdrawal explains"
                 self._unoffered.say(name, Reason.GIVEN_UP, why)
-            ticket = nothing if whole else None
+            ticket = facts.nothing if whole else None
         if ticket is None:
             return held, None
         if held:
-            self._spans.begin(OFFER, request, str(ticket.transfer))
+            facts.span = self._spans.begin(OFFER, request, str(ticket.transfer))
         sizes = self._tp, len(block_ids), request.num_prompt_tokens
         return held, p.answer(ticket, self._engine, answer, *sizes, self._facts, self._spread)
 
@@ -321,9 +338,9 @@ class SchedulerHooks:
             self.side.short_of_blocks()
         self._follow(output)
         self.side.stands_still(stuck)
-        self._unplaced.clear()
-        step = StepMetadata(self.side.step(), self._doomed, tuple(self._freed), self._partial, idle)
-        self._doomed, self._freed, self._partial = {}, [], {}
+        self._unplaced, self._steps = 0, self._steps + 1
+        step, self._next = self._next, StepMetadata()
+        step.step, step.idle = self.side.step(), idle
         self._holding_back = False
         return step
 
@@ -341,25 +358,26 @@ class SchedulerHooks:
         seen: list[tuple[str, int]] = []
         for new in output.scheduled_new_reqs:
             if self.side.follows(new.req_id):
-                self._tables[new.req_id] = [list(row) for row in new.block_ids]
+                self._requests[new.req_id].table = [list(row) for row in new.block_ids]
                 seen.append((new.req_id, new.num_computed_tokens))
         for i, name in enumerate(cached.req_ids):
             if self.side.follows(name):
-                self._grow(name, cached.new_block_ids[i], name in cached.resumed_req_ids)
+                self._grow(self._requests[name], cached.new_block_ids[i], name in cached.resumed_req_ids)
                 seen.append((name, cached.num_computed_tokens[i]))
-            else:
-                self._tables.pop(name, None)
+            elif name in self._requests:
+                self._requests[name].table = None
         for name, computed in seen:
             table = whole(name) if whole is not None else None
-            rows = _table(table if table is not None else self._tables[name])
+            rows = _table(table if table is not None else self._requests[name].table or ())
             self.side.runs(name, computed, output.num_scheduled_tokens[name], rows)
 
-    def _grow(self, name: str, new: Sequence[Sequence[int]] | None, resumed: bool) -> None:
+    @staticmethod
+    def _grow(facts: RequestFacts, new: Sequence[Sequence[int]] | None, resumed: bool) -> None:
         """Append new blocks; those of a resumed request replace its table."""
         if resumed and new is not None:
-            self._tables[name] = [list(row) for row in new]
-        elif new is not None and name in self._tables:
-            for row, more in zip(self._tables[name], new, strict=True):
+            facts.table = [list(row) for row in new]
+        elif new is not None and facts.table is not None:
+            for row, more in zip(facts.table, new, strict=True):
                 row.extend(more)
 
     def update(self, output: KVConnectorOutput) -> None:
@@ -370,43 +388,48 @@ class SchedulerHooks:
         for rank, contents in ours.adapters.items():
             self._content.adapters.learn(rank, contents)
         update = self.side.report(ours.report)
-        self._freed += update.free
+        self._next.freed += tuple(update.free)
         for name in update.free:
-            self._batches.over(name)
-            self._spans.end(OFFER, name)
-        for name in update.loaded:
-            self._loading.ended(name, DELIVERED)
-        for name, failure in update.failed.items():
-            self._loading.ended(name, str(failure.kind))
-        for name in update.disagreed.keys() & self._seen:
-            # vLLM hears of the failure with the next step, from our workers.
-            self._doomed[name] = update.disagreed[name]
-            compat.correct(output, over=frozenset(), still=frozenset((name,)))
-        for name in [*update.loaded, *update.failed]:
-            table = self._loads.pop(name, None)
-            if name in update.short and table is not None:  # vLLM hears with the next step, from our workers
-                self._partial[name] = tuple(table[0][update.short[name] // self._block_tokens :].tolist())
-                compat.correct(output, over=frozenset(), still=frozenset((name,)))
+            self._let_held_go(name)
+        ends = {name: str(failure.kind) for name, failure in update.failed.items()} | dict.fromkeys(
+            update.loaded, DELIVERED
+        )
+        for name, outcome in ends.items():
+            facts = self._requests.get(name)
+            if facts is None:
+                continue
+            self._outcomes.ended(facts, outcome)
+            if name in update.disagreed:
+                self._next.doomed[name] = update.disagreed[name]
+            elif name in update.short and facts.into is not None:
+                self._next.partial[name] = tuple(facts.into[0][update.short[name] // self._block_tokens :].tolist())
+            facts.into = None
         for name in over:
             self.side.load_over(name)
-            self._loading.ended(name, DELIVERED)
-        # What the side channel has said vLLM hears now, and not again when a step says so, too.
-        early = update.loaded - over - self._partial.keys()
-        compat.correct(output, over=early, still=self._told & over)
-        self._told = (self._told - over) | early
+            self._outcomes.ended(self._requests.get(name), DELIVERED)
+        # What only we know to be wrong with a load vLLM hears of with the next step, from our workers. What the side channel has
+        # said vLLM hears now, and not again when a step says so, too.
+        wrong = self._next.doomed.keys() & update.disagreed.keys() | self._next.partial.keys() & update.short.keys()
+        compat.correct(output, over=update.loaded - over - wrong, still=wrong | (update.repeated & over))
         for name in output.finished_sending or ():
             self.side.freed(name)
-            self._batches.over(name)
-            self._spans.end(OFFER, name)
+            self._let_held_go(name)
+
+    def _let_held_go(self, name: str) -> None:
+        """Forget a request whose blocks are no longer held for others."""
+        facts = self._held.pop(name, None)
+        if facts is not None:
+            self._batches.over(facts)
+            facts.end_span()
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
-        return self._loading.stats()
+        return self._outcomes.stats()
 
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
-        return self.side.waiting or bool(self._doomed or self._partial)
+        return self.side.waiting or bool(self._next.doomed or self._next.partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -439,7 +462,7 @@ class SchedulerHooks:
         That is revoked with the next step only. So where a step writes early, nobody is given blocks in that one.
         """
         self.side.short_of_blocks()
-        for name in self._seen:
+        for name in self._requests:
             if self.side.follows(name) and not any(manager.get_block_ids(name)):
                 self.side.preempted(name)
         self._holding_back = self._writes_early
@@ -464,16 +487,14 @@ class SchedulerHooks:
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         ours: tuple[Sized, ...] = (
-            self._seen,
-            self._tables,
-            self._loads,
-            self._ends,
-            self._partial,
+            self._requests,
+            self._next.partial,
             self._content,
             self._batches,
-            self._nothing,
+            self._held,
+            self.side,
         )
-        return sum(map(len, (*ours, self._loading, self._retained, self._spans, self.side)))
+        return sum(map(len, ours))
 
 
 def _table(block_ids: Sequence[Sequence[int]]) -> BlockTable:

@@ -12,6 +12,7 @@ from kvxfer.values import Group
 from kvxfer_vllm import addresses, compat, recurrent
 from kvxfer_vllm.migration import ConnectorConfig, check_hosts, translate
 from kvxfer_vllm.pages import group_pages
+from kvxfer_vllm.ranks import turn_takers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,12 +46,22 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
     config = addresses.located(ConnectorConfig.from_mapping(mapping), parallel)
     check_hosts(config.legacy_hosts)
     model = vllm_config.model_config
-    for kind in ("decode", "prefill"):
-        setting = f"{kind}_context_parallel_size"
-        if getattr(parallel, setting, 1) > 1:
+    if turn_takers(vllm_config) > 1 and not compat.TELLS_TURNS:
+        raise ConfigError(
+            "kvxfer does not support decode context parallelism with this vLLM, whose caches do not say which of them it spreads; "
+            "use vLLM 0.31 or later, or set decode_context_parallel_size to 1"
+        )
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        if transfer.is_kv_consumer:
             raise ConfigError(
-                f"kvxfer does not support {kind} context parallelism: it spreads the tokens of each block "
-                f"over several ranks, so that no rank's blocks hold the tokens that its block table says; set {setting} to 1"
+                "kvxfer does not load into an engine with prefill context parallelism; set prefill_context_parallel_size to 1, or "
+                "kv_role to kv_producer"
+            )
+        if turn_takers(vllm_config) == 1:
+            raise ConfigError(
+                "kvxfer does not support prefill context parallelism without decode context parallelism: of the ranks that then hold "
+                "the same, vLLM tells its scheduler of one alone; set decode_context_parallel_size to the same number, or "
+                "prefill_context_parallel_size to 1"
             )
     if getattr(model, "enable_sleep_mode", False) and not compat.FOLLOWS_SLEEP:
         raise ConfigError(
@@ -62,13 +73,13 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
     return config
 
 
-def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
+def groups_of(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[Group, ...]:
     """Return the engine's KV-cache groups as the schedule knows them.
 
     Raises:
         ConfigError: One is of an unsupported kind.
     """
-    pages = group_pages(kv_cache_config)
+    pages = group_pages(kv_cache_config, turn_takers(vllm_config))
     for i, group in enumerate(pages):
         if group.group.kind == "state":
             recurrent.check_spec(i, group.specs[0])
@@ -82,5 +93,7 @@ def hits_may_differ(kv_cache_config: KVCacheConfig) -> bool:
     the part of it after the hit.
     """
     pages = group_pages(kv_cache_config)
+    if not any(hasattr(spec, "mamba_type") for group in pages for spec in group.specs):
+        return False  # what else is a state is gone at any hit
     full = {group.specs for group in pages if group.group.kind == "full"}
     return {group.group.kind for group in pages} == {"full", "state"} and len(full) == 1

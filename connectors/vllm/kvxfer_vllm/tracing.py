@@ -16,36 +16,23 @@ engines have fetched its KV or will not fetch it."""
 
 
 class RequestSpans:
-    """The open spans; one thread. A request that came without a trace has no span."""
+    """Opens spans; one thread. A request that came without a trace has no span."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._tracer: Any = None
-        self._open: dict[tuple[str, str], Any] = {}
         settings = getattr(vllm_config, "observability_config", None)
         if getattr(settings, "otlp_traces_endpoint", None) is not None:
             from opentelemetry import trace  # vLLM refuses an endpoint if this is not installed
 
             self._tracer = trace.get_tracer("kvxfer")  # uses the provider that vLLM has set, or will set
 
-    def begin(self, name: str, request: Request, transfer: str) -> None:
-        """Open a span of this name for a request."""
+    def begin(self, name: str, request: Request, transfer: str) -> Any:
+        """Open and return a span of this name for a request; None if it has none."""
         headers = getattr(request, "trace_headers", None)
         if self._tracer is None or not headers:
-            return
+            return None
         from vllm.tracing import extract_trace_context
 
         attributes = {"kvxfer.request": request.request_id, "kvxfer.transfer": transfer}
         context = extract_trace_context(headers)
-        self._open[name, request.request_id] = self._tracer.start_span(name, context=context, attributes=attributes)
-
-    def end(self, name: str, request: str, outcome: str | None = None) -> None:
-        """Close a request's span of this name, if there is one."""
-        span = self._open.pop((name, request), None)
-        if span is not None:
-            if outcome is not None:
-                span.set_attribute("kvxfer.outcome", outcome)
-            span.end()
-
-    def __len__(self) -> int:
-        """Return how many are open."""
-        return len(self._open)
+        return self._tracer.start_span(name, context=context, attributes=attributes)

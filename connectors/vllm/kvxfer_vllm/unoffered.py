@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvxfer.logs import logger
 from kvxfer.security import Repeats
 from kvxfer.text import printable
-from kvxfer_vllm.requests import LoadingRequests
+from kvxfer_vllm.requests import LoadOutcomes
 from kvxfer_vllm.stats import Reason
 
 __all__ = ["Unoffered"]
@@ -19,8 +19,8 @@ EVERY_S = 10.0
 class Unoffered:
     """The requests that are not offered although that was asked; one thread."""
 
-    def __init__(self, requests: LoadingRequests) -> None:
-        self._requests = requests
+    def __init__(self, outcomes: LoadOutcomes) -> None:
+        self._outcomes = outcomes
         self._repeats = Repeats(EVERY_S)
 
     def say(self, request: str, reason: Reason, why: str) -> None:
@@ -33,4 +33,4 @@ class Unoffered:
 
     def count(self, reason: Reason) -> None:
         """Count a request whose line is logged elsewhere."""
-        self._requests.not_offered(str(reason))
+        self._outcomes.not_offered(str(reason))

@@ -10,13 +10,14 @@ from kvxfer.control.agent import Agent
 from kvxfer.engine import Report, WorkerChannel, WorkerSide
 from kvxfer.geometry import Cache
 from kvxfer.logs import logger
-from kvxfer.values import BlockTable, Rank
+from kvxfer.values import BlockTable
 from kvxfer_vllm.adapters import LoadedAdapters
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.layout_check import check_layout
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
+from kvxfer_vllm.ranks import rank_of
 from kvxfer_vllm.stats import Gauges, KVXferStats
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ class WorkerHooks:
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
         """Describe the cache, which is allocated, and start the agent."""
-        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+        from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tensor_model_parallel_rank
 
-        rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
+        across = get_pcp_group().rank_in_group
+        rank = rank_of(self._vllm, get_pp_group().rank_in_group, across, get_tensor_model_parallel_rank())
         layout = Layout.of(tensors, self._kv, self._vllm, rank)
         if layout.cache.regions[0].device == "cpu":
             _ask_for_tile_registers()

@@ -25,14 +25,15 @@ from kvxfer.cli.transfer.shapes import Memory, Model, Pool
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, PieceNews, PieceReady, PieceTaken
+from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, SlotNews
 from kvxfer.data.data_thread import DataThread
+from kvxfer.data.part_ends import Limits
 from kvxfer.data.policy import LinkPolicy, stager
-from kvxfer.data.quarantine import Limits
 from kvxfer.flag import Flag
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
 from kvxfer.identity import Source, TransferId
+from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import piece_bytes
 from kvxfer.protocol.values import Ended, Move, Moved, PartRef, Released, Role
 from kvxfer.transport import Verb, load
@@ -176,9 +177,9 @@ class BenchEngine:
                         return at - seconds, at
                     case Moved(failure=why):
                         raise RuntimeError(f"the part ended with: {why}")
-                    case PieceReady(piece=piece, offset=offset, nbytes=nbytes):
+                    case SlotNews(said=m.SlotReady(piece=piece, offset=offset, nbytes=nbytes)):
                         peer.tell(piece, offset, nbytes)
-                    case PieceTaken(piece=piece):
+                    case SlotNews(said=m.SlotFree(piece=piece)):
                         peer.tell(piece, None, None)
         raise TimeoutError("the part did not end")
 
@@ -369,5 +370,6 @@ class _Info:
     planner: Planner
 
 
-def _news(ref: PartRef, piece: int, offset: int | None, nbytes: int | None) -> PieceNews:
-    return PieceTaken(ref, piece) if nbytes is None else PieceReady(ref, piece, offset, nbytes)
+def _news(ref: PartRef, piece: int, offset: int | None, nbytes: int | None) -> SlotNews:
+    of = ref[2:]
+    return SlotNews(ref, m.SlotFree(*of, piece) if nbytes is None else m.SlotReady(*of, piece, offset, nbytes))

@@ -15,6 +15,7 @@ from kvxfer.cli.transfer.shapes import Memory, Model, Request
 from kvxfer.data.policy import default_staging
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
+from kvxfer.memory import devices_of
 from kvxfer.protocol.values import Role
 from kvxfer.testing.remote import Remote
 
@@ -160,20 +161,15 @@ def pair(
 
 
 def cache_devices(device: str) -> tuple[str, str]:
-    """Return the devices of the two caches for ``cpu`` or ``cuda``: two GPUs, or one for both if there is only one.
+    """Return the devices of the two caches for a kind of device: two devices, or one for both if there is only one.
 
     Raises:
-        ConfigError: ``device`` is neither, or there is no GPU.
+        ConfigError: No such device is here.
     """
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device must be cpu or cuda, not {device!r}")
-    if device == "cpu":
-        return "cpu", "cpu"
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here")
-    return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+    here = devices_of(device)
+    if not here:
+        raise ConfigError(f"--device {device}: no device of kind {device!r} is here")
+    return here[0], here[min(1, len(here) - 1)]
 
 
 def check_room(where: tuple[str, str], model: Model, tokens: int, staging_bytes: int | None, pairs: int = 1) -> None:

@@ -16,7 +16,7 @@ write      packs, writes into the slot  lends a slot for each piece, unpacks onc
 from __future__ import annotations
 
 from kvxfer.data.jobs.direct import SHARED, Direct, in_rounds, shares, submit_together
-from kvxfer.data.jobs.job import Job, Wire
+from kvxfer.data.jobs.job import Job, LinkContext
 from kvxfer.data.jobs.staged import Staged
 from kvxfer.data.jobs.staged_read import StagedRead, StagedServe
 from kvxfer.data.jobs.staged_send import StagedRecv, StagedSend
@@ -24,7 +24,7 @@ from kvxfer.data.jobs.staged_write import StagedLend, StagedWrite
 from kvxfer.protocol.values import Move, Role
 from kvxfer.transport import Verb
 
-__all__ = ["SHARED", "Direct", "Job", "Wire", "in_rounds", "make_job", "shares", "submit_together"]
+__all__ = ["SHARED", "Direct", "Job", "LinkContext", "in_rounds", "make_job", "shares", "submit_together"]
 
 
 STAGED: dict[tuple[Verb, Role], type[Staged]] = {
@@ -37,8 +37,8 @@ STAGED: dict[tuple[Verb, Role], type[Staged]] = {
 }
 
 
-def make_job(action: Move, wire: Wire) -> Job:
+def make_job(action: Move, context: LinkContext) -> Job:
     """Return the job for a part, by verb and role and whether it is staged."""
     if not action.piece_bytes:
-        return Direct(action, wire)
-    return STAGED[action.verb, action.ref.role](action, wire)
+        return Direct(action, context)
+    return STAGED[action.verb, action.ref.role](action, context)

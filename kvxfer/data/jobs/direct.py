@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvxfer.data.jobs.job import CACHE, PIECES, Job, Wire
+from kvxfer.data.jobs.job import CACHE, PIECES, Job, LinkContext
 from kvxfer.geometry import CopyPlan
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, Capabilities, Completion, PlanBatch, Verb
@@ -41,10 +41,10 @@ class Direct(Job):
     the bytes of the first time may still be on their way to the peer.
     """
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        rounds = in_rounds(action, wire.most)
-        self._rest: Iterator[CopyPlan] = action.plan.split(wire.most) if rounds else iter((action.plan,))
+    def __init__(self, action: Move, context: LinkContext) -> None:
+        super().__init__(action, context)
+        rounds = in_rounds(action, context.most)
+        self._rest: Iterator[CopyPlan] = action.plan.split(context.most) if rounds else iter((action.plan,))
         self._next = next(self._rest, None)
         self._alone = True
 
@@ -54,7 +54,7 @@ class Direct(Job):
         self._next, self._alone = None, False
 
     def completed(self, done: Completion) -> None:
-        if done.error is None or self._alone or self.error is not None or not done.quiet or self.wire.broken:
+        if done.error is None or self._alone or self.error is not None or not done.quiet or self.context.broken:
             super().completed(done)
         else:
             self.batches.discard(done.batch)
@@ -76,12 +76,12 @@ class Direct(Job):
 
     def _batch(self, plan: CopyPlan) -> Batch | PlanBatch:
         verb, stream = self.action.verb, self.action.stream * PIECES
-        if self.wire.can.factored:
-            return PlanBatch(verb, self.wire.peer, CACHE, plan, CACHE, stream)
+        if self.context.can.factored:
+            return PlanBatch(verb, self.context.peer, CACHE, plan, CACHE, stream)
         runs = plan.runs()
         local, remote = (runs.dst, runs.src) if verb in (Verb.READ, Verb.RECV) else (runs.src, runs.dst)
         one_sided = verb in (Verb.READ, Verb.WRITE)
-        return Batch(verb, self.wire.peer, CACHE, runs.length, local, CACHE, remote if one_sided else None, stream)
+        return Batch(verb, self.context.peer, CACHE, runs.length, local, CACHE, remote if one_sided else None, stream)
 
 
 def submit_together(jobs: Sequence[Direct]) -> None:
@@ -90,8 +90,8 @@ def submit_together(jobs: Sequence[Direct]) -> None:
     Raises:
         BaseException: The back end refuses it; none has begun.
     """
-    wire, runs = jobs[0].wire, CopyPlan.together([job.action.plan for job in jobs]).runs()
-    number = wire.transport.submit(Batch(Verb.READ, wire.peer, CACHE, runs.length, runs.dst, CACHE, runs.src))
-    wire.batches[number] = jobs
+    context, runs = jobs[0].context, CopyPlan.together([job.action.plan for job in jobs]).runs()
+    number = context.transport.submit(Batch(Verb.READ, context.peer, CACHE, runs.length, runs.dst, CACHE, runs.src))
+    context.batches[number] = jobs
     for job in jobs:
         job.shared(number)

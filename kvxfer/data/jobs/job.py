@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvxfer.data.commands import PieceNews
+from kvxfer.data.commands import SlotMessage, SlotNews
 from kvxfer.data.staging import Slot, Staging
 from kvxfer.failures import Failure
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Transport
 
-__all__ = ["CACHE", "PIECES", "STAGE", "Job", "Wire"]
+__all__ = ["CACHE", "PIECES", "STAGE", "Job", "LinkContext"]
 
 CACHE, STAGE = 0, 1
 PIECES = 1 << 20
@@ -20,7 +20,7 @@ PIECES = 1 << 20
 
 
 @dataclass(eq=False)
-class Wire:
+class LinkContext:
     """A link that is connected, and what its jobs need from the data thread.
 
     Attributes:
@@ -31,7 +31,7 @@ class Wire:
         most: The most bytes of a batch, if a part may be cut.
         staging: Staging memory.
         batches: The jobs of each batch in flight; short parts share one.
-        tell: Tells the peer about pieces.
+        tell: Tells the peer about slots.
         broken: Whether nothing can move on it any more.
     """
 
@@ -42,7 +42,7 @@ class Wire:
     most: int
     staging: Staging
     batches: dict[int, Sequence[Job]]
-    tell: Callable[[PieceNews], None]
+    tell: Callable[[SlotNews], None]
     broken: bool = False
 
 
@@ -58,10 +58,10 @@ class Job:
 
     lends_memory = False
 
-    def __init__(self, action: Move, wire: Wire) -> None:
+    def __init__(self, action: Move, context: LinkContext) -> None:
         self.ref = action.ref
         self.action = action
-        self.wire = wire
+        self.context = context
         self.batches: set[int] = set()
         self.error: Failure | None = None
         self.quiet = True
@@ -118,8 +118,8 @@ class Job:
         """Return whether closing its link makes its memory quiet."""
         return caps.quiet == "peer_close" or (self.lends_memory and caps.quiet == "batch")
 
-    def heard(self, news: PieceNews) -> None:
-        """Handle what the peer says about a piece; matters only to staged jobs."""
+    def heard(self, said: SlotMessage) -> None:
+        """Handle what the peer says about a slot; matters only to staged jobs."""
 
     def stop(self, why: Failure) -> None:
         """Submit nothing more; the first reason counts."""
@@ -134,7 +134,7 @@ class Job:
             self.stop(Failure.of(done.error))
 
     def _submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
-        number = self.wire.transport.submit(batch, after)
+        number = self.context.transport.submit(batch, after)
         self.batches.add(number)
-        self.wire.batches[number] = (self,)
+        self.context.batches[number] = (self,)
         return number

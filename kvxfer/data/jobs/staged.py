@@ -3,66 +3,55 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import numpy as np
 
-from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
-from kvxfer.data.jobs.job import PIECES, STAGE, Job, Wire
+from kvxfer.data.commands import SlotMessage, SlotNews
+from kvxfer.data.jobs.job import PIECES, STAGE, Job, LinkContext
+from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState, StagedPiece
 from kvxfer.data.staging import Slot
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.geometry import CopyPlan
+from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Move
-from kvxfer.transport import Batch, Fence, Verb
+from kvxfer.transport import Batch, Completion, Verb
 
-__all__ = ["StagedPiece", "SlotAtPeer", "Staged", "misfit"]
+__all__ = ["SlotAtPeer", "Staged"]
 
-
-@dataclass
-class StagedPiece:
-    """A piece of a part, with its slot; the fence passes when the device is done with it."""
-
-    number: int
-    plan: CopyPlan
-    slot: Slot
-    fence: Fence | None = None
+WITHOUT_SLOT = frozenset({PieceState.SETTLING, PieceState.OVER})
+ON_ITS_WAY = frozenset({PieceState.WAITING, PieceState.NAMED, PieceState.MOVING, PieceState.LENT})
+ON_DEVICE = frozenset({PieceState.PACKING, PieceState.UNPACKING, PieceState.SETTLING})
 
 
-def _pieces(action: Move) -> Iterator[CopyPlan]:
-    """Yield the plans of a part's pieces, the same on both sides.
+def _pieces(action: Move) -> Iterator[StagedPiece]:
+    """Yield a part's pieces, the same on both sides.
 
     If there are many pieces, the first is half as long, so that they do not all end at once: a library that shares its link
     between two pieces of equal length ends both at the same time, and then the link stands still.
     """
     nbytes = action.piece_bytes
-    return action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
-
-
-def misfit(news: PieceReady, plan: CopyPlan) -> Failure:
-    """Return the failure of a piece that has another length at the peer."""
-    what = f"piece {news.piece} has {news.nbytes} bytes at the peer and {plan.nbytes} here"
-    return Failure(FailureKind.MISUSE, what)
+    plans = action.plan.split(nbytes, nbytes // 2 if action.plan.nbytes > 2 * nbytes else 0)
+    return (StagedPiece(number, plan) for number, plan in enumerate(plans))
 
 
 class Staged(Job):
-    """The base of staged jobs: keeps the pieces still to begin, and the slots that are held."""
+    """The base of staged jobs: takes each piece through its life (``piece.py``).
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self.staging = wire.staging
-        self._rest: Iterator[tuple[int, CopyPlan]] = enumerate(_pieces(action))
-        self._ahead: tuple[int, CopyPlan] | None = None
-        self.held: dict[int, StagedPiece] = {}  # batch or piece number -> the piece that holds a slot
-        self.unpacking: list[StagedPiece] = []
-        self._packs: deque[Fence] = deque()  # of pieces that the device may still be packing
-        self.stranded: list[StagedPiece] = []  # pieces that have ended while their slots may still be touched
+    Attributes:
+        pieces: The pieces that have begun and are not over, by their numbers.
+    """
+
+    def __init__(self, action: Move, context: LinkContext) -> None:
+        super().__init__(action, context)
+        self.staging = context.staging
+        self.pieces: dict[int, StagedPiece] = {}
+        self._rest = _pieces(action)
+        self._ahead: StagedPiece | None = None
         self._starving = False  # wants a slot, and there was none
-        self._unpackers: dict[int, Callable[[Slot], Fence]] = {}  # by piece
 
-    def peek(self) -> tuple[int, CopyPlan] | None:
-        """Return the number and plan of the piece to begin next, or ``None`` after the last.
+    def peek(self) -> StagedPiece | None:
+        """Return the piece to begin next, or ``None`` after the last.
 
         It is cut when first asked for, while the one before is being packed.
         """
@@ -80,149 +69,182 @@ class Staged(Job):
 
     @property
     def slots(self) -> list[Slot]:
-        return [piece.slot for piece in (*self.held.values(), *self.unpacking)]
+        return [piece.slot for piece in self.pieces.values() if piece.slot is not None]
 
     @property
     def complete(self) -> bool:
-        return self.peek() is None and not self.held and not self.unpacking
+        return self.peek() is None and not self.pieces
 
     @property
     def ended(self) -> bool:
-        return super().ended and not self.unpacking and not (self.error is not None and self._packs)
+        return super().ended and not self.waiting_on_device
 
     @property
     def waiting_on_device(self) -> bool:
-        return bool(self.unpacking or (self.error is not None and self._packs))
+        """Whether the device is at work for it. Once stopped, it ends only after that, since its blocks may then be unmapped."""
+        stopped = self.error is not None
+        return any(p.state in ON_DEVICE or (stopped and p.fence is not None) for p in self.pieces.values())
+
+    def step(self, piece: StagedPiece, event: PieceEvent) -> None:
+        """Have a piece go on as its table says; a piece that needs its slot no more gives it back."""
+        after = PIECE.after(piece.state, event)
+        if after is None:
+            return
+        piece.state = after
+        if after in WITHOUT_SLOT and piece.slot is not None:
+            self.staging.give(piece.slot)
+            piece.slot = None
+        if after is PieceState.STRANDED:
+            self.quiet = False
+        elif after is PieceState.OVER:
+            self.pieces.pop(piece.number, None)
+        elif after is PieceState.SETTLING and piece.fence is None:
+            self.step(piece, PieceEvent.DEVICE_DONE)
+
+    def settle(self) -> None:
+        """Take in what the device has done."""
+        for piece in [p for p in self.pieces.values() if p.fence is not None]:
+            try:
+                assert piece.fence is not None
+                if not piece.fence.passed():
+                    continue
+            except BaseException:  # a device that has failed does nothing any more
+                piece.fence = None
+                self.step(piece, PieceEvent.DEVICE_FAILED)
+                raise
+            piece.fence = None
+            self.step(piece, PieceEvent.DEVICE_DONE)
 
     def stop(self, why: Failure) -> None:
         super().stop(why)
         self._ahead, self._rest = None, iter(())
-        self._unpackers.clear()
+        for piece in list(self.pieces.values()):
+            self.step(piece, PieceEvent.STOP)
+
+    def calm(self) -> None:
+        super().calm()
+        for piece in [p for p in self.pieces.values() if p.state is PieceState.STRANDED]:
+            self.step(piece, PieceEvent.QUIET)
 
     def begin(self) -> StagedPiece | None:
         """Return the next piece with a slot for it, or ``None`` if there is nothing to begin now."""
-        ahead = self.peek()
-        if ahead is None or self.error is not None or not self.my_turn:
-            return None
-        slot = self.take()
-        if slot is None:
+        piece = self.peek()
+        if piece is None or self.error is not None or not self.my_turn or not self._take(piece):
             return None
         self._ahead = None
-        return StagedPiece(*ahead, slot)
+        return piece
 
-    def take(self) -> Slot | None:
-        slot = self.staging.take(self.ref.link, self.ref.role)
-        self._starving = slot is None
-        return slot
+    def _take(self, piece: StagedPiece) -> bool:
+        """Take a slot for a piece; return whether there was one."""
+        piece.slot = self.staging.take(self.ref.link, self.ref.role, self._sure(piece))
+        self._starving = piece.slot is None
+        if piece.slot is not None:
+            self.pieces[piece.number] = piece
+        return not self._starving
 
-    def one_run(self, verb: Verb, piece: StagedPiece, remote: int | None = None, after: Fence | None = None) -> None:
-        one = np.array([piece.plan.nbytes], dtype=np.int64)
+    def _sure(self, piece: StagedPiece) -> bool:
+        """Return whether the peer need not wait for a slot of its own for a piece."""
+        return True
+
+    def pack(self, piece: StagedPiece) -> None:
+        """Begin to pack a piece."""
+        assert piece.slot is not None
+        piece.fence = self.staging.pack(piece.plan, piece.slot)
+        self.step(piece, PieceEvent.PACK)
+
+    def submit_piece(self, verb: Verb, piece: StagedPiece) -> None:
+        """Move a piece in a batch of its own, once it is packed."""
+        assert piece.slot is not None
+        here, there = piece.slot.offset, piece.remote
         batch = Batch(
             verb,
-            self.wire.peer,
+            self.context.peer,
             STAGE,
-            one,
-            np.array([piece.slot.offset], dtype=np.int64),
+            np.array([piece.plan.nbytes], dtype=np.int64),
+            np.array([here], dtype=np.int64),
             STAGE,
-            None if remote is None else np.array([remote], dtype=np.int64),
+            None if there is None else np.array([there], dtype=np.int64),
             self.action.stream * PIECES + piece.number,
         )
-        try:
-            self.held[self._submit(batch, after)] = piece
-        except BaseException:
-            self.staging.give(piece.slot)
-            raise
+        piece.batch = self._submit(batch, piece.fence)
+        self.step(piece, PieceEvent.SUBMIT)
 
-    def pack(self, piece: StagedPiece) -> Fence:
-        try:
-            self.settle_packs()
-            fence = self.staging.pack(piece.plan, piece.slot)
-        except BaseException:
-            self.staging.give(piece.slot)
-            raise
-        self._packs.append(fence)
-        return fence
+    def completed(self, done: Completion) -> None:
+        super().completed(done)
+        piece = next(p for p in self.pieces.values() if p.batch == done.batch)
+        if done.error is None and self.error is None:
+            self.moved(piece)
+        else:
+            self.step(piece, PieceEvent.FAIL if done.quiet else PieceEvent.FAIL_UNQUIET)
 
-    def settle_packs(self) -> None:
-        """Forget the packing that is done. Once stopped, the job ends only after that, since its blocks may then be unmapped."""
-        try:
-            while self._packs and self._packs[0].passed():
-                self._packs.popleft()
-        except BaseException:
-            self._packs.clear()  # a device that has failed packs nothing
-            raise
+    def moved(self, piece: StagedPiece) -> None:
+        """Handle the end of a piece's batch."""
+        if self.ref.role == "producer":
+            self.step(piece, PieceEvent.LEFT)
+        else:
+            self.step(piece, PieceEvent.CAME)
+            self.land(piece)
 
-    def get_ready(self, expected: Iterable[tuple[int, CopyPlan]] = ()) -> None:
+    def prepare(self, expected: Iterable[StagedPiece] = ()) -> None:
         """Prepare to unpack the pieces that are on their way, and others.
 
         Call it while the peer has everything that it needs to go on, so that it costs no time.
 
         Args:
-            expected: Numbers and plans of the other pieces.
+            expected: The other pieces.
         """
         if self.error is not None:
             return
-        for number, plan in chain(((p.number, p.plan) for p in self.held.values()), expected):
-            if number not in self._unpackers:
-                self._unpackers[number] = self.staging.unpack(plan)
+        for piece in chain(self.pieces.values(), expected):
+            if piece.unpack is None and piece.state in ON_ITS_WAY:
+                piece.unpack = self.staging.unpack(piece.plan)
 
     def land(self, piece: StagedPiece) -> None:
         """Begin to unpack a piece that has arrived in its slot."""
-        try:
-            unpack = self._unpackers.pop(piece.number, None) or self.staging.unpack(piece.plan)
-            piece.fence = unpack(piece.slot)
-        except BaseException:
-            self.staging.give(piece.slot)
-            raise
-        self.unpacking.append(piece)
+        assert piece.slot is not None
+        unpack = piece.unpack or self.staging.unpack(piece.plan)
+        piece.fence = unpack(piece.slot)
+        self.step(piece, PieceEvent.UNPACK)
 
-    def settle(self) -> None:
-        """Free the slots of the pieces whose unpacking has finished."""
-        for piece in [p for p in self.unpacking if p.fence is None or p.fence.passed()]:
-            self.unpacking.remove(piece)
-            self.staging.give(piece.slot)
+    def tell_ready(self, piece: StagedPiece, offset: int | None = None) -> None:
+        """Tell the peer that there is a slot for a piece, and where if it must know."""
+        self.context.tell(SlotNews(self.ref, m.SlotReady(*self.ref[2:], piece.number, offset, piece.plan.nbytes)))
 
-    def give_back(self, piece: StagedPiece, quiet: bool) -> None:
-        """Free the slot of a piece that ends here; if it is not quiet, the slot stays in use until it is."""
-        if quiet:
-            self.staging.give(piece.slot)
-        else:
-            self.stranded.append(piece)
-
-    def calm(self) -> None:
-        super().calm()
-        for piece in self.stranded:
-            self.staging.give(piece.slot)
-        self.stranded.clear()
+    def fits(self, said: m.SlotReady, piece: StagedPiece) -> bool:
+        """Return whether a piece is as long at the peer; if it is not, stop."""
+        if piece.plan.nbytes != said.nbytes:
+            what = f"piece {said.piece} has {said.nbytes} bytes at the peer and {piece.plan.nbytes} here"
+            self.stop(Failure(FailureKind.MISUSE, what))
+        return self.error is None
 
 
 class SlotAtPeer(Staged):
     """A job whose pieces begin when the peer names a slot of its own for them, in any order."""
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self._plans = dict(self._rest)
-        self._named: dict[int, int] = {}  # the offsets at the peer of the pieces that it has named, in that order
+    def __init__(self, action: Move, context: LinkContext) -> None:
+        super().__init__(action, context)
+        self.unbegun = {piece.number: piece for piece in self._rest}
+        self._named: deque[StagedPiece] = deque()  # those of them that the peer has named, in that order
 
     @property
     def complete(self) -> bool:
-        return super().complete and not self._plans
+        return super().complete and not self.unbegun
 
-    def heard(self, news: PieceNews) -> None:
-        plan = self._plans.get(news.piece)
-        if plan is None or isinstance(news, PieceTaken):
+    def heard(self, said: SlotMessage) -> None:
+        piece = self.unbegun.get(said.piece)
+        if piece is None or isinstance(said, m.SlotFree):
             return
-        if news.offset is None:
-            self.stop(Failure(FailureKind.MISUSE, f"the peer has named no slot for piece {news.piece}"))
-            return
-        if plan.nbytes != news.nbytes:
-            self.stop(misfit(news, plan))
-            return
-        self._named.setdefault(news.piece, news.offset)
+        if said.offset is None:
+            self.stop(Failure(FailureKind.MISUSE, f"the peer has named no slot for piece {said.piece}"))
+        elif self.fits(said, piece) and piece.state is PieceState.WAITING:
+            piece.remote = said.offset
+            self.step(piece, PieceEvent.SLOT_READY)
+            self._named.append(piece)
 
-    def next_named(self) -> tuple[StagedPiece, int] | None:
-        """Return the next piece that has a slot on both sides, and its offset at the peer; ``None`` if there is none now."""
-        if self.error is not None or not self._named or (slot := self.take()) is None:
+    def begin(self) -> StagedPiece | None:
+        """Return the next piece that has a slot on both sides, or ``None`` if there is none now."""
+        if self.error is not None or not self._named or not self._take(self._named[0]):
             return None
-        number = next(iter(self._named))
-        return StagedPiece(number, self._plans.pop(number), slot), self._named.pop(number)
+        piece = self._named.popleft()
+        del self.unbegun[piece.number]
+        return piece

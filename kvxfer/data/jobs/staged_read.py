@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from itertools import islice
 
-from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
-from kvxfer.data.jobs.job import Wire
-from kvxfer.data.jobs.staged import SlotAtPeer, Staged, StagedPiece
-from kvxfer.data.staging import Slot
-from kvxfer.failures import Failure
-from kvxfer.protocol.values import Move
-from kvxfer.transport import Completion, Verb
+from kvxfer.data.commands import SlotMessage, SlotNews
+from kvxfer.data.jobs.piece import PieceEvent, PieceState, StagedPiece
+from kvxfer.data.jobs.staged import SlotAtPeer, Staged
+from kvxfer.protocol import messages as m
+from kvxfer.transport import Verb
 
 __all__ = ["StagedRead", "StagedServe"]
 
@@ -19,55 +17,27 @@ READY = 2
 
 
 class StagedServe(Staged):
-    """One-sided read, producer: pack pieces, tell the consumer where they are, free each slot when it has read the piece."""
+    """One-sided read, producer: pack pieces, tell the consumer where they are, free each slot when it has read the piece.
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self._packing: list[StagedPiece] = []
-
-    @property
-    def waiting_on_device(self) -> bool:
-        return super().waiting_on_device or bool(self._packing)
-
-    @property
-    def slots(self) -> list[Slot]:
-        return [*super().slots, *(piece.slot for piece in self._packing)]
-
-    @property
-    def complete(self) -> bool:
-        return super().complete and not self._packing
+    When it is stopped, it frees all slots. The consumer may still read them, which does no harm here, since what it reads will not
+    be confirmed: before the control thread has a part aborted or its link closed, it counts a revocation.
+    """
 
     def advance(self) -> None:
-        self.settle_packs()
-        self._announce()
+        self.settle()
         while (piece := self.begin()) is not None:
-            piece.fence = self.pack(piece)
-            self._packing.append(piece)
-            self._announce()  # a device packs a piece in less time than it takes to start the next
+            self.pack(piece)
+            self.settle()  # a device packs a piece in less time than it takes to start the next
 
-    def _announce(self) -> None:
-        """Tell the consumer which pieces are packed."""
-        for piece in [p for p in self._packing if p.fence is None or p.fence.passed()]:
-            self._packing.remove(piece)
-            self.held[piece.number] = piece
-            self.wire.tell(PieceReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
+    def step(self, piece: StagedPiece, event: PieceEvent) -> None:
+        super().step(piece, event)
+        if event is PieceEvent.DEVICE_DONE and piece.state is PieceState.OFFERED and piece.slot is not None:
+            self.tell_ready(piece, piece.slot.offset)
 
-    def heard(self, news: PieceNews) -> None:
-        taken = self.held.pop(news.piece, None)
-        if taken is not None:
-            self.staging.give(taken.slot)
-
-    def stop(self, why: Failure) -> None:
-        """Stop, and free all slots.
-
-        The consumer may still read them, which does no harm here, since what it reads will not be confirmed: before the control
-        thread has a part aborted or its link closed, it counts a revocation.
-        """
-        super().stop(why)
-        for piece in [*self.held.values(), *self._packing]:
-            self.staging.give(piece.slot)
-        self.held.clear()
-        self._packing.clear()
+    def heard(self, said: SlotMessage) -> None:
+        piece = self.pieces.get(said.piece)
+        if piece is not None and isinstance(said, m.SlotFree):
+            self.step(piece, PieceEvent.SLOT_FREE)
 
 
 class StagedRead(SlotAtPeer):
@@ -75,16 +45,10 @@ class StagedRead(SlotAtPeer):
 
     def advance(self) -> None:
         self.settle()
-        while (named := self.next_named()) is not None:
-            piece, offset = named
-            self.one_run(Verb.READ, piece, remote=offset)
-        self.get_ready(islice(self._plans.items(), READY))
+        while (piece := self.begin()) is not None:
+            self.submit_piece(Verb.READ, piece)
+        self.prepare(islice(self.unbegun.values(), READY))
 
-    def completed(self, done: Completion) -> None:
-        super().completed(done)
-        piece = self.held.pop(done.batch)
-        if done.error is None and self.error is None:
-            self.wire.tell(PieceTaken(self.ref, piece.number))
-            self.land(piece)
-        else:
-            self.give_back(piece, done.quiet)
+    def moved(self, piece: StagedPiece) -> None:
+        self.context.tell(SlotNews(self.ref, m.SlotFree(*self.ref[2:], piece.number)))
+        super().moved(piece)

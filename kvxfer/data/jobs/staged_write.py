@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-
-from kvxfer.data.commands import PieceNews, PieceReady, PieceTaken
-from kvxfer.data.jobs.job import Wire
-from kvxfer.data.jobs.staged import SlotAtPeer, Staged, StagedPiece, misfit
-from kvxfer.failures import Failure
-from kvxfer.protocol.values import Move
-from kvxfer.transport import Completion, Verb
+from kvxfer.data.commands import SlotMessage
+from kvxfer.data.jobs.piece import PieceEvent, PieceState, StagedPiece
+from kvxfer.data.jobs.staged import SlotAtPeer, Staged
+from kvxfer.protocol import messages as m
+from kvxfer.transport import Verb
 
 __all__ = ["StagedLend", "StagedWrite"]
 
@@ -18,17 +15,14 @@ class StagedWrite(SlotAtPeer):
     """One-sided write, producer: pack each piece for which a slot was lent, write it there, tell the consumer."""
 
     def advance(self) -> None:
-        self.settle_packs()
-        while (named := self.next_named()) is not None:
-            piece, offset = named
-            self.one_run(Verb.WRITE, piece, remote=offset, after=self.pack(piece))
+        self.settle()
+        while (piece := self.begin()) is not None:
+            self.pack(piece)
+            self.submit_piece(Verb.WRITE, piece)
 
-    def completed(self, done: Completion) -> None:
-        super().completed(done)
-        piece = self.held.pop(done.batch)
-        self.give_back(piece, done.quiet)
-        if done.error is None and self.error is None:
-            self.wire.tell(PieceReady(self.ref, piece.number, None, piece.plan.nbytes))
+    def moved(self, piece: StagedPiece) -> None:
+        super().moved(piece)
+        self.tell_ready(piece)
 
 
 class StagedLend(Staged):
@@ -39,40 +33,25 @@ class StagedLend(Staged):
 
     lends_memory = True
 
-    def __init__(self, action: Move, wire: Wire) -> None:
-        super().__init__(action, wire)
-        self._written: deque[StagedPiece] = deque()
-
-    @property
-    def complete(self) -> bool:
-        return super().complete and not self._written
-
-    def heard(self, news: PieceNews) -> None:
-        lent = self.held.get(news.piece)
-        if lent is None or isinstance(news, PieceTaken):
-            return
-        if lent.plan.nbytes != news.nbytes:
-            self.stop(misfit(news, lent.plan))
-            return
-        self._written.append(self.held.pop(news.piece))
+    def heard(self, said: SlotMessage) -> None:
+        piece = self.pieces.get(said.piece)
+        if (
+            piece is not None
+            and piece.state is PieceState.LENT
+            and isinstance(said, m.SlotReady)
+            and self.fits(said, piece)
+        ):
+            self.step(piece, PieceEvent.SLOT_READY)
 
     def advance(self) -> None:
         self.settle()
-        while self._written:
-            self.land(self._written.popleft())
-        while (piece := self.begin()) is not None:
-            self.held[piece.number] = piece
-            self.wire.tell(PieceReady(self.ref, piece.number, piece.slot.offset, piece.plan.nbytes))
-        self.get_ready()
-
-    def stop(self, why: Failure) -> None:
-        super().stop(why)
-        for piece in self._written:
-            self.staging.give(piece.slot)
-        self._written.clear()
-        self.quiet &= not self.held
-        self.stranded += self.held.values()
-        self.held.clear()
+        for piece in [p for p in self.pieces.values() if p.state is PieceState.ARRIVED]:
+            self.land(piece)
+        while (piece := self.begin()) is not None:  # type: ignore[assignment]
+            self.step(piece, PieceEvent.LEND)
+            assert piece.slot is not None
+            self.tell_ready(piece, piece.slot.offset)
+        self.prepare()
 
     def remote_writes_ended(self) -> None:
         self.calm()

@@ -1,5 +1,5 @@
-"""CUDA memory. Imports torch, and Triton where it is."""
+"""Memory of CUDA devices. Imports torch, and Triton where it is."""
 
-from kvxfer.memory.cuda.space import CudaSpace, allocate
+from kvxfer.memory.cuda.space import CudaSpace
 
-__all__ = ["CudaSpace", "allocate"]
+__all__ = ["CudaSpace"]

@@ -20,7 +20,7 @@ import torch
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, LogicalCopy, StridedCopy, ViewGroup
 from kvxfer.geometry.pattern import Ints
-from kvxfer.memory.checksum import HEAD, LENGTH, TOKEN, cell_keys, fine, spans, word_keys
+from kvxfer.memory.checksum import HEAD, LENGTH, cell_keys, fine, next_token, spans, word_keys
 from kvxfer.memory.cuda.tables import Table, Tables
 from kvxfer.memory.fence import Done, Events
 from kvxfer.memory.space import Side, Space
@@ -246,7 +246,7 @@ class Launcher:
                 _signed(HEAD),
                 n2,
                 stride2,
-                _signed(TOKEN),
+                _signed(int(next_token(view_group))),
                 view_group.unit,
                 _signed(view_group.unit * LENGTH),
                 UNIT=unit if unit >= 8 else 1,

@@ -1,4 +1,4 @@
-"""CUDA memory, with torch: Triton kernels where Triton is, torch's indexing elsewhere.
+"""Memory of GPUs that torch calls ``cuda``, NVIDIA's and AMD's: Triton kernels where Triton is, torch's indexing elsewhere.
 
 All work runs on a stream of the space's own, of the lowest priority: it waits for nothing but its fences and delays the
 model little.
@@ -7,7 +7,7 @@ model little.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,24 +16,24 @@ import torch
 from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPlan, Region
+from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import logical_copies
 from kvxfer.memory.cpu import CpuSpace
-from kvxfer.memory.cuda.indexed import move_indexed
 from kvxfer.memory.cuda.pages import FixedMemory, is_mapped
-from kvxfer.memory.fence import CudaEvent
-from kvxfer.memory.space import Checksum, Side, Space
+from kvxfer.memory.fence import DeviceEvent
+from kvxfer.memory.indexed import copy_rows, move_indexed
+from kvxfer.memory.space import Bytes, Checksum, Side, Space
 
-__all__ = ["CudaSpace", "allocate"]
+__all__ = ["CudaSpace"]
 
 
 class CudaSpace(Space):
-    """Memory of one device, which packs into memory of that device or into pinned host memory. It keeps ``owner`` alive."""
+    """Memory of one device, which packs into memory of that device or into pinned host memory."""
 
-    by_itself = True
+    contract = 1
 
-    def __init__(self, regions: tuple[Region, ...], device: str, owner: object = None) -> None:
+    def __init__(self, regions: tuple[Region, ...], device: str) -> None:
         super().__init__(regions, device)
-        self.owner = owner
         self._device = torch.device(device)
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(priority=0)  # 0 is the lowest
@@ -43,6 +43,65 @@ class CudaSpace(Space):
             from kvxfer.memory.cuda.launch import Launcher
 
             self._launcher = Launcher(self, processors, self._stream)
+        self.by_itself = self._launcher is not None
+
+    @classmethod
+    def devices(cls, kind: str) -> Sequence[str]:
+        return [f"{kind}:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: str) -> CudaSpace:
+        """Allocate memory that keeps its pages, even where PyTorch's own is mapped by pages: it may be exported to others.
+
+        Raises:
+            KvxferError: The device has not that much left.
+        """
+        try:
+            with torch.cuda.device(torch.device(device)):
+                held = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+                torch.cuda.synchronize()
+                address = held.data_ptr()
+                if is_mapped(address):
+                    del held
+                    torch.cuda.empty_cache()
+                    held = FixedMemory(nbytes)
+                    address = held.address
+                    wrap(address, nbytes, device).zero_()
+                    torch.cuda.synchronize()
+            return cls((Region(address, nbytes, device).kept_by(held),), device)
+        except RuntimeError as e:
+            raise KvxferError(f"cannot allocate {nbytes} bytes of staging for {device}: {e}") from e
+
+    @classmethod
+    def allocate_host(cls, nbytes: int) -> CpuSpace:
+        """Allocate pinned host memory, which kernels address as it is.
+
+        Raises:
+            KvxferError: The system does not give so much.
+        """
+        try:
+            held = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as e:
+            raise KvxferError(f"cannot allocate {nbytes} bytes of pinned staging: {e}") from e
+        return CpuSpace((Region(held.data_ptr(), nbytes).kept_by(held),), pinned=True)
+
+    @classmethod
+    def fence(cls, device: str) -> DeviceEvent:
+        """Return an event on the calling thread's current stream."""
+        return DeviceEvent(torch.cuda.current_stream(torch.device(device)).record_event())
+
+    @classmethod
+    def remaps(cls, region: Region) -> bool:
+        return is_mapped(region.address)
+
+    def gather(self, region: int, at: Ints, out: Bytes) -> None:
+        with self._on_stream(None):
+            copy_rows(self._memory(region), at, out, pack=True)
+
+    def scatter(self, region: int, at: Ints, rows: Bytes) -> None:
+        with self._on_stream(None):
+            copy_rows(self._memory(region), at, rows, pack=False)
+            self._stream.synchronize()
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
         return self._move(plan, "source", out, at, after)
@@ -67,12 +126,19 @@ class CudaSpace(Space):
 
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
         parts = logical_copies(plan)
-        if self._launcher is None:
-            raise KvxferError(f"checksums of {self.device} memory need Triton; install it, or set integrity to off")
+        launcher = self._launcher
+        if launcher is None:
+            by_host = super().prepare_checksum(plan, side)
+
+            def behind(after: Fence | None) -> Checksum:
+                with self._on_stream(after):
+                    return by_host(None)
+
+            return behind
         with self._on_stream(None):
             out = torch.zeros(1, dtype=torch.int64, device=self._device)
             host = torch.empty(1, dtype=torch.int64, pin_memory=True)
-            launches = [launch for part in parts for launch in self._launcher.digests(part, side, out)]
+            launches = [launch for part in parts for launch in launcher.digests(part, side, out)]
 
         def begin(after: Fence | None) -> Checksum:
             with self._on_stream(after):
@@ -91,13 +157,13 @@ class CudaSpace(Space):
                 return self._launcher.move(plan, side, stream, pack=side == "source")
         with self._on_stream(after):
             try:
-                for strided in plan.copies:
-                    move_indexed(self, strided, side, stream, self._wrap, pack=side == "source")
-                    stream += strided.nbytes
+                if plan.nbytes:
+                    packed_here = wrap(stream, plan.nbytes, self.device)
+                    move_indexed(self, plan, side, packed_here, self._memory, pack=side == "source")
             except Exception:
                 self._stream.synchronize()  # copies that were begun
                 raise
-            return CudaEvent(self._stream.record_event())
+            return DeviceEvent(self._stream.record_event())
 
     def _address(self, packed: Space, at: int, nbytes: int) -> int:
         if packed.device != self.device and not getattr(packed, "pinned", False):
@@ -118,15 +184,16 @@ class CudaSpace(Space):
         elif after is not None and not after.passed():
             raise ValueError("a fence without a device event cannot be waited for; call again once it has passed")
 
-    def _wrap(self, address: int, nbytes: int) -> Any:
-        return wrap(address, nbytes, self.device)
+    def _memory(self, region: int) -> Any:
+        held = self.regions[region]
+        return wrap(held.address, held.nbytes, self.device)
 
 
 class _Pending(Checksum):
     """A checksum on its way to the host."""
 
     def __init__(self, host: Any, event: Any) -> None:
-        self._host, self.fence = host, CudaEvent(event)
+        self._host, self.fence = host, DeviceEvent(event)
 
     @property
     def value(self) -> int:
@@ -150,31 +217,3 @@ class _Raw:
 def wrap(address: int, nbytes: int, device: str) -> Any:
     """Return a uint8 tensor over memory that somebody else owns."""
     return torch.as_tensor(_Raw(address, nbytes), device=device)
-
-
-def allocate(nbytes: int, device: str) -> Space:
-    """Allocate device memory, or pinned host memory (``device`` "cpu"), which kernels address as it is.
-
-    Device memory keeps its pages, even where PyTorch's own allocations are mapped by pages: it may be exported to others.
-
-    Raises:
-        KvxferError: The device has not that much left.
-    """
-    try:
-        if device == "cpu":
-            held = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-            return CpuSpace((Region(held.data_ptr(), nbytes),), held, pinned=True)
-        with torch.cuda.device(torch.device(device)):
-            held = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-            torch.cuda.synchronize()
-            address = held.data_ptr()
-            if is_mapped(address):
-                del held
-                torch.cuda.empty_cache()
-                held = FixedMemory(nbytes)
-                address = held.address
-                wrap(address, nbytes, device).zero_()
-                torch.cuda.synchronize()
-        return CudaSpace((Region(address, nbytes, device),), device, held)
-    except RuntimeError as e:
-        raise KvxferError(f"cannot allocate {nbytes} bytes of staging for {device}: {e}") from e

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.cache import HOST, Region
+from kvxfer.memory.registry import installed
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.suite import Suite, present
@@ -60,9 +61,9 @@ class Memory(Suite):
         Later only a fault would show it, or bytes from somewhere else.
         """
         transport, buffer = world.local().transport, Buffer(4096, self.device(0))
-        for kind in {"cpu", "cuda:0", "xpu:0"} - {k if k == "cpu" else f"{k}:0" for k in self.capabilities().memory}:
+        for kind in {*installed(), "abacus"} - self.capabilities().memory:
             with pytest.raises(TransportError):
-                transport.register([Region(buffer.region.address, 4096, kind)])
+                transport.register([Region(buffer.region.address, 4096, kind if kind == HOST else f"{kind}:0")])
         buffer.free()
 
     def test_kinds_that_are_declared_are_moved(self, world: World, way: TransferMode) -> None:

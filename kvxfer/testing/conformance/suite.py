@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvxfer.geometry import HOST
+from kvxfer.memory import devices_of
 from kvxfer.testing.conformance.participant_link import PARTS, Part, TransferMode
 from kvxfer.testing.conformance.world import World
 from kvxfer.testing.participant import Participant
@@ -22,7 +24,7 @@ class Suite:
     Attributes:
         backend: The class under test.
         options: The options of every instance.
-        memory: The kind of memory to test with: ``cpu`` or ``cuda``.
+        memory: The kind of memory to test with: ``cpu``, or a kind of device such as ``cuda``.
         in_process: False for a back end that cannot have two instances in one process (or not in one thread).
         patience_s: Seconds that anything may take, as ``thread_clock`` counts them.
         notice_s: Seconds for which the death of a peer may go unnoticed.
@@ -38,7 +40,7 @@ class Suite:
 
     backend: ClassVar[type[Transport]]
     options: ClassVar[Mapping[str, Any]] = {}
-    memory: ClassVar[str] = "cpu"
+    memory: ClassVar[str] = HOST
     in_process: ClassVar[bool] = True
     patience_s: ClassVar[float] = 20.0
     notice_s: ClassVar[float] = 15.0
@@ -70,14 +72,11 @@ class Suite:
     def device(self, participant: int) -> str:
         """Return the device of the memory of a test's first, second ... participant.
 
-        For ``cuda``, the first participant has one GPU and all others another (if there is one), so that every transfer
-        goes from GPU to GPU.
+        The first participant has one device and all others another (if there is one), so that every transfer goes from
+        device to device.
         """
-        if self.memory != "cuda":
-            return self.memory
-        import torch
-
-        return "cuda:0" if participant == 0 else f"cuda:{torch.cuda.device_count() - 1}"
+        found = devices_of(self.memory)
+        return found[0 if participant == 0 else -1]
 
     def make_mortal(self, world: World, name: str) -> Participant:
         """Make a participant that can be killed and stopped. A back end that lives in one process overrides this."""
@@ -115,12 +114,4 @@ class Suite:
 
 def present(kind: str) -> str | None:
     """Return a device of this host with this kind of memory; ``None`` if there is none that this suite can allocate on."""
-    if kind == "cpu":
-        return kind
-    if kind != "cuda":
-        return None
-    try:
-        import torch
-    except ImportError:
-        return None
-    return "cuda:0" if torch.cuda.is_available() else None
+    return next(iter(devices_of(kind)), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.geometry.cache import GAP, Region, flat_starts
+from kvxfer.geometry.cache import GAP, HOST, Region, flat_starts
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.participant_link import ParticipantLink, TransferMode
 from kvxfer.testing.conformance.suite import Suite
@@ -145,6 +145,6 @@ class Volume(Suite):
 
     def _hosts(self, world: World) -> tuple[Participant, Participant]:
         """Make two participants, or skip the clause unless gigabytes are to be tried."""
-        if self.memory != "cpu" or not self.gigabytes:
+        if self.memory != HOST or not self.gigabytes:
             pytest.skip("gigabytes are tried on the host, and once for a back end")
         return world.local(), world.other()

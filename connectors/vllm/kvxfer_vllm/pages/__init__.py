@@ -3,7 +3,7 @@
 from kvxfer_vllm.pages.catalogue import CATALOGUE, Entry, entry_of
 from kvxfer_vllm.pages.encoding import encoding_of
 from kvxfer_vllm.pages.forms import WRITERS, Form, form_of, replicated, writer_of
-from kvxfer_vllm.pages.groups import GroupPages, group_pages, layer_specs
+from kvxfer_vllm.pages.groups import GroupPages, group_pages, layer_specs, replays, takes_turns
 from kvxfer_vllm.pages.heads import total_heads
 from kvxfer_vllm.pages.states import fits_other_sizes, state_pieces
 
@@ -20,6 +20,8 @@ __all__ = [
     "group_pages",
     "layer_specs",
     "state_pieces",
+    "takes_turns",
+    "replays",
     "replicated",
     "total_heads",
     "writer_of",

@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 __all__ = ["CATALOGUE", "Entry", "Kept", "entry_of"]
 
-Kept = Literal["full", "window", "chunk", "state", "local", "refused"]
+Kept = Literal["full", "window", "chunk", "state", "ring", "local", "refused"]
 """Which blocks a group keeps. ``full``: all blocks of a request; ``window``: those that the last tokens attend to; ``chunk``: those
-of the chunk that the last token is in; ``state``: the one with the state after the last token; ``local``: only blocks that no other
-engine needs; ``refused``: not supported, for the reason in ``Entry.why``."""
+of the chunk that the last token is in; ``state``: the one with the state after the last token; ``ring``: the only one of a request,
+whose rows the next tokens overwrite in turn, so that it is a state, too; ``local``: only blocks that no other engine needs;
+``refused``: not supported, for the reason in ``Entry.why``."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,12 @@ CATALOGUE: dict[str, Entry] = {
         ),
         Entry(
             "CircularBufferSpec",
-            "refused",
-            "a ring of the rows that are not yet compressed, one block per request",
-            "vllm/models/deepseek_v41/compressor.py, vllm/models/qwen4_exp/common/qsa_cache.py",
-            shown=_TEST,
-            why="in a ring, a token's place does not follow from its position",
+            "ring",
+            "[rows], that of a token at its position modulo their number: those that are not yet compressed, and drafts",
+            "vllm/models/deepseek_v41/compressor.py, glm5next/common/attention.py, qwen4_exp/common/qsa_cache.py",
+            "nothing",
+            "back end, device, number of rows; tensor-parallel size unless all ranks hold the same",
+            "tests/vllm/test_rings.py",
         ),
         Entry(
             "KpoolTailSpec",

@@ -52,15 +52,17 @@ _CHUNK = ("chunked local attention", "ChunkedLocalAttentionSpec")
 _LATENT = ("MLA", "MLAAttentionSpec")
 _INDEXER = ("sparse indexer", "MLAAttentionSpec")
 _STATE = ("recurrent state", "MambaSpec")
+_REPLAYED = ("window of MLA, replayed", "SlidingWindowMLASpec")
 _RING = ("rows not yet compressed", "CircularBufferSpec")
 
 _E2E_PAIR, _E2E_GROUPS = "tests/e2e/test_pair.py", "tests/e2e/test_groups.py"
 _E2E_STATES = "tests/e2e/test_states.py"
 _SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
-_STATES = "tests/vllm/test_states.py"
+_STATES, _RINGS = "tests/vllm/test_states.py", "tests/vllm/test_rings.py"
 _HEADS = "the number of KV heads differs by layer"
 _EQUAL_KERNELS = "block sizes and sorts of device must be equal"
 _WHOLE = "pages of unknown content: tensor-parallel sizes and block sizes must be equal"
+_DRAFTS = "pages are moved whole: block sizes, sorts of device and numbers of drafts must be equal"
 _NO_CUT = "tensor-parallel sizes must be equal"
 
 FAMILIES = (
@@ -136,9 +138,23 @@ FAMILIES = (
         _PAGES,
         f"pages are moved whole: {_EQUAL_KERNELS}, and before vLLM 0.31 also tensor-parallel sizes",
     ),
-    Family("DeepSeek V4.1", ("DeepseekV41ForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
-    Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "planner", _PAGES),
-    Family("Qwen 4 (experimental)", ("Qwen4ExpForCausalLM",), (_FULL, _STATE, _RING), "planner", _PAGES),
+    Family(
+        "DeepSeek V4.1",
+        ("DeepseekV41ForCausalLM",),
+        (_LATENT, _INDEXER, _REPLAYED, _RING),
+        "scheduler",
+        _RINGS,
+        _DRAFTS,
+    ),
+    Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "scheduler", _RINGS, _DRAFTS),
+    Family(
+        "Qwen 4 (experimental)",
+        ("Qwen4ExpForCausalLM",),
+        (_FULL, _STATE, _RING),
+        "scheduler",
+        _RINGS,
+        f"{_DRAFTS}; {_NO_CUT}",
+    ),
     Family(
         "MiniMax M3",
         ("MiniMaxM3SparseForCausalLM",),

@@ -59,6 +59,9 @@ WRITERS: dict[str, Form] = {
 """Attention back ends by the class that names them, without the leading ``vllm.``. All ``latent`` ones leave the writing to
 ``MLAAttentionImpl.do_kv_cache_update``, or write rows of their own."""
 
+_ON_ALL_RANKS = {"models.deepseek_v41.compressor.CompressorBackend", f"{_HERE}.mla.indexer.KpoolTailBackend"}
+"""Writers of rings whose rows come from layers that tensor parallelism does not divide."""
+
 _INLINE = {"INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
 """Quantisations that keep the scales of each head's token next to it (``TritonAttentionBackend.customize_spec``)."""
 
@@ -95,6 +98,8 @@ def form_of(spec: Any, writer: str) -> Form:
 
 def replicated(spec: Any, writer: str) -> bool:
     """Return whether all tensor-parallel ranks hold the same pages, since these hold one vector that all heads share."""
+    if writer in _ON_ALL_RANKS:
+        return True
     shared = WRITERS.get(writer) == "latent" or writer.endswith(".DeepseekV32IndexerBackend")
     return getattr(spec, "max_tp_shards", None) == 1 or (shared and getattr(spec, "num_kv_heads", 0) == 1)
 

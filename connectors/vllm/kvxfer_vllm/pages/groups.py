@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvxfer.errors import ConfigError
-from kvxfer.values import Group
+from kvxfer.values import MOST_TOKENS, Group
+from kvxfer_vllm.compat import takes_loaded_windows
 from kvxfer_vllm.pages.catalogue import entry_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-__all__ = ["GroupPages", "group_pages", "layer_specs"]
+__all__ = ["GroupPages", "group_pages", "layer_specs", "replays", "takes_turns"]
+
+_ANY_LENGTH = MOST_TOKENS
+"""What the only block of a request stands for, however long that is."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,36 @@ class GroupPages:
     specs: tuple[Any, ...]
 
 
-def group_pages(kv_cache_config: KVCacheConfig) -> tuple[GroupPages, ...]:
+def group_pages(kv_cache_config: KVCacheConfig, ranks: int = 1) -> tuple[GroupPages, ...]:
     """Classify all groups.
+
+    Args:
+        kv_cache_config: vLLM's own.
+        ranks: How many ranks take turns with the tokens of each block (decode context parallelism).
 
     Raises:
         ConfigError: One is not supported; the message names it and its specs.
     """
-    return tuple(_classify(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups))
+    found = (_classify(i, group) for i, group in enumerate(kv_cache_config.kv_cache_groups))
+    return tuple(_of_all(pages, ranks) if ranks > 1 else pages for pages in found)
+
+
+def replays(spec: Any) -> bool:
+    """Return whether vLLM computes a group's window anew behind a prefix hit, by replaying tokens, and does not keep it for hits."""
+    return bool(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def takes_turns(spec: Any) -> bool:
+    """Return whether the ranks of context parallelism take turns with the tokens of such a cache; else each has them all."""
+    return bool(getattr(spec, "dcp_sharded", False)) and entry_of(spec).kept != "ring"
+
+
+def _of_all(pages: GroupPages, ranks: int) -> GroupPages:
+    """Return a group as the block tables have it: a block stands for the tokens of all ranks that take turns."""
+    if not takes_turns(pages.specs[0]):
+        return pages
+    group = pages.group
+    return GroupPages(Group(group.block_tokens * ranks, group.kind, group.window), pages.specs)
 
 
 def layer_specs(spec: Any) -> tuple[Any, ...]:
@@ -50,12 +77,11 @@ def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
     names = ", ".join(sorted({type(s).__name__ for s in specs}))
     if getattr(group, "host_resident", False):
         raise ConfigError(f"kvxfer does not support KV-cache group {i} ({names}): it lives in the host's memory")
-    if any(getattr(s, "prefix_replay_tokens", 0) for s in specs):
-        # Of a window, a load brings only what lies behind the prefix hit. vLLM takes a loaded window for whole, and would not compute
-        # the rest. For one that is not loaded it would compute tokens again that it has counted as loaded.
+    if replays(spec) and not (getattr(group, "enable_kv_transfer", True) and takes_loaded_windows()):
+        # vLLM would compute tokens again that it has counted as loaded.
         raise ConfigError(
             f"kvxfer does not support KV-cache group {i} ({names}): vLLM does not keep its window for prefix hits"
-            ", but computes it again by replaying tokens, which no load allows for; set --no-swa-bounded-replay"
+            ", but computes it again by replaying tokens, also behind a load; set --no-swa-bounded-replay"
         )
     if not getattr(group, "enable_kv_transfer", True):
         return GroupPages(Group(spec.block_size, "local"), specs)
@@ -72,6 +98,8 @@ def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
         )
     kind = kept.pop()
     assert kind != "refused"
+    if kind == "ring":
+        return GroupPages(Group(_ANY_LENGTH, "state"), specs)
     as_grouped: Literal["full", "window", "state", "local"] = "window" if kind == "chunk" else kind
     return GroupPages(Group(spec.block_size, as_grouped, windows.pop()), specs)
 

@@ -1,0 +1,47 @@
+"""More than fits a message of a socket, passed to a process of this host: in a file without a name, by its descriptor."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from kvxfer.errors import PeerError
+
+__all__ = ["MOST_BYTES", "passed", "taken"]
+
+MOST_BYTES = 1 << 20
+
+
+def passed(said: bytes, name: str) -> int:
+    """Return a descriptor of a file that holds these bytes, which the caller must close.
+
+    Args:
+        said: At most ``MOST_BYTES``.
+        name: What the system shows for the file.
+
+    Raises:
+        OSError: No descriptor is left.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.pwrite(fd, said, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def taken(fd: int) -> bytes:
+    """Return what such a file holds.
+
+    Raises:
+        PeerError: It is no such file, or holds too much.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # only memory has seals; reading another file could block
+        said = os.pread(fd, MOST_BYTES + 1, 0)
+    except OSError as e:
+        raise PeerError(f"it passed a file that cannot be read ({e})") from e
+    if len(said) > MOST_BYTES:
+        raise PeerError("it says too much of itself")
+    return said

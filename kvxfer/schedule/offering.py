@@ -1,0 +1,162 @@
+"""The life of an offering: one record, and one table of what each event does in each state. ``docs/engine-room.md`` draws the table.
+
+A request of an engine offers the first tokens of its prompt to other engines, as they are computed. Requests that offer the same transfer
+share one offering: the blocks of one are offered. When that request is over, its blocks stay until all ranks are done with them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+from kvxfer.identity import Generation, TransferId
+from kvxfer.transitions import Transitions, pairs
+from kvxfer.values import BlockTable, Rank
+
+__all__ = ["OFFERING", "Offering", "OfferingEvent", "OfferingNumber", "OfferingState"]
+
+OfferingNumber = NewType("OfferingNumber", int)
+"""The serial number of an offering, which no other offering of the engine has, has had or will have."""
+
+
+class OfferingState(enum.StrEnum):
+    """The states of an offering."""
+
+    RUNNING = "running"  # its request is computed; what is ready of it is offered
+    WHOLE = "whole"  # all of it is offered, and its request goes on
+    HELD = (
+        "held"  # all of it is offered, and nobody computes it; the blocks are kept until all ranks are done with them
+    )
+    WITHDRAWN = "withdrawn"  # as held, but nobody may read it any more
+    ABANDONED = "abandoned"  # its request has failed; what may be read of it is pinned until all ranks are done with it
+    CLOSED = "closed"  # over; the record goes with its request
+
+
+class OfferingEvent(enum.StrEnum):
+    """What happens to an offering."""
+
+    ALL_OFFERED = "all of it offered"
+    RESTART = "blocks taken away or changed, or one more consumer"
+    FINISH = "request over, all is computed"
+    FAIL = "request over, not all is computed"
+    FAIL_READ = "request over, not all is computed, others may be reading"
+    WITHDRAW = "withdrawn, lease over or declined by all"
+    DONE = "all ranks are done with it"
+    DONE_EARLIER = "all ranks are done with an earlier generation"
+
+
+_S, _E = OfferingState, OfferingEvent
+_COMPUTED = (_S.RUNNING, _S.WHOLE)
+_ENDS = (_E.FINISH, _E.FAIL, _E.FAIL_READ)
+
+OFFERING: Transitions[OfferingState, OfferingEvent] = Transitions(
+    moves={
+        (_S.RUNNING, _E.ALL_OFFERED): _S.WHOLE,
+        (_S.WHOLE, _E.RESTART): _S.RUNNING,
+        **{(s, _E.FINISH): _S.HELD for s in _COMPUTED},
+        **{(s, _E.FAIL): _S.CLOSED for s in _COMPUTED},
+        **{(s, _E.FAIL_READ): _S.ABANDONED for s in _COMPUTED},
+        **{(s, _E.WITHDRAW): _S.CLOSED for s in _COMPUTED},
+        **{(s, e): _S.CLOSED for s in _COMPUTED for e in (_E.DONE, _E.DONE_EARLIER)},
+        **{(_S.HELD, e): _S.WITHDRAWN for e in (_E.WITHDRAW, _E.DONE_EARLIER)},
+        **{(s, _E.DONE): _S.CLOSED for s in (_S.HELD, _S.WITHDRAWN, _S.ABANDONED)},
+    },
+    ignored={
+        "nothing of it was whole": frozenset({(_S.RUNNING, _E.RESTART)}),
+        "nobody may read it any more": pairs((_S.WITHDRAWN, _S.ABANDONED, _S.CLOSED), (_E.WITHDRAW,)),
+        "a rank has the last one to tell of yet": pairs((_S.WITHDRAWN, _S.ABANDONED), (_E.DONE_EARLIER,)),
+        "it is closed": pairs((_S.CLOSED,), (_E.DONE, _E.DONE_EARLIER, *_ENDS)),
+    },
+    never={
+        "all of it is offered once": pairs(set(_S) - {_S.RUNNING}, (_E.ALL_OFFERED,)),
+        "nobody computes it": pairs(set(_S) - set(_COMPUTED), (_E.RESTART,)),
+        "its request is over already": pairs((_S.HELD, _S.WITHDRAWN, _S.ABANDONED), _ENDS),
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Offering:
+    """One transfer that is offered. What is listed in ``blocks`` has been offered in ``generation``.
+
+    Attributes:
+        number: The offering's serial number.
+        request: The engine's name of the request whose blocks are offered; empty: they are no request's.
+        answer: The name of the answer to that request.
+        transfer, digest: What is offered, and what it depends on.
+        total: How many tokens will be offered in the end.
+        consumers: How many engines have not declined it.
+        stops: Whether nothing is computed after ``total``.
+        born: The first generation.
+        state: Where it is; see ``OFFERING``.
+        over: Whether the request is over.
+        namesake: Whether another request has the name of this one, whose blocks are held.
+        tokens: How many tokens are offered.
+        progress: How many tokens are computed after the last step; may exceed ``total``.
+        changed: Whether the workers have to hear of it with the next step.
+        answers: How many consumers each answer adds that tells of it.
+        sharers: Other running requests that offer it, and their answers.
+
+        end: The blocks that windows held of the end of the prompt, if they are pinned.
+        read: The blocks that are pinned while its request runs, since others may be reading them, and their generation.
+        revoked: The last generation whose blocks are pinned though they were taken away, and the ranks that read them no more.
+        done: The ranks that are done with it, and up to which generation.
+    """
+
+    number: OfferingNumber
+    request: str
+    answer: str
+    transfer: TransferId
+    digest: bytes
+    total: int
+    consumers: int
+    stops: bool
+    born: Generation
+    generation: Generation
+    blocks: BlockTable
+    state: OfferingState = OfferingState.RUNNING
+    over: bool = False
+    namesake: bool = False
+    tokens: int = 0
+    progress: int = 0
+    changed: bool = False
+    answers: dict[str, int] = field(default_factory=dict)
+    sharers: dict[str, str] = field(default_factory=dict)
+
+    end: BlockTable | None = None
+    read: tuple[Generation, set[int]] | None = None
+    revoked: tuple[Generation, set[Rank]] | None = None
+    done: dict[Rank, Generation] = field(default_factory=dict)
+
+    def on(self, event: OfferingEvent) -> bool:
+        """Make the move that an event leads to; return False if it is ignored.
+
+        Raises:
+            IllegalTransition: By the table it never happens here.
+        """
+        after = OFFERING.after(self.state, event)
+        if after is None:
+            return False
+        self.state = after
+        return True
+
+    @property
+    def computed(self) -> bool:
+        """Whether its request runs, and what that computes is offered."""
+        return self.state in _COMPUTED
+
+    @property
+    def offered(self) -> bool:
+        """Whether it is offered, or will be."""
+        return self.state in _COMPUTED or self.state is _S.HELD
+
+    @property
+    def held(self) -> bool:
+        """Whether its blocks are kept, though nobody computes it, until all ranks are done with them."""
+        return self.state in (_S.HELD, _S.WITHDRAWN)
+
+    @property
+    def final(self) -> bool:
+        """Whether all of it has been offered in this generation."""
+        return self.state is _S.WHOLE or self.state is _S.HELD

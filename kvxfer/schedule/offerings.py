@@ -1,0 +1,103 @@
+"""The book of an engine's offerings: by serial number, by the request that has a name now, and by transfer."""
+
+from collections.abc import Iterator, Sequence
+
+from kvxfer.identity import Generation, TransferId
+from kvxfer.schedule.offering import Offering, OfferingNumber, OfferingState
+from kvxfer.values import BlockTable, Group
+
+__all__ = ["Offerings"]
+
+
+class Offerings:
+    """All offerings of one engine that something is remembered of.
+
+    Args:
+        groups: The engine's KV-cache groups, in the order of its block tables.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = tuple(groups)
+        self._nothing = BlockTable((b"",) * len(self._groups))
+        self._numbers = 0
+        self._generation: Generation = 0
+        self._offerings: dict[OfferingNumber, Offering] = {}
+        self._live: dict[str, OfferingNumber] = {}  # by the engine's name of the request
+        self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
+
+    def named(self, request: str) -> Offering | None:
+        """Return the offering of this name, also if its request is over and its blocks are held."""
+        number = self._live.get(request)
+        return None if number is None else self._offerings[number]
+
+    def of(self, request: str) -> Offering | None:
+        """Return the offering of a running request, which may be over before it."""
+        found = self.named(request)
+        return None if found is None or (found.over and request not in found.sharers) else found
+
+    def under(self, transfer: TransferId) -> Sequence[Offering]:
+        """Return the offerings of this name that something is remembered of, the latest last. Any thread."""
+        return self._transfers.get(transfer, ())
+
+    def current(self, transfer: TransferId) -> Offering | None:
+        """Return what is offered under this name, or was, and is held. Any thread."""
+        known = self._transfers.get(transfer)
+        last = known[-1] if known else None
+        return last if last is not None and (last.computed or last.held) else None
+
+    def __iter__(self) -> Iterator[Offering]:
+        """Yield all offerings, the oldest first; they may change meanwhile."""
+        return iter(self._offerings.copy().values())
+
+    @property
+    def held(self) -> frozenset[TransferId]:
+        """The transfers whose request has finished and whose blocks are held until ``released``."""
+        return frozenset(found.transfer for found in self if found.held)
+
+    @property
+    def transfers(self) -> tuple[TransferId, ...]:
+        """The transfers of requests that are tracked or held."""
+        return tuple(found.transfer for found in self if found.computed or found.held)
+
+    def __len__(self) -> int:
+        """Return how many transfers are offered, including held ones."""
+        return len(self.transfers)
+
+    def _add(
+        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool, answer: str
+    ) -> Offering:
+        self._numbers += 1
+        number, born = OfferingNumber(self._numbers), self._next_generation()
+        what = transfer, digest, tokens, consumers, stops
+        new = Offering(number, request, answer, *what, born, born, self._nothing)
+        new.answers[answer] = consumers
+        self._offerings[number] = new
+        if request:
+            self._live[request] = number
+        self._transfers.setdefault(transfer, []).append(new)
+        return new
+
+    def _leave(self, found: Offering, request: str) -> None:
+        """Let a running request have nothing to do with an offering any more."""
+        found.sharers.pop(request, None)
+        if found.request == request:
+            found.over = True
+        del self._live[request]
+        self.forget(found)
+
+    def forget(self, found: Offering) -> None:
+        """Drop the record of an offering that is closed, once nobody asks about it."""
+        if found.state is not OfferingState.CLOSED or not found.over or found.sharers or found.revoked is not None:
+            return
+        if self._offerings.pop(found.number, None) is None:
+            return
+        if self._live.get(found.request) == found.number:
+            del self._live[found.request]
+        known = self._transfers[found.transfer]
+        known.remove(found)
+        if not known:
+            del self._transfers[found.transfer]
+
+    def _next_generation(self) -> Generation:
+        self._generation += 1
+        return self._generation

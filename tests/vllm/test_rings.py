@@ -1,0 +1,154 @@
+"""Rings of rows that are not yet compressed, beside windows that vLLM computes anew behind prefix hits, as DeepSeek V4.1 has them.
+
+On vLLM's own scheduler; and the pages, by vLLM's own slot for a row (``_ring_slot_mapping_kernel``: position modulo rows).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+from kvxfer.errors import ConfigError
+from kvxfer.geometry import Incompatible
+from kvxfer_vllm.pages import group_pages
+from tests.vllm.cases import RUNNERS, check, decode, prefill
+from tests.vllm.conftest import Make, both_ways
+from tests.vllm.engine import BLOCK, Group, answer, prompt
+from tests.vllm.sides import Layer, backend, engine, fill, load
+from tests.vllm.test_catalogue import groups
+from tests.vllm.wire import Wire
+from tests.vllm.writers import gpu
+
+overlap = both_ways
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, 9)
+
+
+RING, REPLAYED = Group(ring=8), Group(window=24, replayed=True)
+RINGS = pytest.mark.parametrize(
+    "kinds",
+    [(Group(), RING), (Group(), REPLAYED), (Group(), REPLAYED, RING), (Group(), Group(state=True, aligned=True), RING)],
+    ids=["ring", "replayed", "both", "with a state"],
+)
+
+
+@pytest.mark.parametrize("n", range(2, 2 + 8))
+@pytest.mark.parametrize("more", [0, 64, 80])
+@RINGS
+def test_a_prompt_that_ends_anywhere_in_a_ring(make: Make, kinds: tuple[Group, ...], n: int, more: int) -> None:
+    """And a decode that goes round it several times."""
+    p, d = make(kinds), make(kinds)
+    text = prompt(n + more)
+    name = decode(d, text, prefill(p, text), p, n=30)
+    assert d.computed[name] == 1 + 29
+
+
+@pytest.mark.parametrize("cached", [16, 48, 64, 80])
+@RINGS
+def test_behind_a_prefix_hit(make: Make, kinds: tuple[Group, ...], cached: int) -> None:
+    """A load that would bring less than a window is not made: vLLM replays as many tokens as the window has."""
+    p, d = make(kinds), make(kinds)
+    text = prompt(90)
+    warm = d.add(text[: cached + 1] + prompt(3, seed=9), n=1)
+    d.run(until=warm)
+    name = decode(d, text, prefill(p, text), p, n=12)
+    replayed = any(group.replayed for group in kinds)
+    if replayed and cached > 89 - 24 + 1:
+        assert 90 - cached + 11 <= d.computed[name] <= 90 - cached + 24 + BLOCK + 11
+    else:
+        assert d.computed[name] == 1 + 11
+    again = decode(d, text, prefill(p, text), p, n=12)
+    check(d, again, text, 12)
+
+
+@RUNNERS
+@pytest.mark.parametrize("policy", ["recompute"])
+@RINGS
+def test_a_load_that_fails(make: Make, wire: Wire, kinds: tuple[Group, ...], policy: str, resumes_as_new: bool) -> None:
+    p, d = make(kinds, resumes_as_new=resumes_as_new), make(kinds, policy=policy, resumes_as_new=resumes_as_new)
+    text = prompt(90)
+    params = prefill(p, text)
+    wire.paused = True
+    name = d.add(text, params, n=12)
+    d.steps(2)
+    (failing,) = wire.loads(d)
+    wire.fail(failing, "the link broke")
+    d.run(p, until=name)
+    assert d.done[name].tokens == answer(text, 12)
+
+
+def test_a_prompt_of_which_p_has_the_prefix(make: Make) -> None:
+    """P computes its window and its ring anew, too, before it offers them."""
+    kinds = (Group(), REPLAYED, RING)
+    p, d = make(kinds), make(kinds)
+    text = prompt(90)
+    for seed in (1, 2):
+        one = text + prompt(20 + seed, seed=seed)
+        decode(d, one, prefill(p, one), p, n=12)
+
+
+# --- pages
+
+
+def ring(rows: int, heads: int = 1, by: str = "models.deepseek_v41.compressor.CompressorBackend") -> dict[str, Layer]:
+    def spec(size: int, block: int) -> Any:
+        return CircularBufferSpec(block_size=rows, num_kv_heads=heads, head_size=16, head_size_v=0, dtype=torch.float32)
+
+    def write(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, positions: Any) -> None:
+        for position in positions:
+            t[int(blocks[0]), :, int(position) % rows] = float(position + 1)
+
+    return {f"model.layers.{i}.ring": Layer(spec, write, backend(by)) for i in range(2)}
+
+
+@pytest.mark.parametrize("n", range(2, 20))
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 2), (1, 8)])
+def test_a_ring_is_as_of_the_last_token(sizes: tuple[int, int], n: int) -> None:
+    """For whoever writes the next row into it, wherever in the ring that is; the same on all ranks."""
+    layers = ring(8)
+    p = engine(layers, 8, sizes[0], "BLHNC")
+    d, whole = (engine(layers, 8, sizes[1], "BLHNC") for _ in range(2))
+    fill(p, layers, [3], range(n - 1))
+    fill(whole, layers, [5], range(n))
+    load(p, d, [3], [5], 0, n - 1)
+    fill(d, layers, [5], [n - 1])
+    for got, expected in zip(d, whole, strict=True):
+        assert torch.equal(got.memory, expected.memory)
+
+
+def test_a_tail_of_keys_and_scores_has_two_slots() -> None:
+    layers = ring(8, 2, "v1.attention.backends.mla.indexer.KpoolTailBackend")
+    p = engine(layers, 8, 4, "BLHNC")
+    d, whole = (engine(layers, 8, 2, "BLHNC") for _ in range(2))
+    fill(p, layers, [3], range(12))
+    fill(whole, layers, [5], range(12))
+    load(p, d, [3], [5], 0, 12)
+    assert all(torch.equal(got.memory, expected.memory) for got, expected in zip(d, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        ((8, "models.x.A", 1), (16, "models.x.A", 1), "encoding"),
+        ((8, "models.x.A", 1), (8, "models.x.B", 1), "encoding"),
+        ((8, "models.x.A", 1), (8, "models.x.A", 2), "head total"),
+    ],
+    ids=["more drafts", "another writer", "ranks that may hold parts"],
+)
+def test_rings_that_differ_are_refused_by_name(one: Any, other: Any, why: str) -> None:
+    p, d = (engine(ring(rows, by=by), rows, ranks) for rows, by, ranks in (one, other))
+    with pytest.raises(Incompatible, match=why):
+        load(p, d, [1], [1], 0, 5)
+
+
+def test_a_window_that_no_load_brings_is_refused_where_it_is_replayed() -> None:
+    with pytest.raises(ConfigError, match="set --no-swa-bounded-replay"):
+        group_pages(groups(REPLAYED.spec(), enable_kv_transfer=False))
+    (found,) = group_pages(groups(REPLAYED.spec()))
+    assert (found.group.kind, found.group.window) == ("window", 24)
