@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvxfer.testing.router import CASES, Case
+from kvxfer.testing.router import CASES, RouterCase
 
 PAGE = Path(__file__).with_name("router-contract.md")
 MARKS = re.compile(r"(<!-- cases -->\n).*?(<!-- end of cases -->)", re.S)
@@ -21,7 +21,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _sent(case: Case) -> str:
+def _sent(case: RouterCase) -> str:
     return ", rejected" if case.rejected else ""
 
 

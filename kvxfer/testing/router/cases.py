@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CASES", "RouterCase", "Moves", "RouterRequest", "Texts"]
+__all__ = ["CASES", "RouterCase", "Moves", "HttpRequest", "Texts"]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -44,7 +44,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class RouterRequest:
+class HttpRequest:
     """One HTTP request.
 
     Attributes:
@@ -76,25 +76,25 @@ class RouterCase:
     name: str
     what: str
     moves: Moves
-    make: Callable[[Texts], list[RouterRequest]] = field(repr=False)
+    make: Callable[[Texts], list[HttpRequest]] = field(repr=False)
     at_once: bool = False
     rejected: bool = False
 
 
-def _completion(prompt: Any, **more: Any) -> RouterRequest:
-    return RouterRequest(COMPLETIONS, {"prompt": prompt, "max_tokens": 12, **LIKELIEST, **more})
+def _completion(prompt: Any, **more: Any) -> HttpRequest:
+    return HttpRequest(COMPLETIONS, {"prompt": prompt, "max_tokens": 12, **LIKELIEST, **more})
 
 
-def _chat(text: str, **more: Any) -> RouterRequest:
-    return RouterRequest(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 12, **LIKELIEST, **more})
+def _chat(text: str, **more: Any) -> HttpRequest:
+    return HttpRequest(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 12, **LIKELIEST, **more})
 
 
-def _named(request: RouterRequest, name: str) -> RouterRequest:
-    return RouterRequest(request.path, request.body, name)
+def _named(request: HttpRequest, name: str) -> HttpRequest:
+    return HttpRequest(request.path, request.body, name)
 
 
-def _hung_up(request: RouterRequest, after: float | None) -> RouterRequest:
-    return RouterRequest(request.path, request.body, request.name, after)
+def _hung_up(request: HttpRequest, after: float | None) -> HttpRequest:
+    return HttpRequest(request.path, request.body, request.name, after)
 
 
 _TOOL = {
@@ -122,7 +122,7 @@ def _several(count: int, one_at: int | None = None) -> Callable[[Texts], list[An
     return prompts
 
 
-def _under_one_name(t: Texts, bodies: list[RouterRequest]) -> list[RouterRequest]:
+def _under_one_name(t: Texts, bodies: list[HttpRequest]) -> list[HttpRequest]:
     name = t.name()
     return [_named(request, name) for request in bodies]
 
@@ -220,18 +220,14 @@ CASES: tuple[RouterCase, ...] = (
         "responses",
         "the Responses API",
         Y,
-        lambda t: [
-            RouterRequest(RESPONSES, {"input": t.words(), "max_output_tokens": 16, "store": False, **LIKELIEST})
-        ],
+        lambda t: [HttpRequest(RESPONSES, {"input": t.words(), "max_output_tokens": 16, "store": False, **LIKELIEST})],
     ),
     RouterCase(
         "messages",
         "the Messages API",
         Y,
         lambda t: [
-            RouterRequest(
-                MESSAGES, {"messages": [{"role": "user", "content": t.words()}], "max_tokens": 12, **LIKELIEST}
-            )
+            HttpRequest(MESSAGES, {"messages": [{"role": "user", "content": t.words()}], "max_tokens": 12, **LIKELIEST})
         ],
     ),
     RouterCase(

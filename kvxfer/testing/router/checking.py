@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvxfer.testing.router.cases import Moves, RouterCase, RouterRequest, Texts
+from kvxfer.testing.router.cases import HttpRequest, Moves, RouterCase, Texts
 from kvxfer.testing.router.http import HttpAnswer, HttpServer, NoServerError
 
 __all__ = ["Deployment", "RouterResult", "check"]
@@ -88,7 +88,7 @@ def check(case: RouterCase, deployment: Deployment, texts: Texts) -> RouterResul
     )
 
 
-def _sent(server: HttpServer, model: str, request: RouterRequest) -> HttpAnswer | str | None:
+def _sent(server: HttpServer, model: str, request: HttpRequest) -> HttpAnswer | str | None:
     """Return the answer; a text if there is none; None if it was hung up on."""
     body, headers = {"model": model, **request.body}, {"X-Request-Id": request.name} if request.name else {}
     if request.hang_up is not False:
@@ -178,7 +178,7 @@ class _Totals:
         return cls(nbytes, requests, not_offered)
 
 
-def _prompts(requests: Iterable[RouterRequest]) -> int:
+def _prompts(requests: Iterable[HttpRequest]) -> int:
     """Return how many different prompts the requests have, without those of one token, which leave nothing to move."""
     found = set()
     for body in (request.body for request in requests):
@@ -188,7 +188,7 @@ def _prompts(requests: Iterable[RouterRequest]) -> int:
     return len(found)
 
 
-def _moved(case: RouterCase, requests: Iterable[RouterRequest], before: _Totals, after: _Totals) -> Iterable[str]:
+def _moved(case: RouterCase, requests: Iterable[HttpRequest], before: _Totals, after: _Totals) -> Iterable[str]:
     """Yield what is wrong about the KV that moved."""
     moved, ended = after.nbytes - before.nbytes, after.requests - before.requests
     failed = {kind: n for kind, n in ended.items() if kind not in WORKED}
