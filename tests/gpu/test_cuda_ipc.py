@@ -14,6 +14,7 @@ import pytest
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.memory import fence
+from kvxfer.memory.cuda.space import wrap
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal, overlay
@@ -116,7 +117,8 @@ def test_work_of_the_engine_comes_first(world: World) -> None:
     a, b = world.local(), world.local()
     world.allocate(a, b)
     link = world.link(a, b)
-    tensor = a._memories[0][0]._tensor
+    region = a._memories[0][0].region
+    tensor = wrap(region.address, region.nbytes, region.device)
     runs = Runs.of([0], [0], [1_000_000])
     tensor.fill_(1)  # the first use of a kernel loads it, for which the driver waits for the GPU
     world.move(link, TransferMode.WRITE, a, b, runs)
