@@ -13,8 +13,9 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source
 from kvxfer.settings import bare, everywhere, loopback
-from tests.test_security import Engine, outcome
+from kvxfer.testing.engine import AgentEngine
 from tests.test_security import engine as engine
+from tests.test_security import outcome
 
 FORMS = ("[::1]", "::1", "[0:0:0:0:0:0:0:1]", "0000::0001")
 
@@ -46,7 +47,7 @@ def test_a_wildcard_is_one_in_any_form(text: str) -> None:
     + [{"listen": "[::]", "advertise": "[::1]"}, {"listen": "::", "advertise": "127.0.0.1"}],
     ids=lambda settings: " ".join(settings.values()),
 )
-def test_engines_find_each_other(engine: Callable[..., Engine], backend: str, settings: dict[str, str]) -> None:
+def test_engines_find_each_other(engine: Callable[..., AgentEngine], backend: str, settings: dict[str, str]) -> None:
     p, d = (engine(backend=backend, backend_options={}, **settings) for _ in range(2))
     assert outcome(p, d).outcome.delivered
     p, d = (engine(backend=backend, backend_options={}, peers=["::1", "127.0.0.1"], **settings) for _ in range(2))

@@ -96,7 +96,8 @@ def load(
     monkeypatch.setattr(half, "Agent", lambda *args: agent)
     monkeypatch.setattr(Layout, "of", lambda *args: described(tensors, kv))
     vllm: Any = SimpleNamespace(
-        kv_transfer_config=None, parallel_config=SimpleNamespace(use_ubatching=False, pipeline_parallel_size=1)
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(use_ubatching=False, pipeline_parallel_size=1, tensor_parallel_size=1),
     )
     worker = half.WorkerHooks(Config(layout_check=False), vllm, kv)
     worker.register(tensors)

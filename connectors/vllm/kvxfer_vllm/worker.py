@@ -62,7 +62,8 @@ class WorkerHooks:
         """Describe the cache, which is allocated, and start the agent."""
         from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tensor_model_parallel_rank
 
-        across = get_pcp_group().rank_in_group
+        spread = getattr(self._vllm.parallel_config, "prefill_context_parallel_size", 1) > 1
+        across = get_pcp_group().rank_in_group if spread else 0
         rank = rank_of(self._vllm, get_pp_group().rank_in_group, across, get_tensor_model_parallel_rank())
         layout = Layout.of(tensors, self._kv, self._vllm, rank)
         if layout.cache.regions[0].device == "cpu":
