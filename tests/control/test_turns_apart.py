@@ -124,3 +124,23 @@ def test_every_byte_arrives(p: tuple[int, int, int], d: tuple[int, int, int], st
     finally:
         one.close()
         two.close()
+
+
+def test_one_of_several_ranks_does_not_load_alone() -> None:
+    """The producer would free its blocks after the first of them."""
+    config = Config.from_mapping({"backend": "kvxfer.testing.fake:FakeTransport", "transfer_timeout": 5.0})
+
+    def cache(turns: TokenTurns | None, block: int) -> Cache:
+        layers = list(np.zeros((LAYERS, BLOCKS, block, UNIT), np.uint8))
+        return Cache.of_tensors({"latent": layers}, "block token unit", encoding="bytes", turns=turns)
+
+    with Agent(cache(None, 16), config, "p") as p, Agent(cache(TokenTurns(0, 2, 1), 8), config, "d") as d:
+        with Directory(config, "p", epoch=p.epoch) as directory:
+            directory.publish((p.descriptor,))
+            p.offer(Offer(TRANSFER, b"digest", 1, TOKENS, BlockTable.of([list(range(6))]), True))
+            d.fetch(Fetch("load", TRANSFER, b"digest", directory.source, BlockTable.of([list(range(6))]), 0, TOKENS))
+            ends: list[Ended] = []
+            while not ends:
+                ends = [event for event in d.events(WAIT_S) if isinstance(event, Ended)]
+            failure = ends[0].outcome.failure
+            assert failure is not None and "only some of the tokens" in failure.detail, failure
