@@ -150,8 +150,8 @@ class Server:
             return False
 
     def written(self) -> int:
-        """Return how many bytes its log has."""
-        return self.log.stat().st_size
+        """Return how many bytes its log has; 0 before it has one."""
+        return self.log.stat().st_size if self.log.exists() else 0
 
     def post(
         self, path: str, body: Mapping[str, Any], timeout: float = 60.0, headers: Mapping[str, str] | None = None
