@@ -43,8 +43,8 @@ class Notices:
         self._over: Recent[TransferId, bytes] = Recent(
             config.lease, MOST_OVER
         )  # digests of offers whose request is over
-        # What consumers have declined before it was offered, if the router has told both engines at once: digest, reason, how many.
-        self._early: Recent[TransferId, tuple[bytes, str, int]] = Recent(config.lease, MOST_EARLY)
+        # What consumers have declined before it was offered, if the router has told both engines at once: why, and how many have.
+        self._early: Recent[Named, tuple[str, int]] = Recent(config.lease, MOST_EARLY)
         self._looked = 0.0  # when what comes about once in a while was last done
         directory.begun = self._has_begun
 
@@ -68,11 +68,13 @@ class Notices:
 
     def offered(self, transfer: TransferId, digest: bytes) -> None:
         """Record that an offer has been made, and what consumers have said about it before that."""
-        known, reason, count = self._early.get(transfer) or (b"", "", 0)
-        if count and known == digest:
-            self._early.pop(transfer)
-            for _ in range(count):
-                self._schedule.producer.decline(transfer, reason)
+        named = Named(transfer, digest)
+        reason, count = self._early.get(named) or ("", 0)
+        if count:
+            self._early.pop(named)
+        while count and self._schedule.producer.offers(transfer, digest):
+            self._schedule.producer.decline(transfer, reason)
+            count -= 1
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
         """Tell the engines that asked that an offer has begun."""
@@ -133,6 +135,5 @@ class Notices:
                     self._schedule.producer.decline(named.transfer, notice.reason)
 
     def _declined_early(self, named: Named, reason: str) -> None:
-        known, _, count = self._early.get(named.transfer) or (named.digest, "", 0)
-        said = named.digest, reason, count + 1 if known == named.digest else 1
-        self._early.put(named.transfer, said, time.monotonic())
+        _, count = self._early.get(named) or ("", 0)
+        self._early.put(named, (reason, count + 1), time.monotonic())

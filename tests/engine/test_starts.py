@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+import pytest
 
 from kvxfer.config import Config
 from kvxfer.control.directory import Unheard
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.starts import Starts
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Await, Begun, Named
+from kvxfer.protocol.messages import Await, Begun, Decline, Named
 from kvxfer.schedule import Load, LoadState, Schedule
 from kvxfer.values import Group
 
@@ -107,3 +110,18 @@ def test_who_cannot_be_asked_is_not_waited_for() -> None:
     p.ask("q", Y, b"e", B)
     p.hear(Unheard("a", 7))
     assert not p.waits("r") and p.waits("q")
+
+
+@pytest.mark.parametrize(
+    "consumers, declined, stands", [(1, 1, False), (1, 1_000_000, False), (3, 2, True), (3, 3, False)]
+)
+def test_what_was_declined_before_it_was_offered(consumers: int, declined: int, stands: bool) -> None:
+    """Whoever names other content under the same name changes nothing; and nobody makes the offer take longer by repeating it."""
+    p = Played()
+    said = Decline(1, (Named(X, b"digest"),), "not wanted")
+    p.directory.came = [said] * declined + [Decline(1, (Named(X, b"another"),), "not wanted")]
+    p.notices.exchange()
+    assert p.schedule.producer.arrive("r", X, b"digest", 40, consumers)
+    begun = time.monotonic()
+    p.notices.offered(X, b"digest")
+    assert p.schedule.producer.offers(X, b"digest") is stands and time.monotonic() - begun < 0.1
