@@ -16,14 +16,14 @@ HEAVY = {"torch", "vllm", "asyncio", "email", "concurrent", "numba", "triton", "
 
 
 def test_an_idle_agent_takes_little_memory_and_sleeps_and_importing_loads_little() -> None:
-    """Times are for `kvxfer bench idle`: here, what they follow from, and imports beside numpy's, which takes 70 to 100 ms.
+    """Times are for `kvxfer bench idle`: here, what they follow from, and imports beside numpy's, which takes 40 to 70 ms of its thread.
 
     The calmest of three measurements counts: a busy host may take long to start the threads, and other tests' threads take the GIL.
     """
     found = min((measure_idle("zmq", 2.0) for _ in range(3)), key=lambda one: max(one["wakeups_per_s"].values()))
     assert not HEAVY & set(found["imports"])
     assert found["import_ms"] < found["numpy_ms"] / 2
-    assert found["names_ms"] < 1.7 * found["numpy_ms"]
+    assert found["names_ms"] < 2.3 * found["numpy_ms"]
     assert found["agent_MiB"] < 15
     assert {"kvxfer-control", "kvxfer-data", "kvxfer-dir"} <= set(found["wakeups_per_s"])
     assert all(rate <= 3 for rate in found["wakeups_per_s"].values())

@@ -24,14 +24,14 @@ __all__ = ["idle", "measure_idle"]
 
 IMPORT = """
 import sys, time
-begun = time.process_time()
+begun = time.thread_time()
 import numpy
-before, numpys = set(sys.modules), time.process_time()
+before, numpys = set(sys.modules), time.thread_time()
 import kvxfer
-package = time.process_time()
+package = time.thread_time()
 from kvxfer import *
 from kvxfer.engine import *
-print(numpys - begun, package - numpys, time.process_time() - numpys)
+print(numpys - begun, package - numpys, time.thread_time() - numpys)
 print(*sorted(name for name in set(sys.modules) - before if "." not in name or name.startswith("numpy.")))
 """
 IMPORTS = 5
@@ -43,7 +43,8 @@ def measure_idle(backend: str, seconds: float) -> dict[str, Any]:
     """Import kvxfer in processes of their own, then run an agent and a directory in this process with nothing to do.
 
     Returns:
-        The CPU time, in ms, of importing numpy, then kvxfer, and then all public names; the modules that these load; the private
+        The CPU time, in ms, that the importing thread takes for numpy, then kvxfer, and then all public names (numpy's own threads
+        wait in a loop for a while after its import, so the process's time would count them); the modules that these load; the private
         memory of agent and directory, in MiB; the share of a core that they use, in percent; and the wake-ups per second of
         each thread.
     """
