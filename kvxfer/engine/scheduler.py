@@ -260,7 +260,9 @@ class SchedulerSide:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
-    def ask(self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, kind: str = "") -> bool:
+    def ask(
+        self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, computed: int = 0, kind: str = ""
+    ) -> bool:
         """Load what other engines hold of the first ``tokens`` tokens of this request's prompt, if that pays.
 
         All sources are asked at once. ``loadable`` returns None until they have answered, for ``Config.ask_timeout`` at the most and for
@@ -274,10 +276,11 @@ class SchedulerSide:
             sources: The directories of engines that may hold some of it. With the epoch 0 it is whichever engine is there. This engine
                 itself is left out.
             tokens: How many tokens of the prompt are to be here: without the last one, if that is to be computed.
+            computed: The tokens that the request will find in the local prefix cache, as far as is known.
             kind: Who has named the sources, for the counts (``asked``): a router's schema, say.
 
         Returns:
-            Whether anybody is asked. Nobody is if the setting ``ask`` is ``never``, if the prompt has fewer than ``ask_tokens`` tokens, if
+            Whether anybody is asked. Nobody is if the setting ``ask`` is ``never``, if fewer than ``ask_tokens`` tokens are to come, if
             no other source is left, or if the request loads something already.
 
         Raises:
@@ -290,7 +293,7 @@ class SchedulerSide:
         arguments.string("kind", kind, empty=True)
         self._check_open("ask")
         arguments.string("request", request)
-        return self._asks.ask(request, prefix, sources, tokens, kind)
+        return self._asks.ask(request, prefix, sources, tokens, _count("computed", computed), kind)
 
     def asking(self, request: str) -> bool:
         """Return whether other engines have been asked for this request, and it is not decided yet what it loads."""

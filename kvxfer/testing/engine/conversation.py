@@ -143,7 +143,7 @@ class ConversationEngine(PagedEngine):
                 request, ticket.transfer, ticket.digest, ticket.source, len(turn.prompt) - 1, offered=True
             )
         elif sources:
-            self.scheduler.ask(request, self.prefix(turn), sources, len(turn.prompt) - 1)
+            self.scheduler.ask(request, self.prefix(turn), sources, len(turn.prompt) - 1, computed=turn.cached)
         return turn
 
     def prefix(self, turn: Turn) -> Prefix:
