@@ -1,6 +1,6 @@
 """Settings that make UCX open ports only where ``listen`` says, and what its log tells: for every back end built on UCX.
 
-UCX cannot authenticate. Whoever reaches a port of its TCP transport can read and write this process's memory, or end it. And
+UCX cannot authenticate. Anybody who reaches a port of its TCP transport can read and write this process's memory, or end it. And
 unless told otherwise, it opens one on every network device of the host.
 
 It also believes what an address says: that its owner is on this host, and which process and shared memory it means. So no context of

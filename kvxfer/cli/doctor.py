@@ -207,7 +207,7 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
 
     Port 0 stands for any free one.
     """
-    anybody = "whoever has the key" if config.key_file else "anybody who can reach it"
+    anybody = "anybody who has the key" if config.key_file else "anybody who can reach it"
     if config.peers is not None:
         anybody += " from the addresses in 'peers'"
     rows = [

@@ -155,7 +155,7 @@ class Agent:
         )
 
     def _transport(self, name: str) -> Transport:
-        """Make a back end; called on its data thread, since that may take seconds."""
+        """Make a back end; called on its data thread, because that may take seconds."""
         backend = self._backends[name]
         return backend(self._name, options_for(backend, self.config))
 
@@ -217,7 +217,7 @@ class Agent:
         arguments.string("reason", reason, MOST_REASON, empty=True)
         gone = arguments.flag("gone", gone)
         if arguments.flag("kept", kept) and not gone:
-            raise ArgumentError("kept must come with gone: what is computed anew is in other blocks")
+            raise ArgumentError("kept must come with gone: what is computed again is in other blocks")
         # Unless they are kept, the engine may use the blocks before the control thread handles this call.
         declared = not kept and self._revocations.declare(transfer)
         self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
@@ -227,7 +227,7 @@ class Agent:
         self._check_open("revoke")
 
     def renew(self, transfer: TransferId) -> None:
-        """Renew an offer's lease, since its consumer is alive although it has not begun to fetch.
+        """Renew an offer's lease, because its consumer is alive although it has not begun to fetch.
 
         Raises:
             ArgumentError: ``transfer`` is not a ``TransferId``.

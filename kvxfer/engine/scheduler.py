@@ -213,7 +213,7 @@ class SchedulerSide:
                 has, for ``start_timeout`` at the most.
             offered: Whether the producer is known to have offered all of the tokens, as when it has answered its request. If
                 it does not know them any more, the load then fails within about a second instead of at its deadline.
-            progress: A ``report`` tells of progress each time that so many more tokens are here; 0 for never.
+            progress: A ``report`` tells of progress each time that this many more tokens are here; 0 for never.
             enough: The fewest tokens that are of use if the producer gives up before it has computed all (``Update.short``). 0:
                 all or none. At most ``tokens``. Only where all groups are ``full``.
             answer: The name of the answer that has told of the transfer, if the producer counts its consumers by answer

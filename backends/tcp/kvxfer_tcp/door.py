@@ -1,4 +1,4 @@
-"""The listener, and whoever has connected to it and not shown a token yet."""
+"""The listener, and the connections that have not shown a token yet."""
 
 from __future__ import annotations
 

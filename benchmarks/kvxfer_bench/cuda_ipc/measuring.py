@@ -344,7 +344,7 @@ def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str
 
 
 def measure(seconds: float, producer: int | None, consumer: int) -> None:
-    """Print all sections that begin within so many seconds; ``producer`` of ``None`` takes the second GPU, if there is one.
+    """Print all sections that begin within these seconds; ``producer`` of ``None`` takes the second GPU, if there is one.
 
     Raises:
         KvxferError: The producer did not start, or some sections failed, after all of them.

@@ -43,7 +43,7 @@ def measure(
     """
     from kvxfer_bench.vllm.played import (
         engines,
-    )  # here, since it loads vLLM, and the program loads this file even for --help
+    )  # here, because it loads vLLM, and the program loads this file even for --help
     from kvxfer_bench.vllm.played_prefill import Prompt
     from kvxfer_vllm.params import content_name
 

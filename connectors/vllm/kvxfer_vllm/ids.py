@@ -85,7 +85,7 @@ def routed_addresses(external: ExternalId) -> RoutedAddresses | None:
     address ends at the first ``_`` after its marker. An address ends in ``:`` and the port, and what comes before is an
     IPv4 or IPv6 address (bracketed or bare) or a host name, which has no ``_``. The UUID is the text after that ``_``.
 
-    The addresses come from whoever sent the request: ask ``kvxfer.identity.allowed`` before dialling one.
+    The addresses come from the sender of the request: ask ``kvxfer.identity.allowed`` before dialling one.
 
     Raises:
         IdentityError: The id has a marker, but is not of this form.

@@ -260,7 +260,7 @@ class SchedulerHooks:
     def _lacks_window(self, facts: RequestFacts, computed: int) -> bool:
         """Return whether a load would not bring the whole of a window of which nothing is kept for prefix hits, as it begins behind one.
 
-        There are then fewer tokens to compute than a window has. With them, vLLM computes the window anew.
+        There are then fewer tokens to compute than a window has. With them, vLLM computes the window again.
         """
         return computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
 

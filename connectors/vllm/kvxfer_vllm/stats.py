@@ -89,7 +89,7 @@ class KVXferStats(KVConnectorStats):
                 self._count("counts", "wasted", event.nbytes)
 
     def request(self, outcome: str, seconds: float) -> None:
-        """Record that a request's load has ended, so many seconds after the request arrived."""
+        """Record that a request's load has ended, and how long after the request's arrival."""
         self.data["requests"].append([outcome, seconds])
 
     def not_offered(self, reason: str) -> None:

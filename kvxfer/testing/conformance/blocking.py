@@ -18,7 +18,7 @@ from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport.contract import Transport
 
 ATTEMPTS = 10
-"""How often a step is repeated. The shortest of its longest calls counts, since a busy host may hold up a back end's threads."""
+"""How often a step is repeated. The shortest of its longest calls counts, because a busy host may hold up a back end's threads."""
 
 PIECE, PIECES = 16 << 10, 4096
 LARGE_BYTES = PIECE * PIECES
@@ -29,7 +29,7 @@ SMALL = Runs.of([3], [5], [1000])
 
 NO_BATCH = 987_654
 POLLS, POLLS_A_BATCH = 1000, 50
-"""So many polls are timed in one step, so that what happens in one of some hundreds happens in every attempt."""
+"""The polls that are timed in one step: enough for what happens in one of some hundreds to happen in every attempt."""
 
 _METHODS = (
     "register",

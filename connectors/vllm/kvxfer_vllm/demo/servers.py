@@ -200,7 +200,7 @@ class Server:
         os.kill(self._process.pid, signal.SIGTERM)
 
     def ended(self, timeout: float) -> bool:
-        """Whether its first process has ended, or does within so many seconds."""
+        """Whether its first process has ended, or does within ``timeout`` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
