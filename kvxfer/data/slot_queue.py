@@ -82,6 +82,8 @@ class SlotQueue:
     def _by_rank(self, links: Iterable[LinkId]) -> list[LinkId]:
         """Return links in the order of their turns; many that have used no slot keep no newcomer waiting."""
         order = list(links)
+        if len(order) < 2:
+            return order
         return sorted(reversed(order) if self._last_first else order, key=self._staging.usage.rank)
 
     def stalled_holders(self, jobs: Collection[Job]) -> list[Job]:
