@@ -55,7 +55,7 @@ def ignored(life: Transitions[Any, Any], states: Any, events: Any) -> str:
             if where:
                 by_states[where].append(stimulus)
         for where, stimuli in by_states.items():
-            lines.append(f"| {'; '.join(stimuli)} | {', '.join(where)} | {reason} |")
+            lines.append(f"| {'<br/>'.join(stimuli)} | {', '.join(where)} | {reason} |")
     return "\n".join(lines)
 
 

@@ -232,7 +232,7 @@ class Security:
         times = self._repeats.logged((host, why))
         if times is not None:
             key = "" if self.key is None else "; a peer that connects here needs a key that this engine accepts"
-            more = f" (and {times} times before, since this was last logged)" if times else ""
+            more = f" (and {times} times before since this was last logged)" if times else ""
             _turned_away("turned away a connection from %s: %s%s%s", host, why, key, more)
 
 

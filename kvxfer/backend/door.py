@@ -78,7 +78,7 @@ def knock(name: str, peer: str) -> socket.socket:
 
 
 class UnixDoor:
-    """A listening socket, and the strangers: those who have connected and not said anything yet.
+    """A listening socket, and the strangers: connections over which nothing has been said yet.
 
     Attributes:
         name: The socket's name in the abstract namespace.

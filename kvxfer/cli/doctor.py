@@ -342,7 +342,7 @@ def _show(report: dict[str, Any]) -> None:
         console.print(f"KV that {verbatim(name)} moves is {whether}{verbatim(advice)}", highlight=False)
     for name in report["unlisted"]:
         console.print(
-            f"back end {verbatim(name)} may dial hosts that are not in 'peers', since its library reads them out of what a peer sends: "
+            f"back end {verbatim(name)} may dial hosts that are not in 'peers', because its library reads them out of what a peer sends: "
             "let a firewall keep it to the hosts of the list",
             highlight=False,
         )

@@ -173,8 +173,8 @@ class Agent:
                 passed within the lease, the offer fails.
 
         Raises:
-            ArgumentError: The blocks are not in the cache or too few for the tokens, or a fetch that is not released yet fills one
-                of them, or the offer contradicts an earlier one of its transfer: by an older generation or, within the same one, fewer
+            ArgumentError: The blocks are not in the cache or too few for the tokens. A fetch that is not released yet fills one
+                of them. The offer contradicts an earlier one of its transfer: by an older generation or, within the same one, fewer
                 tokens, other blocks or another payload.
             ClosedError: The agent has been closed.
         """
@@ -244,9 +244,9 @@ class Agent:
         the second, the blocks must be neither used nor freed. If the agent has failed, both come at once.
 
         Raises:
-            ArgumentError: The blocks are not in the cache or too few for the tokens, the handle is that of a fetch that
-                is not released yet, or such a fetch fills one of the blocks, or an offer lists one that is neither revoked nor
-                released, or ``own`` is missing although other ranks fetch the rest.
+            ArgumentError: The blocks are not in the cache or too few for the tokens. The handle belongs to a fetch that is not
+                released yet, or such a fetch fills one of the blocks. An offer lists a block that is neither revoked nor
+                released. ``own`` is missing although other ranks fetch the rest.
             ClosedError: The agent has been closed.
         """
         self._check_open("fetch")

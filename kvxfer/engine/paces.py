@@ -21,7 +21,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        self._refused = 0  # how many have been, since one was last tried against the estimate
+        self._refused = 0  # how many have been since one was last tried against the estimate
 
     def took(self, tokens: int, seconds: float) -> None:
         """Record how long a number of tokens took."""

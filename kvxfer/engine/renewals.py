@@ -1,4 +1,4 @@
-"""Renew the leases of transfers that requests here wait for; on a thread, since an engine that is paused makes no steps."""
+"""Renew the leases of transfers that requests here wait for; on a thread, because an engine that is paused makes no steps."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ class SchedulerSide:
         It may be asked as often as the engine likes.
 
         Returns:
-            The number of tokens. 0: none can, now or later. None: not known yet, since another request of the same transfer is
+            The number of tokens. 0: none can, now or later. None: not known yet, because another request of the same transfer is
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
         _request(request)
@@ -497,7 +497,7 @@ class SchedulerSide:
             self._schedule.producer.withdraw(offering[0], reason)
 
     def withdraw_all(self, reason: str) -> bool:
-        """End all offers and loads, since the KV cache is being dropped; return whether no block of the pool is in use.
+        """End all offers and loads, because the KV cache is being dropped; return whether no block of the pool is in use.
 
         While that is False, the workers have yet to act on it: go on making steps, and call it again.
         """

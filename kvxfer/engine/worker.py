@@ -353,7 +353,7 @@ class WorkerSide:
     # --- on the side channel's thread ------------------------------------------------------------------------------
 
     def _take(self, direct: DirectFetches) -> None:
-        """Begin fetches that go ahead of their step; not before the facts are stated, since peers would refuse links without them."""
+        """Begin fetches that go ahead of their step; not before the facts are stated, because peers would refuse links without them."""
         with self._lock:
             if self._facts is None:
                 self._untold.append(direct)

@@ -149,7 +149,7 @@ RANK_SERVE: Transitions[ServeState, ServeEvent] = Transitions(
     },
     ignored={
         "that the attempt is closed will be said": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
-        "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
+        "the final reply has been sent": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
     },
     never={
         "nothing is announced to whom has been given up": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),

@@ -53,9 +53,9 @@ __all__ = [
 ]
 
 LinkId = bytes | tuple[str, int]
-"""A link as either side names it: the consumer by the producer rank's address and a number for its epoch and all else that its
-directory says of it, which stay the same when it is dialled again; the producer by the name of the consumer's connection, which is
-new each time."""
+"""A link as either side names it. The consumer uses the producer rank's address, and a number for its epoch and all else that its
+directory says of it. Both stay the same when the link is dialled again. The producer uses the name of the consumer's connection, which
+is new each time."""
 
 
 Role = Literal["producer", "consumer"]
@@ -82,8 +82,8 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
         payload: On a consumer, if it was delivered, the payload of the offer. If this rank reads from several producer ranks, that
             of the first that sent one; empty if it had nothing to read.
         stages: On a consumer, when it reached each stage.
-        short: On a consumer, the token up to which it was delivered if the producer gave up before all were computed and so
-            many are enough (``Fetch.enough``); ``None`` if all were.
+        short: On a consumer, the token up to which it was delivered if the producer gave up before all were computed and
+            those are enough (``Fetch.enough``); ``None`` if all were.
         unclaimed: On a producer, whether its lease has ended and no consumer had ever asked for it or said that it waits.
     """
 

@@ -155,7 +155,7 @@ class Capabilities:
         verbs: What ``submit`` takes (``SEND`` and ``RECV`` together or not at all).
         memory: The kinds of region that it moves (``cpu``, ``cuda``).
         elastic: Whether it takes regions whose pages may be remapped while they are registered, so that each batch must use
-            the pages mapped at the time. A back end whose registration pins pages (for a card, or exported to another process)
+            the pages mapped at the time. A back end whose registration pins pages (for a network card, or exported to another process)
             must leave this false; elastic memory is then moved staged.
         run_bytes: Below this average run length, packing into one long run is cheaper than submitting the runs.
         gathers: Whether a batch of many runs costs little more than one of a single run. If not, all is staged as long runs.

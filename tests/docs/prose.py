@@ -19,6 +19,7 @@ Text = tuple[str, str]
 """A place, and a paragraph, list item, table cell or string there, without markup."""
 
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.M | re.S)
+_INDENTED = re.compile(r"(?<=\n\n)(?: {4,}(?![*-] )\S.*\n)+")
 _ITEM = re.compile(r"^ *(?:[*-]|\d+\.) ")
 _HEADER = re.compile(r"^(Args|Attributes|Raises|Returns|Yields|Note|Example|Examples):$")
 
@@ -50,6 +51,9 @@ def _paragraphs(text: str, place: str, first: int = 1) -> Iterator[Text]:
     indent = 0
     for number, line in enumerate(text.splitlines(), first):
         stripped = line.strip()
+        if stripped.startswith("=="):
+            yield from flush()
+            continue
         if stripped.startswith("|"):
             yield from flush()
             for cell in re.split(r"(?<!\\)\|", stripped.strip("|")):
@@ -76,7 +80,7 @@ def _blank(match: re.Match[str]) -> str:
 
 def of_page(page: Path) -> list[Text]:
     """Return the prose of a page."""
-    text = _FENCE.sub(_blank, page.read_text())
+    text = _INDENTED.sub(_blank, _FENCE.sub(_blank, page.read_text()))
     return list(_paragraphs(text, str(page.relative_to(ROOT))))
 
 
@@ -100,8 +104,8 @@ def of_module(file: Path) -> list[Text]:
     found: list[Text] = []
     for line, text, documents in _strings(ast.parse(source)):
         if documents:
-            found += _paragraphs(re.sub(r"::\n\n.*?(?=\n\S|\Z)", "", text, flags=re.S), place, line)
-        elif text.count(" ") >= 2 and re.search(r"[a-z] [a-z]", text):
+            found += _paragraphs(re.sub(r"::\n\n.*?(?=\n\S|\Z)", ".\n\n", text, flags=re.S), place, line)
+        elif text.count(" ") >= 2 and re.search(r"[a-z] [a-z]", text) and "\nimport " not in text:
             found += [(f"{place}:{line}", plain(part)) for part in text.split("\n\n") if part.strip()]
     comments: list[tuple[int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -123,5 +127,5 @@ def prose() -> tuple[Text, ...]:
 
 
 def sentences(text: str) -> list[str]:
-    """Divide a text after full stops, question marks and exclamation marks that a new sentence follows."""
-    return re.split(r"(?<=[.!?])[)*\"']*\s+(?=[A-Z\"'(*0-9…]|CODE)", text)
+    """Divide a text after full stops, question marks and exclamation marks."""
+    return re.split(r"(?<=[.!?])[)*\"']*\s+", text)

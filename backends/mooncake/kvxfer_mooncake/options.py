@@ -19,7 +19,7 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Attributes:
         advertise: This host's address or name, by which peers reach Mooncake's ports here.
-        protocol: How Mooncake moves the bytes: ``tcp``, even if there are RDMA cards; or ``rdma``, over the cards that it finds.
+        protocol: How Mooncake moves the bytes: ``tcp``, even if there are RDMA devices; or ``rdma``, over the devices that it finds.
     """
 
     backend = "mooncake"

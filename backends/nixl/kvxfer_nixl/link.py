@@ -4,9 +4,9 @@ The connection stays when the last link goes: each new one that UCX makes costs 
 the processes ends. A link is up once the other side has greeted us, and down once it has said goodbye or the
 connection has failed. Greeting and goodbye are NIXL notifications that name the receiver's end of the link.
 
-A peer of this host is told nothing just to find out whether it is there, for a socket tells that (``Liveness``): UCX notices no death
-there, and once a peer that has died or stopped has been sent some 250 messages, more than its queue in shared memory takes, NIXL
-cannot be closed (``rest.py``).
+A peer of this host is sent nothing just to find out whether it is there: a socket tells that (``Liveness``). UCX notices no death
+there. Once a peer that has died or stopped has been sent some 250 messages, more than its queue in shared memory takes, NIXL cannot
+be closed (``rest.py``).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Door:
         return next(iter(self._strangers.values()), None)
 
     def accept(self, wakeup: Wakeup) -> None:
-        """Take in those who have connected."""
+        """Take in new connections."""
         for _ in range(AT_ONCE):
             opened = accept(self.listener, wakeup)
             if opened is None:

@@ -147,7 +147,7 @@ class Consumer:
     def move(self, batch: PlanBatch, wait: bool = False) -> tuple[float, float]:
         """Move a batch; return the seconds that ``submit`` took, and the whole.
 
-        With ``wait`` it sleeps on ``fileno``, as a session does; else it polls without end.
+        With ``wait`` it sleeps on ``fileno``, as a data thread does; else it polls without end.
 
         Raises:
             RuntimeError: It failed, or took too long.

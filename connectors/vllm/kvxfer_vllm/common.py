@@ -40,7 +40,7 @@ def common_part(
         facts: The hash of this engine's facts.
         whole: The tokens of this prompt.
         most: How many of them may be loaded.
-        left: How many tokens at the end of its prompt the prefill engine leaves out, since it offers a state. A state is of use
+        left: How many tokens at the end of its prompt the prefill engine leaves out, because it offers a state. A state is of use
             whole only.
         content: The digest of this prompt.
         digest: Returns the digest of its first tokens, given their number.

@@ -21,7 +21,7 @@ __all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferSta
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
-"""What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, since all was
+"""What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, because all was
 cached, or what was fetched ahead of its step failed."""
 
 COUNTS = ("corrupt", "direct", "staged")

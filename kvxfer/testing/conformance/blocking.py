@@ -157,7 +157,7 @@ class Blocking(Suite):
             self._prompt(what, step, here)
 
     def test_no_call_blocks_when_the_peer_has_stopped(self, world: World) -> None:
-        """No method waits for a peer that does not answer although its memory, its sockets and its card are still there.
+        """No method waits for a peer that does not answer although its memory, its sockets and its network card are still there.
 
         ``may_block_s`` holds for such a peer too: for ``submit``, for ``poll``, and for ``abort`` and ``disconnect``, which are
         often the first to wait for an answer.
