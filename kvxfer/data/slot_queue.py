@@ -14,10 +14,10 @@ __all__ = ["SlotQueue"]
 
 PATIENCE_S = 0.5
 """How long a consumer may hold a slot while another has waited as long for its first one. A piece takes milliseconds, so one that
-takes so long waits for a consumer that has stopped."""
+takes this long waits for a consumer that has stopped."""
 NEW, NEW_BYTES_S = 50, 1e9
 """Once consumers have stopped, a new one may hold a slot for a 50th of that while another waits, and for as long as a slot full of
-bytes takes at so many bytes a second."""
+bytes takes at this rate in bytes per second."""
 
 
 class SlotQueue:

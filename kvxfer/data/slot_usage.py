@@ -19,9 +19,9 @@ HALF_LIFE_S = 1.0
 PROMPT_S, STALLED_S = 10.0, 30.0
 """How long it is remembered that a link has taken a piece at once, and that a slot was taken from it."""
 FORGIVEN = 4
-"""After its first loss of a slot, a link has to take one piece in time; after each further one, so many times as many."""
+"""After its first loss of a slot, a link has to take one piece in time. Each further loss multiplies that number by this factor."""
 SECOND = 10
-"""After each loss, a link may hold a slot for so many times as long as a new one."""
+"""After each loss, a link may hold a slot for this many times as long as a new one."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class SlotUsage:
         self._prompt.pop(link, None)
 
     def held(self, link: LinkId, seconds: float) -> None:
-        """Record that a link has given back a slot, after so many seconds."""
+        """Record that a link has given back a slot, and how long it held it."""
         now, record = time.monotonic(), self._records.get(link)
         if link not in self._spent:  # what is left of others is forgotten then, not for each slot
             self._spent = {name: used for name, used in self._spent.items() if now - used[1] < 20 * HALF_LIFE_S}

@@ -24,7 +24,7 @@ from kvxfer_transformers.ticket import BatchTicket
 __all__ = ["CacheExchange"]
 
 LOOK_S = 0.05
-"""Seconds after which a waiting thread looks again, since another thread may have handled the event that it waits for."""
+"""Seconds after which a waiting thread looks again, because another thread may have handled the event that it waits for."""
 GRACE_S = 30.0
 """How much longer than a transfer's own deadline a fetch waits for its end."""
 
@@ -269,7 +269,7 @@ class CacheExchange:
                 raise ArgumentError(f"input_ids must be the ticket's prompt: row {row} ends in other ids")
 
     def _store(self, contents: list[list[torch.Tensor]], blocks: list[int], tokens: int) -> None:
-        """Copy what a row of so many tokens keeps, keys and values of each layer, into its blocks."""
+        """Copy what a row of ``tokens`` tokens keeps, keys and values of each layer, into its blocks."""
         for form, sides in zip(self._arena.forms, contents, strict=True):
             for side, content in enumerate(sides):
                 self._arena.store(form.index, side, blocks, tokens, content)
@@ -352,7 +352,7 @@ class CacheExchange:
 
 
 def _last(content: torch.Tensor, form: Any, tokens: int, dropped: int) -> torch.Tensor:
-    """Return what the next token needs of a layer's [head, token, dim] for a row of so many tokens.
+    """Return what the next token needs of a layer's [head, token, dim] for a row of ``tokens`` tokens.
 
     The side that fetches computes the last ``dropped`` tokens again.
     """
@@ -367,7 +367,7 @@ def _last(content: torch.Tensor, form: Any, tokens: int, dropped: int) -> torch.
 
 
 def _check_empty(cache: Any, tokens: int) -> None:
-    """Refuse a cache that cannot be filled with so many tokens."""
+    """Refuse a cache that cannot be filled with this number of tokens."""
     check_layers(cache)
     if any(layer.is_initialized and layer.get_seq_length() for layer in cache.layers):
         raise ArgumentError("cache must be empty: what is fetched begins with the first token")

@@ -57,7 +57,7 @@ def described(paged: Any) -> tuple[Cache, tuple[Group, ...]]:
 
 
 def block_table(paged: Any, name: str, tokens: int) -> BlockTable:
-    """Return the blocks that a request has for so many tokens; a ring's pages are in the last positions."""
+    """Return the blocks that a request has for its first ``tokens``; a ring's pages are in the last positions."""
     rows = []
     for allocator in paged.cache_allocators.values():
         count = -(-tokens // allocator.tokens_per_page)
