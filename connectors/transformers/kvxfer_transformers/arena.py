@@ -60,8 +60,7 @@ class Arena:
         return torch.empty(shape, dtype=form.dtype, device=self.device)
 
     def _describe(self) -> Cache:
-        device = "cpu" if self.device.type == "cpu" else str(self.device)
-        regions = tuple(Region(p.memory.data_ptr(), p.memory.nbytes, device).kept_by(p.memory) for p in self._planes)
+        regions = tuple(Region.of(plane.memory) for plane in self._planes)
         views = []
         for plane, start in zip(self._planes, flat_starts(regions), strict=True):
             layer, block, token, head, dim = plane.memory.shape

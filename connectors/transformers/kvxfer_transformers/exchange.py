@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import DynamicCache, StaticLayer
 
 from kvxfer import ArgumentError, Config, Failure, FailureKind, KvxferError, Ticket
+from kvxfer.memory.registry import space_for
 from kvxfer_transformers.arena import Arena
 from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.layers import UnsupportedCacheError, check_layers, forms_of, held, kept
@@ -63,10 +64,10 @@ class CacheExchange:
         settings = Config.from_mapping({} if config is None else config)
         if not isinstance(tokens, int) or tokens <= 0:
             raise ArgumentError(f"tokens must be a positive integer, not {tokens!r}")
-        if model.device.type not in ("cpu", "cuda"):
-            raise UnsupportedCacheError(
-                f"the model is on {model.device}: KV is moved between memory of the CPU and of CUDA devices"
-            )
+        try:
+            space_for(model.device.type)
+        except ArgumentError as e:
+            raise UnsupportedCacheError(f"the model is on {model.device}: {e}") from e
         self._model, self._config = model, settings
         self._facts = model_facts(model, settings)
         self._arena = Arena(forms_of(model), tokens, model.device)
@@ -346,8 +347,8 @@ class CacheExchange:
                         whole[i, :, pad + first :] = self._arena.load(form.index, side, row.blocks, first, row.tokens)
                 sides.append(whole)
             target.update(*sides, form.index)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the blocks may be reused from now on
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # the blocks may be reused from now on
 
 
 def _last(content: torch.Tensor, form: Any, tokens: int, dropped: int) -> torch.Tensor:

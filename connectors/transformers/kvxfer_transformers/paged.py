@@ -24,7 +24,6 @@ def described(paged: Any) -> tuple[Cache, tuple[Group, ...]]:
         UnsupportedCacheError: A kind of attention in it is not known.
     """
     tensor = paged.cache_tensor
-    device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
     groups, views = [], []
     for g, (kind, allocator) in enumerate(paged.cache_allocators.items()):
         if kind not in ("full_attention", "sliding_attention"):
@@ -52,7 +51,7 @@ def described(paged: Any) -> tuple[Cache, tuple[Group, ...]]:
             )
             for side, plane in enumerate(("k", "v"))
         ]
-    cache = Cache((Region(tensor.data_ptr(), tensor.nbytes, device).kept_by(tensor),), tuple(groups), tuple(views))
+    cache = Cache((Region.of(tensor),), tuple(groups), tuple(views))
     cache.check()
     return cache, tuple(groups)
 
