@@ -1,7 +1,7 @@
 """One control connection: length-prefixed messages over TCP, without blocking, and with bounded memory.
 
-A peer can make this side hold only so much: a frame's length is checked before any of it is
-kept, and a connection is not read while a frame waits to be received, or while a peer that dialled does not read the answers.
+What a peer can make this side hold is bounded. A frame's length is checked before any of it
+is kept. A connection is not read while a frame waits to be received, or while a peer that dialled does not read the answers.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _least(world: World, transports: int, cpu: float, polls: float, stretches: i
 def _lost(rounds: Callable[[int], object], count: int) -> int:
     """Return the bytes by which ``count`` rounds made the process grow.
 
-    The median stretch of rounds is taken for all: a leak shows in each of them, while allocators and libraries grow in jumps
+    The median stretch of rounds is taken for all. A leak shows in each of them, while allocators and libraries grow in jumps
     (NCCL by 32 MiB, in the eighth round or the twentieth), and others in this process may give back much at one time.
     """
     stretches, grown = max(1, min(RSS_STRETCHES, count)), []
