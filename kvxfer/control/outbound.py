@@ -297,7 +297,7 @@ class Outbound(LinkTable[_Dial]):
             self._data.post(Disconnect(link))
 
     def forget(self, link: LinkId) -> None:
-        """Close a link for good."""
+        """Close a link and do not dial it again."""
         if link not in self._links:
             self._data.post(Disconnect(link))  # for its answer
         self.drop(link)

@@ -35,7 +35,7 @@ LATE_S = 0.001
 """How long to leave a batch alone at most that is late."""
 
 EARLY_S = 0.0001
-"""How long before it should be over a batch gets our full attention: a timer may wake us so much too late."""
+"""How long before its expected end a batch gets our full attention: a timer may wake us too late by this much."""
 
 
 class CudaIpcTransport(Base[Endpoint, Link]):

@@ -40,7 +40,7 @@ from kvxfer_nixl.space import RegisteredSpace, one_device
 __all__ = ["NixlTransport"]
 
 BUDGET_S = 0.015
-"""A call starts no more pieces after so long."""
+"""Seconds after which a call starts no more pieces."""
 DRAIN_S = 1.0
 """How long ``close`` waits for NIXL to be done: ended in the middle of a READ over TCP, UCX 1.23 can abort the *peer*."""
 LINGER_S = 0.05

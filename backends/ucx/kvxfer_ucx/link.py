@@ -252,7 +252,7 @@ class Link:
             self.fail(PeerError(f"{self.theirs.agent!r} does not answer; is it alive, and can UCX reach it?"), now)
 
     def _hung_up(self, now: float) -> bool:
-        """Whether a peer of this host has closed its socket for so long that nothing which it sent before that is still to come."""
+        """Whether a peer of this host closed its socket long enough ago that nothing which it sent before that is still to come."""
         if self.liveness is None or self.liveness.down is None:
             return False
         self._down_at = self._down_at or now

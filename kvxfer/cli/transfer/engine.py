@@ -72,7 +72,7 @@ class Setup:
 
 
 class BenchEngine:
-    """One of the two engines of a transfer benchmark. Its methods are called in turn, on one thread."""
+    """One of the two engines of a transfer benchmark. Its methods are called one after the other, on one thread."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup

@@ -77,7 +77,7 @@ class CudaSpace(Space):
         """Allocate pinned host memory, which kernels address as it is.
 
         Raises:
-            KvxferError: The system does not give so much.
+            KvxferError: The system does not give that much memory.
         """
         try:
             held = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -131,7 +131,7 @@ class Resources(Suite):
     def test_nothing_leaks(self, world: World) -> None:
         """After many rounds of connecting, moving and closing, descriptors, threads and memory are what they were.
 
-        They are compared with the state after the first few of ``rounds``, because libraries may keep a little for good on
+        They are compared with the state after the first few of ``rounds``, because libraries may keep a little for ever on
         first use.
         """
         way = self.ways()[0]
