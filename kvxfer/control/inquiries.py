@@ -1,4 +1,4 @@
-"""Inquiries that wait for the engine: bounded, with a share for each peer, and each peer in turn."""
+"""Inquiries that wait for the engine: bounded, with a share for each peer. Peers take turns."""
 
 from __future__ import annotations
 
