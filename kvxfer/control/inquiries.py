@@ -26,7 +26,7 @@ class PeerInquiry:
 
     @property
     def peer(self) -> Hashable:
-        """Whom it counts for: the key and the host of the peer."""
+        """The peer that it counts for, by key and host."""
         return self.connection.peer.levels[0]
 
     @property

@@ -83,7 +83,7 @@ class _Query:
         connection: The connection on which it was asked; ``None`` while there is none.
         dialled: When that connection was made.
         since: When the question was first asked.
-        wanted: When somebody last wanted the answer.
+        wanted: When the answer was last asked for.
         silent: The failure for those who want it, once the directory has been silent for too long.
         excuse: What the directory answered instead of its descriptor, or why it could not be asked.
     """

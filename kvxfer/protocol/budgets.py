@@ -60,7 +60,7 @@ class PeerBudgets(Generic[Owner, K]):
             owner: Who gets it.
             key: What for.
             n: How much.
-            peer: Whom the owner belongs to.
+            peer: The peer that the owner belongs to.
 
         Returns:
             The keys that lose theirs to make room, the newest first of the owner that has most; ``None`` if that would be ``owner``

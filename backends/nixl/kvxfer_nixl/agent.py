@@ -88,7 +88,7 @@ class LibraryAgent:
                 f"{settings}: {library.explain(e)}"
             ) from e
         self._agent: Any = agent
-        # NIXL's, of which UCX's must rest before the end; those of other plugins may spin. One of somebody else that was started just
+        # NIXL's, of which UCX's must rest before the end; those of other plugins may spin. Another one that was started just
         # then does no harm.
         self._threads = threads() - others if options.plugin == "UCX" else frozenset()
         inside.before_the_end(self._drop)

@@ -215,5 +215,5 @@ class _Raw:
 
 
 def wrap(address: int, nbytes: int, device: str) -> Any:
-    """Return a uint8 tensor over memory that somebody else owns."""
+    """Return a uint8 tensor over memory that other code owns."""
     return torch.as_tensor(_Raw(address, nbytes), device=device)
