@@ -1,6 +1,7 @@
 """What kvxfer raises.
 
-The message is for people: what happened, to which request and peer, what to do. The kind is for programs to act upon."""
+The message is for people: what happened, to which request and peer, what to do. The kind is for programs to act upon.
+"""
 
 from __future__ import annotations
 
