@@ -57,7 +57,7 @@ class PeerBudgets(Generic[Owner, K]):
         """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
 
         Args:
-            owner: Who gets it.
+            owner: The owner that gets it.
             key: What for.
             n: How much.
             peer: The peer that the owner belongs to.

@@ -89,7 +89,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         self._exported.pop(memory, None)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        """Return an endpoint. Handles have no rights: who can open one can write, too."""
+        """Return an endpoint. Handles have no rights: a peer that can open one can write, too."""
         link = os.urandom(LINK_BYTES)
         self._liveness.offer(link)
         exported = tuple(e for number, e in self._exported.items() if number in memories)

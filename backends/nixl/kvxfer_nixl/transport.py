@@ -141,7 +141,7 @@ class NixlTransport(Base[Endpoint, Link]):
             agent.deregister(token)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        """NIXL's keys have no rights: who has one can write, too, where the carrier asks for one at all."""
+        """NIXL's keys have no rights: a peer that has one can write, too, where the carrier asks for one at all."""
         end = new_token()
         mine = Endpoint(
             self.agent[:256],

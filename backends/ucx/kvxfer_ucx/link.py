@@ -146,7 +146,7 @@ class Link:
     def submit(self, half: Half) -> list[Completion]:
         """Take a batch, and post what may go now.
 
-        What was packed before it may be ready meanwhile, and who submits several does not step before the last. Returns
+        What was packed before it may be ready meanwhile, and a caller that submits several does not step before the last. Returns
         batches that have ended with that.
         """
         self._waiting.append(half)

@@ -326,8 +326,10 @@ class Resources(Suite):
             world.move(link, self.ways()[0], a, b, Runs.of([0], [0], [1_000_000]))
             a.close()
             b.close()
-        world.promptly(lambda: not children() - started, "who closes ends the processes that it has started")
-        world.promptly(lambda: not _unused(_shared_files() - files), "who closes leaves no file in shared memory")
+        world.promptly(lambda: not children() - started, "the side that closes ends the processes that it has started")
+        world.promptly(
+            lambda: not _unused(_shared_files() - files), "the side that closes leaves no file in shared memory"
+        )
 
     def test_waiting_for_a_fence_does_not_spin(self, world: World) -> None:
         """A fence is checked now and then, not all the time.
