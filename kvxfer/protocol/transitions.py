@@ -42,7 +42,7 @@ class RankFetchEvent(enum.StrEnum):
 
     LINK_UP = "link up"
     LINK_RESET = "link lost, dialled again"
-    LINK_DOWN = "link lost for good"
+    LINK_DOWN = "link lost, not dialled again"
     PART_READY = "part ready"
     COMPLETE = "all parts complete"
     ASK = "all ranks arrived"

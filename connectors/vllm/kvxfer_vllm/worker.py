@@ -184,7 +184,7 @@ class WorkerHooks:
         """Process what has ended since the last step.
 
         While nothing is computed vLLM makes an empty step every millisecond, each half a millisecond of Python in which the threads
-        that move KV cannot run. So an empty step waits for something to end, but not so long that a new request would mind.
+        that move KV cannot run. So an empty step waits for something to end, but not longer than a new request can wait.
         """
         if not self._drafts:
             self.after_forward(metadata)
