@@ -132,7 +132,7 @@ class Outbound(LinkTable[_Dial]):
         """
         self.drop(link)
         if link not in self._targets:
-            raise PeerError(f"the way to {link_name(link)} is not known any more", kind=K.PEER_LOST)
+            raise PeerError(f"the route to {link_name(link)} is not known any more", kind=K.PEER_LOST)
         target = self._targets[link]
         if self._dialling.count(target.source) >= AT_ONCE:
             self._queued.add(target.source, link)
