@@ -243,7 +243,7 @@ class Outbound(LinkTable[_Dial]):
         return None
 
     def _of(self, link: LinkId, connection: ControlConnection) -> _Dial | None:
-        """Return a link if this is its connection, and not that of an earlier attempt."""
+        """Return a link if this is its connection, and not an earlier attempt's."""
         known = self._links.get(link)
         return known if known is not None and known.connection is connection else None
 
