@@ -8,6 +8,7 @@
 #   make test-matrix the connector's tests on vLLM 0.30 and 0.31, and all tests without servers on Python 3.11 to 3.13
 #   make coverage    a report of the lines that tests reach
 #   make gpu         on a machine with GPUs: tests, transfers, and first tokens on real servers, with tables in build/gpu
+#   make gpu-sglang  the same figures on real SGLang servers, beside SGLang's own transfers, where SGLang is installed
 #   make fuzz        random input for the decoder, for a live agent, and for the state machines in a simulated world
 #   make mutants     run the conformance suite on back ends that are broken on purpose, and show what finds each
 #   make dist        sdists and wheels for a release    make clean       remove everything that was built
@@ -79,7 +80,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-system test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble fuzz mutants dist clean
+.PHONY: demo test test-system test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -173,6 +174,18 @@ gpu-engines:
 	$(GPU_PYTHON) -m kvxfer bench engines cuda_ipc --gpus $(GPUS) --plain --case 1024 --case 8192 --keep-logs $(TABLES)/logs > $(TABLES)/engines.jsonl
 	for turns in $(GPU_TURNS); do $(GPU_PYTHON) -m kvxfer bench engines $$(echo $$turns | tr , ' ') --gpus $(GPUS) \
 	    $(addprefix --case ,$(GPU_CASES)) --beside 8192 --keep-logs $(TABLES)/logs >> $(TABLES)/engines.jsonl || exit 1; done
+
+# Not part of `make gpu`: it needs SGLang instead of vLLM. With one GPU: make gpu-sglang GPUS=0. What a machine's SGLang needs beyond that goes
+# into SGLANG_FLAGS, such as --attention-backend triton.
+SGLANG_BACKENDS ?= auto nixl ucx nccl sglang:nixl sglang:mooncake
+SGLANG_FLAGS    ?=
+
+gpu-sglang:
+	mkdir -p $(TABLES)
+	$(GPU_PYTHON) -m kvxfer bench sglang $(SGLANG_BACKENDS) --gpus $(GPUS) --flags '$(SGLANG_FLAGS)' --keep-logs $(TABLES)/sglang-logs $(ARGS) \
+	    > $(TABLES)/sglang.jsonl
+	$(GPU_PYTHON) -m kvxfer bench table $(TABLES)/sglang.jsonl > $(TABLES)/sglang.md
+	cat $(TABLES)/sglang.md
 
 # A hundred restarts each, but for NCCL, which leaves threads behind when a peer is killed in its init, as one may be that has just started;
 # its communicators are closed soon, so that what device memory is left can be seen. By default UCX keeps the GPU memory of engines that are

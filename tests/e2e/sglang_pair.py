@@ -52,13 +52,13 @@ class Stage:
     def plain(self) -> CpuServer:
         return self._start("plain", "", [], {})
 
-    def pair(self, *flags: str, name: str = "tcp", decode: tuple[str, ...] = ()) -> SglangPair:
-        """Start a pair; `decode` are further flags of the decode server."""
+    def pair(
+        self, *flags: str, name: str = "tcp", prefill: tuple[str, ...] = (), decode: tuple[str, ...] = ()
+    ) -> SglangPair:
+        """Start a pair with these flags; and with further ones of one server."""
+        own = {"prefill": prefill, "decode": decode}
         return started_pair(
-            name,
-            lambda name, role, told, env: self._start(name, role, [*told, *(decode if role == "decode" else ())], env),
-            PATIENT,
-            flags,
+            name, lambda name, role, told, env: self._start(name, role, [*told, *own[role]], env), PATIENT, flags
         )
 
     def again(self, pair: SglangPair, role: str, *flags: str) -> SglangPair:

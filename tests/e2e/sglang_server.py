@@ -18,7 +18,8 @@ SAID = (
     f"kvxfer's tests: real are SGLang's HTTP server, scheduler, prefix tree, KV pools, model and disaggregation, on its CPU device. "
     f"Stubs, which raise if they are called: {', '.join(sorted(overlay.STUBBED))}. Layers and attention are SGLang's "
     f"own in torch. Not SGLang's: the digest of --disaggregation-enable-kv-checksum, which is zlib's instead of a CUDA kernel's; "
-    f"torch.cuda.Event, which says that all is done; its processes, which are forks of the first one."
+    f"torch.cuda.Event, which says that all is done; the pinning of a host pool and the copies out of it; "
+    f"its processes, which are forks of the first one."
 )
 FLAGS = (
     *(
@@ -68,6 +69,21 @@ def _checksum(computer: Any, pages: Any, states: Any = None) -> int:
     return digest
 
 
+def _load(pool: Any, _: object, there: Any, here: Any, layer: int, *__: object, **___: object) -> None:
+    """Copy a layer of a host pool to the device, which SGLang does by a CUDA kernel."""
+    pool.device_k_buffers[layer][here] = pool.k_buffer[layer][there]
+    pool.device_v_buffers[layer][here] = pool.v_buffer[layer][there]
+
+
+class _Runtime:
+    """CUDA's runtime, as far as SGLang pins a host pool with it."""
+
+    def cudaHostRegister(self, *_: int) -> int:  # noqa: N802
+        return 0
+
+    cudaHostUnregister = cudaHostRegister  # noqa: N815
+
+
 class _Done:
     """An event of a device on which all that was begun is done: `torch.cuda.Event`, which SGLang makes on every device."""
 
@@ -88,15 +104,17 @@ def main() -> None:
     print(SAID, flush=True)
     import torch
 
-    torch.cuda.Event = _Done  # type: ignore[assignment, misc]
+    torch.cuda.Event, torch.cuda.cudart = _Done, _Runtime  # type: ignore[assignment, misc]
     from sglang.launch_server import run_server
     from sglang.srt.disaggregation.checksum import KvChecksumComputer
     from sglang.srt.entrypoints import http_server  # noqa: F401
     from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     KvChecksumComputer.compute = _checksum
+    MHATokenToKVPoolHost.load_to_device_per_layer = _load
     # SGLang asks for new interpreters, which would import everything anew: most of a start's time.
     multiprocessing.set_start_method = lambda *_, **__: None
     load_plugins()
