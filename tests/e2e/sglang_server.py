@@ -5,6 +5,7 @@ SGLang's own.
 """
 
 import multiprocessing
+import os
 import sys
 import zlib
 from ctypes import string_at
@@ -44,12 +45,14 @@ FLAGS = (
     ),
 )
 """What suits a CPU. In float32 the tokens do not depend on how a prompt was cut, so that another token is another KV."""
+_CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "SGLANG_HOST_IP": "127.0.0.1",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "10",  # how long prefill waits for a decode server that has aborted a request
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",  # of decode to prefill
+    "SGLANG_CPU_OMP_THREADS_BIND": f"{_CORES}|{_CORES}",  # of up to two ranks, which share them
     "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     "TORCH_COMPILE_DISABLE": "1",

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from kvxfer_bench.sglang.asking import ask_pair
+from kvxfer_bench.sglang.compare import LENGTHS, measure_sglang
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server, free_port
 from tests.conftest import require
-from tests.e2e.sglang_pair import Stage, complaints, expected, is_idle, prompt, ready, staged
+from tests.e2e.sglang_pair import CpuServer, Stage, complaints, expected, is_idle, prompt, ready, staged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -65,7 +66,8 @@ def test_kv_is_received_in_host_memory(stage: Stage, wanted: list[list[int]]) ->
 
 def test_servers_switch_their_roles_and_back(stage: Stage, wanted: list[list[int]]) -> None:
     own = free_port()  # each server has a bootstrap server, for when it prefills
-    pair = stage.pair("--enable-pd-role-switch", decode=("--disaggregation-bootstrap-port", str(own)))
+    flags = ("--enable-pd-role-switch", "--disable-radix-cache")
+    pair = stage.pair(*flags, decode=("--disaggregation-bootstrap-port", str(own)))
     ports = [pair.bootstrap, own]
     ready(pair.prefill, pair.decode)
     answers(stage, pair, wanted)
@@ -91,3 +93,19 @@ def kill(pair: SglangPair) -> None:
     """Make room for the next servers."""
     for server in (pair.prefill, pair.decode):
         server.kill()
+
+
+def test_back_ends_are_compared_in_turns(model: Path, tmp_path: Path) -> None:
+    """The logic of `kvxfer bench sglang`, whose figures are for GPUs."""
+    rows: list[dict[str, Any]] = []
+    names = ["tcp", "zmq"]
+    assert measure_sglang(
+        names, model, tmp_path, rows.append, at_once=(1, 4), prompt=64, tokens=4, rounds=1, kind=CpuServer
+    )
+    assert [row["backend"] for row in rows] == names * 5
+    for row in rows[:2] + rows[-2:]:
+        assert row["one_by_one"] == row["at_once"] == {"same": len(LENGTHS)}
+    for row in rows[2:6]:
+        assert 0 < row["first_ms"] <= row["first_ms_most"] and row["tokens_per_s"] > 0
+    for row in rows[6:8]:
+        assert row["aborted_by_prefill_s"] < 20 and row["aborted_by_decode_s"] < 20

@@ -16,7 +16,7 @@ from typing import Any
 from kvxfer_bench.sglang.servers import HOST, SglangPair
 from kvxfer_vllm.demo.servers import Server, ServerError
 
-__all__ = ["Asked", "Streamed", "abort", "ask_pair", "generate", "generated", "room_of", "sampling", "stream"]
+__all__ = ["Asked", "Streamed", "abort", "ask_pair", "ask_streaming", "generate", "generated", "room_of", "sampling"]
 
 ANSWER_S = 120.0
 _NUMBERS = itertools.count()
@@ -126,7 +126,7 @@ class Streamed:
     tokens: int
 
 
-def stream(threads: ThreadPoolExecutor, pair: SglangPair, ids: Sequence[int], tokens: int) -> Streamed:
+def ask_streaming(threads: ThreadPoolExecutor, pair: SglangPair, ids: Sequence[int], tokens: int) -> Streamed:
     """Send a request to both servers, and read the decode server's answer token by token.
 
     Raises:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.cli.progress import Say, silent
-from kvxfer_bench.sglang.asking import abort, ask_pair, generate, generated, sampling, stream
+from kvxfer_bench.sglang.asking import abort, ask_pair, ask_streaming, generate, generated, sampling
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready
 
@@ -114,7 +114,7 @@ class SglangTurns:
                 prompts = [made_up(1_000_003 * number + n, prompt) for n in range(at_once)]
                 begun = time.monotonic()
                 with ThreadPoolExecutor(at_once) as readers:
-                    streams = list(readers.map(lambda ids: stream(self._threads, pair, ids, tokens), prompts))
+                    streams = list(readers.map(lambda ids: ask_streaming(self._threads, pair, ids, tokens), prompts))
                 took = time.monotonic() - begun
                 if number:
                     first[name] += [one.first_s for one in streams]
