@@ -23,7 +23,7 @@ _NUMBERS = itertools.count()
 
 
 def sampling(ids: Sequence[int] | Sequence[Sequence[int]], tokens: int, **more: Any) -> dict[str, Any]:
-    """Return the body of a request for so many tokens, greedily, behind a prompt or several."""
+    """Return the body of a request that generates tokens greedily behind a prompt or several."""
     settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": settings, **more}
 
@@ -153,7 +153,7 @@ def ask_streaming(threads: ThreadPoolExecutor, pair: SglangPair, ids: Sequence[i
 
 
 def room_of(pair: SglangPair, batch: int = 0) -> dict[str, Any]:
-    """Return what tells a request of both servers from all others; with `batch`, for so many prompts."""
+    """Return what tells a request of both servers from all others; with `batch`, one for each of its prompts."""
     rooms = [int.from_bytes(os.urandom(7)) or 1 for _ in range(batch or 1)]
     if not batch:
         return {"bootstrap_host": HOST, "bootstrap_port": pair.bootstrap, "bootstrap_room": rooms[0]}

@@ -105,7 +105,7 @@ class SglangTurns:
         self._each("tokens", one)
 
     def load(self, at_once: int, prompt: int, tokens: int, rounds: int) -> None:
-        """Tell first tokens and throughput with so many requests at once; one more round warms up."""
+        """Tell first tokens and throughput with several requests at once; one more round warms up."""
         first: dict[str, list[float]] = {name: [] for name in self._pairs}
         rates: dict[str, list[float]] = {name: [] for name in self._pairs}
         for number in range(rounds + 1):
