@@ -26,6 +26,8 @@ NonEmpty = Annotated[str, Meta(min_length=1)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=TEXT)]
 Integrity = Literal["off", "sample", "full"]
 
+Ask = Literal["auto", "always", "never"]
+
 NAMING = "kvxfer setting {!r}"
 
 
@@ -63,6 +65,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             in form, or that cannot be read. Two engines with the same name are taken to serve the same model.
         trace: Path of a file to which the scheduler's process appends a line of JSON for each load that ends: what was
             loaded, and when each stage was reached. None writes nothing.
+        ask: Whether a prefix of a prompt is loaded from engines that a router names. `auto`: if the load should end before the tokens
+            could be computed, by the recent speed of the link and of the engine. `always`: whatever they hold. `never`: nobody is asked.
+        ask_timeout: Seconds for which a request waits for the answers of such engines.
+        ask_tokens: The fewest tokens that are worth a load from such an engine.
         elastic: Whether pages of the cache may be unmapped and replaced while the engine runs, as kvcached does. Back
             ends whose registration pins pages then move the cache staged. None detects it for CUDA memory, by how that is
             mapped.
@@ -88,6 +94,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     layout_check: bool = True
     model: ModelName | None = None
     trace: NonEmpty | None = None
+    ask: Ask = "auto"
+    ask_timeout: Seconds = 0.25
+    ask_tokens: Annotated[int, Meta(ge=1)] = 64
     elastic: bool | None = None
 
     def __post_init__(self) -> None:

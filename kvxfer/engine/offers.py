@@ -87,7 +87,7 @@ class Offers:
         found = self._schedule.named(request)
         if found is None or not found.offered or (found.namesake and request not in found.sharers):
             return None
-        return Ticket(found.transfer, found.digest, source)
+        return Ticket(found.transfer, found.digest, source, found.total)
 
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int, source: Source
@@ -110,7 +110,7 @@ class Offers:
                 raise
             self._notices.begins(transfer, digest)
         same = known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
-        return Ticket(transfer, digest, source) if same else None
+        return Ticket(transfer, digest, source, tokens) if same else None
 
     def follows(self, request: str) -> bool:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""

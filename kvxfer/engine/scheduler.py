@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,6 +10,8 @@ from kvxfer import arguments
 from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
+from kvxfer.engine.answers import AnswerCounts, Holds
+from kvxfer.engine.asks import AskCounts
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import Report, Step
@@ -25,7 +27,7 @@ from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.schedule import Schedule
+from kvxfer.schedule import Prefix, Schedule
 from kvxfer.ticket import Ticket
 from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Group, Rank
 
@@ -52,6 +54,10 @@ class SchedulerSide:
         writes_early: Whether a step may write to the blocks that it is given before its workers call ``WorkerSide.begin``, by zeroing
             them, say. A block that is offered is then given to nobody before the step after the one that revokes it. Needs ``pins``;
             call ``preempted`` once the step has been given its blocks.
+        holds: Answers what this engine's cache holds of a prompt that another engine is about to compute. It is called by ``step`` and
+            ``report``, so on the engine's thread. None: such questions are answered with "nothing". It may be set later, as an attribute.
+        wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon: ``waiting`` is
+            true until then. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
 
     Attributes:
         source: Where other engines find this one.
@@ -74,7 +80,10 @@ class SchedulerSide:
         *,
         pins: BlockPins | None = None,
         writes_early: bool = False,
+        holds: Holds | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
+        self.holds, self.wake = holds, wake
         arguments.instance("config", config, Config)
         ranks = arguments.integer("ranks", ranks, 1, MOST_RANKS)
         writes_early = arguments.flag("writes_early", writes_early)
@@ -242,6 +251,53 @@ class SchedulerSide:
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
+
+    def ask(self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, kind: str = "") -> bool:
+        """Load what other engines hold of the first ``tokens`` tokens of this request's prompt, if that pays.
+
+        All sources are asked at once. ``loadable`` returns None until they have answered, for ``Config.ask_timeout`` at the most and for
+        no longer than computing the tokens would take. Then the one is taken from which a load saves most time, and everything is
+        as after ``load``. If none has any of it, or no load would end before the tokens were computed, the request is computed here. No
+        request fails because of what a source does. A request may be offered as well, with ``offer``.
+
+        Args:
+            request: The engine's id of the request.
+            prefix: The prompt's tokens and what else its KV depends on.
+            sources: The directories of engines that may hold some of it. With the epoch 0 it is whichever engine is there. This engine
+                itself is left out.
+            tokens: How many tokens of the prompt are to be here: without the last one, if that is to be computed.
+            kind: Who has named the sources, for the counts (``asked``): a router's schema, say.
+
+        Returns:
+            Whether anybody is asked. Nobody is if the setting ``ask`` is ``never``, if the prompt has fewer than ``ask_tokens`` tokens, if
+            no other source is left, or if the request loads something already.
+
+        Raises:
+            ArgumentError: An argument has the wrong type or range.
+            ClosedError: This side has been closed.
+        """
+        raise NotImplementedError
+
+    def asking(self, request: str) -> bool:
+        """Return whether other engines have been asked for this request, and it is not known yet what will come."""
+        raise NotImplementedError
+
+    def takes(self, tokens: int, seconds: float) -> None:
+        """Record how long a step has taken that computed so many tokens of prompts, by which ``ask`` judges whether a load pays.
+
+        Leave out steps that computed answers only. Without this, every load counts as faster than computing.
+        """
+        raise NotImplementedError
+
+    @property
+    def asked(self) -> Mapping[str, AskCounts]:
+        """What has come of ``ask`` since the beginning, by ``kind``."""
+        raise NotImplementedError
+
+    @property
+    def answered(self) -> AnswerCounts:
+        """What other engines have asked of this one since the beginning."""
+        raise NotImplementedError
 
     def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
         """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from kvxfer.identity import Source
 from kvxfer.ledger import BlockLedger
+from kvxfer.schedule.chain import Chain, Prefix
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
 from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
 from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingState
+from kvxfer.schedule.prefix_index import Found, PrefixIndex
 from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.values import Group
 
@@ -15,8 +17,10 @@ __all__ = [
     "LOAD",
     "OFFERING",
     "Cancel",
+    "Chain",
     "DeclinedTransfer",
     "FetchSchedule",
+    "Found",
     "Load",
     "LoadEvent",
     "LoadState",
@@ -24,6 +28,8 @@ __all__ = [
     "Offering",
     "OfferingEvent",
     "OfferingState",
+    "Prefix",
+    "PrefixIndex",
     "RankResult",
     "Revoke",
     "Schedule",
