@@ -18,9 +18,13 @@ from typing import Any, NamedTuple
 
 from kvxfer.arguments import shown
 from kvxfer.identity import Address, IdentityError, canonical_host, parse_address
+from kvxfer.logs import logger
+from kvxfer.text import printable
 from kvxfer_vllm.params import ADDRESS, LONGEST, OURS, is_offer
 
-__all__ = ["MOST_SOURCES", "SOURCES", "Hints", "hints_of"]
+__all__ = ["MOST_SOURCES", "SOURCES", "HintNotes", "Hints", "hints_of"]
+
+log = logger("kvxfer.vllm")
 
 SOURCES = "kvxfer_sources"
 MOST_SOURCES = 8
@@ -31,8 +35,15 @@ HEARD = frozenset(
         *OURS,
         SOURCES,
         *("do_remote_prefill", "do_remote_decode", "transfer_id"),
-        *("remote_host", "remote_port", "remote_engine_id", "remote_block_ids", "remote_request_id", "remote_num_tokens"),
-        *("remote_decoder", "remote_prefiller", "remote_kv_source", "kv_hint", "kv_hints"),
+        *(
+            "remote_host",
+            "remote_port",
+            "remote_engine_id",
+            "remote_block_ids",
+            "remote_request_id",
+            "remote_num_tokens",
+        ),
+        *("remote_decoder", "remote_prefiller", "remote_kv_source", "kv_hint"),
         # Facts about the other engine that its own descriptors tell, or that it alone needs.
         *("tp_size", "dcp_size", "pp_size", "transfer_mode", "remote_blocks_expiry_time"),
         *("remote_registration_generation", "remote_prefill_cached_tokens"),
@@ -40,6 +51,9 @@ HEARD = frozenset(
     }
 )
 """The keys that mean something here, or that are known to need no meaning."""
+
+MOST_SAID = 100
+"""Keys of which the log says that they are not used; clients can make up as many as they like."""
 
 FETCHES = {"kv.fetch", "kv.source_locations"}
 """Actions of ``kv_hint`` that name a source; the second is the former name of the first."""
@@ -51,10 +65,12 @@ class Hints(NamedTuple):
 
     Attributes:
         sources: The directories to ask, each once.
+        kind: The schema that has named the first of them.
         notes: What cannot be used, by key, and why.
     """
 
     sources: tuple[Address, ...] = ()
+    kind: str = ""
     notes: tuple[tuple[str, str], ...] = ()
 
 
@@ -64,39 +80,40 @@ class _UnreadableError(Exception):
 
 def hints_of(params: Mapping[str, Any]) -> Hints:
     """Read the hints of a request's ``kv_transfer_params``, as the router sent them."""
-    found: dict[Address, None] = {}
+    found: dict[Address, str] = {}  # and who has named it first
     notes = [(key, "is not known") for key, value in params.items() if value is not None and key not in HEARD]
-    for key, read in READERS.items():
-        if params.get(key) is None:
-            continue
+    for key, (kind, read) in READERS.items():
         try:
-            found |= dict.fromkeys(read(params[key]))
+            for source in read(params):
+                found.setdefault(source, kind)
         except _UnreadableError as e:
             notes.append((key, f"names no engine to ask: {e}"))
-    try:
-        found |= dict.fromkeys(_bidirectional(params))
-    except _UnreadableError as e:
-        notes.append(("remote_host", f"names no engine to ask: {e}"))
     if len(found) > MOST_SOURCES:
-        notes.append((SOURCES, f"has more than {MOST_SOURCES} engines with the other hints, and the rest is not asked"))
-    return Hints(tuple(found)[:MOST_SOURCES], tuple(notes))
+        notes.append((SOURCES, f"is cut: a request names {MOST_SOURCES} engines at the most, all hints together"))
+    return Hints(tuple(found)[:MOST_SOURCES], next(iter(found.values()), ""), tuple(notes))
 
 
-def _listed(value: Any) -> Iterator[Address]:
+def _listed(params: Mapping[str, Any]) -> Iterator[Address]:
+    value = params.get(SOURCES, ())
+    if value is None:
+        return
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise _UnreadableError(f"not a list: {shown(value)}")
     for one in value[: MOST_SOURCES + 1]:
         yield _parsed(one)
 
 
-def _tier(value: Any) -> Iterator[Address]:
+def _tier(params: Mapping[str, Any]) -> Iterator[Address]:
+    value = params.get("remote_kv_source")
+    if value is None:
+        return
     if not isinstance(value, Mapping):
         raise _UnreadableError(f"not a mapping: {shown(value)}")
     yield _directory(value.get("remote_host"), value.get("remote_port"))
 
 
 def _bidirectional(params: Mapping[str, Any]) -> Iterator[Address]:
-    """What the decode engine of the last turn answered. The example router replaces its host, but not our own key."""
+    """Read what the decode engine of the last turn answered. The example router replaces its host, but not our own key."""
     if not is_offer(params):
         return
     if params.get(ADDRESS) is not None:
@@ -105,7 +122,10 @@ def _bidirectional(params: Mapping[str, Any]) -> Iterator[Address]:
         yield _directory(params.get("remote_host"), params.get("remote_port"))
 
 
-def _envelope(value: Any) -> Iterator[Address]:
+def _envelope(params: Mapping[str, Any]) -> Iterator[Address]:
+    value = params.get("kv_hint")
+    if value is None:
+        return
     actions = value.get("actions") if isinstance(value, Mapping) else None
     if not isinstance(actions, Sequence) or isinstance(actions, str | bytes):
         raise _UnreadableError(f"no list of actions: {shown(value)}")
@@ -119,7 +139,13 @@ def _envelope(value: Any) -> Iterator[Address]:
         yield _parsed(endpoint.removeprefix(ENDPOINT) if isinstance(endpoint, str) else endpoint)
 
 
-READERS = {SOURCES: _listed, "remote_kv_source": _tier, "kv_hint": _envelope, "kv_hints": _envelope}
+READERS = {
+    SOURCES: (SOURCES, _listed),
+    "remote_kv_source": ("remote_kv_source", _tier),
+    "remote_host": ("nixl", _bidirectional),
+    "kv_hint": ("kv_hint", _envelope),
+}
+"""By the key that is at fault if a hint cannot be read: what the hints of a schema are called, and what reads them."""
 
 
 def _parsed(text: Any) -> Address:
@@ -140,3 +166,25 @@ def _directory(host: Any, port: Any) -> Address:
         return Address(canonical_host(host), port)
     except IdentityError:
         raise _UnreadableError(f"not a host: {shown(host)}") from None
+
+
+class HintNotes:
+    """Reads hints, and says once of each key that it is not used, and why. One thread."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def read(self, params: Mapping[str, Any]) -> Hints:
+        """Return the hints of a request's ``kv_transfer_params``."""
+        if not params:
+            return Hints()
+        hints = hints_of(params)
+        for key, why in hints.notes:
+            self.unused(key, why)
+        return hints
+
+    def unused(self, key: str, why: str) -> None:
+        """Say, if it is the first time, that a key of ``kv_transfer_params`` is not used."""
+        if key not in self._said and len(self._said) < MOST_SAID:
+            self._said.add(key)
+            log.warning("kv_transfer_params: %s %s; kvxfer does not use it (said once)", printable(key), why)

@@ -14,14 +14,17 @@ __all__ = ["OLD_KEYS", "ConnectorConfig", "check_hosts", "params_of", "translate
 
 
 class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The settings of the vLLM connector: kvxfer's, and one of its own.
+    """The settings of the vLLM connector: kvxfer's, and some of its own.
 
     Attributes:
         legacy_hosts: Networks, addresses or names of engines that a request id in the form of vLLM's former
             P2pNcclConnector may name; if empty, ids are never read as addresses.
+        decode_answers: Whether the answers of a decode engine tell its router where the KV is that it has then, so that the next turn
+            of a conversation can be loaded from there.
     """
 
     legacy_hosts: tuple[str, ...] = ()
+    decode_answers: bool = True
 
 
 OLD_KEYS = (

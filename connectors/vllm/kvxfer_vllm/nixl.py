@@ -29,9 +29,7 @@ _WITHOUT_MEANING = {
     "num_threads": "is an option of NIXL's; set 'backend_options'",
     "enforce_handshake_compat": "has no counterpart: engines that do not fit always refuse each other",
     "engine_ttl": "has no counterpart: links end with their peers",
-    "bidirectional_kv_xfer": "has no counterpart: each request goes one way",
-    "kv_recompute_threshold": "has no counterpart",
-    "decoder_kv_blocks_ttl": "has no counterpart",
+    "decoder_kv_blocks_ttl": "has no counterpart: nothing is held for a next turn, whose KV stays in the prefix cache while there is room",
     "push_registration_timeout": "has no counterpart: consumers fetch",
 }
 
@@ -54,6 +52,15 @@ class NixlConnector(KVXferConnector):
         if lease is not None:
             settings.setdefault("lease", lease)
             notes.append("setting 'kv_lease_duration' of NixlConnector is 'lease' in kvxfer")
+        if "bidirectional_kv_xfer" in settings:
+            settings.setdefault("decode_answers", settings.pop("bidirectional_kv_xfer"))
+            notes.append(
+                "setting 'bidirectional_kv_xfer' of NixlConnector is 'decode_answers' in kvxfer, which is on by default"
+            )
+        threshold = settings.pop("kv_recompute_threshold", None)
+        if threshold is not None:
+            settings.setdefault("ask_tokens", threshold or 1)
+            notes.append("setting 'kv_recompute_threshold' of NixlConnector is 'ask_tokens' in kvxfer")
         return settings, tuple(notes)
 
     def get_kv_connector_stats(self) -> KVXferStats | None:

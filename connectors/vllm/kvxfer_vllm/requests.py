@@ -62,6 +62,9 @@ class RequestFacts:
         since: When it came, if it is not known yet what becomes of its load.
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
+        asking: The request itself, if other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
+        lost: Whether its load has failed.
+        answers: Whether its router is told, when it ends, where the KV is.
         batch: The HTTP request that it belongs to, if it offers.
         span: The span of its load, and later that of its offer.
     """
@@ -77,6 +80,9 @@ class RequestFacts:
     since: float | None = None
     key: bytes | None = None
     passers: set[str] | None = None
+    asking: Any = None
+    lost: bool = False
+    answers: bool = False
     batch: HttpBatch | None = None
     span: Any = None
 

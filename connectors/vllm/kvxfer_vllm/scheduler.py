@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket
+from kvxfer.engine import BlockPins, Prefix, Report, SchedulerSide, Ticket
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Address
+from kvxfer.identity import Address, Source
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer.values import BlockTable
@@ -23,6 +23,8 @@ from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
+from kvxfer_vllm.held import HeldPrefixes
+from kvxfer_vllm.hints import HintNotes, Hints
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
@@ -37,6 +39,7 @@ from kvxfer_vllm.settings import groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
 from kvxfer_vllm.unoffered import Unoffered
+from kvxfer_vllm.wake import waker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,10 +89,20 @@ class SchedulerHooks:
         # Model runner 2 zeroes such a cache's new blocks, or copies states into them, before it calls ``handle_preemptions``. Model
         # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+        self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
         self.side = SchedulerSide(
-            config, self._engine, groups, parallel.world_size, facts, pins=self._pins, writes_early=self._writes_early
+            config,
+            self._engine,
+            groups,
+            parallel.world_size,
+            facts,
+            pins=self._pins,
+            writes_early=self._writes_early,
+            holds=self._cached.holds,
+            wake=waker(),
         )
         self._facts = sealed(self.side.facts)
+        self._hints = HintNotes()
         self._requests: dict[str, RequestFacts] = {}  # by name, until they are over
         self._held: dict[str, RequestFacts] = {}  # those that are over, and whose blocks are held for others
         self._numbers = itertools.count()
@@ -101,6 +114,7 @@ class SchedulerHooks:
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
         self._steps = 1
         self._holding_back = False  # whether this step gives blocks to nobody
+        self._manager: Any = None
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -112,9 +126,10 @@ class SchedulerHooks:
             return
         self._requests[name] = RequestFacts(name, next(self._numbers))
         self._content.arrived(request)
+        said: Mapping[str, Any] = request.kv_transfer_params or {}
         params: Mapping[str, Any] = {}
         try:
-            params = p.translated(request.kv_transfer_params or self._legacy(request) or {})
+            params = p.translated(said or self._legacy(request) or {})
             if params:
                 self._take_up(request, params)
         except UnknownAdapterError as e:
@@ -124,6 +139,32 @@ class SchedulerHooks:
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
             self._takes_no_part(params, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
+        self._follow_prefix(request, said, asks=not p.is_load(params))
+
+    def _follow_prefix(self, request: Request, said: Mapping[str, Any], asks: bool) -> None:
+        """Let other engines find what is computed for a request, and look for a prefix of it at those that its router names."""
+        name, facts = request.request_id, self._requests[request.request_id]
+        facts.answers = bool(said) and not p.is_offer(said) and self._config.decode_answers
+        hints = self._hints.read(said)
+        try:
+            named = self._content.named(request)
+            if named is None:
+                return
+            self._cached.arrived(request, lambda tokens: Prefix(tokens, model=self._facts, **named))
+            if hints.sources and asks and not self._replayed and not request.skip_reading_prefix_cache:
+                self._ask(request, Prefix(request.prompt_token_ids or (), model=self._facts, **named), hints)
+        except KvxferError as e:
+            log.debug("request %s is not looked for at other engines, nor found by them: %s", printable(name), e)
+
+    def _ask(self, request: Request, prompt: Prefix, hints: Hints) -> None:
+        if not self._consumes:
+            self._hints.unused(
+                hints.kind, "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
+            )
+            return
+        sources = [Source(where.host, where.port, 0) for where in hints.sources]
+        if self.side.ask(request.request_id, prompt, sources, request.num_prompt_tokens - 1, kind=hints.kind):
+            self._requests[request.request_id].asking = request
 
     def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
         if self._produces and p.is_offer(params):
@@ -247,6 +288,9 @@ class SchedulerHooks:
         tokens = self.side.loadable(request.request_id, computed)
         if tokens is not None:
             self._asked(facts)
+        if tokens and facts.asking is not None and facts.end != computed + tokens:
+            facts.end = computed + tokens
+            self._outcomes.expect(facts, request, "a prefix", None)
         beside = bool(tokens) and not self.side.here(request.request_id)
         if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
@@ -272,7 +316,9 @@ class SchedulerHooks:
             facts.asked_in, self._unplaced = 0, self._unplaced - 1
         self._room.admitted(facts)
         if external:
-            facts.into = table if self._partly else None
+            facts.into = table if self._partly and facts.asking is None else None
+            if facts.asking is not None:
+                self._next.asked += (name,)
             self._retained.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.here(name):
             self._outcomes.ended(facts, DELIVERED if external else COMPUTED)
@@ -292,6 +338,7 @@ class SchedulerHooks:
         name = request.request_id
         whole = request.status.name in WHOLE
         self._drop_outdated()
+        self._cached.finished(name, good=self._content.adapters.is_same(name))
         self._content.finished(name)
         facts = self._requests.pop(name, None) or RequestFacts(name, next(self._numbers))
         self._room.finished(facts)
@@ -315,11 +362,16 @@ class SchedulerHooks:
                 self._unoffered.say(name, Reason.GIVEN_UP, why)
             ticket = facts.nothing if whole else None
         if ticket is None:
-            return held, None
+            return held, self._held_answer(request, len(block_ids)) if whole and facts.answers else None
         if held:
             facts.span = self._spans.begin(OFFER, request, str(ticket.transfer))
         sizes = self._tp, len(block_ids), request.num_prompt_tokens
         return held, p.answer(ticket, self._engine, answer, *sizes, self._facts, self._spread)
+
+    def _held_answer(self, request: Request, groups: int) -> dict[str, Any]:
+        return p.held_answer(
+            self.side.source, self._engine, request.request_id, self._tp, groups, request.num_computed_tokens
+        )
 
     def _digest(self, request: Request, tokens: int | None = None) -> bytes:
         """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""
@@ -403,10 +455,13 @@ class SchedulerHooks:
                 self._next.doomed[name] = update.disagreed[name]
             elif name in update.short and facts.into is not None:
                 self._next.partial[name] = tuple(facts.into[0][update.short[name] // self._block_tokens :].tolist())
-            facts.into = None
+            facts.into, facts.lost = None, name in update.failed
         for name in over:
             self.side.load_over(name)
-            self._outcomes.ended(self._requests.get(name), DELIVERED)
+            facts = self._requests.get(name)
+            self._outcomes.ended(facts, DELIVERED)
+            if facts is not None and facts.asking is not None and facts.lost:
+                compat.compute_anew(self._manager, facts.asking)
         # What only we know to be wrong with a load vLLM hears of with the next step, from our workers. What the side channel has
         # said vLLM hears now, and not again when a step says so, too.
         wrong = self._next.doomed.keys() & update.disagreed.keys() | self._next.partial.keys() & update.short.keys()
@@ -441,6 +496,7 @@ class SchedulerHooks:
         """
         if not self.side.withdraw_all("the engine drops its caches, as for other weights"):
             return False
+        self._cached.clear()
         self.side.identify(updated(self.side.facts))
         self._facts = sealed(self.side.facts)
         return True
@@ -452,6 +508,8 @@ class SchedulerHooks:
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
+        self._manager = manager
+        self._cached.bind(manager)
         self._room.bind(manager)
         self._retained.bind(manager)
         compat.around_reset(manager, lambda: self._let_go(manager), self._say_why)
@@ -492,6 +550,7 @@ class SchedulerHooks:
             self._content,
             self._batches,
             self._held,
+            self._cached,
             self.side,
         )
         return sum(map(len, ours))

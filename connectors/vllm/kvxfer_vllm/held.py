@@ -1,0 +1,86 @@
+"""What this engine's prefix cache holds of a prompt that another engine is about to compute.
+
+vLLM finds blocks by hashes of its own, whose seed and algorithm differ between engines. So the hashes of requests that this engine has
+seen are remembered under what all engines compute alike (``kvxfer.engine.Prefix``), and vLLM's own lookup then says what is still
+there, in all groups: the blocks of full attention, the last ones of windows, the block of a state. Nothing is held for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.engine import Held, Inquiry, Prefix, PrefixIndex
+from kvxfer.values import BlockTable, Group
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["HeldPrefixes"]
+
+Naming = Callable[[Sequence[int]], Prefix]
+"""Names these first tokens of a request by content."""
+
+TIMES = 2
+"""For each token that the cache has room for, so many are remembered: vLLM may keep blocks longer than we remember their requests."""
+
+
+class HeldPrefixes:
+    """The requests that an engine has computed, and what its cache still has of them. One thread.
+
+    Args:
+        groups: The engine's KV-cache groups.
+        blocks: The blocks of its pool.
+        null: vLLM's number of the block that stands for none.
+    """
+
+    def __init__(self, groups: Sequence[Group], blocks: int, null: int) -> None:
+        self._null = null
+        self._index: PrefixIndex[Sequence[Any]] = PrefixIndex(TIMES * blocks * min(g.block_tokens for g in groups))
+        self._live: dict[str, tuple[Request, Naming]] = {}
+        self._new: set[str] = set()  # those of them that no inquiry could find yet
+        self._coordinator: Any = None
+        self._hashed = 0  # tokens for which vLLM has one hash
+
+    def bind(self, manager: Any) -> None:
+        """Use vLLM's manager of the KV cache, until which nothing is held."""
+        self._coordinator = manager.coordinator
+        self._hashed = manager.block_pool.hash_block_size
+
+    def arrived(self, request: Request, prefix: Naming) -> None:
+        """Take in a request that is to be computed; its blocks count as soon as vLLM can find them."""
+        self._live[request.request_id] = request, prefix
+        self._new.add(request.request_id)
+
+    def finished(self, name: str, good: bool) -> None:
+        """Record that a request is over; what it has computed can still be found if it is what its name says."""
+        request, prefix = self._live.pop(name, (None, None))
+        self._new.discard(name)
+        if good and request is not None and prefix is not None:
+            self._index.add(prefix(request.all_token_ids[:]), request.block_hashes)
+
+    def holds(self, inquiry: Inquiry) -> Held | None:
+        """Return what is in the cache now of the tokens that an inquiry names; None if nothing is."""
+        if self._coordinator is None:
+            return None
+        for name in self._new:
+            request, prefix = self._live[name]
+            self._index.add(prefix(request.all_token_ids[:]), request.block_hashes)
+        self._new.clear()
+        found, chain = self._index.find(inquiry.chain), inquiry.chain
+        tokens = 0 if found is None else chain.floor(found.tokens)
+        while found is not None and tokens:
+            blocks, cached = self._coordinator.find_longest_cache_hit(found.name[: tokens // self._hashed], tokens)[:2]
+            if cached == tokens:
+                return Held(tokens, BlockTable.of([[b.block_id for b in row] for row in blocks], self._null))
+            tokens = chain.floor(cached)  # what windows and states need for fewer tokens are other blocks
+        return None
+
+    def clear(self) -> None:
+        """Forget all that is over, as when the cache is dropped."""
+        self._index.clear()
+        self._new.update(self._live)
+
+    def __len__(self) -> int:
+        """Return how many requests are remembered that are not over."""
+        return len(self._live)
