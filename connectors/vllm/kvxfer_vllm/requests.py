@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,10 @@ class LoadOutcomes:
     def not_offered(self, reason: str) -> None:
         """Record that a request was to be offered to other engines, and is not, and why."""
         self._stats.not_offered(reason)
+
+    def prefixes(self, news: Mapping[str, int]) -> None:
+        """Record by how much the counts of prefixes have grown."""
+        self._stats.prefixes(news)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell since the last call, if anything."""

@@ -31,6 +31,8 @@ from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pages import replays
 from kvxfer_vllm.pool import VllmBlockPool
+from kvxfer_vllm.prefix_metrics import PrefixNews
+from kvxfer_vllm.prompt_pace import PromptPace
 from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
@@ -102,7 +104,9 @@ class SchedulerHooks:
             wake=waker(),
         )
         self._facts = sealed(self.side.facts)
-        self._hints = HintNotes()
+        self._hints, self._news = HintNotes(), PrefixNews()
+        ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
+        self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._requests: dict[str, RequestFacts] = {}  # by name, until they are over
         self._held: dict[str, RequestFacts] = {}  # those that are over, and whose blocks are held for others
         self._numbers = itertools.count()
@@ -382,6 +386,7 @@ class SchedulerHooks:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Follow what this step computes, and say what the workers must know with it."""
         self._drop_outdated()
+        self._pace.begins(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
         idle = not output.total_num_scheduled_tokens
@@ -434,6 +439,7 @@ class SchedulerHooks:
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
+        self._pace.ended()
         found = output.kv_connector_worker_meta
         over = set(output.finished_recving or ())
         ours = found if isinstance(found, ReportMetadata) else ReportMetadata(Report())
@@ -479,6 +485,7 @@ class SchedulerHooks:
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
+        self._outcomes.prefixes(self._news.take(self.side.asked, self.side.answered))
         return self._outcomes.stats()
 
     @property
