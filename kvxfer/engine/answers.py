@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from kvxfer import arguments
+from kvxfer.control.directory import Directory
+from kvxfer.control.inquiries import PeerInquiry
+from kvxfer.engine.offers import Offers, kept, lacks_window
+from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
-from kvxfer.schedule.chain import Chain
-from kvxfer.values import MOST_TOKENS, BlockTable
+from kvxfer.logs import logger
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.budgets import HalfShares
+from kvxfer.schedule import Chain, OfferSchedule
+from kvxfer.security import Complaints
+from kvxfer.values import MOST_TOKENS, BlockTable, Group
 
-__all__ = ["AnswerCounts", "Held", "Holds", "Inquiry"]
+__all__ = ["AnswerCounts", "Answers", "Held", "Holds", "Inquiry"]
+
+log = logger("kvxfer.engine")
+
+ANSWER_S = 0.001
+"""Seconds of a step that may be spent on inquiries."""
+YIELD_S = 0.5
+"""Seconds for which blocks are held for a peer though the engine lacks some: most loads are over by then."""
 
 
 class Inquiry(msgspec.Struct, frozen=True):
@@ -56,13 +73,130 @@ class AnswerCounts(msgspec.Struct):
     """What other engines have asked of this one.
 
     Attributes:
-        inquiries: Inquiries that were answered.
+        inquiries: Inquiries that the engine was asked to answer.
         held: Those of them for which something was offered.
         tokens: Tokens that were offered for them.
-        refused: Those that were answered with "nothing" since too many waited, or their share of the blocks was used up.
+        refused: Those that were answered with "nothing", or with less than is held, since the peer's share of the blocks is used up.
     """
 
     inquiries: int = 0
     held: int = 0
     tokens: int = 0
     refused: int = 0
+
+
+@dataclass(slots=True)
+class _Taken:
+    """Blocks that are held for an inquiry."""
+
+    inquiry: PeerInquiry
+    blocks: int
+    at: float
+
+
+class Answers:
+    """Answers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
+
+    What is held for them is bounded by the limit of ``BlockPins``, of which each peer may have half of what the others leave. It is
+    given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).
+
+    Attributes:
+        counts: What came of it.
+    """
+
+    def __init__(
+        self, directory: Directory, offers: Offers, schedule: OfferSchedule, groups: Sequence[Group], limit: int
+    ) -> None:
+        self._directory, self._offers, self._schedule, self._groups = directory, offers, schedule, tuple(groups)
+        self._exact = any(group.kind == "state" for group in groups)
+        self._shares: HalfShares[Hashable] = HalfShares(limit)
+        self._taken: dict[TransferId, _Taken] = {}
+        self._complain = Complaints(log)
+        self.counts = AnswerCounts()
+
+    def answer(self, holds: Holds | None) -> None:
+        """Answer those that wait, for ``ANSWER_S`` at the most but for the first; the next call goes on."""
+        waiting = self._directory.inquiries
+        if self._taken:
+            self._settle()
+        if not waiting:
+            return
+        until = time.monotonic() + ANSWER_S
+        while (inquiry := waiting.get()) is not None:
+            if not inquiry.gone:
+                self._directory.answer(inquiry, self._answer(inquiry, holds))
+            if time.monotonic() >= until:
+                break
+
+    def _answer(self, inquiry: PeerInquiry, holds: Holds | None) -> m.Holding:
+        """Offer what is held, and return what the peer is to be told."""
+        asked, epoch = inquiry.message, self._directory.epoch
+        self.counts.inquiries += 1
+        nothing = m.Holding(asked.transfer, epoch)
+        if holds is None:
+            return nothing
+        try:
+            chain = Chain(asked.step, asked.links)
+            held = holds(Inquiry(asked.transfer, chain))
+            if held is None:
+                return nothing
+            tokens = chain.floor(held.tokens)
+            if not tokens or (self._exact and tokens != held.tokens):
+                return nothing
+            fits = self._fitting(inquiry, chain, tokens, held.table)
+            if fits < tokens:
+                self.counts.refused += 1
+                if not fits:
+                    return m.Holding(asked.transfer, epoch, reason="as much is held for this peer as may be")
+            return self._offer(inquiry, chain, fits, held.table) or nothing
+        except KvxferError as error:
+            self._complain("an inquiry of %s is answered with nothing: %s", inquiry.connection.host, error)
+        except Exception:
+            log.exception(
+                "an inquiry of %s is answered with nothing: the engine's 'holds' failed", inquiry.connection.host
+            )
+        return nothing
+
+    def _fitting(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> int:
+        """Return how many of the tokens the peer's share of the blocks has room for."""
+        room = self._shares.room(inquiry.peer)
+        if self._blocks(tokens, table) <= room:
+            return tokens
+        if any(group.kind != "full" for group in self._groups):
+            return 0  # what a window or a state holds is of use after exactly these tokens
+        return chain.floor(room // len(self._groups) * min(group.block_tokens for group in self._groups))
+
+    def _blocks(self, tokens: int, table: BlockTable) -> int:
+        return len(kept(self._groups, table, tokens).ids())
+
+    def _offer(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> m.Holding | None:
+        transfer, digest = inquiry.message.transfer, chain.digest(tokens)
+        if self._schedule.current(transfer) is not None:
+            return None  # the name is taken, by whoever was first
+        if lacks_window(self._groups, table, tokens):
+            return None
+        blocks = self._blocks(tokens, table)
+        if self._offers.computed(transfer, digest, tokens, table, 1, self._directory.source) is None:
+            self.counts.refused += 1
+            return None
+        self._shares.take(inquiry.peer, blocks)
+        self._taken[transfer] = _Taken(inquiry, blocks, time.monotonic())
+        self.counts.held += 1
+        self.counts.tokens += tokens
+        return m.Holding(transfer, self._directory.epoch, tokens, digest)
+
+    def _settle(self) -> None:
+        """Give shares back whose offers are over, and give offers up whose peers have hung up."""
+        for transfer, taken in list(self._taken.items()):
+            if self._schedule.current(transfer) is None:
+                del self._taken[transfer]
+                self._shares.give(taken.inquiry.peer, taken.blocks)
+            elif taken.inquiry.gone:
+                self._schedule.withdraw(transfer, "its consumer has hung up")
+
+    def short_of_blocks(self) -> None:
+        """Give up what has been held for a while: the engine's own requests go first."""
+        now = time.monotonic()
+        for transfer, taken in self._taken.items():
+            if now - taken.at >= YIELD_S:
+                self._schedule.withdraw(transfer, "the producer's own requests need the blocks")

@@ -23,9 +23,9 @@ from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
 from kvxfer.ticket import Ticket
-from kvxfer.values import BlockTable, Group, Rank
+from kvxfer.values import NULL, BlockTable, Group, Rank
 
-__all__ = ["Offers"]
+__all__ = ["Offers", "kept", "lacks_window"]
 
 _S = OfferingState
 
@@ -100,7 +100,7 @@ class Offers:
         self._tables.check("table", table)
         known = self._schedule.current(transfer)
         if known is None:
-            blocks = table.only(_kept(group, tokens) for group in self._groups).ids()
+            blocks = kept(self._groups, table, tokens).ids()
             if not self._pins.hold(("computed", transfer), blocks):
                 return None
             try:
@@ -287,6 +287,17 @@ def _end(group: Group, total: int) -> tuple[int, int]:
     A consumer computes that token itself and so needs all of them, but the engine gives up the first with that token.
     """
     return _kept(group, total) if group.window else (0, 0)
+
+
+def kept(groups: Sequence[Group], table: BlockTable, tokens: int) -> BlockTable:
+    """Return the blocks of a table that hold what a token behind the first ``tokens`` ones depends on."""
+    return table.only(_kept(group, tokens) for group in groups)
+
+
+def lacks_window(groups: Sequence[Group], table: BlockTable, tokens: int) -> bool:
+    """Return whether a table lacks a block that a token behind the first ``tokens`` ones attends to in a window."""
+    rows = [table[g][slice(*_kept(group, tokens))] for g, group in enumerate(groups) if group.window]
+    return any(NULL in row for row in rows)
 
 
 def _kept(group: Group, total: int) -> tuple[int, int]:

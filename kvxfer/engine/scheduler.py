@@ -10,14 +10,16 @@ from kvxfer import arguments
 from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
-from kvxfer.engine.answers import AnswerCounts, Holds
-from kvxfer.engine.asks import AskCounts
+from kvxfer.control.inquiries import Inquiries
+from kvxfer.engine.answers import AnswerCounts, Answers, Holds
+from kvxfer.engine.asks import AskCounts, Asks
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.offers import Offers
+from kvxfer.engine.paces import Benefit
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
@@ -54,8 +56,8 @@ class SchedulerSide:
         writes_early: Whether a step may write to the blocks that it is given before its workers call ``WorkerSide.begin``, by zeroing
             them, say. A block that is offered is then given to nobody before the step after the one that revokes it. Needs ``pins``;
             call ``preempted`` once the step has been given its blocks.
-        holds: Answers what this engine's cache holds of a prompt that another engine is about to compute. It is called by ``step`` and
-            ``report``, so on the engine's thread. None: such questions are answered with "nothing". It may be set later, as an attribute.
+        holds: Answers what this engine's cache holds of a prompt that another engine is about to compute. It is called by ``step``,
+            so on the engine's thread, once that step has its blocks. None: such questions are answered with "nothing". It may be set later, as an attribute.
         wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon: ``waiting`` is
             true until then. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
 
@@ -111,6 +113,11 @@ class SchedulerSide:
             config, consumer, ledger, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )
         self._standstill = Standstill(self._schedule.producer)
+        self._benefit = Benefit(self._loads.paces)
+        self._asks = Asks(config, self.directory, self._notices, consumer, self._loads, self._benefit)
+        self._answers = Answers(self.directory, self._offers, self._schedule.producer, groups, self._pins.limit)
+        self.directory.inquiries = Inquiries()
+        self.directory.wake = self._woken
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -276,28 +283,39 @@ class SchedulerSide:
             ArgumentError: An argument has the wrong type or range.
             ClosedError: This side has been closed.
         """
-        raise NotImplementedError
+        arguments.instance("prefix", prefix, Prefix)
+        sources = arguments.several("sources", sources, Source)
+        tokens = min(_count("tokens", tokens), len(prefix))
+        arguments.string("kind", kind, empty=True)
+        self._check_open("ask")
+        arguments.string("request", request)
+        return self._asks.ask(request, prefix, sources, tokens, kind)
 
     def asking(self, request: str) -> bool:
-        """Return whether other engines have been asked for this request, and it is not known yet what will come."""
-        raise NotImplementedError
+        """Return whether other engines have been asked for this request, and it is not decided yet what it loads."""
+        return self._asks.asking(request)
 
     def takes(self, tokens: int, seconds: float) -> None:
         """Record how long a step has taken that computed so many tokens of prompts, by which ``ask`` judges whether a load pays.
 
         Leave out steps that computed answers only. Without this, every load counts as faster than computing.
         """
-        raise NotImplementedError
+        self._benefit.took(_count("tokens", tokens), arguments.seconds("seconds", seconds))
 
     @property
     def asked(self) -> Mapping[str, AskCounts]:
         """What has come of ``ask`` since the beginning, by ``kind``."""
-        raise NotImplementedError
+        return self._asks.counts
 
     @property
     def answered(self) -> AnswerCounts:
         """What other engines have asked of this one since the beginning."""
-        raise NotImplementedError
+        return self._answers.counts
+
+    def _woken(self) -> None:
+        """Have the engine make a step. The directory's thread."""
+        if self.wake is not None:
+            self.wake()
 
     def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
         """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
@@ -363,7 +381,10 @@ class SchedulerSide:
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
         _request(request)
-        return self._loads.loadable(request, _count("computed", computed))
+        computed = _count("computed", computed)
+        if self._asks.awaits(request, computed):
+            return None
+        return self._loads.loadable(request, computed)
 
     def here(self, request: str) -> bool:
         """Return whether the tokens that ``loadable`` promised are already here, in prefetched blocks.
@@ -390,7 +411,9 @@ class SchedulerSide:
             ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
         """
         _request(request)
-        self._loads.allocated(request, table, _count("external", external))
+        external = _count("external", external)
+        self._asks.admitted(request, external)
+        self._loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
@@ -438,6 +461,7 @@ class SchedulerSide:
         _request(request)
         complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
+        self._asks.finished(request)
         self._loads.finished(request)
         return self._offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
@@ -451,6 +475,7 @@ class SchedulerSide:
     def step(self) -> Step:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
         renewals = self._notices.exchange()
+        self._answers.answer(self.holds)
         commands = self._schedule.commands()
         self._offers.shipped()
         return self._dispatch.step(commands, renewals, self._loads.copies(), self._offers.over())
@@ -461,6 +486,7 @@ class SchedulerSide:
         The blocks of prefetches whose requests are not admitted yet are given back, and those requests compute their tokens.
         """
         self._loads.short_of_blocks()
+        self._answers.short_of_blocks()
 
     def report(self, report: Report) -> Update:
         """Process a report, of one rank or merged of several, and return what it means to the engine.
@@ -477,6 +503,7 @@ class SchedulerSide:
             self._offers.unread(transfer, revoked)
         free = {self._offers.released(transfer, ranks) for transfer, ranks in report.released.items()}
         update = self._loads.report(report)
+        self._asks.ended(update)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
     def load_over(self, request: str) -> None:
@@ -495,12 +522,12 @@ class SchedulerSide:
 
     @property
     def waiting(self) -> bool:
-        """Whether the next step has something to say, or blocks are pinned for requests that the engine may have forgotten.
+        """Whether the next step has something to say or to answer, or blocks are pinned for requests that the engine may have forgotten.
 
         The engine must then go on making steps, or others will not hear what it has given up, and it will not learn that those
         blocks are free.
         """
-        return self._schedule.untold or self._offers.unsettled or self._loads.unsettled
+        return self._schedule.untold or self._offers.unsettled or self._loads.unsettled or self.directory.noticed
 
     # --- life ------------------------------------------------------------------------------------------------------
 

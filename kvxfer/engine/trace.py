@@ -30,10 +30,11 @@ LOG_EVERY_S = 10.0
 class Trace:
     """The trace of one engine's loads. One thread.
 
-    A line has ``engine``, ``request``, ``transfer``, ``source``, ``way``, ``tokens``, ``failure`` (null if it was delivered), ``at``
-    (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
-    ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see ``Stages``, on the slowest rank; comparable
-    with the others only if the workers run on the scheduler's host. ``seen``: the scheduler side knew the outcome.
+    A line has ``engine``, ``request``, ``transfer``, ``source``, ``kind`` (who has named the source, of a load that was asked for with
+    ``SchedulerSide.ask``; else null), ``way``, ``tokens``, ``failure`` (null if it was delivered), ``at`` (the Unix time at which the
+    request came), and ``us``: the microseconds from then to each stage that it reached. ``found``: the best answer to the question was
+    known. ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see ``Stages``, on the slowest rank; comparable with the
+    others only if the workers run on the scheduler's host. ``seen``: the scheduler side knew the outcome.
 
     Args:
         path: The file that lines are appended to; None writes nothing.
@@ -74,12 +75,13 @@ class Trace:
     def _append(self, path: str, load: Load, failure: Failure | None, stages: Stages | None) -> None:
         now = time.monotonic()
         reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
-        times = {"fetched": load.fetched_at, **reached, "seen": now}
+        times = {"found": load.found_at, "fetched": load.fetched_at, **reached, "seen": now}
         record = {
             "engine": self._engine,
             "request": load.request,
             "transfer": str(load.wanted.transfer),
             "source": str(load.wanted.source),
+            "kind": load.kind,
             "way": SYNC if load.is_sync else ASYNC,
             "tokens": load.end - load.start,
             "failure": None if failure is None else str(failure),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvxfer.identity import Source
 from kvxfer.ledger import BlockLedger
+from kvxfer.schedule.ask import ASK, Ask, AskEvent, AskState, Offered
 from kvxfer.schedule.chain import Chain, Prefix
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
@@ -14,8 +15,12 @@ from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.values import Group
 
 __all__ = [
+    "ASK",
     "LOAD",
     "OFFERING",
+    "Ask",
+    "AskEvent",
+    "AskState",
     "Cancel",
     "Chain",
     "DeclinedTransfer",
@@ -25,6 +30,7 @@ __all__ = [
     "LoadEvent",
     "LoadState",
     "OfferSchedule",
+    "Offered",
     "Offering",
     "OfferingEvent",
     "OfferingState",

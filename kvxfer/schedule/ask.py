@@ -1,1 +1,126 @@
-"""The life of a search for a prompt's prefix at other engines: one record, and one table. ``docs/engine-room.md`` draws the table."""
+"""The life of a request's question to other engines: one record, and one table. ``docs/engine-room.md`` draws the table.
+
+A request that is about to compute a prompt asks others what they hold of it. From the best answer it loads (``Load``), under the name
+that the question has given it. The answers that it does not take are declined, also those that come too late.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvxfer.identity import Source, TransferId
+from kvxfer.schedule.chain import Chain
+from kvxfer.transitions import Transitions, pairs
+
+__all__ = ["ASK", "Ask", "AskEvent", "AskState", "Offered"]
+
+
+class AskState(enum.StrEnum):
+    """The states of one request's question."""
+
+    OUT = "out"  # sources have been asked
+    LOADING = "loading"  # the best answer is loaded
+    LOADED = "loaded"  # what was loaded is here
+    COMPUTED = "computed"  # the request computes its prompt
+    OVER = "over"  # the request is over, and nobody needs an answer
+
+
+class AskEvent(enum.StrEnum):
+    """What happens to a question."""
+
+    TAKE = "the best answer pays"
+    NOTHING = "no source holds anything, or none has said so in time"
+    DEAR = "no answer pays"
+    DELIVERED = "its load is delivered"
+    FAILED = "its load has failed"
+    GIVE_UP = "request over, or admitted without an answer"
+
+
+_S, _E = AskState, AskEvent
+_ENDS = (_S.LOADED, _S.COMPUTED, _S.OVER)
+
+ASK: Transitions[AskState, AskEvent] = Transitions(
+    moves={
+        (_S.OUT, _E.TAKE): _S.LOADING,
+        (_S.OUT, _E.NOTHING): _S.COMPUTED,
+        (_S.OUT, _E.DEAR): _S.COMPUTED,
+        (_S.LOADING, _E.DELIVERED): _S.LOADED,
+        (_S.LOADING, _E.FAILED): _S.COMPUTED,
+        (_S.OUT, _E.GIVE_UP): _S.OVER,
+        (_S.LOADING, _E.GIVE_UP): _S.OVER,
+    },
+    ignored={"its end is known": pairs(_ENDS, (_E.DELIVERED, _E.FAILED, _E.GIVE_UP))},
+    never={
+        "it is decided once": pairs((_S.LOADING, *_ENDS), (_E.TAKE, _E.NOTHING, _E.DEAR)),
+        "nothing is loaded yet": pairs((_S.OUT,), (_E.DELIVERED, _E.FAILED)),
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """An answer that is more than "nothing": what a source offers, and where."""
+
+    transfer: TransferId
+    source: Source
+    tokens: int
+    digest: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """One request's question.
+
+    Attributes:
+        request: The engine's name of the request.
+        kind: Who has named the sources.
+        chain: The tokens that are of use.
+        state: Where it is; see ``ASK``.
+        asked: The sources that have yet to answer, by the name that each was given for the transfer.
+        answers: What the others offer.
+        heard: How many have answered, if only "nothing".
+        taken: The answer that is loaded.
+        asked_at, decided_at: When they were asked, and when it was decided what to do.
+    """
+
+    request: str
+    kind: str
+    chain: Chain
+    asked: dict[TransferId, Source]
+    asked_at: float
+    state: AskState = _S.OUT
+    answers: list[Offered] = field(default_factory=list)
+    heard: int = 0
+    taken: Offered | None = None
+    decided_at: float = 0.0
+
+    def on(self, event: AskEvent) -> bool:
+        """Make the move that an event leads to; return False if it is ignored.
+
+        Raises:
+            IllegalTransition: By the table it never happens here.
+        """
+        after = ASK.after(self.state, event)
+        if after is None:
+            return False
+        self.state = after
+        return True
+
+    def answered(self, transfer: TransferId, epoch: int, tokens: int, digest: bytes) -> Offered | None:
+        """Take in what a source has answered; return what it offers, if that is not nothing.
+
+        An answer counts as nothing if its digest is not that of so many of the tokens.
+        """
+        source = self.asked.pop(transfer)
+        self.heard += 1
+        if not tokens or self.chain.digest(tokens) != digest:
+            return None
+        offered = Offered(transfer, Source(source.host, source.port, epoch), tokens, digest)
+        self.answers.append(offered)
+        return offered
+
+    @property
+    def settled(self) -> bool:
+        """Whether no further answer can be better than those that are here."""
+        return not self.asked or any(one.tokens == self.chain.tokens for one in self.answers)

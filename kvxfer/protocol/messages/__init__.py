@@ -16,6 +16,8 @@ from kvxfer.protocol.messages.directory import (
     Begun,
     Decline,
     EngineDescriptor,
+    Holding,
+    Inquire,
     Lookup,
     Named,
     RankDescriptor,
@@ -50,6 +52,8 @@ __all__ = [
     "Begun",
     "PartReady",
     "Hello",
+    "Holding",
+    "Inquire",
     "Lookup",
     "RankDescriptor",
     "Message",
@@ -95,6 +99,8 @@ Message = (
     | Decline
     | Await
     | Begun
+    | Inquire
+    | Holding
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt
