@@ -15,6 +15,17 @@ from tests.vllm.wire import Wire
 
 overlap = both_ways
 
+
+@pytest.fixture
+def make(make: Make) -> Make:
+    """Engines that wait for an answer on a busy machine, too."""
+
+    def build(*args: Any, **more: Any) -> Engine:
+        return make(*args, **{**more, "extra": {"ask_timeout": 10.0, **more.get("extra", {})}})
+
+    return build
+
+
 Schema = Callable[[Engine, dict[str, Any]], dict[str, Any]]
 
 
@@ -92,7 +103,7 @@ def test_p_computes_what_is_new(make: Make, groups: Any, schema: Schema) -> None
         had = len(text) + 20 - 1
         text = text + answer(text, 20) + prompt(13, seed=number)
         to_p = schema(d, told)
-    assert not kept or p.loaded > 100
+    assert not kept or p.loaded >= 4 * BLOCK
 
 
 @CACHES
