@@ -167,7 +167,7 @@ def digest(
         arguments.instance("salt", salt, str)
     if embeds is not None:
         arguments.octets("embeds", embeds, _MOST_EMBEDS, empty=True)
-    ids = None if tokens is None else token_ids(tokens).tobytes()
+    ids = None if tokens is None else as_token_ids(tokens).tobytes()
     try:
         items = tuple((str(content), int(first), int(length)) for content, first, length in media)
     except (TypeError, ValueError):
@@ -203,7 +203,7 @@ def _plain(part: object) -> object:
     raise IdentityError(f"a {type(part).__name__} cannot be part of a key")
 
 
-def token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     """Return token ids in eight bytes each, little-endian, whatever sequence and integer type they come in.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Scheduler sides also use it to tell each other about transfers that no worker knows yet: keep their lease (``Renew``), free
 them (``Decline``), say when you have begun with them (``Await``, answered by ``Begun``), offer what you hold of a prompt (``Inquire``,
-answered by ``Holding``).
+answered by ``InquiryAnswer``).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Answered(msgspec.Struct, frozen=True):
 
     host: str
     port: int
-    holding: m.Holding
+    holding: m.InquiryAnswer
 
 
 Notice = m.Renew | m.Decline | m.Begun | Answered | Unheard
@@ -118,7 +118,7 @@ class Directory:
         self._descriptor = b""  # as it is sent
         # What is to be told to an engine, and of what is to be told to all that wait for it that it has begun.
         self._outbox: deque[
-            tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.Holding]
+            tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.InquiryAnswer]
         ] = deque(maxlen=MOST_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
         self.inquiries: Inquiries | None = None
@@ -237,7 +237,7 @@ class Directory:
         self._outbox.append((source, message))
         self._sockets.wake()
 
-    def answer(self, inquiry: PeerInquiry, holding: m.Holding) -> None:
+    def answer(self, inquiry: PeerInquiry, holding: m.InquiryAnswer) -> None:
         """Answer one of ``inquiries``."""
         self._outbox.append((inquiry, holding))
         self._sockets.wake()
@@ -350,7 +350,7 @@ class Directory:
         except PeerError as e:
             self._complain("directory: ignored a message from %s: %s", connection.host, e)
             return
-        if isinstance(msg, m.Holding) and isinstance(to := connection.destination, Source):
+        if isinstance(msg, m.InquiryAnswer) and isinstance(to := connection.destination, Source):
             with self._lock:
                 self._notice(Answered(to.host, to.port, msg), connection, len(frame))
                 self._answered = True
@@ -369,7 +369,7 @@ class Directory:
                 self.wake()
                 return
             reason = "it has more inquiries than it can answer"
-        connection.send(m.Holding(msg.transfer, self.epoch, reason=reason))
+        connection.send(m.InquiryAnswer(msg.transfer, self.epoch, reason=reason))
 
     def _unheard(self, peer: Source, why: object) -> None:
         self._complain("directory: notices for %s may be lost: %s", peer, why)

@@ -31,7 +31,7 @@ Behind the two sides, each idea has a module of its own:
 - ``trace``: a line for each load that ends.
 """
 
-from kvxfer.engine.answers import AnswerCounts, Held, Inquiry
+from kvxfer.engine.answers import AnswerCounts, HeldPrefix, Inquiry
 from kvxfer.engine.asks import AskCounts
 from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import BlockCopy, Report, Step
@@ -52,7 +52,7 @@ __all__ = [
     "Chain",
     "ChannelAddress",
     "ElasticPool",
-    "Held",
+    "HeldPrefix",
     "Inquiry",
     "LendingPool",
     "Prefix",

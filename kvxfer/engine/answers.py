@@ -11,7 +11,7 @@ import msgspec
 from kvxfer import arguments
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiries import PeerInquiry
-from kvxfer.engine.offers import Offers, kept, lacks_window
+from kvxfer.engine.offers import Offers, kept_blocks, lacks_window
 from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
@@ -21,7 +21,7 @@ from kvxfer.schedule import Chain, OfferSchedule
 from kvxfer.security import Complaints
 from kvxfer.values import MOST_TOKENS, BlockTable, Group
 
-__all__ = ["AnswerCounts", "Answers", "Held", "Holds", "Inquiry"]
+__all__ = ["AnswerCounts", "PrefixAnswers", "HeldPrefix", "Holds", "Inquiry"]
 
 log = logger("kvxfer.engine")
 
@@ -43,7 +43,7 @@ class Inquiry(msgspec.Struct, frozen=True):
     chain: Chain
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldPrefix(msgspec.Struct, frozen=True):
     """What an engine has in its cache of the tokens that an inquiry names.
 
     Attributes:
@@ -65,7 +65,7 @@ class Held(msgspec.Struct, frozen=True):
         arguments.instance("table", self.table, BlockTable)
 
 
-Holds = Callable[[Inquiry], "Held | None"]
+Holds = Callable[[Inquiry], "HeldPrefix | None"]
 """An engine's answer to an inquiry, on the thread that calls the scheduler side. None: it holds nothing of it."""
 
 
@@ -94,8 +94,8 @@ class _Taken:
     at: float
 
 
-class Answers:
-    """Answers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
+class PrefixAnswers:
+    """PrefixAnswers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
 
     What is held for them is bounded by the limit of ``BlockPins``, of which each peer may have half of what the others leave. It is
     given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).
@@ -128,11 +128,11 @@ class Answers:
             if time.monotonic() >= until:
                 break
 
-    def _answer(self, inquiry: PeerInquiry, holds: Holds | None) -> m.Holding:
+    def _answer(self, inquiry: PeerInquiry, holds: Holds | None) -> m.InquiryAnswer:
         """Offer what is held, and return what the peer is to be told."""
         asked, epoch = inquiry.message, self._directory.epoch
         self.counts.inquiries += 1
-        nothing = m.Holding(asked.transfer, epoch)
+        nothing = m.InquiryAnswer(asked.transfer, epoch)
         if holds is None:
             return nothing
         try:
@@ -147,7 +147,7 @@ class Answers:
             if fits < tokens:
                 self.counts.refused += 1
                 if not fits:
-                    return m.Holding(asked.transfer, epoch, reason="as much is held for this peer as may be")
+                    return m.InquiryAnswer(asked.transfer, epoch, reason="as much is held for this peer as may be")
             return self._offer(inquiry, chain, fits, held.table) or nothing
         except KvxferError as error:
             self._complain("an inquiry of %s is answered with nothing: %s", inquiry.connection.host, error)
@@ -167,9 +167,9 @@ class Answers:
         return chain.floor(room // len(self._groups) * min(group.block_tokens for group in self._groups))
 
     def _blocks(self, tokens: int, table: BlockTable) -> int:
-        return len(kept(self._groups, table, tokens).ids())
+        return len(kept_blocks(self._groups, table, tokens).ids())
 
-    def _offer(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> m.Holding | None:
+    def _offer(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> m.InquiryAnswer | None:
         transfer, digest = inquiry.message.transfer, chain.digest(tokens)
         if self._schedule.current(transfer) is not None:
             return None  # the name is taken, by whoever was first
@@ -183,7 +183,7 @@ class Answers:
         self._taken[transfer] = _Taken(inquiry, blocks, time.monotonic())
         self.counts.held += 1
         self.counts.tokens += tokens
-        return m.Holding(transfer, self._directory.epoch, tokens, digest)
+        return m.InquiryAnswer(transfer, self._directory.epoch, tokens, digest)
 
     def _settle(self) -> None:
         """Give shares back whose offers are over, and give offers up whose peers have hung up."""

@@ -18,7 +18,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Recent
-from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Offered, Prefix
+from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Prefix, PrefixOffer
 from kvxfer.security import Complaints
 from kvxfer.text import printable
 
@@ -140,7 +140,7 @@ class Asks:
             counts.refused += max(most, 0)
         self._close(ask, "another source is better" if ask.taken else "the consumer computes the prompt")
 
-    def _best(self, ask: Ask, computed: int) -> Offered | None:
+    def _best(self, ask: Ask, computed: int) -> PrefixOffer | None:
         """Return the answer whose load saves most time; None if none saves any."""
         saves = [
             (self._benefit.saves(one.source, one.tokens - computed, self._config.ask), one)
@@ -150,7 +150,7 @@ class Asks:
         seconds, best = max(saves, key=lambda pair: (pair[0], pair[1].tokens), default=(0.0, None))
         return best if seconds > 0 else None
 
-    def _load(self, ask: Ask, best: Offered) -> bool:
+    def _load(self, ask: Ask, best: PrefixOffer) -> bool:
         what = ask.request, best.transfer, best.digest, best.source, best.tokens
         if not self._loads.load(*what, begun=True, offered=True, progress=0, enough=0, answer=None):
             return False

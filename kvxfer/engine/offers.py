@@ -25,7 +25,7 @@ from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleErro
 from kvxfer.ticket import Ticket
 from kvxfer.values import NULL, BlockTable, Group, Rank
 
-__all__ = ["Offers", "kept", "lacks_window"]
+__all__ = ["Offers", "kept_blocks", "lacks_window"]
 
 _S = OfferingState
 
@@ -100,7 +100,7 @@ class Offers:
         self._tables.check("table", table)
         known = self._schedule.current(transfer)
         if known is None:
-            blocks = kept(self._groups, table, tokens).ids()
+            blocks = kept_blocks(self._groups, table, tokens).ids()
             if not self._pins.hold(("computed", transfer), blocks):
                 return None
             try:
@@ -289,7 +289,7 @@ def _end(group: Group, total: int) -> tuple[int, int]:
     return _kept(group, total) if group.window else (0, 0)
 
 
-def kept(groups: Sequence[Group], table: BlockTable, tokens: int) -> BlockTable:
+def kept_blocks(groups: Sequence[Group], table: BlockTable, tokens: int) -> BlockTable:
     """Return the blocks of a table that hold what a token behind the first ``tokens`` ones depends on."""
     return table.only(_kept(group, tokens) for group in groups)
 

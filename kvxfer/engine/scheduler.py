@@ -11,7 +11,7 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiries import Inquiries
-from kvxfer.engine.answers import AnswerCounts, Answers, Holds
+from kvxfer.engine.answers import AnswerCounts, Holds, PrefixAnswers
 from kvxfer.engine.asks import AskCounts, Asks
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import Update
@@ -56,10 +56,11 @@ class SchedulerSide:
         writes_early: Whether a step may write to the blocks that it is given before its workers call ``WorkerSide.begin``, by zeroing
             them, say. A block that is offered is then given to nobody before the step after the one that revokes it. Needs ``pins``;
             call ``preempted`` once the step has been given its blocks.
-        holds: Answers what this engine's cache holds of a prompt that another engine is about to compute. It is called by ``step``,
-            so on the engine's thread, once that step has its blocks. None: such questions are answered with "nothing". It may be set later, as an attribute.
-        wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon: ``waiting`` is
-            true until then. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
+        holds: PrefixAnswers what this engine's cache holds of a prompt that another engine is about to compute. It is called by ``step``,
+            so on the engine's thread, once that step has its blocks. None: such questions are answered with "nothing". It may be set
+            later, as an attribute.
+        wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon; until then
+            ``waiting`` is true. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
 
     Attributes:
         source: Where other engines find this one.
@@ -115,7 +116,7 @@ class SchedulerSide:
         self._standstill = Standstill(self._schedule.producer)
         self._benefit = Benefit(self._loads.paces)
         self._asks = Asks(config, self.directory, self._notices, consumer, self._loads, self._benefit)
-        self._answers = Answers(self.directory, self._offers, self._schedule.producer, groups, self._pins.limit)
+        self._answers = PrefixAnswers(self.directory, self._offers, self._schedule.producer, groups, self._pins.limit)
         self.directory.inquiries = Inquiries()
         self.directory.wake = self._woken
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from kvxfer.identity import Source
 from kvxfer.ledger import BlockLedger
-from kvxfer.schedule.ask import ASK, Ask, AskEvent, AskState, Offered
+from kvxfer.schedule.ask import ASK, Ask, AskEvent, AskState, PrefixOffer
 from kvxfer.schedule.chain import Chain, Prefix
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
 from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
 from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingState
-from kvxfer.schedule.prefix_index import Found, PrefixIndex
+from kvxfer.schedule.prefix_index import KnownPrefix, PrefixIndex
 from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.values import Group
 
@@ -25,12 +25,12 @@ __all__ = [
     "Chain",
     "DeclinedTransfer",
     "FetchSchedule",
-    "Found",
+    "KnownPrefix",
     "Load",
     "LoadEvent",
     "LoadState",
     "OfferSchedule",
-    "Offered",
+    "PrefixOffer",
     "Offering",
     "OfferingEvent",
     "OfferingState",

@@ -13,17 +13,15 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.schedule.chain import Chain
 from kvxfer.transitions import Transitions, pairs
 
-__all__ = ["ASK", "Ask", "AskEvent", "AskState", "Offered"]
+__all__ = ["ASK", "Ask", "AskEvent", "AskState", "PrefixOffer"]
 
 
 class AskState(enum.StrEnum):
     """The states of one request's question."""
 
-    OUT = "out"  # sources have been asked
+    OUT = "out"  # sources have been asked, and it is not decided yet what is loaded
     LOADING = "loading"  # the best answer is loaded
-    LOADED = "loaded"  # what was loaded is here
-    COMPUTED = "computed"  # the request computes its prompt
-    OVER = "over"  # the request is over, and nobody needs an answer
+    CLOSED = "closed"  # nobody needs an answer any more
 
 
 class AskEvent(enum.StrEnum):
@@ -34,32 +32,27 @@ class AskEvent(enum.StrEnum):
     DEAR = "no answer pays"
     DELIVERED = "its load is delivered"
     FAILED = "its load has failed"
-    GIVE_UP = "request over, or admitted without an answer"
+    GIVE_UP = "request over, or admitted before it is decided"
 
 
 _S, _E = AskState, AskEvent
-_ENDS = (_S.LOADED, _S.COMPUTED, _S.OVER)
 
 ASK: Transitions[AskState, AskEvent] = Transitions(
     moves={
         (_S.OUT, _E.TAKE): _S.LOADING,
-        (_S.OUT, _E.NOTHING): _S.COMPUTED,
-        (_S.OUT, _E.DEAR): _S.COMPUTED,
-        (_S.LOADING, _E.DELIVERED): _S.LOADED,
-        (_S.LOADING, _E.FAILED): _S.COMPUTED,
-        (_S.OUT, _E.GIVE_UP): _S.OVER,
-        (_S.LOADING, _E.GIVE_UP): _S.OVER,
+        **{(_S.OUT, e): _S.CLOSED for e in (_E.NOTHING, _E.DEAR, _E.GIVE_UP)},
+        **{(_S.LOADING, e): _S.CLOSED for e in (_E.DELIVERED, _E.FAILED, _E.GIVE_UP)},
     },
-    ignored={"its end is known": pairs(_ENDS, (_E.DELIVERED, _E.FAILED, _E.GIVE_UP))},
+    ignored={"it is closed": pairs((_S.CLOSED,), (_E.DELIVERED, _E.FAILED, _E.GIVE_UP))},
     never={
-        "it is decided once": pairs((_S.LOADING, *_ENDS), (_E.TAKE, _E.NOTHING, _E.DEAR)),
+        "it is decided once": pairs((_S.LOADING, _S.CLOSED), (_E.TAKE, _E.NOTHING, _E.DEAR)),
         "nothing is loaded yet": pairs((_S.OUT,), (_E.DELIVERED, _E.FAILED)),
     },
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class PrefixOffer:
     """An answer that is more than "nothing": what a source offers, and where."""
 
     transfer: TransferId
@@ -90,9 +83,9 @@ class Ask:
     asked: dict[TransferId, Source]
     asked_at: float
     state: AskState = _S.OUT
-    answers: list[Offered] = field(default_factory=list)
+    answers: list[PrefixOffer] = field(default_factory=list)
     heard: int = 0
-    taken: Offered | None = None
+    taken: PrefixOffer | None = None
     decided_at: float = 0.0
 
     def on(self, event: AskEvent) -> bool:
@@ -107,7 +100,7 @@ class Ask:
         self.state = after
         return True
 
-    def answered(self, transfer: TransferId, epoch: int, tokens: int, digest: bytes) -> Offered | None:
+    def answered(self, transfer: TransferId, epoch: int, tokens: int, digest: bytes) -> PrefixOffer | None:
         """Take in what a source has answered; return what it offers, if that is not nothing.
 
         An answer counts as nothing if its digest is not that of so many of the tokens.
@@ -116,7 +109,7 @@ class Ask:
         self.heard += 1
         if not tokens or self.chain.digest(tokens) != digest:
             return None
-        offered = Offered(transfer, Source(source.host, source.port, epoch), tokens, digest)
+        offered = PrefixOffer(transfer, Source(source.host, source.port, epoch), tokens, digest)
         self.answers.append(offered)
         return offered
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
-from kvxfer.identity import digest, key, token_ids
+from kvxfer.identity import as_token_ids, digest, key
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # for annotations alone it takes too long to load
@@ -147,7 +147,7 @@ class Prefix:
 
     def _hashed(self, tokens: Sequence[int] | NDArray[Any]) -> list[bytes]:
         steps = self._tokens // STEP
-        ids = token_ids(tokens[: steps * STEP])
+        ids = as_token_ids(tokens[: steps * STEP])
         begun = _by_step(self._media)
         # Each row begins with the number of items that begin in it, so that no tokens look like an item.
         rows = np.empty((steps, STEP + 1), "<i8")

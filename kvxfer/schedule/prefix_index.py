@@ -9,7 +9,7 @@ from kvxfer import arguments
 from kvxfer.schedule.chain import STEP, Chain, Prefix
 from kvxfer.values import MOST_TOKENS
 
-__all__ = ["Found", "PrefixIndex"]
+__all__ = ["KnownPrefix", "PrefixIndex"]
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ LISTED = 4
 """How often a token may be listed on average. Of more prompts that begin alike, the oldest is forgotten."""
 
 
-class Found(NamedTuple, Generic[T]):
+class KnownPrefix(NamedTuple, Generic[T]):
     """What an engine has computed and a chain names.
 
     Attributes:
@@ -62,7 +62,7 @@ class PrefixIndex(Generic[T]):
         while self._steps > self._most and len(self._new) > 1:
             self._steps -= len(self._new.popleft()[0]) // STEP
 
-    def find(self, chain: Chain) -> Found[T] | None:
+    def find(self, chain: Chain) -> KnownPrefix[T] | None:
         """Return what has the longest common part with a chain; None if nothing has any."""
         self._hash()
         links = arguments.instance("chain", chain, Chain)
@@ -76,7 +76,7 @@ class PrefixIndex(Generic[T]):
         if not known:
             return None
         tokens = known * links.step
-        return Found(self._names[self._latest[links.digest(tokens)]][1], tokens)
+        return KnownPrefix(self._names[self._latest[links.digest(tokens)]][1], tokens)
 
     def clear(self) -> None:
         """Forget everything, as when the cache is dropped."""

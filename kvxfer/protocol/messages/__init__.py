@@ -16,8 +16,8 @@ from kvxfer.protocol.messages.directory import (
     Begun,
     Decline,
     EngineDescriptor,
-    Holding,
     Inquire,
+    InquiryAnswer,
     Lookup,
     Named,
     RankDescriptor,
@@ -52,7 +52,7 @@ __all__ = [
     "Begun",
     "PartReady",
     "Hello",
-    "Holding",
+    "InquiryAnswer",
     "Inquire",
     "Lookup",
     "RankDescriptor",
@@ -100,7 +100,7 @@ Message = (
     | Await
     | Begun
     | Inquire
-    | Holding
+    | InquiryAnswer
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt

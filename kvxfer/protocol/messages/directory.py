@@ -19,7 +19,7 @@ __all__ = [
     "Begun",
     "Decline",
     "EngineDescriptor",
-    "Holding",
+    "InquiryAnswer",
     "Inquire",
     "Lookup",
     "Named",
@@ -132,7 +132,7 @@ class Inquire(WireMessage, frozen=True, tag="inquire"):
     links: Annotated[bytes, Meta(max_length=MAX_CHAIN)]
 
 
-class Holding(WireMessage, frozen=True, tag="holding"):
+class InquiryAnswer(WireMessage, frozen=True, tag="inquiry_answer"):
     """The directory's answer to ``Inquire``: so many tokens are offered under that name.
 
     Attributes:

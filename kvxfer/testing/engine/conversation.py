@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import Config
-from kvxfer.engine import BlockPins, Held, Inquiry, Prefix, PrefixIndex, PrefixPool, Ticket, Update
+from kvxfer.engine import BlockPins, HeldPrefix, Inquiry, Prefix, PrefixIndex, PrefixPool, Ticket, Update
 from kvxfer.facts import sealed
 from kvxfer.identity import Source, TransferId
 from kvxfer.testing.engine.defaults import FACTS
@@ -98,14 +98,14 @@ class ConversationEngine(PagedEngine):
         self.open: dict[str, Turn] = {}
         self.scheduler.holds = self.holds
 
-    def holds(self, inquiry: Inquiry) -> Held | None:
+    def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
         """Return what the cache has of the tokens of an inquiry."""
         found = self.index.find(inquiry.chain)
         if found is None:
             return None
         blocks = self.pool.prefix(found.name.computed[: found.tokens], _salt(found.name))
         self.pool.free(blocks[::-1])  # what is taken of them is pinned before anybody else gets a block
-        return Held(len(blocks) * self.memory.tokens, BlockTable.of([blocks]))
+        return HeldPrefix(len(blocks) * self.memory.tokens, BlockTable.of([blocks]))
 
     def begin(
         self,
