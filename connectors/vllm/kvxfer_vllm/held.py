@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import Held, Inquiry, Prefix, PrefixIndex
+from kvxfer.engine import HeldPrefix, Inquiry, Prefix, PrefixIndex
 from kvxfer.values import BlockTable, Group
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class HeldPrefixes:
         if good and request is not None and prefix is not None:
             self._index.add(prefix(request.all_token_ids[:]), request.block_hashes)
 
-    def holds(self, inquiry: Inquiry) -> Held | None:
+    def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
         """Return what is in the cache now of the tokens that an inquiry names; None if nothing is."""
         if self._coordinator is None:
             return None
@@ -72,7 +72,7 @@ class HeldPrefixes:
         while found is not None and tokens:
             blocks, cached = self._coordinator.find_longest_cache_hit(found.name[: tokens // self._hashed], tokens)[:2]
             if cached == tokens:
-                return Held(tokens, BlockTable.of([[b.block_id for b in row] for row in blocks], self._null))
+                return HeldPrefix(tokens, BlockTable.of([[b.block_id for b in row] for row in blocks], self._null))
             tokens = chain.floor(cached)  # what windows and states need for fewer tokens are other blocks
         return None
 
