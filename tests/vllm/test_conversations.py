@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.vllm.cases import CACHES, OFFER, check
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, Engine, Group, answer, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, Engine, Group, answer, ours, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -90,7 +90,7 @@ def whole(tokens: int, block: int = BLOCK) -> int:
 def test_p_computes_what_is_new(make: Make, groups: Any, schema: Schema) -> None:
     """And D loads what it lacks. What a cache does not keep for prefix hits, nobody can ask for."""
     p, d = make(groups, blocks=120), make(groups, blocks=120)
-    kept = d.config.cache_config.enable_prefix_caching
+    kept = d.config.cache_config.enable_prefix_caching and not any(g.chunk for g in groups)
     text, had = prompt(50), 0
     to_p = OFFER
     for number in range(5):
@@ -235,7 +235,6 @@ def test_a_source_that_is_lost_amid_the_load(make: Make, wire: Wire, groups: Any
         check(p, name, longer, 1)
     assert p.done[name].reason == "length"
     assert p.done[name].params is not None
-    d.run(p)
     for engine in (p, d):
         engine.lease_ends()
 
@@ -254,10 +253,9 @@ def test_a_request_is_aborted_at_any_step(make: Make, wire: Wire, n: int) -> Non
             if d.busy:
                 d.step()
         p.abort(name)
-        p.run(d)
-        d.run(p)
         for engine in (p, d):
             engine.lease_ends()
+            engine.run()
 
 
 def test_a_source_whose_cache_was_reset(make: Make) -> None:
@@ -383,6 +381,26 @@ def test_whoever_does_not_want_to_be_told(make: Make) -> None:
     first = ask(p, text, OFFER)
     name = ask(d, text, p.done[first].params or {}, p, n=4)
     assert d.done[name].params is None
+
+
+def test_answers_that_are_kept_for_a_while(make: Make) -> None:
+    """As the operator asks; the engine's own requests come first, and nothing is kept for ever."""
+    p, d = make(blocks=120), make(blocks=40, extra={"keep_answers": 1000.0})
+    text = prompt(100)
+    _, told = turn(p, d, text, OFFER)
+    p.scheduler.reset_prefix_cache()
+    for seed in range(6):  # of which each would evict the answer
+        ask(d, prompt(300, seed=30 + seed), {}, n=4)
+    longer = text + answer(text, 20) + prompt(5)
+    name = ask(p, longer, nixl(d, told), d)
+    assert p.computed[name] <= len(longer) - whole(119)
+    busy = d.add(prompt(500, seed=50), None, n=20)
+    d.run(p, until=busy)
+    assert not d.preempted
+    check(d, busy, prompt(500, seed=50), 20)
+    assert len(ours(d.scheduler.connector)._sched._kept) == 0
+    assert d.scheduler.reset_prefix_cache()
+    p.lease_ends()
 
 
 def test_requests_of_their_own_end_as_ever(make: Make) -> None:

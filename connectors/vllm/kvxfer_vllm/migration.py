@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
@@ -21,10 +23,15 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
             P2pNcclConnector may name; if empty, ids are never read as addresses.
         decode_answers: Whether the answers of a decode engine tell its router where the KV is that it has then, so that the next turn
             of a conversation can be loaded from there.
+        keep_answers: Seconds for which a decode engine keeps the KV of an answer from being evicted, while at least a quarter of its
+            cache is free. 0: it stays in the prefix cache like all else.
+        ask_tokens: As in ``Config``; by default 16, since a prefill engine most often lacks only the last answer, and that may be short.
     """
 
     legacy_hosts: tuple[str, ...] = ()
     decode_answers: bool = True
+    keep_answers: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    ask_tokens: Annotated[int, Meta(ge=1)] = 16
 
 
 OLD_KEYS = (

@@ -27,6 +27,7 @@ from kvxfer_vllm.held import HeldPrefixes
 from kvxfer_vllm.hints import HintNotes, Hints
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
+from kvxfer_vllm.kept import KeptAnswers
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.pages import replays
@@ -87,6 +88,7 @@ class SchedulerHooks:
         self._replayed = tuple(itertools.compress(groups, replayed))
         self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
         self._retained = RetainedBlocks(groups)
+        self._kept = KeptAnswers(self._pins, kv_cache_config.num_blocks, config.keep_answers)
         facts = facts_of(vllm_config, config)
         # Model runner 2 zeroes such a cache's new blocks, or copies states into them, before it calls ``handle_preemptions``. Model
         # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
@@ -351,6 +353,8 @@ class SchedulerHooks:
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         last_of = self._batches.ended(facts)
         answer = self.side.answer(name)
+        if whole and facts.answers:
+            self._kept.keep(name, _table(block_ids).ids())
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
         if aborted and last_of is not None and not request.num_output_tokens:
             # The client has hung up, since a stop string, which ends a request in the same way, needs output. vLLM answers once all
@@ -389,6 +393,8 @@ class SchedulerHooks:
         self._pace.begins(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
+        if self._kept:
+            self._kept.give_back(self._manager.block_pool.get_num_free_blocks())
         idle = not output.total_num_scheduled_tokens
         stuck = bool(self._unplaced) and idle
         if output.preempted_req_ids or stuck:
@@ -501,6 +507,7 @@ class SchedulerHooks:
         KV computed before and KV computed from now on must not be mixed, here or between engines. Returns False if blocks
         are still in use, so that nothing was dropped: vLLM then calls it again, and the connector holds none by then.
         """
+        self._kept.clear()
         if not self.side.withdraw_all("the engine drops its caches, as for other weights"):
             return False
         self._cached.clear()
@@ -527,6 +534,7 @@ class SchedulerHooks:
         That is revoked with the next step only. So where a step writes early, nobody is given blocks in that one.
         """
         self.side.short_of_blocks()
+        self._kept.clear()
         for name in self._requests:
             if self.side.follows(name) and not any(manager.get_block_ids(name)):
                 self.side.preempted(name)
