@@ -15,7 +15,7 @@ from kvxfer.security import Security
 __all__ = ["LookupAnswer", "look_up"]
 
 REPEAT_S = 0.5
-"""Seconds after which the question is repeated, since a directory has no answer until its engine's ranks are known."""
+"""Seconds after which the question is repeated, because a directory has no answer until its engine's ranks are known."""
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,15 @@ class Asks:
         self.counts: dict[str, AskCounts] = {}
         notices.answered, notices.unheard = self._answered, self._unheard
 
-    def ask(self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, kind: str) -> bool:
+    def ask(
+        self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
+    ) -> bool:
         """Ask the sources; see ``SchedulerSide.ask``."""
         if request in self._asks:
             return True
         here = self._directory.source
         others = dict.fromkeys(one for one in sources if (one.host, one.port) != (here.host, here.port))
-        if self._config.ask == "never" or not others or tokens < self._config.ask_tokens:
+        if self._config.ask == "never" or not others or tokens - computed < self._config.ask_tokens:
             return False
         chain = prefix.chain(tokens)
         if not len(chain) or self._schedule.named(request) is not None:
@@ -127,7 +129,7 @@ class Asks:
     def _decide(self, ask: Ask, computed: int) -> None:
         ask.decided_at = time.monotonic()
         counts = self._counts(ask)
-        if not ask.heard:
+        if not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
             counts.unanswered += 1
         most = max((one.tokens - computed for one in ask.answers), default=0)
         counts.found += max(most, 0)

@@ -230,7 +230,7 @@ class SchedulerSide:
                 has, for ``start_timeout`` at the most.
             offered: Whether the producer is known to have offered all of the tokens, as when it has answered its request. If
                 it does not know them any more, the load then fails within about a second instead of at its deadline.
-            progress: A ``report`` tells of progress each time that so many more tokens are here; 0 for never.
+            progress: A ``report`` tells of progress each time that this many more tokens are here; 0 for never.
             enough: The fewest tokens that are of use if the producer gives up before it has computed all (``Update.short``). 0:
                 all or none. At most ``tokens``. Only where all groups are ``full``.
             answer: The name of the answer that has told of the transfer, if the producer counts its consumers by answer
@@ -260,7 +260,9 @@ class SchedulerSide:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
-    def ask(self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, kind: str = "") -> bool:
+    def ask(
+        self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, computed: int = 0, kind: str = ""
+    ) -> bool:
         """Load what other engines hold of the first ``tokens`` tokens of this request's prompt, if that pays.
 
         All sources are asked at once. ``loadable`` returns None until they have answered, for ``Config.ask_timeout`` at the most and for
@@ -274,10 +276,11 @@ class SchedulerSide:
             sources: The directories of engines that may hold some of it. With the epoch 0 it is whichever engine is there. This engine
                 itself is left out.
             tokens: How many tokens of the prompt are to be here: without the last one, if that is to be computed.
+            computed: The tokens that the request will find in the local prefix cache, as far as is known.
             kind: Who has named the sources, for the counts (``asked``): a router's schema, say.
 
         Returns:
-            Whether anybody is asked. Nobody is if the setting ``ask`` is ``never``, if the prompt has fewer than ``ask_tokens`` tokens, if
+            Whether anybody is asked. Nobody is if the setting ``ask`` is ``never``, if fewer than ``ask_tokens`` tokens are to come, if
             no other source is left, or if the request loads something already.
 
         Raises:
@@ -290,7 +293,7 @@ class SchedulerSide:
         arguments.string("kind", kind, empty=True)
         self._check_open("ask")
         arguments.string("request", request)
-        return self._asks.ask(request, prefix, sources, tokens, kind)
+        return self._asks.ask(request, prefix, sources, tokens, _count("computed", computed), kind)
 
     def asking(self, request: str) -> bool:
         """Return whether other engines have been asked for this request, and it is not decided yet what it loads."""
@@ -378,7 +381,7 @@ class SchedulerSide:
         It may be asked as often as the engine likes.
 
         Returns:
-            The number of tokens. 0: none can, now or later. None: not known yet, since another request of the same transfer is
+            The number of tokens. 0: none can, now or later. None: not known yet, because another request of the same transfer is
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
         _request(request)
@@ -581,7 +584,7 @@ class SchedulerSide:
             self._schedule.producer.withdraw(offering[0], reason)
 
     def withdraw_all(self, reason: str) -> bool:
-        """End all offers and loads, since the KV cache is being dropped; return whether no block of the pool is in use.
+        """End all offers and loads, because the KV cache is being dropped; return whether no block of the pool is in use.
 
         While that is False, the workers have yet to act on it: go on making steps, and call it again.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -143,7 +144,7 @@ class ConversationEngine(PagedEngine):
                 request, ticket.transfer, ticket.digest, ticket.source, len(turn.prompt) - 1, offered=True
             )
         elif sources:
-            self.scheduler.ask(request, self.prefix(turn), sources, len(turn.prompt) - 1)
+            self.scheduler.ask(request, self.prefix(turn), sources, len(turn.prompt) - 1, computed=turn.cached)
         return turn
 
     def prefix(self, turn: Turn) -> Prefix:
@@ -221,9 +222,10 @@ def _salt(turn: Turn) -> bytes:
 def _by_tokens(content: bytes, tokens: int) -> np.ndarray:
     """Return KV that depends, at each token, on all tokens so far."""
     more, _, ids = content.partition(b"\0")
-    running, rows = hashlib.blake2b(more, digest_size=16), []
+    salt, media = ast.literal_eval(more.decode())
+    running, rows = hashlib.blake2b(salt.encode(), digest_size=16), []
     for at in range(tokens):
-        running.update(ids[8 * at : 8 * at + 8])
+        running.update(repr([item for item in media if item[1] == at]).encode() + ids[8 * at : 8 * at + 8])
         rows.append(running.digest())
     drawn = np.frombuffer(b"".join(rows), np.uint8).reshape(tokens, 1, 1, 16)
     places = np.arange(3 * 4, dtype=np.uint8).reshape(1, 3, 4, 1)
