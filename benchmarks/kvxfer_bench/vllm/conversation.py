@@ -28,7 +28,7 @@ RECOMPUTE, LOAD, NIXL = "recompute", "load", "nixl"
 """The three ways; the first two share their servers."""
 FIRST_TOKEN = "vllm:time_to_first_token_seconds_sum"
 VOCABULARY = 200
-"""Prompts are made of so many tokens, from 1 on, which every model here has."""
+"""Prompts are made of the tokens from 1 up to this one, which every model here has."""
 
 
 def conversation(

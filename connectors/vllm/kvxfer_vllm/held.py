@@ -1,8 +1,8 @@
 """What this engine's prefix cache holds of a prompt that another engine is about to compute.
 
 vLLM finds blocks by hashes of its own, whose seed and algorithm differ between engines. So the hashes of requests that this engine has
-seen are remembered under what all engines compute alike (``kvxfer.engine.Prefix``), and vLLM's own lookup then says what is still
-there, in all groups: the blocks of full attention, the last ones of windows, the block of a state. Nothing is held for that.
+seen are remembered under names that all engines compute alike (``kvxfer.engine.Prefix``). vLLM's own lookup then says what is still
+there in all groups: the blocks of full attention, the last ones of windows, the block of a state. Nothing is held for that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Naming = Callable[[Sequence[int]], Prefix]
 """Names these first tokens of a request by content."""
 
 TIMES = 2
-"""For each token that the cache has room for, so many are remembered: vLLM may keep blocks longer than we remember their requests."""
+"""How many tokens are remembered for each that the cache has room for: vLLM may keep blocks of requests that ended long ago."""
 
 
 class HeldPrefixes:

@@ -25,7 +25,7 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
             of a conversation can be loaded from there.
         keep_answers: Seconds for which a decode engine keeps the KV of an answer from being evicted, while at least a quarter of its
             cache is free. 0: it stays in the prefix cache like all else.
-        ask_tokens: As in ``Config``; by default 16, since a prefill engine most often lacks only the last answer, and that may be short.
+        ask_tokens: As in ``Config``; by default 16, because a prefill engine most often lacks only the last answer, which may be short.
     """
 
     legacy_hosts: tuple[str, ...] = ()

@@ -148,7 +148,7 @@ def answer(
 def held_answer(source: Source, engine: str, request: str, tp: int, groups: int, tokens: int) -> dict[str, Any]:
     """Return the answer of an engine that has used a prompt's KV: where a prefill engine may ask for it at the next turn.
 
-    These are the keys of NIXL's bidirectional mode. Nothing is offered or held: whoever asks is told what is there then.
+    These are the keys of NIXL's bidirectional mode. Nothing is offered or held: an engine that asks is told what is there then.
 
     Args:
         source: The engine's directory.

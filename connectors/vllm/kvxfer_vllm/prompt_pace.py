@@ -27,7 +27,7 @@ class PromptPace:
         self._ended = 0.0  # when the last step ended
 
     def begins(self, tokens: int, requests: int) -> None:
-        """Record that a step begins that computes so many tokens for so many requests, of which each answer has one."""
+        """Record that a step begins, with its tokens and its requests; of each answer it computes one token."""
         self._begun.append((tokens if tokens - requests >= self._least else 0, time.monotonic()))
 
     def ended(self) -> None:

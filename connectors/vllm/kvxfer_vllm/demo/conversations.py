@@ -70,7 +70,7 @@ class Turn:
 def say(
     server: Server, prompt: Sequence[int], tokens: int, params: Params | None = None, timeout: float = 60.0
 ) -> Said:
-    """Have a server answer greedily, with exactly so many tokens.
+    """Have a server answer greedily, with exactly ``tokens`` tokens.
 
     Raises:
         ServerError: It failed the request.
@@ -104,7 +104,7 @@ class Conversation:
         self.told: dict[str, Any] | None = None  # what the decode server answered last
 
     def turn(self, prompt: Sequence[int], tokens: int, timeout: float = 60.0) -> Turn:
-        """Have the next prompt, which is the whole history, answered with so many tokens.
+        """Have the next prompt, which is the whole history, answered with ``tokens`` tokens.
 
         Raises:
             ServerError: A server failed its part.
