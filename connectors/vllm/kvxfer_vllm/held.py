@@ -35,17 +35,19 @@ class HeldPrefixes:
     """
 
     def __init__(self, groups: Sequence[Group], blocks: int, null: int) -> None:
-        self._null = null
+        self._groups, self._null = tuple(groups), null
         self._index: PrefixIndex[Sequence[Any]] = PrefixIndex(TIMES * blocks * min(g.block_tokens for g in groups))
         self._live: dict[str, tuple[Request, Naming]] = {}
         self._new: set[str] = set()  # those of them that no inquiry could find yet
         self._coordinator: Any = None
+        self._pool: Any = None
         self._hashed = 0  # tokens for which vLLM has one hash
 
     def bind(self, manager: Any) -> None:
         """Use vLLM's manager of the KV cache, until which nothing is held."""
         self._coordinator = manager.coordinator
-        self._hashed = manager.block_pool.hash_block_size
+        self._pool = manager.block_pool
+        self._hashed = self._pool.hash_block_size
 
     def arrived(self, request: Request, prefix: Naming) -> None:
         """Take in a request that is to be computed; its blocks count as soon as vLLM can find them."""
@@ -72,9 +74,20 @@ class HeldPrefixes:
         while found is not None and tokens:
             blocks, cached = self._coordinator.find_longest_cache_hit(found.name[: tokens // self._hashed], tokens)[:2]
             if cached == tokens:
-                return HeldPrefix(tokens, BlockTable.of([[b.block_id for b in row] for row in blocks], self._null))
+                rows = [[b.block_id for b in row] for row in blocks]
+                self._fill_windows(rows, found.name, tokens)
+                return HeldPrefix(tokens, BlockTable.of(rows, self._null))
             tokens = chain.floor(cached)  # what windows and states need for fewer tokens are other blocks
         return None
+
+    def _fill_windows(self, rows: list[list[int]], hashes: Sequence[Any], tokens: int) -> None:
+        """Add blocks of windows that vLLM's lookup leaves out, because another block begins with the next token, if they are cached."""
+        for g, group in enumerate(self._groups):
+            if group.kind != "window" or group.block_tokens != self._hashed:
+                continue
+            for at in range(max(0, tokens - group.window) // group.block_tokens, len(rows[g])):
+                if rows[g][at] == self._null and (cached := self._pool.get_cached_block(hashes[at], [g])):
+                    rows[g][at] = cached[0].block_id
 
     def clear(self) -> None:
         """Forget all that is over, as when the cache is dropped."""

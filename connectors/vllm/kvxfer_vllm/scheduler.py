@@ -294,9 +294,10 @@ class SchedulerHooks:
         tokens = self.side.loadable(request.request_id, computed)
         if tokens is not None:
             self._asked(facts)
-        if tokens and facts.asking is not None and facts.end != computed + tokens:
+        if tokens and facts.asking is not None:
             facts.end = computed + tokens
-            self._outcomes.expect(facts, request, "a prefix", None)
+            if facts.since is None:
+                self._outcomes.expect(facts, request, "a prefix", None)
         beside = bool(tokens) and not self.side.here(request.request_id)
         if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
@@ -323,7 +324,7 @@ class SchedulerHooks:
         self._room.admitted(facts)
         if external:
             facts.into = table if self._partly and facts.asking is None else None
-            if facts.asking is not None:
+            if facts.asking is not None and not self.side.here(name):
                 self._next.asked += (name,)
             self._retained.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.here(name):
