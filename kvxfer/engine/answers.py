@@ -76,7 +76,7 @@ class AnswerCounts(msgspec.Struct):
         inquiries: Inquiries that the engine was asked to answer.
         held: Those of them for which something was offered.
         tokens: Tokens that were offered for them.
-        refused: Those that were answered with "nothing", or with less than is held, since the peer's share of the blocks is used up.
+        refused: Those that were answered with "nothing", or with less than is held, because the peer's share of the blocks is used up.
     """
 
     inquiries: int = 0
@@ -172,7 +172,7 @@ class PrefixAnswers:
     def _offer(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> m.InquiryAnswer | None:
         transfer, digest = inquiry.message.transfer, chain.digest(tokens)
         if self._schedule.current(transfer) is not None:
-            return None  # the name is taken, by whoever was first
+            return None  # the first peer that named it has it
         if lacks_window(self._groups, table, tokens):
             return None
         blocks = self._blocks(tokens, table)

@@ -42,7 +42,7 @@ class AskCounts(msgspec.Struct):
         unanswered: Those of which no source has answered in time.
         found: Tokens that the best source held beyond what was cached here, of all requests.
         loaded: Those of them that were loaded.
-        refused: Those that were computed, since no load would have ended sooner.
+        refused: Those that were computed, because no load would have ended sooner.
         recomputed: Those whose load failed, so that they were computed.
     """
 
@@ -181,7 +181,7 @@ class Asks:
             self._close(ask, "the consumer's request is over")
 
     def admitted(self, request: str, external: int) -> None:
-        """Record that a request is about to be given blocks, and counts on so many tokens from outside."""
+        """Record that a request is about to be given blocks, and counts on ``external`` tokens from outside."""
         ask, load = self._asks.get(request), self._schedule.of(request)
         if ask is None or ask.state not in (_S.OUT, _S.LOADING):
             return

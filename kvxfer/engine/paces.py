@@ -94,15 +94,15 @@ class Benefit:
 
     def __init__(self, links: LinkPaces) -> None:
         self._links, self._computing = links, Pace()
-        self._refused = 0  # loads that did not pay, since one was last tried against the estimate
+        self._refused = 0  # loads that did not pay, after the last that was tried against the estimate
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Record that a step took so long that computed so many tokens of prompts."""
+        """Record how long a step took that computed ``tokens`` tokens of prompts."""
         if tokens >= LEAST_STEP:
             self._computing.took(tokens, seconds)
 
     def computing(self, tokens: int, ask: Ask) -> float:
-        """Return the seconds that computing so many tokens should take; ``inf`` if that is not known, or does not matter."""
+        """Return the seconds that computing these tokens should take; ``inf`` if that is not known, or does not matter."""
         known = None if ask == "always" else self._computing.estimate(tokens)
         return math.inf if known is None else known
 

@@ -300,7 +300,7 @@ class SchedulerSide:
         return self._asks.asking(request)
 
     def takes(self, tokens: int, seconds: float) -> None:
-        """Record how long a step has taken that computed so many tokens of prompts, by which ``ask`` judges whether a load pays.
+        """Record how long a step took that computed ``tokens`` tokens of prompts. By this ``ask`` judges whether a load pays.
 
         Leave out steps that computed answers only. Without this, every load counts as faster than computing.
         """

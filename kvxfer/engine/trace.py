@@ -30,11 +30,13 @@ LOG_EVERY_S = 10.0
 class Trace:
     """The trace of one engine's loads. One thread.
 
-    A line has ``engine``, ``request``, ``transfer``, ``source``, ``kind`` (who has named the source, of a load that was asked for with
-    ``SchedulerSide.ask``; else null), ``way``, ``tokens``, ``failure`` (null if it was delivered), ``at`` (the Unix time at which the
-    request came), and ``us``: the microseconds from then to each stage that it reached. ``found``: the best answer to the question was
-    known. ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see ``Stages``, on the slowest rank; comparable with the
-    others only if the workers run on the scheduler's host. ``seen``: the scheduler side knew the outcome.
+    A line has ``engine``, ``request``, ``transfer``, ``source``, ``kind``, ``way``, ``tokens``, ``failure`` (null if it was delivered),
+    ``at`` (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
+    ``kind``: for a load that was asked for (``SchedulerSide.ask``), who has named the source; null for others.
+
+    ``found``: the best answer to the question was known. ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see
+    ``Stages``, on the slowest rank; comparable with the others only if the workers run on the scheduler's host. ``seen``: the scheduler
+    side knew the outcome.
 
     Args:
         path: The file that lines are appended to; None writes nothing.

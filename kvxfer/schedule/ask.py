@@ -103,7 +103,7 @@ class Ask:
     def answered(self, transfer: TransferId, epoch: int, tokens: int, digest: bytes) -> PrefixOffer | None:
         """Take in what a source has answered; return what it offers, if that is not nothing.
 
-        An answer counts as nothing if its digest is not that of so many of the tokens.
+        An answer counts as nothing if its digest is not that of the first ``tokens`` tokens.
         """
         source = self.asked.pop(transfer)
         self.heard += 1

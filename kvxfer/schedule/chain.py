@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_LINKS", "STEP", "Chain", "Prefix"]
 
 STEP = 16
-"""Tokens from one digest to the next: the size of an engine's usual block. What two prompts have in common is found to so many tokens."""
+"""Tokens from one digest to the next: the size of an engine's usual block."""
 DIGEST = 16
 """Bytes of a digest."""
 MAX_LINKS = 4096
@@ -65,7 +65,7 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
         return len(self) * self.step
 
     def floor(self, tokens: int) -> int:
-        """Return the most tokens, up to so many, behind which there is a link."""
+        """Return the most tokens, up to ``tokens``, behind which there is a link."""
         return min(max(tokens, 0) // self.step * self.step, self.tokens)
 
     def digest(self, tokens: int) -> bytes:
@@ -76,7 +76,7 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
         return self.links[end - DIGEST : end]
 
     def until(self, tokens: int) -> Chain:
-        """Return the chain of the first tokens, up to so many."""
+        """Return the chain of the first ``tokens`` tokens, or of those before them that it has a link behind."""
         return Chain(self.step, self.links[: self.floor(tokens) // self.step * DIGEST])
 
 
@@ -133,7 +133,7 @@ class Prefix:
         return self._links
 
     def digest(self, tokens: int) -> bytes:
-        """Return the digest of the first ``tokens`` tokens, a multiple of ``STEP``; empty if there are not so many."""
+        """Return the digest of the first ``tokens`` tokens, a multiple of ``STEP``; empty if there are fewer."""
         at = arguments.integer("tokens", tokens, 0) // STEP
         return self.links[at - 1] if tokens % STEP == 0 and 0 < at <= len(self.links) else b""
 

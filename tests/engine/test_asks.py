@@ -140,7 +140,9 @@ def test_an_engine_that_was_started_again_has_nothing(world: World) -> None:
     there = d.scheduler.source
     assert not world.turn(p, Source(there.host, there.port, there.epoch ^ 1)).loaded
     assert d.scheduler.answered.inquiries == 0, "its engine is not asked"
-    assert world.turn(world.engine(), Source(there.host, there.port, 0)).loaded == WHOLE, "but whoever is there now is"
+    assert world.turn(world.engine(), Source(there.host, there.port, 0)).loaded == WHOLE, (
+        "but the engine that is there now is"
+    )
     world.over()
 
 
@@ -158,7 +160,7 @@ LIES: dict[str, Callable[[m.Inquire], m.Message | None]] = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_a_source_that_lies_costs_a_computation(lie: Callable[[m.Inquire], m.Message | None], world: World) -> None:
-    p = world.engine({"ask_timeout": ASK_S, "peer_timeout": 0.5, "transfer_timeout": 2.0})
+    p = world.engine({"ask_timeout": 2.0, "peer_timeout": 0.5, "transfer_timeout": 2.0})
     with closing(Liar(lie)) as liar:
         turn = world.turn(p, liar.source)
         assert not turn.loaded and len(liar.asked) == 1
@@ -226,7 +228,7 @@ def test_a_cache_that_is_dropped_while_it_is_read(world: World) -> None:
     world.over()
 
 
-def test_a_source_that_dies_amid_the_load(world: World) -> None:
+def test_a_source_that_dies_during_the_load(world: World) -> None:
     d, p = world.holder(), world.engine({"peer_timeout": 0.5, "transfer_timeout": 2.0})
     turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
     until(lambda: (d.step(timeout=0.001), p.scheduler.directory.noticed)[1])

@@ -133,7 +133,7 @@ class Inquire(WireMessage, frozen=True, tag="inquire"):
 
 
 class InquiryAnswer(WireMessage, frozen=True, tag="inquiry_answer"):
-    """The directory's answer to ``Inquire``: so many tokens are offered under that name.
+    """The directory's answer to ``Inquire``: this many tokens are offered under that name.
 
     Attributes:
         epoch: The epoch of the engine that answers.

@@ -155,7 +155,7 @@ class ConversationEngine(PagedEngine):
         """Make steps, and let other engines make theirs, until a turn is over.
 
         Raises:
-            AssertionError: It is not, within so many seconds.
+            AssertionError: It is not, within ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         while not turn.done:
