@@ -15,7 +15,7 @@ from kvxfer_vllm.demo.servers import BLOCK, Cluster, Server, await_ready, connec
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
-from tests.e2e.models import EXACT_POSITIONS, write_mamba, write_window
+from tests.e2e.models import EXACT_POSITIONS, write_recurrent, write_window
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(560)]
 
@@ -61,7 +61,6 @@ def converse(cluster: Cluster, schema: str, seed: int, turns: int = 5) -> None:
         turn = talk.turn(text, ANSWER)
         expected = say(cluster.plain, text, ANSWER).tokens
         assert turn.decode.tokens == expected, f"conversation {seed} turn {number}: wrong tokens"
-        assert turn.decode.computed <= 1
         if number:
             assert turn.prefill.computed <= len(text) - had + BLOCK, f"conversation {seed} turn {number}"
         had = len(text) + ANSWER
@@ -153,12 +152,13 @@ def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> No
         assert found.tokens == say(servers.plain, texts[0] + ids(40, 5), 1).tokens
 
 
-@pytest.mark.parametrize(("write", "block"), [(write_window, BLOCK), (write_mamba, None)], ids=["window", "mamba"])
+@pytest.mark.parametrize(
+    ("write", "block"), [(write_window, BLOCK), (write_recurrent, None)], ids=["window", "recurrent"]
+)
 def test_other_models(tmp_path: Path, write: Any, block: int | None) -> None:
-    """A window beside full attention; and Mamba, whose states vLLM caches at few places (`align`)."""
+    """A window beside full attention; and short convolutions, whose states vLLM caches at few places (`align`)."""
     write(tmp_path / "model")
     flags = [*FLAGS, *EXACT_POSITIONS, "--enable-prefix-caching"]
-    flags += [] if block else ["--mamba-cache-mode", "align"]
     with ended_together() as begun:
         for name, transfer in (
             ("plain", None),

@@ -120,7 +120,6 @@ def summary(conversations: Sequence[Sequence[Timed]]) -> list[dict[str, Any]]:
             "turn": number + 1,
             "prompt_tokens": at[0].prompt_tokens,
             "prefill_computed": int(statistics.median(t.turn.prefill.computed for t in at)),
-            "decode_computed": int(statistics.median(t.turn.decode.computed for t in at)),
             "prefill_ms": round(1e3 * statistics.median(t.turn.prefill.seconds for t in at), 1),
             "first_token_ms": round(1e3 * statistics.median(t.first_s for t in at), 1),
         }

@@ -48,7 +48,7 @@ class Said:
 
     Attributes:
         tokens: The ids of the answer.
-        computed: How many tokens of the prompt the server has computed.
+        computed: How many tokens of the prompt the server has computed, if it is a prefill server. (A decode server repeats its number.)
         params: What its connector said about its KV.
         seconds: How long it took.
     """
