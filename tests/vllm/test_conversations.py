@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,17 @@ def turn(
     name = ask(d, text, told, p, *others, n=n)
     assert d.done[name].params is not None
     return p.computed[first], d.done[name].params  # type: ignore[return-value]
+
+
+def rest(*engines: Engine) -> None:
+    """Let engines come to rest, whatever was asked or offered and is not wanted any more."""
+    deadline = time.monotonic() + 20.0
+    while any([engine.busy for engine in engines]):
+        assert time.monotonic() < deadline, "the engines do not come to rest"
+        for engine in engines:
+            if engine.busy:
+                engine.step()
+            engine.lease_ends()
 
 
 def whole(tokens: int, block: int = BLOCK) -> int:
@@ -253,9 +265,8 @@ def test_a_request_is_aborted_at_any_step(make: Make, wire: Wire, n: int) -> Non
             if d.busy:
                 d.step()
         p.abort(name)
-        for engine in (p, d):
-            engine.lease_ends()
-            engine.run()
+        rest(p, d)
+    rest(p, d)
 
 
 def test_a_source_whose_cache_was_reset(make: Make) -> None:
@@ -385,19 +396,19 @@ def test_whoever_does_not_want_to_be_told(make: Make) -> None:
 
 def test_answers_that_are_kept_for_a_while(make: Make) -> None:
     """As the operator asks; the engine's own requests come first, and nothing is kept for ever."""
-    p, d = make(blocks=120), make(blocks=40, extra={"keep_answers": 1000.0})
+    p, d = make(blocks=120), make(blocks=100, extra={"keep_answers": 1000.0})
     text = prompt(100)
     _, told = turn(p, d, text, OFFER)
     p.scheduler.reset_prefix_cache()
     for seed in range(6):  # of which each would evict the answer
-        ask(d, prompt(300, seed=30 + seed), {}, n=4)
+        ask(d, prompt(700, seed=30 + seed), {}, n=4)
     longer = text + answer(text, 20) + prompt(5)
     name = ask(p, longer, nixl(d, told), d)
     assert p.computed[name] <= len(longer) - whole(119)
-    busy = d.add(prompt(500, seed=50), None, n=20)
+    busy = d.add(prompt(1300, seed=50), None, n=20)
     d.run(p, until=busy)
     assert not d.preempted
-    check(d, busy, prompt(500, seed=50), 20)
+    check(d, busy, prompt(1300, seed=50), 20)
     assert len(ours(d.scheduler.connector)._sched._kept) == 0
     assert d.scheduler.reset_prefix_cache()
     p.lease_ends()
@@ -421,7 +432,8 @@ def test_many_conversations_at_once(make: Make, groups: Any) -> None:
     params: list[dict[str, Any]] = [OFFER] * 12
     for number in range(3):
         names = [p.add(text, each, n=1) for text, each in zip(texts, params, strict=True)]
-        p.run(d)
+        for name in names:
+            p.run(d, until=name)
         ends = [d.add(text, p.done[name].params, n=15) for name, text in zip(names, texts, strict=True)]
         d.run(p)
         for name, text in zip(ends, texts, strict=True):

@@ -21,7 +21,7 @@ __all__ = ["HeldPrefixes"]
 Naming = Callable[[Sequence[int]], Prefix]
 """Names these first tokens of a request by content."""
 
-TIMES = 2
+TIMES = 4
 """How many tokens are remembered for each that the cache has room for: vLLM may keep blocks of requests that ended long ago."""
 
 
