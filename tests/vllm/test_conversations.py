@@ -84,7 +84,7 @@ def turn(
 def rest(*engines: Engine) -> None:
     """Let engines come to rest, whatever was asked or offered and is not wanted any more."""
     deadline = time.monotonic() + 20.0
-    while any([engine.busy for engine in engines]):
+    while any(engine.busy for engine in engines):
         assert time.monotonic() < deadline, "the engines do not come to rest"
         for engine in engines:
             if engine.busy:
@@ -338,6 +338,21 @@ def test_windows_of_any_length(make: Make, window: int) -> None:
         assert p.computed[name] <= len(longer) - whole(n + 19)
         for engine in (p, d):
             engine.lease_ends()
+
+
+@pytest.mark.parametrize("groups", [HYBRID, (Group(window=24),)], ids=["hybrid", "window"])
+def test_windows_that_vllm_keeps_at_the_ends_of_prompts_only(make: Make, groups: Any) -> None:
+    """As it does by default; the end of an answer is found all the same."""
+    p, d = make(groups, blocks=120), make(groups, blocks=120)
+    for engine in (p, d):
+        engine.scheduler.kv_cache_manager.coordinator.retention_interval = 0
+    for n in (64, 75):
+        text = prompt(n, seed=n)
+        _, told = turn(p, d, text, OFFER, n=40)
+        longer = text + answer(text, 40) + prompt(5)
+        computed, _ = turn(p, d, longer, nixl(d, told))
+        assert computed <= len(longer) - whole(n + 39)
+    rest(p, d)
 
 
 def test_a_salt_is_found_by_who_states_it(make: Make) -> None:
