@@ -14,9 +14,9 @@ from kvxfer.facts import TEXT
 from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address
 
 SLOTS, LEAST_PIECE = 4, 4096
-"""Into how many slots staging memory is cut: enough to overlap packing, moving and unpacking, and few, because a piece costs the host
-as much time whatever its length: half a millisecond in a virtual machine, in which NVLink moves 190 MB. And of how many bytes each
-is a multiple, the least of a piece that a peer may ask for: shorter ones would cost too much work."""
+"""The slots into which staging memory is cut. They are enough to overlap packing, moving and unpacking. They are few, because a piece
+costs the host as much time whatever its length: half a millisecond in a virtual machine, in which NVLink moves 190 MB. Each is a multiple
+of the second number of bytes, which is also the least that a peer may ask for: shorter pieces would cost too much work."""
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait ends

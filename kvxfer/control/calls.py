@@ -177,7 +177,7 @@ class Calls:
         """Refuse an offer or a fetch of a block that is being filled, or a fetch into one that is being read.
 
         Raises:
-            ArgumentError: Always; somebody would have the bytes of another transfer.
+            ArgumentError: Always; a request would have the bytes of another transfer.
         """
         if isinstance(by, tuple):
             other = f"the offer {_name(*by)} lists until it is revoked or released"

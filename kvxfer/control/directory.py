@@ -244,7 +244,7 @@ class Directory:
 
     @property
     def noticed(self) -> bool:
-        """Whether ``notices`` has an answer, or somebody waits in ``inquiries``. Any thread."""
+        """Whether ``notices`` has an answer, or an engine waits in ``inquiries``. Any thread."""
         return bool(self._answered or self.inquiries)
 
     def close(self, timeout: float = 2.0) -> None:

@@ -1,4 +1,4 @@
-"""Inquiries that wait for the engine: bounded, with a share for each peer, and each peer in turn."""
+"""Inquiries that wait for the engine: bounded, with a share for each peer. Peers take turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PeerInquiry:
 
     @property
     def peer(self) -> Hashable:
-        """Whom it counts for: the key and the host of the peer."""
+        """The peer that it counts for, by key and host."""
         return self.connection.peer.levels[0]
 
     @property

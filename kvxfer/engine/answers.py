@@ -95,7 +95,7 @@ class _Taken:
 
 
 class PrefixAnswers:
-    """PrefixAnswers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
+    """Answers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
 
     What is held for them is bounded by the limit of ``BlockPins``, of which each peer may have half of what the others leave. It is
     given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).

@@ -186,7 +186,7 @@ class Offers:
         """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
 
         ``complete``: it ended normally and its KV is good. ``good``: what it has offered is good although it is not complete.
-        ``found``: other engines can find these ranks, so that somebody may be reading.
+        ``found``: other engines can find these ranks, so that one may be reading.
         """
         offering = self._schedule.of(request)
         if offering is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -114,6 +115,7 @@ class SchedulerSide:
             config, consumer, ledger, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )
         self._standstill = Standstill(self._schedule.producer)
+        self._drains_until = 0.0
         self._benefit = Benefit(self._loads.paces)
         self._asks = Asks(config, self.directory, self._notices, consumer, self._loads, self._benefit)
         self._answers = PrefixAnswers(self.directory, self._offers, self._schedule.producer, groups, self._pins.limit)
@@ -531,7 +533,21 @@ class SchedulerSide:
         The engine must then go on making steps, or others will not hear what it has given up, and it will not learn that those
         blocks are free.
         """
-        return self._schedule.untold or self._offers.unsettled or self._loads.unsettled or self.directory.noticed
+        untold = self._schedule.untold or self.directory.noticed
+        return untold or self._offers.unsettled or self._loads.unsettled or time.monotonic() < self._drains_until
+
+    def drain(self, timeout: float) -> None:
+        """Let others ask for what this engine holds, and fetch it, for ``timeout`` seconds; until then ``waiting`` is true.
+
+        For an engine that is about to stop and takes no more requests. A client that is sent elsewhere finds the KV of its request here:
+        go on making steps while ``waiting`` is true, then drain the worker sides.
+
+        Raises:
+            ArgumentError: ``timeout`` is not a number.
+        """
+        timeout = arguments.seconds("timeout", timeout)
+        if self.holds is not None:
+            self._drains_until = time.monotonic() + timeout
 
     # --- life ------------------------------------------------------------------------------------------------------
 

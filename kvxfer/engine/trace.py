@@ -49,7 +49,7 @@ class Trace:
     def __init__(self, path: str | None, engine: str) -> None:
         if path is not None:
             try:
-                # A pipe would hold the scheduler up until somebody reads.
+                # A pipe would hold the scheduler up until a program reads.
                 if os.path.exists(path) and not os.path.isfile(path):
                     raise ConfigError(f"kvxfer setting 'trace': {path} is not a file")
                 open(path, "a", encoding="utf-8").close()

@@ -24,7 +24,7 @@ head, layer or plane, missing, or there twice are damaged units in this sense, a
 unit depends on where it stands. So the checksum catches stale blocks, half-written blocks, wrong block ids, wrong
 strides, bytes lost or reordered by a transport, and plans that the two sides derived differently.
 
-**What it does not.** It is no defence against somebody who wants to be believed: the keys are public and sums can be
+**What it does not.** It is no defence against a peer that lies: the keys are public and sums can be
 steered; authenticate the peer for that. It says nothing of bytes outside the units (padding, tokens not moved), of two
 sides that both hold the same wrong content, or of anything that happens after it was read.
 """

@@ -57,10 +57,10 @@ class PeerBudgets(Generic[Owner, K]):
         """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
 
         Args:
-            owner: Who gets it.
+            owner: The owner that gets it.
             key: What for.
             n: How much.
-            peer: Whom the owner belongs to.
+            peer: The peer that the owner belongs to.
 
         Returns:
             The keys that lose theirs to make room, the newest first of the owner that has most; ``None`` if that would be ``owner``

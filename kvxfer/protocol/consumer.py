@@ -155,7 +155,7 @@ class ConsumerMachine:
         return out
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
-        """Fail what uses a link that is lost for good."""
+        """Fail what uses a link that cannot be dialled again."""
         out = self._routes.close(link, why)
         for f, rank in self._routes.users(link):
             if rank.on(E.LINK_DOWN):

@@ -194,7 +194,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
         integrity: How much of what moves is hashed on both sides.
         revocations: On a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here.
         name: The peer's name for operators.
-        owner: Whom the link counts for, on a producer.
+        owner: The peer that the link counts for, on a producer.
     """
 
     mode: Mode

@@ -171,7 +171,7 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One request's load. Who fills a part of it in says so below; nobody keeps anything of a load elsewhere.
+    """One request's load. The parts that fill it in are named below; nothing of a load is kept elsewhere.
 
     Attributes:
         number: The load's serial number.

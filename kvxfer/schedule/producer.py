@@ -303,7 +303,7 @@ class OfferSchedule(Offerings):
             self.decline(told.transfer, reason)
 
     def released(self, transfer: TransferId, generation: Generation) -> str | None:
-        """Record that all ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
+        """Record that all ranks are done with a transfer: all consumers have read it, or it is revoked, will not come again, and is quiet.
 
         ``generation`` is the one that was read or revoked; reports about an earlier request of the same
         transfer are recognised by it and ignored. An offer that crossed the report is revoked.

@@ -241,6 +241,24 @@ def test_a_source_that_dies_during_the_load(world: World) -> None:
     world.over()
 
 
+def test_an_engine_that_is_about_to_stop_is_asked_until_its_deadline(world: World) -> None:
+    """A client whose request it has cut off goes on elsewhere."""
+    d, p = world.holder(), world.engine()
+    world.idle.add(d)
+    d.scheduler.drain(1.5)
+    until(lambda: d.step(timeout=0.001) and False or not d.scheduler._offers.unsettled)
+    assert d.scheduler.waiting, "though nobody has asked yet"
+    turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
+    while d.scheduler.waiting:
+        world.step()
+        d.step(timeout=0.001)
+    assert turn.done and turn.loaded == WHOLE
+    world.over()
+    p.scheduler.holds = None
+    p.scheduler.drain(60.0)
+    assert not p.scheduler.waiting, "it would answer nothing"
+
+
 # --- several sources ---------------------------------------------------------------------------------------------------
 
 

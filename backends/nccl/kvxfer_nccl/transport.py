@@ -196,7 +196,7 @@ class NcclTransport(Base[Endpoint, Link]):
 
     def shut_down(self) -> None:
         with self._waking:
-            pass  # who is about to wake us has done so, and nobody does from now on
+            pass  # a thread that is about to wake us has done so, and none does from now on
         links = [*self.links.values(), *self._ending.values()]
         for link in links:
             link.end(TransportError("the transport was closed on this side"), "the other side shut down")

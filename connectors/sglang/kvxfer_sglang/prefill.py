@@ -23,7 +23,7 @@ __all__ = ["PrefillRank"]
 log = logger("kvxfer.sglang")
 
 GENERATION = 1
-"""That of all offers: SGLang gives up a transfer's pages only for good, never to compute them again under the same name."""
+"""The generation of all offers: SGLang never computes a transfer's pages again under the same name once it has given them up."""
 
 
 @dataclass
