@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ NIXL = {
     },
 }
 ANSWER = 50
+TRACE = "trace.jsonl"
 
 
 def ids(n: int, seed: int) -> list[int]:
@@ -48,7 +51,8 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     require("vllm")
     logs = tmp_path_factory.mktemp("conversations")
     with ended_together() as begun:
-        for name, transfer in (("plain", None), ("prefill", connector("kv_both", SETTINGS)), ("decode", NIXL)):
+        traced = connector("kv_both", {**SETTINGS, "trace": str(logs / TRACE)})
+        for name, transfer in (("plain", None), ("prefill", traced), ("decode", NIXL)):
             begun.append(Forked(name, model, logs, transfer, FLAGS))
         await_ready(begun, 300)
         yield Cluster(*begun)
@@ -72,6 +76,31 @@ def test_prefill_computes_what_is_new(servers: Cluster, schema: str) -> None:
     base = 10 * list(SCHEMAS).index(schema)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda seed: converse(servers, schema, base + seed), range(4)))
+
+
+def test_an_idle_source_answers_as_fast_as_a_busy_one(servers: Cluster, record_property: Any) -> None:
+    """VLLM makes no steps without requests. Times are from the question to the answer, as the trace tells them."""
+    trace = servers.prefill.log.parent / TRACE
+
+    def answered(seed: int) -> float:
+        talk, text = Conversation(servers.prefill, servers.decode, "nixl"), ids(120, seed)
+        text = text + talk.turn(text, ANSWER).decode.tokens + ids(20, seed + 1)
+        before = len(trace.read_text().splitlines())
+        talk.turn(text, 1)
+        found = [json.loads(line) for line in trace.read_text().splitlines()[before:]]
+        (load,) = [line for line in found if line["kind"] == "nixl"]
+        return float(load["us"]["found"]) / 1e3
+
+    idle = [answered(200 + 2 * n) for n in range(5)]
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(say, servers.decode, ids(50, 300 + n), 900) for n in range(4)]
+        busy = [answered(220 + 2 * n) for n in range(5)]
+        for other in others:
+            other.result()
+    record_property("idle_ms", idle)
+    record_property("busy_ms", busy)
+    print(f"answers of an idle source {sorted(idle)} ms, of a busy one {sorted(busy)} ms")
+    assert median(idle) < 2 * median(busy) + 50
 
 
 EDITS = {
@@ -159,6 +188,7 @@ def test_other_models(tmp_path: Path, write: Any, block: int | None) -> None:
     """A window beside full attention; and short convolutions, whose states vLLM caches at few places (`align`)."""
     write(tmp_path / "model")
     flags = [*FLAGS, *EXACT_POSITIONS, "--enable-prefix-caching"]
+    flags += [] if block is None else ["--prefix-cache-retention-interval", str(block)]
     with ended_together() as begun:
         for name, transfer in (
             ("plain", None),
