@@ -188,7 +188,6 @@ def test_other_models(tmp_path: Path, write: Any, block: int | None) -> None:
     """A window beside full attention; and short convolutions, whose states vLLM caches at few places (`align`)."""
     write(tmp_path / "model")
     flags = [*FLAGS, *EXACT_POSITIONS, "--enable-prefix-caching"]
-    flags += [] if block is None else ["--prefix-cache-retention-interval", str(block)]
     with ended_together() as begun:
         for name, transfer in (
             ("plain", None),

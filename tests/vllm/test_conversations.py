@@ -340,6 +340,21 @@ def test_windows_of_any_length(make: Make, window: int) -> None:
             engine.lease_ends()
 
 
+@pytest.mark.parametrize("groups", [(Group(), Group(window=32)), (Group(window=32),)], ids=["hybrid", "window"])
+def test_windows_that_vllm_keeps_at_the_ends_of_prompts_only(make: Make, groups: Any) -> None:
+    """As it does by default; the end of an answer is found all the same."""
+    p, d = make(groups, blocks=120), make(groups, blocks=120)
+    for engine in (p, d):
+        engine.scheduler.kv_cache_manager.coordinator.retention_interval = 0
+    for n in (64, 75):
+        text = prompt(n, seed=n)
+        _, told = turn(p, d, text, OFFER, n=40)
+        longer = text + answer(text, 40) + prompt(5)
+        computed, _ = turn(p, d, longer, nixl(d, told))
+        assert computed <= len(longer) - whole(n + 39)
+    rest(p, d)
+
+
 def test_a_salt_is_found_by_who_states_it(make: Make) -> None:
     p, d = make(), make()
     text = prompt(100)

@@ -7,6 +7,7 @@ there in all groups: the blocks of full attention, the last ones of windows, the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ class HeldPrefixes:
         self._new: set[str] = set()  # those of them that no inquiry could find yet
         self._coordinator: Any = None
         self._pool: Any = None
+        self._sparse: list[int] = []  # windows, of which vLLM may not cache all full blocks
         self._hashed = 0  # tokens for which vLLM has one hash
 
     def bind(self, manager: Any) -> None:
@@ -50,11 +52,36 @@ class HeldPrefixes:
         if not self._hashed or not getattr(self._pool, "enable_caching", False):
             return
         self._coordinator = manager.coordinator
+        if "block_mask" in inspect.signature(self._pool.cache_full_blocks).parameters:
+            cacheable = [
+                getattr(one.kv_cache_spec, "prefix_cacheable", True) for one in self._coordinator.single_type_managers
+            ]
+            self._sparse = [g for g, group in enumerate(self._groups) if group.kind == "window" and cacheable[g]]
 
     def arrived(self, request: Request, prefix: Naming) -> None:
         """Take in a request that is to be computed; its blocks count as soon as vLLM can find them."""
         self._live[request.request_id] = request, prefix
         self._new.add(request.request_id)
+
+    def keep_findable(self, request: Request) -> None:
+        """Have vLLM's prefix cache find the windows at the end of an answer, until their blocks are used again.
+
+        By default it finds those at the end of a prompt only (``prefix_cache_retention_interval``). Call it while the request has its
+        blocks. Those of a window that is a multiple of the block are enough for all full blocks. States are left alone: vLLM may write to the block of one that it does not cache.
+        """
+        if self._coordinator is None or not self._sparse:
+            return
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)  # more may be under way, which is given up
+        for g in self._sparse:
+            manager = self._coordinator.single_type_managers[g]
+            blocks = manager.req_to_blocks.get(request.request_id, ())
+            full = min(computed // manager.block_size, len(blocks))
+            fresh = [not block.is_null and block.block_hash is None for block in blocks[:full]]
+            if any(fresh):
+                first = fresh.index(True)
+                self._pool.cache_full_blocks(
+                    request, blocks, first, full, manager.block_size, g, block_mask=fresh[first:]
+                )
 
     def finished(self, name: str, good: bool) -> None:
         """Record that a request is over; what it has computed can still be found if it is what its name says."""

@@ -355,6 +355,7 @@ class SchedulerHooks:
         last_of = self._batches.ended(facts)
         answer = self.side.answer(name)
         if whole and facts.answers:
+            self._cached.keep_findable(request)
             self._kept.keep(name, _table(block_ids).ids())
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
         if aborted and last_of is not None and not request.num_output_tokens:
