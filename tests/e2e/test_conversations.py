@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer_vllm.demo.conversations import FLAGS, SCHEMAS, Conversation, say
+from kvxfer_vllm.demo.conversations import FLAGS, SCHEMAS, Conversation, reply_of
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS
 from kvxfer_vllm.demo.servers import BLOCK, Cluster, Server, await_ready, connector, ended_together
 from tests.conftest import require
@@ -63,7 +63,7 @@ def converse(cluster: Cluster, schema: str, seed: int, turns: int = 5) -> None:
     talk, text, had = Conversation(cluster.prefill, cluster.decode, schema), ids(70 + 9 * seed, seed), 0
     for number in range(turns):
         turn = talk.turn(text, ANSWER)
-        expected = say(cluster.plain, text, ANSWER).tokens
+        expected = reply_of(cluster.plain, text, ANSWER).tokens
         assert turn.decode.tokens == expected, f"conversation {seed} turn {number}: wrong tokens"
         if number:
             assert turn.prefill.computed <= len(text) - had + BLOCK, f"conversation {seed} turn {number}"
@@ -93,7 +93,7 @@ def test_an_idle_source_answers_as_fast_as_a_busy_one(servers: Cluster, record_p
 
     idle = [answered(200 + 2 * n) for n in range(5)]
     with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(say, servers.decode, ids(50, 300 + n), 900) for n in range(4)]
+        others = [pool.submit(reply_of, servers.decode, ids(50, 300 + n), 900) for n in range(4)]
         busy = [answered(220 + 2 * n) for n in range(5)]
         for other in others:
             other.result()
@@ -118,7 +118,7 @@ def test_a_history_that_the_client_has_edited(servers: Cluster, edit: str) -> No
     said = talk.turn(text, ANSWER).decode.tokens
     edited = EDITS[edit](text, said) + ids(20, seed + 1)
     turn = talk.turn(edited, ANSWER)
-    assert turn.decode.tokens == say(servers.plain, edited, ANSWER).tokens
+    assert turn.decode.tokens == reply_of(servers.plain, edited, ANSWER).tokens
     assert turn.prefill.computed <= len(edited) - common(edited, text + said) + BLOCK
     assert turn.prefill.computed >= min(len(edited), len(edited) - common(edited, text + said))
 
@@ -129,7 +129,7 @@ def test_conversations_that_the_router_mixes_up(servers: Cluster) -> None:
     for number in range(3):
         for i, talk in enumerate(talks):
             turn = talk.turn(texts[i], ANSWER)
-            assert turn.decode.tokens == say(servers.plain, texts[i], ANSWER).tokens
+            assert turn.decode.tokens == reply_of(servers.plain, texts[i], ANSWER).tokens
             texts[i] = texts[i] + turn.decode.tokens + ids(10, number)
         talks[0].told, talks[1].told, talks[2].told = talks[1].told, talks[2].told, talks[0].told
 
@@ -146,9 +146,9 @@ def test_sources_that_are_not_there(servers: Cluster) -> None:
         ]
     ):
         text = ids(120, 60 + number)
-        found = say(servers.prefill, text, 1, {**PREFILL_PARAMS, **hint})
+        found = reply_of(servers.prefill, text, 1, {**PREFILL_PARAMS, **hint})
         assert found.computed == 120
-        assert found.tokens == say(servers.plain, text, 1).tokens
+        assert found.tokens == reply_of(servers.plain, text, 1).tokens
     assert "kv_hint names no engine to ask" in servers.prefill.log.read_text()
 
 
@@ -171,14 +171,14 @@ def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> No
             told[n] = talk.told
         with ThreadPoolExecutor(6) as pool:
             answers = [
-                pool.submit(say, servers.prefill, text + ids(9, n), 1, SCHEMAS["nixl"](told[n]))
+                pool.submit(reply_of, servers.prefill, text + ids(9, n), 1, SCHEMAS["nixl"](told[n]))
                 for n, text in texts.items()
             ]
             d.kill()
             for n, answer in enumerate(answers):
-                assert answer.result().tokens == say(servers.plain, texts[n] + ids(9, n), 1).tokens
-        found = say(servers.prefill, texts[0] + ids(40, 5), 1, SCHEMAS["nixl"](told[0]))
-        assert found.tokens == say(servers.plain, texts[0] + ids(40, 5), 1).tokens
+                assert answer.result().tokens == reply_of(servers.plain, texts[n] + ids(9, n), 1).tokens
+        found = reply_of(servers.prefill, texts[0] + ids(40, 5), 1, SCHEMAS["nixl"](told[0]))
+        assert found.tokens == reply_of(servers.plain, texts[0] + ids(40, 5), 1).tokens
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_other_models(tmp_path: Path, write: Any, block: int | None) -> None:
         talk, text, had = Conversation(cluster.prefill, cluster.decode, "nixl"), ids(300, 1), 0
         for number in range(3):
             turn = talk.turn(text, 100)
-            assert turn.decode.tokens == say(cluster.plain, text, 100).tokens
+            assert turn.decode.tokens == reply_of(cluster.plain, text, 100).tokens
             if number and block is not None:
                 assert turn.prefill.computed <= len(text) - had + block
             had = len(text) + 100

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from kvxfer.cli.progress import progress
-from kvxfer_vllm.demo.conversations import FLAGS, Conversation, Turn
+from kvxfer_vllm.demo.conversations import FLAGS, Conversation, PlayedTurn
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape
 from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm, ended_together, free_port
@@ -86,7 +86,7 @@ def conversation(
     report = {way: summary(found[way]) for way in ways}
     typer.echo(json.dumps({"prompt": prompt, "answer": answer, "more": more, "backend": backend, **report}, indent=1))
     if not as_json:
-        typer.echo(table(report))
+        typer.echo(by_turn(report))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Timed:
     """One turn: the length of its prompt, what the servers have done, and the seconds from the client's request to its first token."""
 
     prompt_tokens: int
-    turn: Turn
+    turn: PlayedTurn
     first_s: float
 
 
@@ -127,7 +127,7 @@ def summary(conversations: Sequence[Sequence[Timed]]) -> list[dict[str, Any]]:
     ]
 
 
-def table(report: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def by_turn(report: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Return the report as a table: a row for each turn, for each way tokens that were computed and the time to the first token."""
     ways = list(report)
     rows = [["turn", "prompt", *(f"{way}: computed, ms" for way in ways)]]

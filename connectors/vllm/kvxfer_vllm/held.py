@@ -67,7 +67,8 @@ class HeldPrefixes:
         """Have vLLM's prefix cache find the windows at the end of an answer, until their blocks are used again.
 
         By default it finds those at the end of a prompt only (``prefix_cache_retention_interval``). Call it while the request has its
-        blocks. Those of a window that is a multiple of the block are enough for all full blocks. States are left alone: vLLM may write to the block of one that it does not cache.
+        blocks. Those of a window that is a multiple of the block are enough for all full blocks. States are left alone: vLLM may
+        write to the block of one that it does not cache.
         """
         if self._coordinator is None or not self._sparse:
             return

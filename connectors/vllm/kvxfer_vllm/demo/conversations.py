@@ -10,7 +10,7 @@ from typing import Any
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS
 from kvxfer_vllm.demo.servers import MODEL_NAME, Server
 
-__all__ = ["FLAGS", "SCHEMAS", "Conversation", "Said", "Turn", "say"]
+__all__ = ["FLAGS", "SCHEMAS", "Conversation", "Reply", "PlayedTurn", "reply_of"]
 
 FLAGS = ("--enable-prompt-tokens-details",)
 """Flags of servers that tell how many tokens of a prompt they had not to compute."""
@@ -43,7 +43,7 @@ SCHEMAS: dict[str, Callable[[Params], dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Said:
+class Reply:
     """What a server has answered.
 
     Attributes:
@@ -60,16 +60,16 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PlayedTurn:
     """What the two servers have done in one turn."""
 
-    prefill: Said
-    decode: Said
+    prefill: Reply
+    decode: Reply
 
 
-def say(
+def reply_of(
     server: Server, prompt: Sequence[int], tokens: int, params: Params | None = None, timeout: float = 60.0
-) -> Said:
+) -> Reply:
     """Have a server answer greedily, with exactly ``tokens`` tokens.
 
     Raises:
@@ -84,7 +84,7 @@ def say(
     began = time.perf_counter()
     answer = server.post("/v1/completions", body, timeout)
     cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Said(
+    return Reply(
         tokens=answer["choices"][0]["token_ids"],
         computed=answer["usage"]["prompt_tokens"] - cached,
         params=answer.get("kv_transfer_params"),
@@ -103,16 +103,16 @@ class Conversation:
         self._prefill, self._decode, self._schema = prefill, decode, schema
         self.told: dict[str, Any] | None = None  # what the decode server answered last
 
-    def turn(self, prompt: Sequence[int], tokens: int, timeout: float = 60.0) -> Turn:
+    def turn(self, prompt: Sequence[int], tokens: int, timeout: float = 60.0) -> PlayedTurn:
         """Have the next prompt, which is the whole history, answered with ``tokens`` tokens.
 
         Raises:
             ServerError: A server failed its part.
         """
         to_p = PREFILL_PARAMS if self._schema is None or self.told is None else SCHEMAS[self._schema](self.told)
-        first = say(self._prefill, prompt, 1, to_p, timeout)
+        first = reply_of(self._prefill, prompt, 1, to_p, timeout)
         if not first.params:
             raise self._prefill.error(f"offered no KV cache for a prompt of {len(prompt)} tokens")
-        answer = say(self._decode, prompt, tokens, first.params, timeout)
+        answer = reply_of(self._decode, prompt, tokens, first.params, timeout)
         self.told = answer.params
-        return Turn(first, answer)
+        return PlayedTurn(first, answer)
