@@ -83,7 +83,7 @@ class PrefillRank:
                 manager.req_to_decode_prefix_len[note.room] = note.prefix
                 manager.update_status(note.room, KVPoll.WaitingForInput)
                 return
-        reason = "it had failed before" if status == KVPoll.Failed else "its room is that of another request"
+        reason = "it had failed before" if status == KVPoll.Failed else "another request has its room"
         manager.tell(note.endpoint, note.dst_port, AttemptFailed(note.room, note.attempt, reason))
 
     def begin(self, room: int, pages: int) -> None:

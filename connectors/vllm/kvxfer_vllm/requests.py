@@ -36,7 +36,7 @@ class HttpBatch:
         arrived: When it came.
         prompts: By position, the name that vLLM has given to a prompt.
         requests: The requests of which something is computed or held.
-        running: Those of them that have not ended.
+        running: The ones among them that have not ended.
     """
 
     answer: str
@@ -67,7 +67,7 @@ class RequestFacts:
         lost: Whether its load has failed.
         answers: Whether its router is told, when it ends, where the KV is.
         batch: The HTTP request that it belongs to, if it offers.
-        span: The span of its load, and later that of its offer.
+        span: The span of its load, and later the span of its offer.
     """
 
     name: str
