@@ -26,14 +26,12 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
         keep_answers: Seconds for which a decode engine keeps the KV of an answer from being evicted, while at least a quarter of its
             cache is free. 0: it stays in the prefix cache like all else.
         secondary_tiers: Read by Dynamo alone, whose router then sends hints (``kv_hint``): where its workers say they can be asked.
-        ask_tokens: As in ``Config``; by default 16, because a prefill engine most often lacks only the last answer, which may be short.
     """
 
     legacy_hosts: tuple[str, ...] = ()
     decode_answers: bool = True
     keep_answers: Annotated[float, Meta(ge=0, le=86400)] = 0.0
     secondary_tiers: tuple[dict[str, Any], ...] = ()
-    ask_tokens: Annotated[int, Meta(ge=1)] = 16
 
 
 OLD_KEYS = (
