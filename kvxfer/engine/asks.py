@@ -84,7 +84,7 @@ class Asks:
     def ask(
         self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
     ) -> bool:
-        """Ask the sources; see ``SchedulerSide.ask``."""
+        """Accept a question; see ``SchedulerSide.ask``."""
         if request in self._asks:
             return True
         here = self._directory.source
@@ -94,21 +94,14 @@ class Asks:
         chain = prefix.chain(tokens)
         if not len(chain) or self._schedule.named(request) is not None:
             return False
-        what = chain, tuple(others)
+        what = chain, tuple(others)[:MOST_SOURCES]
         ask = self._alike.get(what)
         if ask is None or ask.state is _S.CLOSED:
-            names = {self._name(): source for source in list(others)[:MOST_SOURCES]}
-            ask = self._alike[what] = Ask(kind, chain, tuple(others), names, time.monotonic())
-            for name, source in names.items():
-                self._open[name] = ask
-                self._directory.inquire(source, m.Inquire(source.epoch, name, chain.step, chain.links))
+            ask = self._alike[what] = Ask(kind, *what)
         self._asks[request] = ask
         ask.requests.add(request)
         self._counts(ask).requests += 1
         return True
-
-    def _name(self) -> TransferId:
-        return TransferId.mint(self._directory.epoch, f"ask/{next(self._numbers)}")
 
     def _counts(self, ask: Ask) -> AskCounts:
         return self.counts.setdefault(ask.kind, AskCounts())
@@ -124,8 +117,13 @@ class Asks:
                     request, ask, ask.taken
                 )  # it waits for the one that fetches, and finds the blocks in the cache
             return False
-        self._notices.take_in()
         wanted = ask.chain.tokens - computed
+        if ask.state is _S.NEW:
+            if wanted < self._config.ask_tokens:
+                self._leave(request, ask)
+                return False
+            self._send(ask)
+        self._notices.take_in()
         if not ask.settled and wanted >= self._config.ask_tokens:
             patience = min(self._config.ask_timeout, self._benefit.computing(wanted, self._config.ask))
             if time.monotonic() < ask.asked_at + patience:
@@ -133,10 +131,19 @@ class Asks:
         self._decide(request, ask, computed)
         return False
 
+    def _send(self, ask: Ask) -> None:
+        """Ask the sources."""
+        ask.on(_E.SEND)
+        ask.asked_at = time.monotonic()
+        for source in ask.sources:
+            name = TransferId.mint(self._directory.epoch, f"ask/{next(self._numbers)}")
+            self._open[name], ask.asked[name] = ask, source
+            self._directory.inquire(source, m.Inquire(source.epoch, name, ask.chain.step, ask.chain.links))
+
     def asking(self, request: str) -> bool:
         """Return whether it is not decided yet what a request loads."""
         ask = self._asks.get(request)
-        return ask is not None and ask.state is _S.OUT
+        return ask is not None and ask.state in (_S.NEW, _S.OUT)
 
     def _decide(self, request: str, ask: Ask, computed: int) -> None:
         ask.decided_at = time.monotonic()

@@ -267,10 +267,10 @@ class SchedulerSide:
     ) -> bool:
         """Load what other engines hold of the first ``tokens`` tokens of this request's prompt, if that pays.
 
-        All sources are asked at once. ``loadable`` returns None until they have answered, for ``Config.ask_timeout`` at the most and for
-        no longer than computing the tokens would take. Then the one is taken from which a load saves most time, and everything is
-        as after ``load``. If none has any of it, or no load would end before the tokens were computed, the request is computed here. No
-        request fails because of what a source does. A request may be offered as well, with ``offer``.
+        All sources are asked when ``loadable`` is first called. It returns None until they have answered, for ``Config.ask_timeout`` at the
+        most and for no longer than computing the tokens would take. Then the one is taken from which a load saves most time, and everything
+        is as after ``load``. If none has any of it, or no load would end before the tokens were computed, the request is computed here.
+        No request fails because of what a source does. A request may be offered as well, with ``offer``.
 
         Args:
             request: The engine's id of the request.

@@ -1,7 +1,8 @@
 """The life of a request's question to other engines: one record, and one table. ``docs/engine-room.md`` draws the table.
 
 A request that is about to compute a prompt asks others what they hold of it. From the best answer it loads (``Load``), under the name
-that the question has given it. The answers that it does not take are declined, also those that come too late.
+that the question has given it. They are asked only once the engine looks for blocks for the request: what they hold for it would be held
+in vain while it waits in a queue. The answers that it does not take are declined, also those that come too late.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = ["ASK", "Ask", "AskEvent", "AskState", "PrefixOffer"]
 class AskState(enum.StrEnum):
     """The states of one request's question."""
 
+    NEW = "new"  # nobody has been asked yet: the engine has not looked for blocks for the request
     OUT = "out"  # sources have been asked, and it is not decided yet what is loaded
     LOADING = "loading"  # the best answer is loaded
     CLOSED = "closed"  # nobody needs an answer any more
@@ -27,6 +29,7 @@ class AskState(enum.StrEnum):
 class AskEvent(enum.StrEnum):
     """What happens to a question."""
 
+    SEND = "engine looks for blocks for the request"
     TAKE = "the best answer pays"
     NOTHING = "no source holds anything, or none has said so in time"
     DEAR = "no answer pays"
@@ -39,14 +42,19 @@ _S, _E = AskState, AskEvent
 
 ASK: Transitions[AskState, AskEvent] = Transitions(
     moves={
+        (_S.NEW, _E.SEND): _S.OUT,
+        (_S.NEW, _E.GIVE_UP): _S.CLOSED,
         (_S.OUT, _E.TAKE): _S.LOADING,
         **{(_S.OUT, e): _S.CLOSED for e in (_E.NOTHING, _E.DEAR, _E.GIVE_UP)},
         **{(_S.LOADING, e): _S.CLOSED for e in (_E.DELIVERED, _E.FAILED, _E.GIVE_UP)},
     },
     ignored={"it is closed": pairs((_S.CLOSED,), (_E.DELIVERED, _E.FAILED, _E.GIVE_UP))},
     never={
-        "it is decided once": pairs((_S.LOADING, _S.CLOSED), (_E.TAKE, _E.NOTHING, _E.DEAR)),
-        "nothing is loaded yet": pairs((_S.OUT,), (_E.DELIVERED, _E.FAILED)),
+        "sources are asked once": pairs((_S.OUT, _S.LOADING, _S.CLOSED), (_E.SEND,)),
+        "it is decided once, after they have been asked": pairs(
+            (_S.NEW, _S.LOADING, _S.CLOSED), (_E.TAKE, _E.NOTHING, _E.DEAR)
+        ),
+        "nothing is loaded yet": pairs((_S.NEW, _S.OUT), (_E.DELIVERED, _E.FAILED)),
     },
 )
 
@@ -81,13 +89,13 @@ class Ask:
     kind: str
     chain: Chain
     sources: tuple[Source, ...]
-    asked: dict[TransferId, Source]
-    asked_at: float
-    state: AskState = _S.OUT
+    state: AskState = _S.NEW
+    asked: dict[TransferId, Source] = field(default_factory=dict)
     answers: list[PrefixOffer] = field(default_factory=list)
     requests: set[str] = field(default_factory=set)
     heard: int = 0
     taken: PrefixOffer | None = None
+    asked_at: float = 0.0
     decided_at: float = 0.0
 
     def on(self, event: AskEvent) -> bool:

@@ -218,6 +218,7 @@ def test_what_was_evicted_is_not_held(world: World) -> None:
 def test_a_cache_that_is_dropped_while_it_is_read(world: World) -> None:
     d, p = world.holder(), world.engine()
     turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
+    assert p.scheduler.loadable("r", 0) is None
     world.idle.add(p)
     until(lambda: d.step(timeout=0.001) and False or d.scheduler.answered.held)
     while not d.scheduler.withdraw_all("other weights"):
@@ -232,6 +233,7 @@ def test_a_cache_that_is_dropped_while_it_is_read(world: World) -> None:
 def test_a_source_that_dies_during_the_load(world: World) -> None:
     d, p = world.holder(), world.engine({"peer_timeout": 0.5, "transfer_timeout": 2.0})
     turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
+    assert p.scheduler.loadable("r", 0) is None
     until(lambda: (d.step(timeout=0.001), p.scheduler.directory.noticed)[1])
     world.engines.remove(d)
     d.close()
@@ -287,7 +289,7 @@ def test_a_request_that_ends_while_others_are_asked(world: World) -> None:
     for admitted in (False, True):
         world.idle = {d}
         turn = p.begin(f"r{admitted}", [*PROMPT, 99], [1], [d.scheduler.source])
-        assert p.scheduler.asking(turn.request)
+        assert p.scheduler.asking(turn.request) and p.scheduler.loadable(turn.request, 0) is None
         if admitted:
             p.pool.grow(turn.table, 65)
             p.scheduler.allocated(turn.request, BlockTable.of([turn.table]), 0)
@@ -313,6 +315,7 @@ def test_samples_of_one_prompt_ask_once_and_one_of_them_loads(ends: str, world: 
         p._give_back(turn.request)
         gone.append(turn)
 
+    assert [p.scheduler.loadable(turn.request, 0) for turn in turns] == [None] * 4
     if ends == "the first, while others are asked":
         end(turns[0])
     until(lambda: (d.step(timeout=0.001), p.scheduler.directory.noticed)[1])
@@ -383,6 +386,23 @@ def test_nobody_is_asked_for_what_is_cached_or_loaded_already(world: World) -> N
     assert side.load("s", TransferId("own/1", 0), b"d", there, 64)
     assert not side.ask("s", prefix, [there], 64)
     side.finished("s", BlockTable.of([[]]), complete=False)
+    world.over()
+
+
+def test_nobody_is_asked_for_a_request_that_waits_in_a_queue(world: World) -> None:
+    """What others hold for it would be held in vain. They are asked once the engine looks for blocks for it."""
+    d, p = world.holder(), world.engine()
+    assert p.scheduler.ask("r", p.prefix(Turn("", PROMPT, [0], "", ())), [d.scheduler.source], 64)
+    for _ in range(20):
+        world.step()
+    assert p.scheduler.asking("r") and not d.scheduler.answered.inquiries
+    assert p.scheduler.loadable("r", 0) is None
+    world.until(lambda: d.scheduler.answered.held)
+    p.scheduler.finished("r", BlockTable.of([[]]), complete=False)
+    assert p.scheduler.ask("s", p.prefix(Turn("", PROMPT, [0], "", ())), [d.scheduler.source], 64)
+    assert p.scheduler.loadable("s", 64) == 0 and not p.scheduler.asking("s"), "all is here by now"
+    p.scheduler.finished("s", BlockTable.of([[]]), complete=False)
+    assert d.scheduler.answered.inquiries == 1
     world.over()
 
 

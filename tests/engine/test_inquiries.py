@@ -300,6 +300,7 @@ def test_an_engine_that_makes_no_steps_is_woken() -> None:
         d.scheduler.wake = lambda: woken.append(time.monotonic())
         asked = time.monotonic()
         turn = p.begin("r", [*PROMPT, 9], [1], [d.scheduler.source])
+        assert p.scheduler.loadable("r", 0) is None
         until(lambda: woken)
         assert d.scheduler.waiting and woken[0] - asked < 1.0
         heard: list[float] = []
