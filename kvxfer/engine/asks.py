@@ -118,6 +118,9 @@ class Asks:
                 )  # it waits for the one that fetches, and finds the blocks in the cache
             return False
         wanted = ask.chain.tokens - computed
+        if self._schedule.named(request) is not None:  # it has been told to load from a producer of its own
+            self._leave(request, ask)
+            return False
         if ask.state is _S.NEW:
             if wanted < self._config.ask_tokens:
                 self._leave(request, ask)
@@ -222,6 +225,12 @@ class Asks:
             self._end(ask, _E.DELIVERED, external)
         elif not external and load.fetched is not None:
             self._end(ask, _E.FAILED, load.end - load.start)
+
+    def withdraw_all(self, reason: str) -> None:
+        """Give up all questions, though their requests go on."""
+        for ask in self._asks.values():
+            if ask.on(_E.GIVE_UP):
+                self._close(ask, reason)
 
     def ended(self, update: Update) -> None:
         """Count the loads whose end the engine is told."""

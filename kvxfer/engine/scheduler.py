@@ -600,13 +600,14 @@ class SchedulerSide:
             self._schedule.producer.withdraw(offering[0], reason)
 
     def withdraw_all(self, reason: str) -> bool:
-        """End all offers and loads, because the KV cache is being dropped; return whether no block of the pool is in use.
+        """End all offers, loads and questions, because the KV cache is being dropped; return whether no block of the pool is in use.
 
         While that is False, the workers have yet to act on it: go on making steps, and call it again.
         """
         arguments.string("reason", reason, MOST_REASON, empty=True)
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
+        self._asks.withdraw_all(reason)
         self._loads.withdraw_all(reason)
         return self._pins.pool_unused
 

@@ -406,6 +406,39 @@ def test_nobody_is_asked_for_a_request_that_waits_in_a_queue(world: World) -> No
     world.over()
 
 
+def test_a_request_that_is_told_to_load_meanwhile_loads_that(world: World) -> None:
+    d, p = world.holder(), world.engine()
+    prefix = p.prefix(Turn("", PROMPT, [0], "", ()))
+    for n, asked in enumerate((False, True)):
+        request = f"r{n}"
+        assert p.scheduler.ask(request, prefix, [d.scheduler.source], 64)
+        if asked:
+            assert p.scheduler.loadable(request, 0) is None
+        assert p.scheduler.load(request, TransferId("own/1", n), b"d", d.scheduler.source, 48)
+        assert p.scheduler.loadable(request, 0) == 48 and not p.scheduler.asking(request)
+        p.scheduler.finished(request, BlockTable.of([[]]), complete=False)
+    world.until(lambda: d.scheduler.answered.held == 1)
+    world.over()
+
+
+def test_questions_end_with_the_cache(world: World) -> None:
+    """What is asked under earlier weights is of no use."""
+    d, p = world.holder(), world.engine()
+    prefix = p.prefix(Turn("", PROMPT, [0], "", ()))
+    world.idle.add(d)
+    for request in ("new", "out"):
+        assert p.scheduler.ask(request, prefix, [d.scheduler.source], 64)
+        prefix = p.prefix(Turn("", [7, *PROMPT], [0], "", ()))
+    assert p.scheduler.loadable("new", 0) is None
+    p.scheduler.withdraw_all("other weights")
+    for request in ("new", "out"):
+        assert not p.scheduler.asking(request) and p.scheduler.loadable(request, 0) == 0
+        p.scheduler.finished(request, BlockTable.of([[]]), complete=False)
+    world.idle.clear()
+    world.until(lambda: d.scheduler.answered.held == 1)
+    world.over()
+
+
 def test_wrong_calls(world: World) -> None:
     p = world.engine()
     prefix, there = Prefix(PROMPT, model="m"), Source("127.0.0.1", 1, 1)
