@@ -610,9 +610,11 @@ class _Layout:
 
 def ours(connector: Any) -> KVXferConnector:
     """Our connector, also if another holds it."""
-    if isinstance(connector, KVXferConnector):
-        return connector
-    return next(c for c in connector.sub_connectors if isinstance(c, KVXferConnector))
+    while not isinstance(connector, KVXferConnector):
+        connector = next(
+            c for c in connector.sub_connectors if isinstance(c, KVXferConnector) or hasattr(c, "sub_connectors")
+        )
+    return connector
 
 
 def _layers(groups: Sequence[Group]) -> dict[str, int]:

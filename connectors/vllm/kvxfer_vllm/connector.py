@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvxfer_vllm import compat, logs
+from kvxfer_vllm import compat, logs, register
+from kvxfer_vllm.enclosing import loads_safely
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import translate
 from kvxfer_vllm.scheduler import SchedulerHooks
@@ -50,7 +51,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         config = settings_of(vllm_config, self._translate)
         groups = groups_of(kv_cache_config, vllm_config)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
-        self._hits_may_differ = self._kv_transfer_config.is_kv_consumer and hits_may_differ(kv_cache_config)
+        self._hits_may_differ = loads_safely(vllm_config) and hits_may_differ(kv_cache_config)
         self._scheduler: SchedulerHooks | None = None
         self._worker: WorkerHooks | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -217,3 +218,6 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[Any]]
     ) -> KVXferPromMetrics:
         return KVXferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+register()  # MultiConnector finds what rebuilds statistics by name alone, also where VLLM_PLUGINS leaves kvxfer's plug-in out

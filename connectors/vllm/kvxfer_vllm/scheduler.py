@@ -23,6 +23,7 @@ from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
+from kvxfer_vllm.enclosing import engine_transfer, loads_safely
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
@@ -65,12 +66,19 @@ class SchedulerHooks:
         self._config = config
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         assert transfer is not None
-        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
+        if transfer.is_kv_consumer and not self._consumes:
+            log.warning(
+                "this engine loads nothing: kv_role of its MultiConnector is %s, so vLLM gives blocks away that a step still "
+                "writes to; set it to kv_both",
+                engine_transfer(vllm_config).kv_role,
+            )
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
-        if self._consumes and getattr(transfer, "kv_load_failure_policy", None) == "fail":
+        if self._consumes and getattr(engine_transfer(vllm_config), "kv_load_failure_policy", None) == "fail":
             log.warning(
                 "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); "
-                "with 'recompute' this engine computes the prompt instead"
+                "with 'recompute' this engine computes the prompt instead. Set it in --kv-transfer-config itself: vLLM ignores that of "
+                "an entry inside MultiConnector"
             )
         self._content, self._warned = RequestContent(vllm_config), set[str]()
         groups = groups_of(kv_cache_config, vllm_config)
