@@ -7,16 +7,24 @@ calls that lead here.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvxfer.logs import logger
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-__all__ = ["engine_transfer", "loads_safely", "together"]
+    from kvxfer_vllm.migration import ConnectorConfig
+
+__all__ = ["enclosed", "engine_transfer", "loads_safely", "together"]
+
+log = logger("kvxfer.vllm")
 
 _MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
@@ -46,6 +54,40 @@ def together(vllm_config: VllmConfig) -> Iterator[type]:
     outer = engine_transfer(vllm_config)
     if outer is not vllm_config.kv_transfer_config:
         yield from _inside(outer)
+
+
+def enclosed(config: ConnectorConfig, vllm_config: VllmConfig) -> ConnectorConfig:
+    """Return the settings of a scheduler side, as they are where it stands; warn of what its operator may not expect there."""
+    own, engine = vllm_config.kv_transfer_config, engine_transfer(vllm_config)
+    if own is None or not own.is_kv_consumer:
+        return config
+    if not engine.is_kv_consumer:
+        log.warning(
+            "this engine loads nothing: kv_role of its MultiConnector is %s, so vLLM gives blocks away that a step still writes to; set "
+            "it to kv_both",
+            engine.kv_role,
+        )
+        return config
+    if getattr(engine, "kv_load_failure_policy", None) == "fail":
+        log.warning(
+            "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); with "
+            "'recompute' this engine computes the prompt instead. Set it in --kv-transfer-config itself: vLLM ignores that of an entry "
+            "inside MultiConnector"
+        )
+    before = [kind.__name__ for kind in itertools.takewhile(lambda kind: not _is_ours(kind), together(vllm_config))]
+    if not before:
+        return config
+    log.warning(
+        "MultiConnector asks %s before kvxfer: if it has any tokens of a prompt, vLLM loads those and computes the rest. Put kvxfer first "
+        "in 'connectors'",
+        ", ".join(before),
+    )
+    # What is fetched before vLLM says whom it loads from may be fetched in vain.
+    return msgspec.structs.replace(config, step_budget=0.0)
+
+
+def _is_ours(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "kvxfer_vllm" for base in kind.__mro__)
 
 
 def _inside(transfer: KVTransferConfig) -> Iterator[type]:

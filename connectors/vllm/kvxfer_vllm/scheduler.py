@@ -23,7 +23,7 @@ from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
-from kvxfer_vllm.enclosing import engine_transfer, loads_safely
+from kvxfer_vllm.enclosing import enclosed, loads_safely
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
@@ -35,7 +35,7 @@ from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import groups_of
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats, Reason
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
 from kvxfer_vllm.unoffered import Unoffered
 
@@ -67,19 +67,8 @@ class SchedulerHooks:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         assert transfer is not None
         self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
-        if transfer.is_kv_consumer and not self._consumes:
-            log.warning(
-                "this engine loads nothing: kv_role of its MultiConnector is %s, so vLLM gives blocks away that a step still "
-                "writes to; set it to kv_both",
-                engine_transfer(vllm_config).kv_role,
-            )
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
-        if self._consumes and getattr(engine_transfer(vllm_config), "kv_load_failure_policy", None) == "fail":
-            log.warning(
-                "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); "
-                "with 'recompute' this engine computes the prompt instead. Set it in --kv-transfer-config itself: vLLM ignores that of "
-                "an entry inside MultiConnector"
-            )
+        config = enclosed(config, vllm_config)
         self._content, self._warned = RequestContent(vllm_config), set[str]()
         groups = groups_of(kv_cache_config, vllm_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
@@ -253,6 +242,7 @@ class SchedulerHooks:
             self._asked(facts)
             return 0, False
         tokens = self.side.loadable(request.request_id, computed)
+        facts.promised = tokens or 0
         if tokens is not None:
             self._asked(facts)
         beside = bool(tokens) and not self.side.here(request.request_id)
@@ -283,7 +273,7 @@ class SchedulerHooks:
             facts.into = table if self._partly else None
             self._retained.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.here(name):
-            self._outcomes.ended(facts, DELIVERED if external else COMPUTED)
+            self._outcomes.ended(facts, DELIVERED if external else ELSEWHERE if facts.promised else COMPUTED)
             self._retained.cached(facts)
         try:
             self.side.allocated(name, table, external)
