@@ -16,7 +16,7 @@ __all__ = ["RENEWED", "Renewals"]
 
 log = logger("kvxfer.engine")
 
-RENEWED = 10
+RENEWED = 20
 """A transfer that no worker begins to fetch is renewed for so many leases. Then its producer may free the blocks; two engines
 whose caches are full of blocks that each holds for the other would wait for ever otherwise."""
 

@@ -34,6 +34,7 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
+from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.settings import groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
@@ -111,7 +112,7 @@ class SchedulerHooks:
         self._content.arrived(request)
         params: Mapping[str, Any] = {}
         try:
-            params = p.translated(request.kv_transfer_params or self._legacy(request) or {})
+            params = translated(request.kv_transfer_params or self._legacy(request) or {})
             if params:
                 self._take_up(request, params)
         except UnknownAdapterError as e:
@@ -137,8 +138,9 @@ class SchedulerHooks:
         )
 
     def _take_up(self, request: Request, params: Mapping[str, Any]) -> None:
-        offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
         name, whole = request.request_id, request.num_prompt_tokens
+        offers = self._produces and p.is_offer(params)
+        loads = p.is_given_up(params, whole) or (self._consumes and p.is_load(params))
         if not offers and not loads:
             if (why := p.wrong_role(params)) is not None:
                 log.warning("request %s %s", printable(name), why)
@@ -209,7 +211,7 @@ class SchedulerHooks:
             self.side.decline(transfer, part.digest, source, p.answer_of(params) or "")
             self._outcomes.expect(facts, request, str(transfer), None)
             return
-        key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
+        key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
         if key in self._outcomes.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
             self._outcomes.expect(facts, request, str(transfer), None)
