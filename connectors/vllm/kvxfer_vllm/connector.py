@@ -110,6 +110,10 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._sched.bind(gpu_block_pool)
 
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks will be free so soon that vLLM should wait for them rather than preempt (0.32 and later)."""
+        return self._sched.frees_soon
+
     def has_pending_push_work(self) -> bool:
         return self._sched.waiting
 

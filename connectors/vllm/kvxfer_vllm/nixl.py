@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["NixlConnector"]
+__all__ = ["NixlConnector", "NixlPullConnector", "NixlPushConnector"]
 
 log = logger("kvxfer.vllm")
 
@@ -58,4 +58,4 @@ class KVXferConnector(connector.KVXferConnector):
         return settings, tuple(notes)
 
 
-NixlConnector = KVXferConnector
+NixlConnector = NixlPullConnector = NixlPushConnector = KVXferConnector

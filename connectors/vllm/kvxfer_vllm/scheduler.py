@@ -24,6 +24,7 @@ from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.enclosing import enclosed, loads_safely
+from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
@@ -90,6 +91,7 @@ class SchedulerHooks:
         self._facts = sealed(self.side.facts)
         self._requests: dict[str, RequestFacts] = {}  # by name, until they are over
         self._held: dict[str, RequestFacts] = {}  # those that are over, and whose blocks are held for others
+        self._frees = PendingFrees()
         self._numbers = itertools.count()
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
@@ -307,6 +309,7 @@ class SchedulerHooks:
             self.side.unanswered(last_of)
         if held:
             self._held[name] = facts
+            self._frees.held(name)
         else:
             self._batches.over(facts)
         if ticket is None or not self.side.offers(ticket):
@@ -419,12 +422,18 @@ class SchedulerHooks:
         """Forget a request whose blocks are no longer held for others."""
         facts = self._held.pop(name, None)
         if facts is not None:
+            self._frees.released(name)
             self._batches.over(facts)
             facts.end_span()
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
         return self._outcomes.stats()
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether vLLM should wait for blocks that are held for others, rather than preempt a request."""
+        return self._frees.soon()
 
     @property
     def waiting(self) -> bool:
