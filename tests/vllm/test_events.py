@@ -84,7 +84,7 @@ def engines(make: Make) -> Iterator[tuple[Engine, list[Engine], Router]]:
     p, decodes = make(role="kv_producer"), []
     port = free_ports(2)
     for i in range(2):
-        events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://127.0.0.1:{port + i}")
+        events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port + i}")
         decodes.append(make(role="kv_consumer", events=events))
     router = Router(*(f"tcp://127.0.0.1:{port + i}" for i in range(2)))
     time.sleep(0.5)  # a subscriber that is late misses what was published

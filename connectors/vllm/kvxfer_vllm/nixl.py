@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvxfer.logs import logger
-from kvxfer_vllm import connector
+from kvxfer_vllm import NAME
+from kvxfer_vllm.connector import KVXferConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +38,7 @@ _WITHOUT_MEANING = {
 }
 
 
-class KVXferConnector(connector.KVXferConnector):
+class NixlConnector(KVXferConnector):
     """kvxfer, whatever the name says under which it was asked for."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -58,4 +59,5 @@ class KVXferConnector(connector.KVXferConnector):
         return settings, tuple(notes)
 
 
-NixlConnector = NixlPullConnector = NixlPushConnector = KVXferConnector
+NixlConnector.__name__ = NAME
+NixlPullConnector = NixlPushConnector = NixlConnector
