@@ -8,7 +8,7 @@ import msgspec
 
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
-from kvxfer.control.inquiry import inquire
+from kvxfer.control.lookup import look_up
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.identity import Address
 from kvxfer.security import Security
@@ -42,7 +42,7 @@ def address_problems(config: Config) -> list[str]:
 
 
 def _check_port(config: Config) -> None:
-    """Raise OSError if the port cannot be had. An engine that starts meanwhile still gets it, since nothing listens here."""
+    """Raise OSError if the port cannot be had. An engine that starts meanwhile still gets it, because nothing listens here."""
     family, *_, where = socket.getaddrinfo(
         config.listen, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -65,6 +65,6 @@ def running_engine(config: Config) -> str | None:
         return None
     at = directory_address(config)
     try:
-        return inquire(at.host, at.port, Security.of(config), ANSWER_S).engine.engine
+        return look_up(at.host, at.port, Security.of(config), ANSWER_S).engine.engine
     except (PeerError, ConfigError):
         return None

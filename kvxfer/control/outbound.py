@@ -65,7 +65,7 @@ class Target:
     def link(self) -> LinkId:
         """The link to it. Only targets that are alike in everything share one: what moves over it is planned by what they say.
 
-        Whoever has a directory can name any rank's address and epoch there, and describe its cache otherwise than it is.
+        Any directory can name any rank's address and epoch there, and describe its cache otherwise than it is.
         """
         said = msgspec.msgpack.encode((self.epoch, self.cache, self.assignments, self.backends))
         return (self.address, int.from_bytes(hashlib.blake2b(said, digest_size=16).digest()))
@@ -150,7 +150,7 @@ class Outbound(LinkTable[_Dial]):
             self._due.add(target.source)
 
     def _without(self, link: _Dial, why: Failure, now: float) -> Lost | None:
-        """Try the next back end, since this one cannot make the link; return its loss if there is none."""
+        """Try the next back end, because this one cannot make the link; return its loss if there is none."""
         failed = self._unfit.setdefault(link.id, {})
         failed[link.backend] = why
         if all(b in failed for b in link.target.backends):
@@ -216,7 +216,7 @@ class Outbound(LinkTable[_Dial]):
     def _reader(self, target: Target) -> int:
         """Return the number by which a producer rank knows this agent, over whichever link.
 
-        Not the epoch, which directories tell to anybody, and another for each rank: who does not know it cannot speak for us.
+        Not the epoch, which directories tell to anybody, and another for each rank: a process that does not know it cannot speak for us.
         """
         number = hashlib.blake2b(target.epoch.to_bytes(8), key=self._secret, digest_size=8).digest()
         return int.from_bytes(number) >> 1
@@ -297,7 +297,7 @@ class Outbound(LinkTable[_Dial]):
             self._data.post(Disconnect(link))
 
     def forget(self, link: LinkId) -> None:
-        """Close a link for good."""
+        """Close a link and do not dial it again."""
         if link not in self._links:
             self._data.post(Disconnect(link))  # for its answer
         self.drop(link)

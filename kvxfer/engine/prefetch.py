@@ -33,8 +33,8 @@ _S, _E = LoadState, LoadEvent
 class Prefetches:
     """The scheduler side's sync loads. One thread.
 
-    ``budget`` is the seconds of a step that may be spent on waiting and copying. ``receive`` waits up to so many seconds for
-    results and passes them to ``take_in``; it returns whether there were any.
+    ``budget`` is the seconds of a step that may be spent on waiting and copying. ``receive`` waits for
+    results, for up to the seconds that it is given, and passes them to ``take_in``; it returns whether there were any.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Prefetches:
     def end(self, load: Load, event: LoadEvent, reason: str = "") -> None:
         """Pass an event on that may end the load, and give the lent blocks back if it does."""
         load.promised = 0
-        if load.state is _S.ADMITTED:  # its blocks may be somebody else's by the time of the step
+        if load.state is _S.ADMITTED:  # its blocks may be another request's by the time of the step
             self._admitted = [(other, table) for other, table in self._admitted if other is not load]
             self._ledger.drop(("copy", load.number))
         self._schedule.on(load, event, reason)

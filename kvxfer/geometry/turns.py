@@ -3,7 +3,7 @@
 The ranks take turns: each holds every ``count``-th run of ``span`` tokens, and keeps its own tokens one after the other. A block
 table is the same for all of them, and one of its blocks stands for the tokens of all ranks, of which each rank's block holds its share.
 
-Two ranks of two engines share the tokens that both hold. If both hold single tokens in turn, those that they share are equally
+Two ranks of two engines share the tokens that both hold. If both take tokens one by one, the ones that they share are equally
 far apart, and count as one stretch. Otherwise each stretch is of tokens that follow each other.
 """
 
@@ -23,7 +23,7 @@ class TokenTurns(msgspec.Struct, frozen=True):
     """This rank holds the tokens ``t`` with ``t // span % count == index``.
 
     Attributes:
-        index: Whose turn comes so many turns after the first.
+        index: The place of this rank in the order of turns, from 0.
         count: How many ranks, or groups of ranks that hold the same, take turns.
         span: Tokens of a turn.
 

@@ -1,6 +1,6 @@
 """Budgets of bounded resources that many peers share, so that greedy ones cannot keep the others from them.
 
-Peers may take until nothing is left. From then on whoever has least is served at the cost of whoever has most, so that ``n``
+Peers may take until nothing is left. From then on the peer that has least is served at the cost of the one that has most, so that ``n``
 peers that take all they can get one ``n``-th each, and so does a newcomer.
 """
 
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 
-__all__ = ["IndexedKeep", "Keep", "PeerBudgets"]
+__all__ = ["HalfShares", "IndexedKeep", "Keep", "PeerBudgets"]
 
 Owner = TypeVar("Owner", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
@@ -57,13 +57,13 @@ class PeerBudgets(Generic[Owner, K]):
         """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
 
         Args:
-            owner: Who gets it.
+            owner: The owner that gets it.
             key: What for.
             n: How much.
-            peer: Whom the owner belongs to.
+            peer: The peer that the owner belongs to.
 
         Returns:
-            The keys that lose theirs to make room, the newest first of whoever has most; ``None`` if that would be ``owner``
+            The keys that lose theirs to make room, the newest first of the owner that has most; ``None`` if that would be ``owner``
             itself, which then gets nothing.
         """
         mine = self._owners.get(owner) or self._enter(owner, peer)
@@ -95,7 +95,7 @@ class PeerBudgets(Generic[Owner, K]):
             self._prune(share)
 
     def merge(self, owner: Owner, into: Owner, peer: PeerIdentity = NOBODY) -> None:
-        """Count what ``owner`` has as another's, of this peer, since it is gone and must not keep a share for ever."""
+        """Count what ``owner`` has as another's, of this peer, because it is gone and must not keep a share for ever."""
         share = self._owners.get(owner)
         if share is not None:
             heir = self._owners.get(into) or self._enter(into, peer)
@@ -149,10 +149,41 @@ class PeerBudgets(Generic[Owner, K]):
         return share
 
 
+class HalfShares(Generic[Owner]):
+    """A bounded amount, of which each owner may have half of what the others leave: some is left for a newcomer, whatever they take.
+
+    Args:
+        total: How much there is.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._taken, self._all = total, dict[Owner, int](), 0
+
+    def room(self, owner: Owner) -> int:
+        """Return how much more an owner may take."""
+        mine = self._taken.get(owner, 0)
+        return max((self._total - (self._all - mine) + 1) // 2 - mine, 0)
+
+    def take(self, owner: Owner, n: int) -> bool:
+        """Give an owner ``n`` more; return False if it may not take so much, and gets nothing."""
+        if n > self.room(owner):
+            return False
+        self._taken[owner] = self._taken.get(owner, 0) + n
+        self._all += n
+        return True
+
+    def give(self, owner: Owner, n: int) -> None:
+        """Take ``n`` back that an owner has."""
+        self._all -= n
+        self._taken[owner] -= n
+        if not self._taken[owner]:
+            del self._taken[owner]
+
+
 class Keep(Generic[Owner, K, V]):
     """Values that are remembered for a while, within a budget that their owners share.
 
-    If there is no room for a value, the oldest one goes of the same owner, or of whoever has most if that owner has less than
+    If there is no room for a value, the oldest one goes of the same owner, or of the owner that has most if that owner has less than
     an equal share. All operations cost O(1), and that last one O(owners). The clock is an argument.
 
     Args:

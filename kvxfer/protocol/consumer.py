@@ -155,7 +155,7 @@ class ConsumerMachine:
         return out
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
-        """Fail what uses a link that is lost for good."""
+        """Fail what uses a link that cannot be dialled again."""
         out = self._routes.close(link, why)
         for f, rank in self._routes.users(link):
             if rank.on(E.LINK_DOWN):
@@ -300,7 +300,7 @@ class ConsumerMachine:
         return out
 
     def _outdate(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Void the attempt, since another rank has a newer generation, and ask this rank for that too."""
+        """Void the attempt, because another rank has a newer generation, and ask this rank for that too."""
         if not rank.on(E.OUTDATED):
             return []
         self._reopen(f)

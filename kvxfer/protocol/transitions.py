@@ -1,7 +1,7 @@
 """The life of a transfer as tables.
 
 For every pair of a state and a stimulus they say where it leads, why it is ignored, or why it never happens.
-``docs/session.md`` draws them; ``tests/protocol/test_transitions.py`` checks that no pair is missing.
+``docs/protocol.md`` draws them; ``tests/protocol/test_transitions.py`` checks that no pair is missing.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class RankFetchEvent(enum.StrEnum):
     """What happens to a rank fetch."""
 
     LINK_UP = "link up"
-    LINK_RESET = "link lost, dialled anew"
-    LINK_DOWN = "link lost for good"
+    LINK_RESET = "link lost, dialled again"
+    LINK_DOWN = "link lost, not dialled again"
     PART_READY = "part ready"
     COMPLETE = "all parts complete"
     ASK = "all ranks arrived"
     SEEN = "all ranks arrived, seen to have held"
     COMMIT_ACK = "commit ack"
     ALL_HELD = "all ranks held"
-    ANOTHER = "another rank begins anew"
+    ANOTHER = "another rank starts over"
     OUTDATED = "a newer generation seen"
     CLOSED = "attempt closed"
     CLOSED_AGAIN = "attempt closed, may come again"
@@ -89,7 +89,7 @@ RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
         "the commit is asked for once all ranks have arrived": _pairs(
             (_L.REQUESTED, _L.MOVING, _L.ARRIVED), (_e.COMMIT_ACK,)
         ),
-        "it has been said": frozenset({(_L.HELD, _e.COMMIT_ACK)}),
+        "it is answered already": frozenset({(_L.HELD, _e.COMMIT_ACK)}),
         "it held when it had to; should it have to once more, the producer is asked again": _pairs(
             (_L.HELD,), (_e.CLOSED, _e.CLOSED_AGAIN)
         ),
@@ -108,8 +108,8 @@ RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
         "it is asked, or looked, once all ranks have arrived": _pairs(set(_L) - {_L.ARRIVED}, (_e.ASK, _e.SEEN)),
         "all ranks hold, or none is delivered": _pairs(set(_L) - {_L.HELD}, (_e.ALL_HELD,)),
         "nothing was announced here yet": frozenset({(_L.REQUESTED, _e.OUTDATED)}),
-        "what others announce, they do after they have begun anew": _pairs((_L.COMMITTING, _L.HELD), (_e.OUTDATED,)),
-        "no rank begins anew after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
+        "what others announce, they do after they have started over": _pairs((_L.COMMITTING, _L.HELD), (_e.OUTDATED,)),
+        "no rank starts over after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
         "only a paused rank waits for quiet": _pairs(set(_L) - {_L.PAUSED}, (_e.QUIET,)),
     },
 )
@@ -148,11 +148,11 @@ RANK_SERVE: Transitions[ServeState, ServeEvent] = Transitions(
         **{(s, _v.LINK_DOWN): _V.ENDED for s in (_V.WAITING, _V.SERVING, _V.ENDING)},
     },
     ignored={
-        "that the attempt is closed will be said": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
-        "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
+        "the peer will be told that the attempt is closed": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
+        "the final reply has been sent": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
     },
     never={
-        "nothing is announced to whom has been given up": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),
+        "a peer that was given up is told nothing more": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),
         "only what was announced can be had": frozenset({(_V.WAITING, _v.SETTLE)}),
         "only an ending serve waits for quiet": _pairs(set(_V) - {_V.ENDING}, (_v.QUIET,)),
     },

@@ -37,7 +37,7 @@ class Revoke(msgspec.Struct, frozen=True):
         generation: The generation.
         reason: Why, for readers and the log.
         gone: Whether the transfer is over: nothing follows, and a worker forgets it once it is quiet. Every transfer that an
-            ``OfferSchedule`` accepted ends with exactly one such revocation, even if everybody has read it; readers
+            ``OfferSchedule`` accepted ends with exactly one such revocation, even if all consumers have read it; readers
             that have not read everything fail at once. If not gone (preemption), a reader may wait for the next generation.
         kept: Whether the blocks stay as they are until all workers have released them, so that consumers that are reading may
             finish with what has been offered.
@@ -94,7 +94,7 @@ class RankResult(msgspec.Struct, frozen=True):
     Attributes:
         handle: The handle of the fetch.
         rank: The rank.
-        number: The number of the fetch, since a later load may have the same handle.
+        number: The number of the fetch, because a later load may have the same handle.
         generation: The generation that was delivered; None if nothing had to be moved.
         failure: Why it was not delivered; None if it was.
         quiet: Whether nothing writes to its blocks any more.

@@ -110,7 +110,7 @@ class OfferSchedule(Offerings):
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int = 1
     ) -> Offering | None:
-        """Offer KV that no request computes, since it is in these blocks already, which stay until ``released`` says so.
+        """Offer KV that no request computes, because it is in these blocks already, which stay until ``released`` says so.
 
         Returns:
             The offering: a new one, or that of the same content under this name. None if the name has other content.
@@ -155,7 +155,7 @@ class OfferSchedule(Offerings):
         return 0 if found is None or not (found.computed or found.held) else found.total
 
     def check(self, request: str, tokens: int, table: BlockTable) -> None:
-        """Refuse a table that cannot be offered up to this token, since a load fills some of its blocks; ``step`` does not look.
+        """Refuse a table that cannot be offered up to this token, because a load fills some of its blocks; ``step`` does not look.
 
         Raises:
             ScheduleError: There is such a block.
@@ -303,7 +303,7 @@ class OfferSchedule(Offerings):
             self.decline(told.transfer, reason)
 
     def released(self, transfer: TransferId, generation: Generation) -> str | None:
-        """Record that all ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
+        """Record that all ranks are done with a transfer: all consumers have read it, or it is revoked, will not come again, and is quiet.
 
         ``generation`` is the one that was read or revoked; reports about an earlier request of the same
         transfer are recognised by it and ignored. An offer that crossed the report is revoked.

@@ -146,7 +146,7 @@ class Participant(Protocol):
 
 
 class LocalParticipant:
-    """A participant in this process. It makes progress only while somebody calls ``turn``."""
+    """A participant in this process. It makes progress only while a caller calls ``turn``."""
 
     def __init__(self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str) -> None:
         self.name = name
@@ -221,7 +221,7 @@ class LocalParticipant:
         self.transport.deregister(memory)
 
     def register_again(self, memory: int) -> int:
-        """Deregister a memory, register the same bytes anew, and return their new number."""
+        """Deregister a memory, register the same bytes again, and return their new number."""
         self.give_back(memory)
         return self._register(self._memories.pop(memory))
 

@@ -31,7 +31,7 @@ from kvxfer_mooncake.spans import Spans
 __all__ = ["MooncakeTransport"]
 
 BUDGET_S = 0.01
-"""A call posts no more after so long."""
+"""Seconds after which a call posts no more."""
 LINGER_S = 0.01
 
 
@@ -52,7 +52,7 @@ class MooncakeTransport(Base[Endpoint, Link]):
         self._uninherited.look()
         self._capabilities = Capabilities(
             verbs=frozenset({Verb.READ, Verb.WRITE}),
-            elastic=self._options.protocol == "tcp",  # a card pins
+            elastic=self._options.protocol == "tcp",  # an RDMA device pins
             run_bytes=1 << 16,
             may_block_s=0.05,
             abort="batch",

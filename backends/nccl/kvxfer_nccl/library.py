@@ -136,7 +136,7 @@ class NcclPipe:
             raise TransportError(f"NCCL did not abort a communicator cleanly: {e}") from e
 
     def _make_stream(self) -> None:
-        """Return a stream that nobody else has: torch hands out 32 in turn, and what NCCL runs on one may wait for long."""
+        """Return a stream that nobody else has: torch hands out 32, one after the other, and what NCCL runs on one may wait for long."""
         from cuda.core import Device, StreamOptions
 
         device = Device(self._device.index)
@@ -190,7 +190,7 @@ class NcclBinding:
         word = self._words.get(device)
         if word is None:
             word = self._torch.empty(WORD, dtype=self._torch.uint8, device=device)
-            # Who had this memory before may still be at work in it, on the stream for which torch gave it.
+            # The former user of this memory may still be at work in it, on the stream for which torch gave it.
             self._torch.cuda.current_stream(word.device).synchronize()
             word = self._words.setdefault(device, word)
         return int(word.data_ptr())

@@ -173,7 +173,7 @@ class NcclTransport(Base[Endpoint, Link]):
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         runs = self.memories.runs(batch.local, batch.local_offsets, batch.lengths)
         link.post(Post(number, batch.verb, batch.stream, runs, sum(n for _, n in runs), after))
-        self._step(batch.peer, time.monotonic())  # at once: whoever submits several must not delay the first
+        self._step(batch.peer, time.monotonic())  # at once: a caller that submits several must not delay the first
         self._arm()
 
     def stop(self, number: int, link: Link) -> None:
@@ -196,7 +196,7 @@ class NcclTransport(Base[Endpoint, Link]):
 
     def shut_down(self) -> None:
         with self._waking:
-            pass  # who is about to wake us has done so, and nobody does from now on
+            pass  # a thread that is about to wake us has done so, and none does from now on
         links = [*self.links.values(), *self._ending.values()]
         for link in links:
             link.end(TransportError("the transport was closed on this side"), "the other side shut down")

@@ -40,7 +40,7 @@ from kvxfer_nixl.space import RegisteredSpace, one_device
 __all__ = ["NixlTransport"]
 
 BUDGET_S = 0.015
-"""A call starts no more pieces after so long."""
+"""Seconds after which a call starts no more pieces."""
 DRAIN_S = 1.0
 """How long ``close`` waits for NIXL to be done: ended in the middle of a READ over TCP, UCX 1.23 can abort the *peer*."""
 LINGER_S = 0.05
@@ -141,7 +141,7 @@ class NixlTransport(Base[Endpoint, Link]):
             agent.deregister(token)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        """NIXL's keys have no rights: who has one can write, too, where the carrier asks for one at all."""
+        """NIXL's keys have no rights: a peer that has one can write, too, where the carrier asks for one at all."""
         end = new_token()
         mine = Endpoint(
             self.agent[:256],
@@ -204,8 +204,8 @@ class NixlTransport(Base[Endpoint, Link]):
                 )
             if Verb.READ in self._capabilities.verbs and not self._reach.includes(agent is host):
                 raise TransportError(
-                    f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can take the process that "
-                    'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
+                    f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can end the process that "
+                    'it reads from. Set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
                     "there, which allows it), or use another back end"
                 )
             return self._peers[id(agent)].connect(metadata, liveness is not None)
@@ -312,7 +312,7 @@ def _start(name: str, options: Options) -> tuple[LibraryAgent | None, LibraryAge
     host = contexts.host
     if host is not None and contexts.network is not None and not (has_gpu() or copies_directly(host["TLS"])):
         if Reach.of(msgspec.structs.replace(options, verbs=None), ()).network:
-            settings[0] = None  # a card reads by itself, and shared memory would not
+            settings[0] = None  # an RDMA device reads by itself, and shared memory would not
     started: list[LibraryAgent | None] = []
     try:
         for one in settings:

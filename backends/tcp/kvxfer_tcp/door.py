@@ -1,4 +1,4 @@
-"""The listener, and whoever has connected to it and not shown a token yet."""
+"""The listener, and the connections that have not shown a token yet."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Door:
         return next(iter(self._strangers.values()), None)
 
     def accept(self, wakeup: Wakeup) -> None:
-        """Take in those who have connected."""
+        """Take in new connections."""
         for _ in range(AT_ONCE):
             opened = accept(self.listener, wakeup)
             if opened is None:
@@ -83,7 +83,7 @@ class Door:
         stranger.close()
 
     def introduce(self, stranger: _Stranger, token: bytes, number: int) -> None:
-        """Pass on somebody who has said what a peer of ours would."""
+        """Pass on a connection that has said what a peer of ours would."""
         del self._strangers[stranger]
         self._loop.forget(stranger)
         self._admit(token, stranger.pipe.socket, number)

@@ -23,7 +23,7 @@ __all__ = ["PrefillRank"]
 log = logger("kvxfer.sglang")
 
 GENERATION = 1
-"""That of all offers: SGLang gives up a transfer's pages only for good, never to compute them again under the same name."""
+"""The generation of all offers: SGLang never computes a transfer's pages again under the same name once it has given them up."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class PrefillRank:
         manager.tell(note.endpoint, note.dst_port, AttemptFailed(note.room, note.attempt, reason))
 
     def begin(self, room: int, pages: int) -> None:
-        """Name the transfer of a request, of which so many pages are to be sent.
+        """Name the transfer of a request, of which ``pages`` pages are to be sent.
 
         All ranks of an engine begin the same requests in the same order, as SGLang itself needs it; so they agree on names.
         """

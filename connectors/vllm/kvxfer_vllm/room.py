@@ -21,7 +21,7 @@ MOST_PASSED = 4
 
 
 class Room:
-    """Which loads are passed, and by whom; one thread."""
+    """Which loads are passed, and by which; one thread."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._blocks = [group.block_tokens for group in groups if group.kind == "full"]
@@ -33,7 +33,7 @@ class Room:
         self._manager = manager
 
     def lacks(self, facts: RequestFacts, start: int, end: int) -> bool:
-        """Return whether a load of these tokens is to be skipped, since there are no blocks for it.
+        """Return whether a load of these tokens is to be skipped, because there are no blocks for it.
 
         What windows and states take is not counted: it does not lack room that it may have.
         """

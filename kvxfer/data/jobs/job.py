@@ -91,7 +91,7 @@ class Job:
 
     @property
     def waiting_on_device(self) -> bool:
-        """Whether it should be advanced without an event, since the device may be done."""
+        """Whether it should be advanced without an event, because the device may be done."""
         return False
 
     @property
@@ -112,7 +112,7 @@ class Job:
         self.quiet = True
 
     def remote_writes_ended(self) -> None:
-        """Record that the peer has ended its half for good; matters only to jobs that lend it memory."""
+        """Record that the peer has ended its half and will not go on; matters only to jobs that lend it memory."""
 
     def calmed_by_close(self, caps: Capabilities) -> bool:
         """Return whether closing its link makes its memory quiet."""

@@ -53,7 +53,7 @@ ENDS_S, FORGETS_S = 0.2, 1.0
 def _idle(world: World, transports: int) -> tuple[float, float]:
     """Measure what each transport uses while there is nothing to do: share of a core, and polls a second.
 
-    Time in which a busy host keeps this thread waiting does not count, or whoever spins would pass there.
+    Time in which a busy host keeps this thread waiting does not count, or a back end that spins would pass there.
     """
     cpu, began, turns = time.process_time(), thread_clock(), 0
     end = time.monotonic() + IDLE_S
@@ -78,7 +78,7 @@ def _least(world: World, transports: int, cpu: float, polls: float, stretches: i
 def _lost(rounds: Callable[[int], object], count: int) -> int:
     """Return the bytes by which ``count`` rounds made the process grow.
 
-    The median stretch of rounds is taken for all: a leak shows in each of them, while allocators and libraries grow in jumps
+    The median stretch of rounds is taken for all. A leak shows in each of them, while allocators and libraries grow in jumps
     (NCCL by 32 MiB, in the eighth round or the twentieth), and others in this process may give back much at one time.
     """
     stretches, grown = max(1, min(RSS_STRETCHES, count)), []
@@ -131,7 +131,7 @@ class Resources(Suite):
     def test_nothing_leaks(self, world: World) -> None:
         """After many rounds of connecting, moving and closing, descriptors, threads and memory are what they were.
 
-        They are compared with the state after the first few of ``rounds``, since libraries may keep a little for good on
+        They are compared with the state after the first few of ``rounds``, because libraries may keep a little for ever on
         first use.
         """
         way = self.ways()[0]
@@ -201,7 +201,7 @@ class Resources(Suite):
     def _kept_of_links(
         self, world: World, a: LocalParticipant, b: Participant, end: str, seconds: float
     ) -> Counter[str]:
-        """Have links end and close them; return the objects that are kept of them, after so many seconds at the latest."""
+        """Have links end and close them; return the objects that are kept of them, after ``seconds`` at the latest."""
         before = _objects()
         self._end_links(world, a, b, end)
         until = time.monotonic() + seconds
@@ -326,8 +326,10 @@ class Resources(Suite):
             world.move(link, self.ways()[0], a, b, Runs.of([0], [0], [1_000_000]))
             a.close()
             b.close()
-        world.promptly(lambda: not children() - started, "who closes ends the processes that it has started")
-        world.promptly(lambda: not _unused(_shared_files() - files), "who closes leaves no file in shared memory")
+        world.promptly(lambda: not children() - started, "the side that closes ends the processes that it has started")
+        world.promptly(
+            lambda: not _unused(_shared_files() - files), "the side that closes leaves no file in shared memory"
+        )
 
     def test_waiting_for_a_fence_does_not_spin(self, world: World) -> None:
         """A fence is checked now and then, not all the time.
@@ -384,7 +386,7 @@ class Resources(Suite):
         """A connected transport with nothing to do uses less than 3 % of a core and 200 polls a second, and then goes on.
 
         No thread spins, and ``fileno`` is readable only when there is something to do. The least of several measurements
-        counts, since other work on the host inflates them.
+        counts, because other work on the host inflates them.
         """
         a, b, link = world.pair()
         way = self.ways()[0]

@@ -92,7 +92,7 @@ class PagedMemory:
     def expect(
         self, digest: bytes, blocks: Sequence[int], start: int, end: int, layer: int | None = None
     ) -> tuple[Any, ...]:
-        """Have ``verify`` look for this instead, where somebody else has written it; return where that is."""
+        """Have ``verify`` look for this instead, where other code has written it; return where that is."""
         which = slice(None) if layer is None else slice(layer, layer + 1)
         at = np.arange(start, end)
         cells = which, np.asarray(blocks, np.int64)[at // self.tokens], at % self.tokens
@@ -112,7 +112,7 @@ class PagedMemory:
         """Compare every byte with what ought to be there, those included that nobody may have touched.
 
         Args:
-            but: Blocks to leave out, since they are being written.
+            but: Blocks to leave out, because they are being written.
 
         Raises:
             AssertionError: A byte is wrong.

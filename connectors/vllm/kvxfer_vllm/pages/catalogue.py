@@ -1,7 +1,7 @@
 """Every kind of page in vLLM's caches, by the exact class of its spec: how it is kept, how it is laid out and how it may be cut.
 
 The scheduler side and the worker side both use it, so that they never disagree about a group. A class that is not listed is opaque, even if
-it is a subclass of one that is: what its pages hold is unknown, so they are moved whole, and which blocks it keeps is known only
+it is a subclass of one that is. What its pages hold is unknown, so they are moved whole. Which blocks it keeps is known only
 from the manager that vLLM has registered for it. ``docs/models.md`` shows the table.
 """
 
@@ -13,10 +13,16 @@ from typing import Any, Literal
 __all__ = ["CATALOGUE", "Entry", "Kept", "entry_of"]
 
 Kept = Literal["full", "window", "chunk", "state", "ring", "local", "refused"]
-"""Which blocks a group keeps. ``full``: all blocks of a request; ``window``: those that the last tokens attend to; ``chunk``: those
-of the chunk that the last token is in; ``state``: the one with the state after the last token; ``ring``: the only one of a request,
-whose rows the next tokens overwrite in turn, so that it is a state, too; ``local``: only blocks that no other engine needs;
-``refused``: not supported, for the reason in ``Entry.why``."""
+"""Which blocks a group keeps.
+
+* ``full``: all blocks of a request.
+* ``window``: those that the last tokens attend to.
+* ``chunk``: those of the chunk that the last token is in.
+* ``state``: the one with the state after the last token.
+* ``ring``: the only one of a request. The next tokens overwrite its rows one after the other, so it is a state, too.
+* ``local``: only blocks that no other engine needs.
+* ``refused``: not supported, for the reason in ``Entry.why``.
+"""
 
 
 @dataclass(frozen=True)
