@@ -68,10 +68,10 @@ pythons:
 test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/vllm tests/e2e/test_pair.py tests/e2e/test_faults.py $(ARGS)
 
-# Prefill and decode servers of two releases: the oldest that is supported and has a build for CPUs, and the one that is installed.
-OLD := .venv-$(firstword $(RELEASES))
+# Prefill and decode servers of two releases, of those that have a build for CPUs: the last one before, and the one that is installed.
+OLD := .venv-$(lastword $(RELEASES))
 test-upgrade: $(READY)
-	$(MAKE) VENV=$(OLD) VLLM=$(firstword $(RELEASES)) $(OLD)/.ready
+	$(MAKE) VENV=$(OLD) VLLM=$(lastword $(RELEASES)) $(OLD)/.ready
 	KVXFER_OTHER_VLLM=$(abspath $(OLD))/bin/python $(BIN)/python -m pytest tests/e2e/test_releases.py $(ARGS)
 
 test-python: $(READY)
