@@ -54,8 +54,8 @@ class NixlNamedMetrics:
             "By kvxfer: offers whose lease has ended; counted at the producer.",
         )
         never = (
-            ("vllm:nixl_num_failed_notifications", "By kvxfer: always 0, since it sends no notifications."),
-            ("vllm:nixl_num_notifications_after_expiry", "By kvxfer: always 0, since what comes too late fails."),
+            ("vllm:nixl_num_failed_notifications", "By kvxfer: always 0, because it sends no notifications."),
+            ("vllm:nixl_num_notifications_after_expiry", "By kvxfer: always 0, because what comes too late fails."),
         )
         zeros = [make("counter", *one) for one in never]
         self._all = self._seconds, self._bytes, self._failed, self._expired, *zeros
