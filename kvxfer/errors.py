@@ -16,7 +16,7 @@ class KvxferError(Exception):
 
     Args:
         message: What happened. It is kept as one line of printable characters, because it may quote a peer.
-        kind: The failure kind of a transfer that ends because of this error; by default that of the class.
+        kind: The failure kind of a transfer that ends because of this error; by default the one of the class.
     """
 
     default: ClassVar[FailureKind] = FailureKind.MISUSE

@@ -79,7 +79,7 @@ class BlockLedger:
         return None
 
     def claim(self, holder: Hashable, blocks: Blocks, by: object, *, fills: bool, generation: int = 0) -> None:
-        """Add a claim to those of ``holder``; there must be no ``overlap``. ``by`` is whom errors name."""
+        """Add a claim for ``holder``; there must be no ``overlap``. ``by`` is whom errors name."""
         for space, ids in blocks.items():
             if fills:
                 self._filled[space] |= ids

@@ -155,7 +155,7 @@ class Calls:
             if self._late:
                 self._tell()
             if fetch.handle in self._ledger:
-                raise ArgumentError(f"handle must be unused, and that of a fetch not released yet is {fetch.handle!r}")
+                raise ArgumentError(f"handle must be unused; a fetch that is not released yet has {fetch.handle!r}")
             found = self._ledger.overlap(blocks, fills=True)
             if found is not None:
                 self._refuse(fetch, *found)

@@ -132,7 +132,7 @@ class Outbound(LinkTable[_Dial]):
         """
         self.drop(link)
         if link not in self._targets:
-            raise PeerError(f"the way to {link_name(link)} is not known any more", kind=K.PEER_LOST)
+            raise PeerError(f"the route to {link_name(link)} is not known any more", kind=K.PEER_LOST)
         target = self._targets[link]
         if self._dialling.count(target.source) >= AT_ONCE:
             self._queued.add(target.source, link)
@@ -243,7 +243,7 @@ class Outbound(LinkTable[_Dial]):
         return None
 
     def _of(self, link: LinkId, connection: ControlConnection) -> _Dial | None:
-        """Return a link if this is its connection, and not that of an earlier attempt."""
+        """Return a link if this is its connection, and not an earlier attempt's."""
         known = self._links.get(link)
         return known if known is not None and known.connection is connection else None
 

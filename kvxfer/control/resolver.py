@@ -1,4 +1,4 @@
-"""Find the route to a producer engine: look its descriptor up in its directory, and join it with that of the own engine.
+"""Find the route to a producer engine: look its descriptor up in its directory, and join it with the own engine's.
 
 Used by the control thread only. Checking the caches that a descriptor describes, and joining them with the own ones, takes
 time and is done on another thread. Unanswered questions are repeated. Once a directory has been silent for too long, peers

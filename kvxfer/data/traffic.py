@@ -218,7 +218,7 @@ class Traffic:
         job = self._jobs.get(ref) or self._ends.unquiet(ref)
         if job is None:
             return
-        job.stop(Failure(FailureKind.CANCELLED, "the peer has ended its half"))
+        job.stop(Failure(FailureKind.CANCELLED, "the peer ended its side of the link"))
         job.remote_writes_ended()
         self._advance(job)
         if job.quiet and self._ends.unquiet(ref) is not None:

@@ -39,7 +39,7 @@ class AskCounts(msgspec.Struct):
 
     Attributes:
         requests: Requests that have asked.
-        unanswered: Those of which no source has answered in time.
+        unanswered: Questions that no source has answered in time.
         found: Tokens that the best source held beyond what was cached here, of all requests.
         loaded: Those of them that were loaded.
         refused: Those that were computed, because no load would have ended sooner.

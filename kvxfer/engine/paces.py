@@ -17,7 +17,7 @@ ALIKE = 2
 """An estimate uses the remembered loads of about the same size: the nearest, and those up to this factor farther off."""
 MOST_LINKS = 1024
 LEAST_STEP = 32
-"""The fewest tokens of prompts in a step whose time is taken for that of computing them; of others, most goes into the step itself."""
+"""The fewest tokens of prompts in a step whose time counts as the time of computing them. With fewer, most goes into the step itself."""
 
 
 class Pace:

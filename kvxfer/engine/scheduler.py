@@ -154,7 +154,7 @@ class SchedulerSide:
         Returns:
             Whether it is offered. It is not if there is nothing to offer, if the transfer is offered with other content, or if the
             blocks of an earlier request of this name are still held. Requests that offer the same content as the same transfer
-            share it: the blocks of one are offered, and those of another if that one fails.
+            share it: the blocks of one are offered, and another's if that one fails.
 
         Raises:
             ArgumentError: An argument has the wrong type or range.
@@ -216,7 +216,7 @@ class SchedulerSide:
         enough: int = 0,
         answer: str | None = None,
     ) -> bool:
-        """Load those of the first ``tokens`` tokens of this request's prompt that are not cached here from another engine.
+        """Load from another engine what is not cached here of the first ``tokens`` tokens of this request's prompt.
 
         From now on the producer's lease is renewed. Do not load the last token of a prompt, so that it is computed here,
         unless the producer sends the token that it sampled after it (``Update.payloads``).
@@ -240,7 +240,7 @@ class SchedulerSide:
 
         Returns:
             Whether it may load. It may not if the transfer is in use for other content or from another source, or was given
-            up just now, or if something is still under way for an earlier request of this name; then it must be computed here.
+            up just now, or if something is still under way for an earlier request of this name. Then it must be computed here.
 
         Raises:
             ArgumentError: An argument has the wrong type or range.
@@ -358,7 +358,7 @@ class SchedulerSide:
         return self._offers.ticket(request, self.source)
 
     def answer(self, request: str) -> str:
-        """Return the name of the answer that tells consumers of this request's offer: that of a lost one for a retry.
+        """Return the name of the answer that tells consumers of this request's offer: a lost request's for a retry.
 
         Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
         """
@@ -459,7 +459,7 @@ class SchedulerSide:
 
         Returns:
             True if the engine must keep the blocks until a ``report`` names the request as ``free``. Whatever is returned, it
-            must keep those of a load under way until a ``report`` names the request as ``loaded`` or ``failed``.
+            must keep the blocks of a load under way until a ``report`` names the request as ``loaded`` or ``failed``.
 
         Raises:
             ArgumentError: The block table does not fit this engine's groups.

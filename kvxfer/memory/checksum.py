@@ -11,7 +11,7 @@ changes. Its bytes, as little-endian 32-bit words ``w[0], w[1], …`` (the last 
 and the checksum is the sum of all values, everything modulo 2**64. Both sides read their own memory by their own
 strides; only which units were moved is taken from the plan, never where the other side keeps them.
 
-**It adds up.** The checksum of a whole is the sum of those of its parts however it is cut: by token spans, layers,
+**It adds up.** The checksum of a whole is the sum of its parts' checksums, however it is cut: by token spans, layers,
 heads, ranks or increments; and it does not depend on the order in which they are read.
 
 **What it detects.** Damage changes some words by ``d[i]`` and goes unnoticed if the sum of ``d[i] * k[i]`` is 0. Each

@@ -80,7 +80,7 @@ class ConsumerMachine:
             called: When the engine asked for it, from which the time for the first part is counted; ``None`` means now.
 
         Raises:
-            ValueError: The handle is that of a fetch that is still alive.
+            ValueError: The handle belongs to a fetch that is still alive.
         """
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")

@@ -31,7 +31,7 @@ class RankFetchState(enum.StrEnum):
     MOVING = "moving"  # parts are moving
     ARRIVED = "arrived"  # all bytes from this rank are here; those from others may not be
     COMMITTING = "committing"  # all bytes from all ranks are here; the producer is asked whether they can be trusted
-    HELD = "held"  # those of this producer rank can be trusted; others are being asked
+    HELD = "held"  # the bytes of this producer rank can be trusted; others are being asked
     PAUSED = "paused"  # the attempt is void; the next begins when nothing of it moves any more
     DELIVERED = "delivered"
     FAILED = "failed"

@@ -54,7 +54,7 @@ class OfferSchedule(Offerings):
     ) -> bool:
         """Track a request, the first ``tokens`` tokens of whose prompt will be fetched by ``consumers`` engines.
 
-        Requests that offer the same transfer share it: the blocks of one are offered. If that one fails, those of another are.
+        Requests that offer the same transfer share it: the blocks of one are offered. If that one fails, another's are.
         Calling it again for a tracked request changes nothing.
 
         Args:
@@ -113,7 +113,7 @@ class OfferSchedule(Offerings):
         """Offer KV that no request computes, because it is in these blocks already, which stay until ``released`` says so.
 
         Returns:
-            The offering: a new one, or that of the same content under this name. None if the name has other content.
+            The offering: a new one, or the one of the same content under this name. None if the name has other content.
 
         Raises:
             ScheduleError: The blocks cannot be offered.

@@ -214,7 +214,7 @@ class Transport(ABC):
     name: ClassVar[str]
     contract: ClassVar[int]
     inherits: ClassVar[frozenset[str]] = frozenset()
-    """Those of the options ``listen`` (address to bind to) and ``advertise`` (host name or address for peers) that this back
+    """Which of the options ``listen`` (address to bind to) and ``advertise`` (host name or address for peers) this back
     end has. The agent fills them in from its own settings if the user set none of them."""
     guarded: ClassVar[Literal["always", "loopback", "never"]] = "never"
     """When its ports and sockets are of no use to anyone but peers who know a secret from this side's endpoint: ``always``; only

@@ -110,7 +110,9 @@ class NcclTransport(Base[Endpoint, Link]):
     def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
         devices = {r.device for r in regions} | ({self._device} if self._device else set())
         if len(devices) > 1:
-            raise TransportError(f"back end 'nccl' drives one GPU a process; this memory lies on {sorted(devices)}")
+            raise TransportError(
+                f"back end 'nccl' drives one GPU for each process; this memory lies on {sorted(devices)}"
+            )
         self._device = next(iter(devices), None)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:

@@ -27,9 +27,7 @@ class Keys:
 
     def __init__(self) -> None:
         if not zmq.has("curve"):
-            raise TransportError(
-                "option 'encrypt' of back end 'zmq' needs a libzmq with CURVE, which this one is without"
-            )
+            raise TransportError("option 'encrypt' of back end 'zmq' needs a libzmq with CURVE, which this one lacks")
         self.public, self._secret = zmq.curve_keypair()
 
     def listen(self, socket: zmq.Socket[Any]) -> None:

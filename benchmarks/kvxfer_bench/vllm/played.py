@@ -128,7 +128,7 @@ class DecodeEngine:
         self._scheduler.add_request(request)
 
     def digest(self, request: Request) -> bytes:
-        """Return that of its prompt."""
+        """Return the digest of its prompt."""
         connector: Any = self._scheduler.connector
         return bytes(connector._sched._digest(request))
 

@@ -26,10 +26,23 @@ from kvxfer.arguments import shown
 from kvxfer.identity import IdentityError
 from kvxfer_vllm.ids import external_id
 
-__all__ = ["HOST", "PORT", "request_name", "translated"]
+__all__ = ["HOST", "OTHERS", "PORT", "request_name", "translated"]
 
 HOST, PORT, NAME = "remote_host", "remote_port", "transfer_id"
 _HANDSHAKE, _RANK, _BOOTSTRAP = "remote_handshake_port", "remote_dp_rank", "remote_bootstrap_addr"
+OTHERS = frozenset(
+    {
+        _HANDSHAKE,
+        _RANK,
+        _BOOTSTRAP,
+        "remote_notify_port",
+        "remote_hosts",
+        "remote_dp_size",
+        "remote_dp_size_local",
+        "remote_tp_size",
+    }
+)
+"""Keys of MoRIIO's and Mooncake's: those that are read, and those that kvxfer's descriptors make needless."""
 _KINDS = ("cmpl-", "chatcmpl-", "generate-tokens-")
 _LONGEST = 4096
 
