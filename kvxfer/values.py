@@ -240,6 +240,9 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
         ended: It had its outcome.
         moving: Not a time, but the seconds in which announced parts were on their way or being checked. Waits between the parts
             of a producer that sends as it computes do not count.
+        last: When bytes had last come, as far as is known: of a part that takes long, that is looked at twice a second.
+        came: The bytes that had come.
+        announced_bytes: The bytes that had been announced.
     """
 
     began: float = 0.0
@@ -249,6 +252,9 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
     arrived: float = 0.0
     ended: float = 0.0
     moving: float = 0.0
+    last: float = 0.0
+    came: int = 0
+    announced_bytes: int = 0
 
     @property
     def unasked(self) -> bool:
@@ -256,5 +262,6 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
         return bool(self.began) and not self.asked
 
     def slowest(self, other: Stages) -> Stages:
-        """Return the later time of each stage of two ranks, and the longer ``moving``."""
-        return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
+        """Return the later time of each stage of two ranks, the longer ``moving``, and the bytes of both."""
+        out = [max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__]
+        return Stages(*out[:-2], self.came + other.came, self.announced_bytes + other.announced_bytes)
