@@ -27,6 +27,7 @@ __all__ = [
     "Group",
     "Ints",
     "Offer",
+    "OfferEnd",
     "Outcome",
     "Rank",
     "Stages",
@@ -228,6 +229,20 @@ def _named(value: Offer | Fetch) -> None:
     arguments.instance("blocks", value.blocks, BlockTable)
 
 
+class OfferEnd(msgspec.Struct, frozen=True, gc=False):
+    """How an offer has ended on one rank.
+
+    Attributes:
+        failure: Why nobody has it, or not all for whom it was; ``None`` if they have.
+        nbytes: The bytes that consumers have confirmed.
+        at: When, by ``time.monotonic``.
+    """
+
+    failure: Failure | None
+    nbytes: int
+    at: float
+
+
 class Stages(msgspec.Struct, frozen=True, gc=False):
     """When a fetch reached its stages on one rank, by ``time.monotonic``, which all processes of a host share; 0: never.
 
@@ -263,5 +278,7 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
 
     def slowest(self, other: Stages) -> Stages:
         """Return the later time of each stage of two ranks, the longer ``moving``, and the bytes of both."""
-        out = [max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__]
-        return Stages(*out[:-2], self.came + other.came, self.announced_bytes + other.announced_bytes)
+        out = Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
+        force_setattr(out, "came", self.came + other.came)
+        force_setattr(out, "announced_bytes", self.announced_bytes + other.announced_bytes)
+        return out

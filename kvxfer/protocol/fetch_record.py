@@ -11,8 +11,8 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.progress import enriched
 from kvxfer.protocol.parts import PIECE_LEAST, Span, placed, plan_part, reached, to_hash
+from kvxfer.protocol.progress import enriched
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
     Abort,

@@ -143,7 +143,7 @@ class TcpTransport(Base[Endpoint, Link]):
     def stop(self, number: int, link: Link) -> None:
         link.reader.stop(number)
 
-    def moved_of(self, number: int, link: Link) -> int:
+    def batch_moved(self, number: int, link: Link) -> int:
         return link.reader.moved(number)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:

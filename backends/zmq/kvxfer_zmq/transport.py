@@ -110,7 +110,7 @@ class ZmqTransport(Base[Endpoint, Link]):
         link.post(Post(number, batch.verb, batch.stream, ByteStream(addresses, batch.lengths), after))
         self._hot.add(batch.peer)
 
-    def moved_of(self, number: int, link: Link) -> int:
+    def batch_moved(self, number: int, link: Link) -> int:
         return link.moved(number)
 
     def stop(self, number: int, link: Link) -> None:

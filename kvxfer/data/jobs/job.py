@@ -137,7 +137,7 @@ class Job:
 
     def bytes_so_far(self) -> int:
         """Return how many bytes of it have moved, as far as is known."""
-        out, moved = self.submitted, self.context.transport.moved
+        out, moved = self.submitted, self.context.transport.bytes_moved
         for batch, nbytes in self.batches.items():
             out -= nbytes
             with suppress(Exception):  # then it is not known of this batch
