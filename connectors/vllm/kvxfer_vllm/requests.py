@@ -120,6 +120,10 @@ class LoadOutcomes:
         """Record that a request was to be offered to other engines, and is not, and why."""
         self._stats.not_offered(reason)
 
+    def not_loaded(self, reason: str) -> None:
+        """Record that a request was to load from another engine, and does not, and why."""
+        self._stats.not_loaded(reason)
+
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell since the last call, if anything."""
         if self._stats.is_empty():
