@@ -68,7 +68,7 @@ def doctor(
 
     Exits with 1 if these settings will not work, 2 if the arguments are wrong.
     """
-    settings = _settings(config)
+    settings = read_settings(config)
     peers = _peers(peer or [])
     if stand_in and (peers or as_json):
         raise typer.BadParameter(
@@ -185,7 +185,8 @@ def _facts(probe: Probe) -> dict[str, Any]:
     return {"usable": probe.usable, "reason": probe.reason, "memory": sorted(probe.memory), "facts": dict(probe.facts)}
 
 
-def _settings(config: str) -> Config:
+def read_settings(config: str) -> Config:
+    """Return the settings in a JSON text or file, of whichever connector has most of them."""
     try:
         text = config if config.lstrip().startswith("{") else Path(config).read_text()
         values = json.loads(text)

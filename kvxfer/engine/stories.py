@@ -15,7 +15,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol.messages import Explain, Explained, Story
 from kvxfer.protocol.messages.bounds import MAX_WORDS
 from kvxfer.schedule import Load, LoadState, Offering, Schedule
-from kvxfer.text import printable
+from kvxfer.text import escaped, printable
 from kvxfer.values import OfferEnd, Stages
 
 __all__ = ["STAGES", "Stories"]
@@ -172,4 +172,4 @@ def _named(transfer: TransferId) -> tuple[str, bytes]:
 
 
 def _cut(text: object, most: int = 0) -> str:
-    return str(text)[:most] if most else printable(text)
+    return escaped(str(text)[:most]) if most else printable(text)
