@@ -211,8 +211,11 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
     anybody = "whoever has the key" if config.key_file else "anybody who can reach it"
     if config.peers is not None:
         anybody += " from the addresses in 'peers'"
+    control = str(Address(config.listen, 0))
+    if config.control_ports is not None:
+        control = control.removesuffix("0") + config.control_ports
     rows = [
-        {"port": str(Address(config.listen, 0)), "opened_by": "control, in each worker", "who": anybody},
+        {"port": control, "opened_by": "control, in each worker", "who": anybody},
         {"port": str(Address(config.listen, config.port)), "opened_by": "directory, in the scheduler", "who": anybody},
         {
             "port": f"unix:@{NAMES}*",

@@ -8,7 +8,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol.messages import Story
 from kvxfer.text import size
 
-__all__ = ["Verdict", "judge", "tale"]
+__all__ = ["Finding", "judge", "tale"]
 
 K = FailureKind
 
@@ -38,7 +38,7 @@ WAITS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Finding:
     """The meaning of a request's stories.
 
     Attributes:
@@ -84,7 +84,7 @@ def amount(story: Story) -> str:
     return f"{size(story.came)}{whole}{rate}"
 
 
-def judge(consumer: Story | None, producer: Story | None) -> Verdict:
+def judge(consumer: Story | None, producer: Story | None) -> Finding:
     """Return the verdict on one request.
 
     Args:
@@ -97,7 +97,7 @@ def judge(consumer: Story | None, producer: Story | None) -> Verdict:
         held = (
             "" if producer is None or producer.over else "; the prefill engine still holds its KV until its lease ends"
         )
-        return Verdict(False, f"the decode engine did not load it: {consumer.text}{held}", _router(consumer.text))
+        return Finding(False, f"the decode engine did not load it: {consumer.text}{held}", _router(consumer.text))
     if not consumer.over:
         return _under_way(consumer, producer)
     if consumer.outcome in ("delivered", "not loaded"):
@@ -105,24 +105,24 @@ def judge(consumer: Story | None, producer: Story | None) -> Verdict:
     return _failed(consumer, producer)
 
 
-def _unloaded(producer: Story | None) -> Verdict:
+def _unloaded(producer: Story | None) -> Finding:
     if producer is None or producer.role == "none":
         text = "" if producer is None else producer.text
-        return Verdict(False, f"the prefill engine did not offer it: {text}", _router(text))
+        return Finding(False, f"the prefill engine did not offer it: {text}", _router(text))
     if producer.outcome == "delivered":
-        return Verdict(True, f"it was delivered: consumers have confirmed {size(producer.came)}")
+        return Finding(True, f"it was delivered: consumers have confirmed {size(producer.came)}")
     if not producer.over and "computed" not in producer.stages:
-        return Verdict(
+        return Finding(
             True, "the prefill engine is still computing it, and no decode engine that was asked knows of it"
         )
-    return Verdict(
+    return Finding(
         False,
         f"the prefill engine offered it, and the decode engine that was asked knows nothing of it ({producer.outcome})",
         "check that the router sends the request on, with the prefill engine's params, to this decode engine",
     )
 
 
-def _under_way(consumer: Story, producer: Story | None) -> Verdict:
+def _under_way(consumer: Story, producer: Story | None) -> Finding:
     since = consumer.stages.get("now", 0.0)
     where = {
         "waiting": "it waits for the prefill engine to begin",
@@ -132,19 +132,19 @@ def _under_way(consumer: Story, producer: Story | None) -> Verdict:
     theirs = ""
     if producer is not None and not producer.over and "computed" not in producer.stages:
         theirs = "; the prefill engine has not computed all of it yet"
-    return Verdict(
+    return Finding(
         True, f"it is not over after {since:.1f} s: {where}{theirs}", "ask again, or look at the load of both engines"
     )
 
 
-def _delivered(consumer: Story) -> Verdict:
+def _delivered(consumer: Story) -> Finding:
     if consumer.outcome == "not loaded":
-        return Verdict(True, consumer.text)
+        return Finding(True, consumer.text)
     waits = _waits(consumer)
     total = sum(waits.values())
     stage = max(waits, key=lambda name: waits[name], default="")
     most = f"; most of it, {waits[stage]:.3f} s, went into {WAITS[stage]}" if stage else ""
-    return Verdict(True, f"it was delivered in {total:.3f} s, {amount(consumer)}{most}")
+    return Finding(True, f"it was delivered in {total:.3f} s, {amount(consumer)}{most}")
 
 
 def _waits(story: Story) -> dict[str, float]:
@@ -157,7 +157,7 @@ def _waits(story: Story) -> dict[str, float]:
     return out
 
 
-def _failed(consumer: Story, producer: Story | None) -> Verdict:
+def _failed(consumer: Story, producer: Story | None) -> Finding:
     """Return the verdict on a load that failed. The failure's own text has how far it got, and advice."""
     kind, says, do = consumer.outcome, consumer.text, ""
     text, _, advice = says.rpartition("; ")
@@ -177,7 +177,7 @@ def _failed(consumer: Story, producer: Story | None) -> Verdict:
             text += f"; the prefill engine says: {producer.text or producer.outcome}"
     elif producer is not None:
         text += f"; the prefill engine says: {producer.text}"
-    return Verdict(False, text, do or advice)
+    return Finding(False, text, do or advice)
 
 
 def _router(text: str) -> str:

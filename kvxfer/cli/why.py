@@ -12,7 +12,7 @@ from msgspec.structs import asdict as fields_of
 
 from kvxfer.cli.doctor import read_settings
 from kvxfer.cli.terminal import make_console, verbatim
-from kvxfer.cli.verdict import Verdict, judge, tale
+from kvxfer.cli.verdict import Finding, judge, tale
 from kvxfer.control.inquiry import explain
 from kvxfer.errors import PeerError
 from kvxfer.failures import ADVICE, FailureKind
@@ -81,7 +81,7 @@ def why(
         raise typer.Exit(1)
 
 
-Found = tuple[Story | None, Story | None, Verdict]
+Found = tuple[Story | None, Story | None, Finding]
 
 
 class _Asker:

@@ -7,7 +7,7 @@ import math
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.text import size
 
-__all__ = ["described", "enriched"]
+__all__ = ["how_far", "enriched"]
 
 STILL_S = 2.0
 """Seconds without a byte after which a transfer counts as standing still. Progress is looked at once a second."""
@@ -18,7 +18,7 @@ TELLING = frozenset(
 """The kinds of failure whose cause shows in how many bytes came, and when."""
 
 
-def described(came: int, announced: int, more: bool, moving: float, still: float) -> str:
+def how_far(came: int, announced: int, more: bool, moving: float, still: float) -> str:
     """Return how far a transfer has got.
 
     Args:
@@ -42,7 +42,7 @@ def enriched(why: Failure, came: int, announced: int, more: bool, moving: float,
     """Return a failure with how far its transfer had got, and with advice that follows from that."""
     if why.kind not in TELLING:
         return why
-    detail = f"{why.detail}; {described(came, announced, more, moving, still)}"
+    detail = f"{why.detail}; {how_far(came, announced, more, moving, still)}"
     advice = why.advice
     if why.kind is FailureKind.TIMED_OUT and came and still <= STILL_S and moving > 0 and came < announced:
         needs = math.ceil(moving * announced / came)

@@ -33,20 +33,22 @@ class NoPart:
     def not_offered(self, request: str, reason: Reason, why: str) -> None:
         """Count a request that is not offered, and log it unless another was logged for this reason just now."""
         self._outcomes.not_offered(str(reason))
-        self._say(request, reason, f"is not offered to other engines ({reason})", why)
+        self._remember(request, f"it is not offered to other engines ({reason}): {why}")
+        if (more := self._more("offered", reason)) is not None:
+            log.warning("request %s is not offered to other engines (%s): %s%s", printable(request), reason, why, more)
 
     def not_loaded(self, request: str, reason: Reason, why: str) -> None:
         """Count a request that is not loaded, and log it unless another was logged for this reason just now."""
         self._outcomes.not_loaded(str(reason))
-        self._say(request, reason, "is computed here", why)
+        self._remember(request, f"it is computed here: {why}")
+        if (more := self._more("loaded", reason)) is not None:
+            log.warning("request %s is computed here: %s%s", printable(request), why, more)
 
     def count(self, reason: Reason) -> None:
         """Count a request that is not offered and whose line is logged elsewhere."""
         self._outcomes.not_offered(str(reason))
 
-    def _say(self, request: str, reason: Reason, what: str, why: str) -> None:
-        self._remember(request, f"the request {what}: {why}")
+    def _more(self, what: str, reason: Reason) -> str | None:
+        """Return how many lines of this kind were not logged, as the end of a line; None if this one is not to be logged either."""
         held = self._repeats.logged((what, reason))
-        if held is not None:
-            more = f" ({held} more like this were not logged)" if held else ""
-            log.warning("request %s %s: %s%s", printable(request), what, why, more)
+        return None if held is None else f" ({held} more like this were not logged)" if held else ""
