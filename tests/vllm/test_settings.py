@@ -102,12 +102,12 @@ def test_the_connector_s_own_setting_is_checked_as_the_others_are() -> None:
 def test_doctor_reads_the_settings_of_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [SimpleNamespace(load=lambda: ConnectorConfig)]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == "kvxfer.settings" else [])
-    read = doctor._settings('{"legacy_hosts": ["10.0.0.0/8"], "port": 7}')
+    read = doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "port": 7}')
     assert isinstance(read, ConnectorConfig) and read.port == 7
     with pytest.raises(ConfigError, match="did you mean 'port'"):
-        doctor._settings('{"ports": 7}')
+        doctor.read_settings('{"ports": 7}')
     with pytest.raises(ConfigError, match="'ports'.*did you mean 'port'"):
-        doctor._settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')
+        doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')
 
 
 @pytest.mark.parametrize("asked", ["as arguments are read", "before weights are loaded", "as a side is made"])
