@@ -10,6 +10,7 @@
 #   make gpu         on a machine with GPUs: tests, transfers, and first tokens on real servers, with tables in build/gpu
 #   make fuzz        random input for the decoder, for a live agent, and for the state machines in a simulated world
 #   make mutants     run the conformance suite on back ends that are broken on purpose, and show what finds each
+#   make news        the entry of CHANGELOG.md that the files in news/ would make
 #   make dist        sdists and wheels for a release    make clean       remove everything that was built
 PYTHON  ?= python3
 VENV    := .venv
@@ -79,7 +80,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-system test-matrix test-vllm test-python pythons test-fast coverage lint docs bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble fuzz mutants dist clean
+.PHONY: demo test test-system test-matrix test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -110,6 +111,10 @@ lint: docs
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+
+# What the files in news/ would make of CHANGELOG.md; at a release `towncrier build --version VERSION` writes it.
+news: $(READY)
+	$(BIN)/towncrier build --draft
 
 $(ROUTER)/.ready: constraints.txt
 	test -x $(ROUTER)/bin/python || $(PYTHON) -m venv $(ROUTER)
@@ -247,5 +252,5 @@ $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
 	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
 	@echo "== 7/7 test tools"
 	$(INSTALL) pytest pytest-cov pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
-	    mkdocs-material mkdocstrings-python kubernetes-validate grafana-foundation-sdk
+	    mkdocs-material mkdocstrings-python kubernetes-validate grafana-foundation-sdk towncrier
 	@touch $@

@@ -1,6 +1,6 @@
 """Draw the tables of states and events into the pages that explain them: ``python docs/diagrams.py``.
 
-In ``docs/session.md`` it replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` by a diagram of
+In ``docs/protocol.md`` it replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` by a diagram of
 all moves and a table of what is ignored, and why; and the same for the other tables and pages.
 """
 
@@ -18,7 +18,7 @@ from kvxfer.transitions import Transitions
 
 Table = tuple[Transitions[Any, Any], Any, Any]
 
-PAGE = Path(__file__).with_name("session.md")
+PAGE = Path(__file__).with_name("protocol.md")
 TABLES: dict[str, Table] = {
     "rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent),
     "serve": (RANK_SERVE, ServeState, ServeEvent),
@@ -55,7 +55,7 @@ def ignored(life: Transitions[Any, Any], states: Any, events: Any) -> str:
             if where:
                 by_states[where].append(stimulus)
         for where, stimuli in by_states.items():
-            lines.append(f"| {'; '.join(stimuli)} | {', '.join(where)} | {reason} |")
+            lines.append(f"| {'<br/>'.join(stimuli)} | {', '.join(where)} | {reason} |")
     return "\n".join(lines)
 
 

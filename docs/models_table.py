@@ -35,7 +35,7 @@ def families() -> str:
     """Return the table of models."""
     lines = ["| models | groups | state | shown by | last vLLM | note |", "|---|---|---|---|---|---|"]
     for f in FAMILIES:
-        groups = "; ".join(dict.fromkeys(what for what, _ in f.groups))
+        groups = "<br/>".join(dict.fromkeys(what for what, _ in f.groups))
         by = "tests/vllm/test_catalogue.py" if f.refused else f.by
         lines.append(f"| {f.name} | {groups} | {_state(f)} | `{by}` | {f.release} | {f.note} |")
     return "\n".join(lines)

@@ -28,7 +28,7 @@ _LITTLE = np.dtype("<i4")
 _ID_BYTES = 4
 _NULL_BYTES = b"\xff" * _ID_BYTES
 _FEW = 128
-"""Rows of up to so many ids are handled by Python alone: numpy would be faster from 64 on, but not after a pause, with cold caches."""
+"""Rows of up to this many ids are handled by Python alone. numpy would be faster from 64 on, but not after a pause, with cold caches."""
 _SHORT = [struct.Struct(f"<{n}i") for n in range(_FEW + 1)]
 """For each number of ids, the layout of such a row in memory."""
 _MOST_GROUPS = 128

@@ -14,7 +14,7 @@ from kvxfer.facts import TEXT
 from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address, port_range
 
 SLOTS, LEAST_PIECE = 4, 4096
-"""Into how many slots staging memory is cut: enough to overlap packing, moving and unpacking, and few, since a piece costs the host
+"""Into how many slots staging memory is cut: enough to overlap packing, moving and unpacking, and few, because a piece costs the host
 as much time whatever its length: half a millisecond in a virtual machine, in which NVLink moves 190 MB. And of how many bytes each
 is a multiple, the least of a piece that a peer may ask for: shorter ones would cost too much work."""
 

@@ -12,7 +12,7 @@ class KvxferError(Exception):
     """Base of all errors that kvxfer raises on purpose.
 
     Args:
-        message: What happened. It is kept as one line of printable characters, since it may quote a peer.
+        message: What happened. It is kept as one line of printable characters, because it may quote a peer.
         kind: The failure kind of a transfer that ends because of this error; by default that of the class.
     """
 

@@ -58,7 +58,7 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
         FailureKind.OVERLOADED: "give this producer fewer requests at a time, or add producers",
         FailureKind.CANCELLED: "nothing needs to be done: an engine or a client changed its mind",
         FailureKind.BACKEND_FAILED: "run `kvxfer doctor` on both hosts, or choose another back end",
-        FailureKind.MISUSE: "report it to whoever maintains the connector or the peer: it broke the protocol",
+        FailureKind.MISUSE: "report it to those who maintain the connector or the peer: it broke the protocol",
     }
 )
 """What an operator can do about each kind."""

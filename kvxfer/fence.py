@@ -11,7 +11,7 @@ __all__ = ["Fence"]
 class Fence(Protocol):
     """Work that must have happened before memory may be touched (for CUDA: an event that the engine recorded).
 
-    The event may be recorded anew once nobody holds the fence any more, so keep the fence as long as you use its event.
+    The event may be recorded again once nobody holds the fence any more, so keep the fence as long as you use its event.
     """
 
     def passed(self) -> bool:

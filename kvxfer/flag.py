@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 
 __all__ = ["Flag", "closing"]
 
@@ -20,6 +19,14 @@ def closing(owner: object, fd: int) -> Callable[[], object]:
     return close
 
 
+class _Descriptor:
+    """An event's descriptor, which is closed when nothing refers to this object any more."""
+
+    def __init__(self) -> None:
+        self.number = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        closing(self, self.number)
+
+
 class Flag:
     """A descriptor that polls readable while it is set. Any thread may use it, and a signal's handler too.
 
@@ -31,39 +38,29 @@ class Flag:
     """
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._close = closing(self, self._fd)
-        self._open = True
-        # One for each call under way: the last of them closes it. A lock would keep threads waiting for each other's system calls.
-        self._calls: list[None] = []
+        # A call under way refers to it, so it outlives the call, without a lock that would have threads wait for each other.
+        self._open: _Descriptor | None = _Descriptor()
+        self._number = self._open.number
 
     def fileno(self) -> int:
         """Return the descriptor, to be polled only."""
-        return self._fd
+        return self._number
 
     def set(self) -> None:
         """Make it readable. Does nothing after ``close``."""
-        self._do(os.eventfd_write, 1)
+        descriptor = self._open
+        if descriptor is not None:
+            os.eventfd_write(descriptor.number, 1)
 
     def clear(self) -> None:
         """Make it unreadable. Does nothing after ``close``."""
-        with suppress(BlockingIOError):  # it is not set
-            self._do(os.eventfd_read)
+        descriptor = self._open
+        if descriptor is not None:
+            try:
+                os.eventfd_read(descriptor.number)
+            except BlockingIOError:
+                pass  # it is not set
 
     def close(self) -> None:
-        """Close the descriptor, which no thread polls any more. Idempotent."""
-        self._open = False
-        if not self._calls:
-            self._close()
-
-    def _do(self, call: Callable[..., object], *args: int) -> None:
-        self._calls.append(
-            None
-        )  # before it looks whether it is open, as ``close`` looks after it has said that it is not
-        try:
-            if self._open:
-                call(self._fd, *args)
-        finally:
-            self._calls.pop()
-            if not self._open and not self._calls:
-                self._close()
+        """Close the descriptor, which no thread polls any more, once the calls under way have returned. Idempotent."""
+        self._open = None

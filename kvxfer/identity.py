@@ -19,7 +19,7 @@ from kvxfer.errors import ArgumentError
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # for annotations alone it takes too long to load
 
-# Counts how often an engine gave up blocks and offered anew; meaningful only together with an epoch.
+# Counts how often an engine gave up blocks and offered again; meaningful only together with an epoch.
 Generation: TypeAlias = int
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
@@ -37,7 +37,7 @@ class IdentityError(ArgumentError):
 class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=True):
     """The name of the KV of one prompt of one request, the same on both sides. Opaque.
 
-    Make one with `derived`, `routed` or `mint`. No two of these ever make the same id, since `base` begins with its origin.
+    Make one with `derived`, `routed` or `mint`. No two of these ever make the same id, because `base` begins with its origin.
     """
 
     base: str

@@ -1,7 +1,7 @@
 """Key files: PEM text that holds the keys which an engine presents and accepts, one after the other.
 
 A *key* is a private key followed by its own self-signed certificate, or the certificate alone. An engine presents the first
-private key of its file. It accepts whoever proves to hold the private key of a certificate in the file. So one form serves a key
+private key of its file. It accepts a peer that proves to hold the private key of a certificate in the file. So one form serves a key
 that all engines share, two of them while one replaces the other, and one key for each engine.
 """
 

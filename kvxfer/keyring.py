@@ -28,7 +28,7 @@ log = logger("kvxfer.security")
 LONGEST = 4 << 20
 """The most bytes of a key file: thousands of keys."""
 SETTLES_S = 2.0
-"""A file that was written within so many seconds is read at each look, since another write may leave its time and size the same."""
+"""A file that was written within these seconds is read at each look, because another write may leave its time and size the same."""
 BROKEN_S = 1.0
 """Seconds for which a changed file may be unusable before that is logged: it may be being written."""
 
@@ -186,7 +186,7 @@ def _context(side: int, own: Key, file: KeyFile) -> ssl.SSLContext:
     except ssl.SSLError:
         raise damaged(_first_damaged(file)) from None
     if side == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # no resumption: each connection proves the key anew
+        context.num_tickets = 0  # no resumption: each connection proves the key again
     return context
 
 
@@ -217,7 +217,7 @@ def _first_damaged(file: KeyFile) -> int:
 
 @contextmanager
 def _file(text: str) -> Iterator[str]:
-    """Yield the path of a file in memory with this text, since ``ssl`` reads private keys from files only."""
+    """Yield the path of a file in memory with this text, because ``ssl`` reads private keys from files only."""
     descriptor = os.memfd_create("kvxfer-key", os.MFD_CLOEXEC)
     with os.fdopen(descriptor, "wb") as file:
         file.write(text.encode())

@@ -146,7 +146,7 @@ class Security:
         if config.key_file is None:
             if not allowed(Address(config.listen.lower(), 1), _LOOPBACK):
                 log.warning(
-                    "control sockets listen on %s without a key: whoever can reach them can read and free KV cache. "
+                    "control sockets listen on %s without a key: anybody who can reach them can read and free KV cache. "
                     "Make one with `kvxfer keys` and set 'key_file' on all engines",
                     config.listen,
                 )
@@ -231,8 +231,8 @@ class Security:
         """Log that a connection from this address was refused."""
         times = self._repeats.logged((host, why))
         if times is not None:
-            key = "" if self.key is None else "; whoever connects here needs a key that this engine accepts"
-            more = f" (and {times} times before, since this was last logged)" if times else ""
+            key = "" if self.key is None else "; a peer that connects here needs a key that this engine accepts"
+            more = f" (and {times} times before since this was last logged)" if times else ""
             _turned_away("turned away a connection from %s: %s%s%s", host, why, key, more)
 
 
@@ -246,7 +246,7 @@ def plain(address: str) -> str:
 
 
 def portless(entry: str) -> str:
-    """Return an entry of the allow-list without its port, since peers connect from any port."""
+    """Return an entry of the allow-list without its port, because peers connect from any port."""
     host, colon, port = entry.rpartition(":")
     named = colon and port.isdigit() and (host.endswith("]") or ":" not in host)
     return host if named else entry

@@ -144,7 +144,7 @@ def own_address() -> str:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
             s.connect((target, 9))
             return str(s.getsockname()[0])
-    raise ConfigError("this host's own address cannot be found, since no route leads out of it: set 'advertise'")
+    raise ConfigError("this host's own address cannot be found, because no route leads out of it: set 'advertise'")
 
 
 def port_range(text: str | None, what: str) -> range:
@@ -199,7 +199,7 @@ def advice(key: object, known: Iterable[str]) -> str:
 
 def near(key: object, known: Iterable[str]) -> str | None:
     """Return a question that suggests the known name nearest to ``key``; ``None`` if none is near."""
-    from difflib import get_close_matches  # imported here since only mistakes need it
+    from difflib import get_close_matches  # imported here because only mistakes need it
 
     found = get_close_matches(str(key), list(known), n=1)
     return f"did you mean {found[0]!r}?" if found else None

@@ -16,7 +16,7 @@ def escaped(text: str) -> str:
 
 
 def printable(name: object) -> str:
-    """Return a request's or transfer's name cut and escaped for the log, since clients choose it freely."""
+    """Return a request's or transfer's name cut and escaped for the log, because clients choose it freely."""
     return escaped(str(name)[:LONGEST_SHOWN])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["NamedThread", "name_this_thread"]
 
 _LONGEST = 15
-"""The kernel keeps so many characters of a thread's name."""
+"""The number of characters of a thread's name that the kernel keeps."""
 
 
 class NamedThread(threading.Thread):
@@ -19,7 +19,7 @@ class NamedThread(threading.Thread):
     Args:
         target: The function to run.
         args: Its arguments.
-        name: Up to 15 characters, since ``top`` and debuggers would show no more.
+        name: Up to 15 characters, because ``top`` and debuggers would show no more.
 
     Raises:
         ValueError: The name is longer.

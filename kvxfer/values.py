@@ -130,7 +130,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
             where the engine has given a block up; a reader that wants such a block must fail the transfer.
         final: Every group is complete, and only a revocation can follow in this generation. May come before the engine
             has finished the request, so that consumers may read before the engine keeps the blocks for them.
-        consumers: How many engines are to fetch it. The offer ends when so many have it or have given it up; one that fails
+        consumers: How many engines are to fetch it. The offer ends when this many have it or have given it up; one that fails
             does not affect the others. An offer that repeats the one before may lower it.
         payload: Up to 64 KiB for the consumers' engines, never interpreted: the first token, say. They get it with the
             outcome (``Ended.payload``). It is given by the final offer of a generation at the latest, does not change
@@ -181,9 +181,9 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
             A ``full`` group has a block at each position from that of ``start`` on, or an empty row.
         start: The first token to be moved.
         tokens: One past the last token to be moved. If a group is a ``state``, the producer's final offer must have just as
-            many tokens, since the state after more or fewer is another one.
+            many tokens, because the state after more or fewer is another one.
         own: This engine's directory, if the engine has several ranks.
-        progress: A ``Progress`` event comes each time that at least so many more tokens have arrived; 0 for none.
+        progress: A ``Progress`` event comes each time that at least this many more tokens have arrived; 0 for none.
         offered: The producer is known to have offered all of the transfer. If it does not know the transfer (any more), the
             fetch then fails within about a second, instead of waiting for the offer until its deadline.
         enough: The fewest tokens that are of use if the producer gives up before all are computed: the fetch is then delivered

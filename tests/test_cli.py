@@ -280,7 +280,7 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
     assert rows["directory, in the scheduler"] == {
         "port": "0.0.0.0:7001",
         "opened_by": "directory, in the scheduler",
-        "who": "whoever has the key",
+        "who": "anybody who has the key",
     }
     assert rows["back end zmq"]["port"].startswith("0.0.0.0:") and "secret" in rows["back end zmq"]["who"]
     for open_one in {"back end nixl", "back end ucx"} & set(rows):

@@ -252,7 +252,7 @@ def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert facts["nics"] == [
         {"name": "mlx5_0", "infiniband": True, "state": "DOWN", "gbit_per_s": 400.0, "numa_node": 1}
     ]
-    for i, words in enumerate(["ptrace_scope is 2", "limited to 65536 bytes", "no InfiniBand card", "is DOWN"]):
+    for i, words in enumerate(["ptrace_scope is 2", "limited to 65536 bytes", "no InfiniBand device", "is DOWN"]):
         assert words in facts["advice"][i]
     put("proc/self/status", "CapEff:\t0000000000080000\n")
     assert "ptrace" not in host_facts(tmp_path)["advice"][0]

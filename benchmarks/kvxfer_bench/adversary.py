@@ -30,11 +30,11 @@ from kvxfer_bench.hostile import Hostile
 __all__ = ["CASES", "adversary", "measure_adversary", "measure_fleet"]
 
 RATIO, FLOOR_MS = 2.0, 25.0
-"""How much longer the median load may take beside an attack. So many ms more are the noise of a busy machine."""
+"""How much longer the median load may take beside an attack. The ms that are added are the noise of a busy machine."""
 LOAD_S = 20.0
 """The most seconds for one load."""
 SETTLE_S = 5.0
-"""After so many seconds it is known of each link under a name of its own that it takes nothing."""
+"""Seconds after which it is known of each link under a name of its own that it takes nothing."""
 PER_PROCESS = 100
 """Directories of the fleet in one process."""
 FLEET_S = 60.0
@@ -164,7 +164,7 @@ CASES: dict[str, tuple[Callable[[AttackedPair], None], bool]] = {
     "a directory of 200 ranks that do not answer": (_lie_a_little, False),
     "notices without end, over 40 connections": (_notices, True),
     "questions whose answers are not read, over 100 connections": (_questions, True),
-    "another producer that is cut off amid a load": (_partition, False),
+    "another producer that is cut off during a load": (_partition, False),
 }
 """The attacks, and whether the loads beside each are those of new consumers."""
 
@@ -190,7 +190,7 @@ def _case(config: Config, attack: Callable[[AttackedPair], None], new: bool, cou
 
 
 def measure_fleet(config: Config, engines: int) -> dict[str, Any]:
-    """Have so many directories wait for one engine to begin, then have it begin."""
+    """Have ``engines`` directories wait for one engine to begin, then have it begin."""
     transfer = TransferId("own/1/begun", 0)
     with ExitStack() as stack:
 
@@ -227,7 +227,7 @@ def measure_fleet(config: Config, engines: int) -> dict[str, Any]:
 def measure_adversary(
     backend: str, keyed: bool, count: int, engines: int, cases: Sequence[str] = tuple(CASES), say: Say = silent
 ) -> dict[str, Any]:
-    """Measure ``count`` loads alone and beside each attack, and a fleet of so many engines; say what is wrong.
+    """Measure ``count`` loads alone and beside each attack, and a fleet of ``engines`` engines; say what is wrong.
 
     Args:
         backend: The back end.

@@ -1,7 +1,7 @@
 """``kvxfer bench chaos``: engines of one and two ranks under kills, stops, preemptions and clients that leave.
 
 Two producers and two consumers, each pair with one engine of one rank and one of two, exchange transfers in all combinations. Ranks
-lag behind each other; producers take blocks back and compute them anew while they are read; engines are killed and restarted, or
+lag behind each other; producers take blocks back and compute them again while they are read; engines are killed and restarted, or
 stopped for seconds. What must hold: every load ends exactly once and in time; what is delivered belongs to one generation, byte for
 byte, on all ranks; all blocks come back, and nobody writes to them afterwards.
 """
@@ -61,7 +61,7 @@ def _harm(world: RankedWorld, rng: random.Random, faults: Counter[str]) -> None:
 def measure(
     seconds: float, every: float, seed: int, config: dict[str, Any], device: str = "cpu", say: Say = silent
 ) -> dict[str, Any]:
-    """Run the engines under faults, which are kills and stops, one ``every`` so many seconds on average.
+    """Run the engines under faults, which are kills and stops, on average one in each ``every`` seconds.
 
     If ``device`` is ``cuda``, the ranks of producers and those of consumers start on different GPUs. ``say`` is told the progress
     every ``SAY_S``.

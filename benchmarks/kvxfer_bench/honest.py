@@ -51,7 +51,7 @@ class HonestEngine:
         return self._directory.source
 
     def offer(self, transfer: TransferId, consumers: int = 1) -> None:
-        """Offer a transfer to so many engines."""
+        """Offer a transfer to ``consumers`` engines."""
         table = BlockTable.of([range(BLOCKS)])
         self._agent.offer(Offer(transfer, b"d", 1, BLOCKS, table, True, consumers=consumers))
 
@@ -102,7 +102,7 @@ class Prefill:
         return self._directory.source
 
     def asked(self, transfer: TransferId, engines: int, seconds: float) -> int:
-        """Wait until so many have asked whether it has begun; return how many have."""
+        """Wait until ``engines`` have asked whether it has begun; return how many have."""
         until = time.monotonic() + seconds
         while self._asked[transfer] < engines and time.monotonic() < until:
             time.sleep(0.01)

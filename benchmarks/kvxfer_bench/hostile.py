@@ -64,7 +64,7 @@ class Hostile:
         return connection
 
     def idle(self, source: Source, connections: int) -> int:
-        """Hold so many connections to a directory over which nothing is said; return how many came about."""
+        """Hold connections to a directory over which nothing is said; return how many came about."""
         for _ in range(0, connections, 16):  # as fast as they are accepted
             with self._lock:
                 made = [self._dial(address(source.host, source.port)) for _ in range(16)]
@@ -72,7 +72,7 @@ class Hostile:
         return sum(one.opened for one in self._held)
 
     def half(self, source: Source, connections: int) -> int:
-        """Hold so many connections to a directory that begin no handshake; those that are closed are made again."""
+        """Hold connections to a directory that begin no handshake; those that are closed are made again."""
 
         def fill() -> None:
             self._plain = [sock for sock in self._plain if not _hung_up(sock)]
@@ -89,7 +89,7 @@ class Hostile:
         return len(self._plain)
 
     def reconnect(self, source: Source, connections: int, host: str) -> int:
-        """Make so many connections to a directory from this address, close each after its handshake, and make another, without end.
+        """Make connections to a directory from this address, close each after its handshake, and make another, without end.
 
         Return how many were made at first.
         """
@@ -119,7 +119,7 @@ class Hostile:
         return made[0]
 
     def stall(self, source: Source, transfer: TransferId, links: int, names: int = 1) -> int:
-        """Make so many links under so many names, ask for a transfer over each, and take none of its pieces."""
+        """Make ``links`` links under ``names`` names, ask for a transfer over each, and take none of its pieces."""
         rank = self._rank(source)
         cache = rank.cache
         share = route([cache], [cache])[cache.rank].assignments[cache.rank]
@@ -158,7 +158,7 @@ class Hostile:
         return len(welcomed)
 
     def lie(self, source: Source, ranks: int) -> Source:
-        """Serve a directory that describes so many ranks like that of an engine, none of which answers a hello.
+        """Serve a directory that describes ``ranks`` ranks like that of an engine, none of which answers a hello.
 
         Return where it is.
         """
@@ -255,7 +255,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def _every(seconds: float, do: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that does something, unless it has within so many seconds."""
+    """Return a function that does something, unless it has within the last ``seconds``."""
     last = [0.0]
 
     def maybe() -> None:

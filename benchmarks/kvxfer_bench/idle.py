@@ -43,9 +43,9 @@ def measure_idle(backend: str, seconds: float) -> dict[str, Any]:
     """Import kvxfer in processes of their own, then run an agent and a directory in this process with nothing to do.
 
     Returns:
-        The CPU time, in ms, that the importing thread takes for numpy, then kvxfer, and then all public names (numpy's own threads
-        wait in a loop for a while after its import, so the process's time would count them); the modules that these load; the private
-        memory of agent and directory, in MiB; the share of a core that they use, in percent; and the wake-ups per second of
+        The CPU time, in ms, that the importing thread takes for numpy, then kvxfer, and then all public names. numpy's own threads
+        wait in a loop for a while after its import, so the process's time would count them. Then the modules that these load, the
+        private memory of agent and directory in MiB, the share of a core that they use in percent, and the wake-ups per second of
         each thread.
     """
     with tempfile.TemporaryDirectory() as compiled:  # compiled once, as an installed package is

@@ -1,7 +1,7 @@
 """A simulated network link with long latency and packet loss, on one host and without privileges: for what loopback does not show.
 
 A tun device has address ``HERE``. Whatever is sent to ``THERE`` comes back from the device later, with the two addresses swapped, so
-a program that listens on ``HERE`` can be reached at ``THERE`` over this link. (The checksums of IP and TCP stay right, since they do
+a program that listens on ``HERE`` can be reached at ``THERE`` over this link. (The checksums of IP and TCP stay right, because they do
 not depend on the order of what they add up.) All of this is in a network namespace of its own.
 """
 

@@ -2,7 +2,7 @@
 
 There are four engines of one rank. A producer and a consumer live through the whole run and are watched. Meanwhile another producer,
 which the consumer also reads from, and another consumer, which also reads from the producer, are killed and restarted again and again.
-Most transfers go well; some are cancelled, revoked, computed anew, never fetched or never offered.
+Most transfers go well; some are cancelled, revoked, computed again, never fetched or never offered.
 """
 
 from __future__ import annotations

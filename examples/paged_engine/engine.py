@@ -61,7 +61,7 @@ class Engine:
         self.counts["cached"] += request.computed
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Have blocks for so many tokens; preempt what came last if need be."""
+        """Have blocks for this number of tokens; preempt what came last if need be."""
         while not self.pool.grow(request.table, tokens):
             later = self.requests[self.requests.index(request) + 1 :]
             victim = next((r for r in reversed(later) if r.table and not r.loading), None)

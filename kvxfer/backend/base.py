@@ -53,7 +53,7 @@ class Base(Transport, Generic[E, L]):
         memories: The registered memories.
         links: The links that were made and not closed, by number.
         unused: The endpoints that were neither connected nor withdrawn, by their bytes.
-        wakeup: Wakes whoever polls ``fileno``; this class sets it after each call of the contract that changes something.
+        wakeup: Wakes the thread that polls ``fileno``; this class sets it after each call of the contract that changes something.
         completions: What the next ``poll`` returns.
         closed: Whether ``close`` was called.
     """

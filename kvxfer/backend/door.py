@@ -1,7 +1,7 @@
 """A Unix socket that peers of this host connect to, and accepting where descriptors may run out.
 
-Its name is random, and leads to it only on its own host and in its own network namespace. So whoever can connect to it is there, and
-whoever is not finds that out at once. A name that a peer tells is used only if it has the form of such a name.
+Its name is random, and leads to it only on its own host and in its own network namespace. So a process that can connect to it is there, and
+one that is not finds that out at once. A name that a peer tells is used only if it has the form of such a name.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def knock(name: str, peer: str) -> socket.socket:
 
 
 class UnixDoor:
-    """A listening socket, and the strangers: those who have connected and not said anything yet.
+    """A listening socket, and the strangers: connections over which nothing has been said yet.
 
     Attributes:
         name: The socket's name in the abstract namespace.

@@ -18,7 +18,7 @@ __all__ = ["TOKEN_BYTES", "EndpointBase", "Token", "check_encryption", "new_toke
 TOKEN_BYTES = 16
 
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-"""A secret of one end of a link, known only to the two ends: whoever dials sends it before anything else."""
+"""A secret of one end of a link, known only to the two ends: the end that dials sends it before anything else."""
 
 _CHECK_BYTES = 4
 
@@ -39,7 +39,7 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     Attributes:
         agent: The agent's name, for messages.
         most_bytes: The largest size when encoded; no more than ``Transport.endpoint`` promises.
-        trusted: The fields that the back end's library takes on trust, since nothing can check them. The conformance suite does not
+        trusted: The fields that the back end's library takes on trust, because nothing can check them. The conformance suite does not
             forge them; the back end's page must say what a hostile peer can do with them.
     """
 

@@ -28,7 +28,7 @@ class Uninherited:
         self._next, self._wait = 0.0, LOOK_S[0]
 
     def soon(self) -> None:
-        """Look often from now on, since a link is being made."""
+        """Look often from now on, because a link is being made."""
         self._next, self._wait = 0.0, LOOK_S[0]
 
     def look(self, now: float | None = None) -> None:

@@ -5,7 +5,7 @@ show it. Each end, when it connects, opens a Unix socket to the other end's list
 once both ends have done so, and down as soon as either socket closes, which the kernel sees to when a process dies.
 
 The kernel also says which process an end belongs to (``Liveness.process``). What that process tells of itself over these sockets
-is therefore its own word, whoever has carried the two endpoints from one end to the other.
+is therefore its own word, no matter who has carried the two endpoints from one end to the other.
 
 Most ends stay silent after that. A back end can send messages, and descriptors of memory, by ``tell``.
 """

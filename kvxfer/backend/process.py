@@ -24,7 +24,7 @@ class PeerProcess:
     """Who connected a socket to this process, or who listens where this process has connected to.
 
     Attributes:
-        pid: Its number, as this process counts; 0 if it has none here, since it runs in another pid namespace.
+        pid: Its number, as this process counts; 0 if it has none here, because it runs in another pid namespace.
         held: Whether the kernel tells this process of its end. If not, its number may be another's by now.
     """
 

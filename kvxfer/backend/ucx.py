@@ -1,6 +1,6 @@
 """Settings that make UCX open ports only where ``listen`` says, and what its log tells: for every back end built on UCX.
 
-UCX cannot authenticate. Whoever reaches a port of its TCP transport can read and write this process's memory, or end it. And
+UCX cannot authenticate. Anybody who reaches a port of its TCP transport can read and write this process's memory, or end it. And
 unless told otherwise, it opens one on every network device of the host.
 
 It also believes what an address says: that its owner is on this host, and which process and shared memory it means. So no context of
@@ -54,7 +54,7 @@ def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:
 
     Args:
         listen: With a loopback address, UCX uses only shared memory (and GPUs) and opens no port at all. With another
-            address, it uses TCP on the network device that has it, and all RDMA cards, which open no ports. With a
+            address, it uses TCP on the network device that has it, and all RDMA devices, which open no ports. With a
             wildcard it is not confined.
         given: Names of settings in the back end's options. Those in the environment are respected as well.
         gpus: Whether there are GPUs.
@@ -148,7 +148,7 @@ def _warn(name: str, value: str, listen: str) -> None:
 
 
 def _cards() -> list[str]:
-    """Return the ports of RDMA cards that are up, by UCX's names."""
+    """Return the ports of RDMA devices that are up, by UCX's names."""
     ports = sorted(_CARDS.glob("*/ports/*")) if _CARDS.is_dir() else []
     return [f"{port.parent.parent.name}:{port.name}" for port in ports if "ACTIVE" in _state(port)]
 

@@ -42,7 +42,7 @@ def address_problems(config: Config) -> list[str]:
 
 
 def _check_port(config: Config) -> None:
-    """Raise OSError if the port cannot be had. An engine that starts meanwhile still gets it, since nothing listens here."""
+    """Raise OSError if the port cannot be had. An engine that starts meanwhile still gets it, because nothing listens here."""
     family, *_, where = socket.getaddrinfo(
         config.listen, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

@@ -208,7 +208,7 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
 
     Port 0 stands for any free one.
     """
-    anybody = "whoever has the key" if config.key_file else "anybody who can reach it"
+    anybody = "anybody who has the key" if config.key_file else "anybody who can reach it"
     if config.peers is not None:
         anybody += " from the addresses in 'peers'"
     control = str(Address(config.listen, 0))
@@ -346,7 +346,7 @@ def _show(report: dict[str, Any]) -> None:
         console.print(f"KV that {verbatim(name)} moves is {whether}{verbatim(advice)}", highlight=False)
     for name in report["unlisted"]:
         console.print(
-            f"back end {verbatim(name)} may dial hosts that are not in 'peers', since its library reads them out of what a peer sends: "
+            f"back end {verbatim(name)} may dial hosts that are not in 'peers', because its library reads them out of what a peer sends: "
             "let a firewall keep it to the hosts of the list",
             highlight=False,
         )

@@ -36,7 +36,9 @@ def _of(backend: type[Transport], config: Config, able: list[str]) -> dict[str, 
         return {"encrypted": False, "advice": str(e)}
     if not encrypted:
         return {"encrypted": False, "advice": f"to encrypt it, set {_setting(backend, option, config)} on all engines"}
-    keyless = "set 'key_file' as well: without it, whoever sits between the engines can replace their keys with others"
+    keyless = (
+        "set 'key_file' as well: without it, anybody who sits between the engines can replace their keys with others"
+    )
     return {"encrypted": True, "advice": "" if config.key_file else keyless}
 
 

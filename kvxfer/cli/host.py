@@ -60,7 +60,7 @@ def _advice(facts: dict[str, Any]) -> list[str]:
     ]
     if far:
         out.append(
-            f"GPUs {', '.join(far)} have no InfiniBand card on their NUMA node, so what they send crosses CPU sockets"
+            f"GPUs {', '.join(far)} have no InfiniBand device on their NUMA node, so what they send crosses CPU sockets"
         )
     for nic in facts["nics"]:
         if nic["infiniband"] and nic["state"] != "ACTIVE":

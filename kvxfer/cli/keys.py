@@ -40,7 +40,7 @@ def keys(
 ) -> None:
     """Make the key that lets the engines of one deployment talk to each other, replace it while they run, or revoke it.
 
-    Copy the file to every engine of the deployment and set key_file to its path. Keep it secret: whoever has it can connect. An
+    Copy the file to every engine of the deployment and set key_file to its path. Keep it secret: anybody who has it can connect. An
     engine presents the first private key of its file, and accepts every key in it. It reads the file again when that changes.
     """
     if (which is None) != (action in (Action.NEW, Action.SHOW, Action.PUBLIC)):

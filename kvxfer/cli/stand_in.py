@@ -2,8 +2,8 @@
 
 A running engine is never measured, because its memory and its links belong to its requests. A stand-in has memory of its own but
 is otherwise an engine, with the same settings, back ends, key and addresses. Both sides offer and fetch in turn. The visitor announces
-each transfer to the stand-in's directory with ``Await``; the transfer's name tells the stand-in to give so many blocks, or to take
-them from the visitor.
+each transfer to the stand-in's directory with ``Await``; the transfer's name tells the stand-in how many blocks to give, or to take
+from the visitor.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Agent:
         )
 
     def _transport(self, name: str) -> Transport:
-        """Make a back end; called on its data thread, since that may take seconds."""
+        """Make a back end; called on its data thread, because that may take seconds."""
         backend = self._backends[name]
         return backend(self._name, options_for(backend, self.config))
 
@@ -174,8 +174,8 @@ class Agent:
                 passed within the lease, the offer fails.
 
         Raises:
-            ArgumentError: The blocks are not in the cache or too few for the tokens, or a fetch that is not released yet fills one
-                of them, or the offer contradicts an earlier one of its transfer: by an older generation or, within the same one, fewer
+            ArgumentError: The blocks are not in the cache or too few for the tokens. A fetch that is not released yet fills one
+                of them. The offer contradicts an earlier one of its transfer: by an older generation or, within the same one, fewer
                 tokens, other blocks or another payload.
             ClosedError: The agent has been closed.
         """
@@ -218,7 +218,7 @@ class Agent:
         arguments.string("reason", reason, MOST_REASON, empty=True)
         gone = arguments.flag("gone", gone)
         if arguments.flag("kept", kept) and not gone:
-            raise ArgumentError("kept must come with gone: what is computed anew is in other blocks")
+            raise ArgumentError("kept must come with gone: what is computed again is in other blocks")
         # Unless they are kept, the engine may use the blocks before the control thread handles this call.
         declared = not kept and self._revocations.declare(transfer)
         self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
@@ -228,7 +228,7 @@ class Agent:
         self._check_open("revoke")
 
     def renew(self, transfer: TransferId) -> None:
-        """Renew an offer's lease, since its consumer is alive although it has not begun to fetch.
+        """Renew an offer's lease, because its consumer is alive although it has not begun to fetch.
 
         Raises:
             ArgumentError: ``transfer`` is not a ``TransferId``.
@@ -245,9 +245,9 @@ class Agent:
         the second, the blocks must be neither used nor freed. If the agent has failed, both come at once.
 
         Raises:
-            ArgumentError: The blocks are not in the cache or too few for the tokens, the handle is that of a fetch that
-                is not released yet, or such a fetch fills one of the blocks, or an offer lists one that is neither revoked nor
-                released, or ``own`` is missing although other ranks fetch the rest.
+            ArgumentError: The blocks are not in the cache or too few for the tokens. The handle belongs to a fetch that is not
+                released yet, or such a fetch fills one of the blocks. An offer lists a block that is neither revoked nor
+                released. ``own`` is missing although other ranks fetch the rest.
             ClosedError: The agent has been closed.
         """
         self._check_open("fetch")

@@ -134,7 +134,7 @@ class Calls:
             arguments.instance("fetch", fetch, Fetch)
         if self._part and fetch.own is None:
             raise ArgumentError(
-                f"own must name this engine's directory (its 'source'), since this cache holds only {self._part}, and other "
+                f"own must name this engine's directory (its 'source'), because this cache holds only {self._part}, and other "
                 "ranks fetch the rest"
             )
         table, start, tokens = fetch.blocks, fetch.start, fetch.tokens
@@ -209,16 +209,16 @@ class Calls:
         if offer.generation != last.generation:
             arguments.integer("generation", offer.generation, last.generation)
             return
-        anew = f"within generation {offer.generation}; what is computed anew needs a new generation"
+        again = f"within generation {offer.generation}; what is computed again needs a new generation"
         most = last.tokens if last.final else arguments.MOST_INTEGER
         arguments.integer("tokens", offer.tokens, last.tokens, most)
         arguments.integer("consumers", offer.consumers, 1, last.consumers)
         if offer.digest != last.digest:
-            raise ArgumentError(f"digest must stay the same {anew}")
+            raise ArgumentError(f"digest must stay the same {again}")
         if last.final and not offer.final:
-            raise ArgumentError(f"final must stay True {anew}")
+            raise ArgumentError(f"final must stay True {again}")
         if last.payload and offer.payload and offer.payload != last.payload:
-            raise ArgumentError(f"payload must stay the same {anew}")
+            raise ArgumentError(f"payload must stay the same {again}")
         for g, group in self._groups.items():
             if group.kind != "full":
                 continue
@@ -227,7 +227,7 @@ class Calls:
                 was, now = (one.blocks[g][first:past] for one in (last, offer))
                 at = int(np.flatnonzero(was != now)[0])
                 raise ArgumentError(
-                    f"blocks[{g}] must keep block {was[at]} at position {first + at}, not have {now[at]} there, {anew}"
+                    f"blocks[{g}] must keep block {was[at]} at position {first + at}, not have {now[at]} there, {again}"
                 )
 
 

@@ -38,11 +38,11 @@ _HEAD = struct.Struct("<I")
 _READ, _READS = 64 << 10, 4
 """The most bytes read at once, and the most reads in a turn."""
 _UNTAKEN = 64 << 10
-"""While so many bytes of answers wait for a peer that dialled, nothing more is received from it."""
+"""The bytes of answers that may wait for a peer that dialled. While there are more, nothing is received from it."""
 _QUEUE = 64 << 20
 """The most bytes that may wait for a slow peer; beyond, it counts as lost."""
 TRY_S = 0.25
-"""Seconds after which an address that does not answer is left for the next of the same name; RFC 8305 recommends so many."""
+"""Seconds after which an address that does not answer is left for the next of the same name, as RFC 8305 recommends."""
 _DREGS = 1 << 20
 """The most bytes that are read and dropped after the last message to a peer; beyond, it is cut off."""
 
@@ -248,7 +248,7 @@ class ControlConnection:
             self.connect(self._targets)
 
     def lack(self) -> None:
-        """Close the connection, since this process has too few descriptors left for it."""
+        """Close the connection, because this process has too few descriptors left for it."""
         self.short = True
         self.lose("this process has too few descriptors left to dial it; raise its limit (ulimit -n)")
 

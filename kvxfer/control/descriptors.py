@@ -16,7 +16,7 @@ class DescriptorLimits:
     """The numbers of descriptors in use from which on they are short, by the process's soft limit at the time this is made.
 
     Attributes:
-        accepted: The number from which on whoever connects takes the place of another.
+        accepted: The number from which on a newcomer takes the place of another.
         dialled: The number from which on nobody is dialled any more.
     """
 
@@ -30,7 +30,7 @@ class DescriptorLimits:
 
     @property
     def short(self) -> bool:
-        """Whether whoever connects should take the place of another."""
+        """Whether a newcomer should take the place of another."""
         return _in_use() > self.accepted
 
     @property
@@ -40,7 +40,7 @@ class DescriptorLimits:
 
 
 def _in_use() -> int:
-    """Return how many descriptors are open, whoever opened them; 0 if the kernel does not tell."""
+    """Return how many descriptors are open, by any part of the process; 0 if the kernel does not tell."""
     with suppress(OSError):
         # Linux 6.2 and later say it as the folder's size; to count is slow where there are many.
         return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))

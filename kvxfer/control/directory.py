@@ -149,7 +149,7 @@ class Directory:
         self.close()
 
     def publish(self, ranks: tuple[m.RankDescriptor, ...]) -> None:
-        """Set the engine's ranks. Until then, whoever looks the engine up is told to ask again.
+        """Set the engine's ranks. Until then, peers that look the engine up are told to ask again.
 
         Args:
             ranks: The ``descriptor`` of each agent.

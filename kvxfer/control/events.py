@@ -48,7 +48,7 @@ class EventQueue:
         self._new = True
 
     def tell(self) -> None:
-        """Wake whoever waits for events, once for all that were added, since each wake-up costs two threads a turn."""
+        """Wake the threads that wait for events, once for all that were added, because each wake-up costs two threads a turn."""
         new, self._new = self._new, False
         if not new or not self._events:  # they have been taken already
             return
@@ -81,7 +81,7 @@ class EventQueue:
 
     def _taken(self) -> list[Event]:
         self._flag.clear()
-        self._told = False  # before the events are taken, so that later ones are announced anew
+        self._told = False  # before the events are taken, so that later ones are announced again
         if self._over:
             self._flag.set()
         out: list[Event] = []
@@ -108,7 +108,7 @@ async def readable(source: Readable, timeout: float) -> bool:
     Raises:
         ArgumentError: An argument has the wrong type.
     """
-    import asyncio  # here, since nothing else needs it
+    import asyncio  # here, because nothing else needs it
 
     arguments.instance("source", source, Readable)  # type: ignore[type-abstract]
     timeout = arguments.seconds("timeout", timeout)

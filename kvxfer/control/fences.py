@@ -23,7 +23,7 @@ class Fences:
 
     No offer overtakes an earlier one of its transfer, whatever their fences say. The transfers take turns.
 
-    An offer is held for a ``lease`` of so many seconds, from when it was made or its transfer was last renewed. A device that has
+    An offer is held for ``lease`` seconds after it was made or its transfer was last renewed. A device that has
     not come so far by then has failed or hangs, and nobody would ever hear of the offer again.
     """
 

@@ -1,7 +1,7 @@
 """Whose handshake is next: each costs the control thread a millisecond, and who asks for it has proved nothing yet.
 
-So it is counted by host. A host may begin ``BURST`` handshakes at once, and ``A_SECOND`` more in each second. Whoever has begun fewest goes
-first, and a turn does only a few, so that all others wait no longer than for these.
+So it is counted by host. A host may begin ``BURST`` handshakes at once, and ``A_SECOND`` more in each second. The host that has begun
+fewest goes first, and a turn does only a few, so that all others wait no longer than for these.
 """
 
 from __future__ import annotations

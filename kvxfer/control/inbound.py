@@ -183,10 +183,10 @@ class Inbound(LinkTable[_Dialled]):
         return lost
 
     def _make_room(self, new: _Dialled) -> Lost | None:
-        """If there are as many links as allowed, or descriptors are short, give one up of whoever has most.
+        """If there are as many links as allowed, or descriptors are short, give up one of the peer that has most.
 
         One over which nothing moves goes first, and of those the one that was last used longest ago. Its consumer dials again
-        when it wants something. If something moves over each, whoever has most loses one, unless the
+        when it wants something. If something moves over each, the peer that has most loses one, unless the
         newcomer has as many.
 
         Raises:

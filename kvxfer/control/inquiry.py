@@ -18,7 +18,7 @@ __all__ = ["Inquiry", "explain", "inquire"]
 T = TypeVar("T")
 
 REPEAT_S = 0.5
-"""Seconds after which the question is repeated, since a directory has no answer until its engine's ranks are known."""
+"""Seconds after which the question is repeated, because a directory has no answer until its engine's ranks are known."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ log = logger("kvxfer.agent")
 
 LONGEST_WAIT_S = 1.0
 STALL_S = 0.5
-"""A turn that begins so many seconds late means that the process did not run."""
+"""A turn that begins this many seconds late means that the process did not run."""
 SLICE_S = 0.002
 """Seconds that a turn spends on calls, and on messages."""
 FEW = 16
-"""So many messages of one connection are handled before others have their turn; so many calls before the clock is read."""
+"""The messages of one connection that are handled before others have their turn, and the calls before the clock is read."""
 CLOSE_S = 5.0
 LINGER_S = 0.2
 """The most seconds that are spent on telling peers of the end."""
@@ -64,7 +64,7 @@ class Work(Protocol):
         """Tell the engine what has happened; called at the end of each turn."""
 
     def pardon(self, seconds: float, now: float) -> None:
-        """Do not count so many seconds up to ``now`` as peers' silence."""
+        """Do not count the ``seconds`` up to ``now`` as peers' silence."""
 
     def ends(self, why: Failure) -> Iterator[Step]:
         """Yield the steps that end all transfers."""

@@ -65,7 +65,7 @@ class Target:
     def link(self) -> LinkId:
         """The link to it. Only targets that are alike in everything share one: what moves over it is planned by what they say.
 
-        Whoever has a directory can name any rank's address and epoch there, and describe its cache otherwise than it is.
+        Any directory can name any rank's address and epoch there, and describe its cache otherwise than it is.
         """
         said = msgspec.msgpack.encode((self.epoch, self.cache, self.assignments, self.backends))
         return (self.address, int.from_bytes(hashlib.blake2b(said, digest_size=16).digest()))
@@ -150,7 +150,7 @@ class Outbound(LinkTable[_Dial]):
             self._due.add(target.source)
 
     def _without(self, link: _Dial, why: Failure, now: float) -> Lost | None:
-        """Try the next back end, since this one cannot make the link; return its loss if there is none."""
+        """Try the next back end, because this one cannot make the link; return its loss if there is none."""
         failed = self._unfit.setdefault(link.id, {})
         failed[link.backend] = why
         if all(b in failed for b in link.target.backends):

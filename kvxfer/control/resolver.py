@@ -1,8 +1,8 @@
 """Find the route to a producer engine: look its descriptor up in its directory, and join it with that of the own engine.
 
 Used by the control thread only. Checking the caches that a descriptor describes, and joining them with the own ones, takes
-time and is done on another thread. Unanswered questions are repeated. Once a directory has been silent for too long, whoever
-asks for it is told so at once, while the question is repeated until it is answered.
+time and is done on another thread. Unanswered questions are repeated. Once a directory has been silent for too long, peers
+that ask for it are told so at once, while the question is repeated until it is answered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logger("kvxfer.resolver")
 
 REPEAT_S = 0.5
 SHORT = 4096
-"""The most bytes of an answer that is decoded on the control thread, since it cannot describe many ranks."""
+"""The most bytes of an answer that is decoded on the control thread, because it cannot describe many ranks."""
 REDIAL_S = 5.0
 """A directory that is silent for so long, or for a third of the patience, is dialled again, in case only the connection is at
 fault."""
@@ -46,7 +46,7 @@ fault."""
 PROBE_S = 1.0
 """Seconds between two questions to a directory that is known to be silent."""
 KEPT_S = 600.0
-"""A silent directory that nobody has asked for in so many seconds is forgotten."""
+"""Seconds after which a silent directory is forgotten, if nobody has asked for it."""
 MOST_SILENT = 64
 """The most directories that are known to be silent; for one more, the one that was asked for longest ago is forgotten."""
 MOST_FOUND = 1024
@@ -84,7 +84,7 @@ class _Query:
         dialled: When that connection was made.
         since: When the question was first asked.
         wanted: When somebody last wanted the answer.
-        silent: The failure for whoever wants it, once the directory has been silent for too long.
+        silent: The failure for those who want it, once the directory has been silent for too long.
         excuse: What the directory answered instead of its descriptor, or why it could not be asked.
     """
 
@@ -168,7 +168,7 @@ class Resolver:
     def hung_up(self, directory: Source, connection: sockets.ControlConnection) -> Iterator[tuple[Source, Failure]]:
         """Handle the loss of a connection; another is made when the question is repeated.
 
-        If nobody listens there, or the name does not exist, the engine of that epoch is gone for good, since a directory
+        If nobody listens there, or the name does not exist, the engine of that epoch is gone for good, because a directory
         lives as long as its epoch. If one side does not accept the other's key, asking again does not help either.
         """
         q = self._queries.get(directory)

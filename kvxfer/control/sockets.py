@@ -37,7 +37,7 @@ GUESTS, GUEST_BYTES = 1024, 16 << 20
 FEW_GUESTS = 16
 """As many may stay however few descriptors are left: newcomers need one for their handshake and hello."""
 _ACCEPTS = 8
-"""The most connections that are accepted at once, since each may take a millisecond for its handshake."""
+"""The most connections that are accepted at once, because each may take a millisecond for its handshake."""
 _LOOKS = 64
 """The same with those that are refused at once."""
 _EVENTS = 64
@@ -45,7 +45,7 @@ _EVENTS = 64
 _LOOKUPS = 64
 """The most host names that may wait to be looked up."""
 _UNLISTED = "it is not in the list of allowed peers"
-_TOO_MANY = "its host has begun too many connections of late, each of which costs a handshake"
+_TOO_MANY = "its host has begun too many connections recently, each of which costs a handshake"
 REST_S = 0.1
 """Seconds until the next try when nobody could be accepted, as where the process has no descriptor left."""
 
@@ -139,7 +139,7 @@ class ControlSockets:
 
     @property
     def short(self) -> bool:
-        """Whether this process has few descriptors left, so that whoever comes should take the place of another."""
+        """Whether this process has few descriptors left, so that a newcomer should take the place of another."""
         return self._limits.short
 
     def put_back(self, conn: ControlConnection, frame: bytes) -> None:
@@ -191,7 +191,7 @@ class ControlSockets:
             seconds = min(seconds, REST_S)
             if time.monotonic() >= self._rests_until:
                 self._rest(None)
-        self._asleep = True  # before the inbox is checked, so that whoever fills it later wakes this thread
+        self._asleep = True  # before the inbox is checked, so that a thread that fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._busy or self._more or self._found)
         if self._undecided:
             due = min(undecided.try_by for undecided in self._undecided)

@@ -35,14 +35,14 @@ class CommandQueue(Generic[C]):
         self._asleep = False
 
     def sleep(self, fd: int | None, seconds: float) -> None:
-        """Sleep until there is a command, ``fd`` is readable, or so many seconds have passed."""
+        """Sleep until there is a command, ``fd`` is readable, or ``seconds`` have passed."""
         if fd != self._other:
             if self._other is not None:
                 self._poller.unregister(self._other)
             if fd is not None:
                 self._poller.register(fd, select.POLLIN)
             self._other = fd
-        self._asleep = True  # before the queue is checked, so that whoever adds a command later wakes this thread
+        self._asleep = True  # before the queue is checked, so that a thread that adds a command later wakes this thread
         if not self._waiting:
             self._timer.at(time.monotonic() + seconds)
             if any(ready == self._flag.fileno() for ready, _ in self._poller.poll()):

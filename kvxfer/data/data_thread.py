@@ -85,7 +85,7 @@ class DataThread:
         self._ready = threading.Event()  # the back end has been made, or could not be
         self._unmade: Exception | None = None  # why it could not be
         self._made: tuple[Capabilities, Staging] | None = None
-        self._staging: Staging | None = None  # for this back end and the next; None: to be made anew
+        self._staging: Staging | None = None  # for this back end and the next; None: to be replaced
         self._traffic: Traffic | None = None  # None: the back end is down
         self._reopen, self._wait = 0.0, REOPEN_S
         self._asked: list[MakeEndpoint] = []  # while the back end is down
@@ -152,7 +152,7 @@ class DataThread:
         return self._ends.unquiet_bytes
 
     def exposes(self, link: LinkId) -> bool:
-        """Return whether the peer of a link may write into the cache for good, since a back end could not be closed."""
+        """Return whether the peer of a link may write into the cache for good, because a back end could not be closed."""
         return link in self._exposed
 
     # --- the data thread -------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class PartEnds:
                 self.calm(job)
 
     def needs_reset(self, can: Capabilities, busy: bool, told: Callable[[Job], bool]) -> bool:
-        """Return whether the back end has to be reset now, since nothing else makes the memory quiet.
+        """Return whether the back end has to be reset now, because nothing else makes the memory quiet.
 
         A reset waits while parts are moving, or memory may get quiet by itself, unless too much is not quiet.
 

@@ -172,7 +172,7 @@ def default_staging(device: str) -> int:
 
 
 def stager(cache: Cache, nbytes: int | None) -> Callable[[Capabilities], Staging]:
-    """Return a function that makes staging memory of so many bytes (``None``: the default) for a back end's capabilities."""
+    """Return a function that makes staging memory of ``nbytes`` (``None``: the default) for a back end's capabilities."""
 
     def make(caps: Capabilities) -> Staging:
         kinds = {r.kind for r in cache.regions}

@@ -14,10 +14,10 @@ __all__ = ["SlotQueue"]
 
 PATIENCE_S = 0.5
 """How long a consumer may hold a slot while another has waited as long for its first one. A piece takes milliseconds, so one that
-takes so long waits for a consumer that has stopped."""
+takes this long waits for a consumer that has stopped."""
 NEW, NEW_BYTES_S = 50, 1e9
 """Once consumers have stopped, a new one may hold a slot for a 50th of that while another waits, and for as long as a slot full of
-bytes takes at so many bytes a second."""
+bytes takes at this rate in bytes per second."""
 
 
 class SlotQueue:
@@ -82,6 +82,8 @@ class SlotQueue:
     def _by_rank(self, links: Iterable[LinkId]) -> list[LinkId]:
         """Return links in the order of their turns; many that have used no slot keep no newcomer waiting."""
         order = list(links)
+        if len(order) < 2:
+            return order
         return sorted(reversed(order) if self._last_first else order, key=self._staging.usage.rank)
 
     def stalled_holders(self, jobs: Collection[Job]) -> list[Job]:

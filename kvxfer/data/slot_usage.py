@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
-from kvxfer.protocol.peer import NOBODY, PeerIdentity
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 
 __all__ = ["SlotUsage"]
@@ -19,9 +19,9 @@ HALF_LIFE_S = 1.0
 PROMPT_S, STALLED_S = 10.0, 30.0
 """How long it is remembered that a link has taken a piece at once, and that a slot was taken from it."""
 FORGIVEN = 4
-"""After its first loss of a slot, a link has to take one piece in time; after each further one, so many times as many."""
+"""After its first loss of a slot, a link has to take one piece in time. Each further loss multiplies that number by this factor."""
 SECOND = 10
-"""After each loss, a link may hold a slot for so many times as long as a new one."""
+"""After each loss, a link may hold a slot for this many times as long as a new one."""
 
 
 @dataclass(slots=True)
@@ -29,14 +29,14 @@ class _Record:
     """How a link has used slots.
 
     Attributes:
-        owner: Whom it counts for.
+        names: Whom it counts for, from its host to its engine. Nobody, if that is unknown.
         earned: The pieces that it has taken at once since it last lost a slot.
         lost_at: When it last lost a slot.
         owed: The pieces that it has to take in time until that is forgiven.
         next_owed: How many it has to take after the next loss.
     """
 
-    owner: PeerIdentity = NOBODY
+    names: tuple[Hashable, ...] = ()
     earned: int = 0
     lost_at: float = -STALLED_S
     losses: int = 0
@@ -59,7 +59,8 @@ class SlotUsage:
 
     def know(self, link: LinkId, owner: PeerIdentity) -> None:
         """Record whom a link counts for."""
-        self._records[link] = _Record(owner)
+        levels = owner.levels
+        self._records[link] = _Record(tuple(levels[: level + 1] for level in range(len(levels))))
 
     def forget(self, link: LinkId) -> None:
         """Forget a link that is closed. What its peer has used still counts."""
@@ -67,12 +68,11 @@ class SlotUsage:
         self._prompt.pop(link, None)
 
     def held(self, link: LinkId, seconds: float) -> None:
-        """Record that a link has given back a slot, after so many seconds."""
+        """Record that a link has given back a slot, and how long it held it."""
         now, record = time.monotonic(), self._records.get(link)
-        names = self._names(link)
-        if names[-1] not in self._spent:  # what is left of others is forgotten then, not for each slot
+        if link not in self._spent:  # what is left of others is forgotten then, not for each slot
             self._spent = {name: used for name, used in self._spent.items() if now - used[1] < 20 * HALF_LIFE_S}
-        for name in names:
+        for name in self._names(link):
             self._spent[name] = self._used(name, now) + seconds, now
         if record is None or now - record.lost_at < seconds:
             return  # it is closed, or the slot was taken from it
@@ -94,8 +94,8 @@ class SlotUsage:
 
     def losses(self, link: LinkId) -> int:
         """Return how often a link has lost a slot that is not forgiven."""
-        record = self._records.get(link)
-        return record.losses if record is not None and time.monotonic() - record.lost_at < STALLED_S else 0
+        record = self._records.get(link, NEW)
+        return record.losses if record.losses and time.monotonic() - record.lost_at < STALLED_S else 0
 
     def stalled(self, link: LinkId) -> bool:
         """Return whether a link has lost a slot, and has not taken enough pieces in time since."""
@@ -140,8 +140,7 @@ class SlotUsage:
         return (self.losses(link), *(self._used(name, now) for name in self._names(link)))
 
     def _names(self, link: LinkId) -> tuple[Hashable, ...]:
-        levels = self._records.get(link, NEW).owner.levels
-        return (*(levels[: level + 1] for level in range(len(levels))), link)
+        return *self._records.get(link, NEW).names, link
 
     def _used(self, name: Hashable, now: float) -> float:
         """Return for how many seconds slots were held; each second counts half after ``HALF_LIFE_S``."""

@@ -2,12 +2,12 @@
 
 Used by the data thread only. A single link that needs slots may hold half of them; several links share them; and the last free
 one is for a link that has none, so that a peer that has stopped does not keep others from theirs. A producer's last free one
-is kept for a link that takes its pieces at once; all links that have lost one share one slot (``slot_usage.py``). If so many have
-stopped that no slot is left, ``since`` tells which have been held for longest.
+is kept for a link that takes its pieces at once; all links that have lost one share one slot (``slot_usage.py``). If links that
+have stopped hold all slots, ``since`` tells which have been held for longest.
 
 Engines must never wait for each other's slots in a circle, however many there are. A producer holds a slot until its consumer
 has one too; so ``RESERVED`` slots are kept for pieces whose producer, as the consumer knows, has a slot already. Pieces in
-these end without another slot, so whatever is announced moves in the end. As many are kept for producers, since consumers
+these end without another slot, so whatever is announced moves in the end. As many are kept for producers, because consumers
 may wait for one of theirs.
 
 A device may still be packing into a slot, or unpacking it, when its piece has ended. Such a slot is not reused until the

@@ -278,7 +278,7 @@ class Traffic:
             return
         try:
             if self._links.get(job.ref.link) is not job.context and not job.complete:
-                job.stop(_hung_up())  # it may have its turn only now, since those before it ended with the link
+                job.stop(_hung_up())  # it may have its turn only now, because those before it ended with the link
             job.advance()
         except BaseException as e:
             job.stop(Failure.of(e))
@@ -365,7 +365,7 @@ class Traffic:
                 job = self._jobs[ref]
                 if not job.batches and job.waiting_on_device and self._staging.work():
                     continue  # only the device is still at work, and no closing would end that
-                if self._links.get(ref.link) is not job.context:  # where the link is open, it was made anew
+                if self._links.get(ref.link) is not job.context:  # where the link is open, it is a new one
                     return backend_failed("a batch did not end when its link was closed")
                 log.warning("a batch for %s did not end within %g s of its abort; closing its link", ref, grace)
                 self._aborted[ref] = now + grace

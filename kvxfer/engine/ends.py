@@ -43,7 +43,7 @@ class Update:
         disagreed: Those of the failed requests whose load was delivered on every rank, but of different generations, and
             the blocks of the load.
         payloads: For loaded requests, what the producer sent along (``WorkerSide.after_forward``), if anything.
-        short: For loaded requests that were delivered only in part since the producer gave up (``SchedulerSide.load``,
+        short: For loaded requests that were delivered only in part because the producer gave up (``SchedulerSide.load``,
             ``enough``): up to which token. The engine computes the rest.
         repeated: Requests that an earlier update has named as ``loaded``, of which steps have only now told on all ranks.
 

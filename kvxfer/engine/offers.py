@@ -7,7 +7,7 @@ Others may be reading blocks when the engine lets go of them. They are kept unti
 - Blocks that were computed already, for no request: they are pinned here.
 - A request that is aborted: the engine frees its blocks at once, so those that were offered are pinned here.
 - A request that is preempted: the engine needs its blocks, so they are not pinned; the offer is revoked instead. In an elastic
-  cache they are pinned all the same, since a block that is freed there may lose its memory under a reader.
+  cache they are pinned all the same, because a block that is freed there may lose its memory under a reader.
 - Any of these, in an engine that writes to new blocks before its workers hear of revocations: what is offered whole is pinned
   until the step that revokes it has been given its blocks. No reader is delivered what is offered in part.
 """
@@ -218,7 +218,7 @@ class Offers:
         if offering.read is not None:
             self._leaving.append(_reading(offering, offering.read[0]))
             offering.read = None
-        self._pins.drop(("end", offering.number))  # last, since only blocks that are still in use can be pinned
+        self._pins.drop(("end", offering.number))  # last, because only blocks that are still in use can be pinned
         return False
 
     def _keep(self, offering: Offering, found: bool) -> bool:

@@ -10,9 +10,9 @@ from kvxfer.identity import Source
 __all__ = ["LinkPaces", "Pace"]
 
 REMEMBERED = 16
-"""So many recent loads are remembered."""
+"""The number of recent loads that are remembered."""
 ALIKE = 2
-"""An estimate uses the remembered loads of about the same size: the nearest, and those up to so many times as far off."""
+"""An estimate uses the remembered loads of about the same size: the nearest, and those up to this factor farther off."""
 MOST_LINKS = 1024
 
 
@@ -21,14 +21,14 @@ class Pace:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        self._refused = 0  # how many have been, since one was last tried against the estimate
+        self._refused = 0  # how many have been since one was last tried against the estimate
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Record that so many tokens took so long."""
+        """Record how long a number of tokens took."""
         self._seen.append((max(tokens, 1), seconds))
 
     def estimate(self, tokens: int) -> float | None:
-        """Return the seconds that so many tokens should take; None if nothing is known.
+        """Return the seconds that this number of tokens should take; None if nothing is known.
 
         Only loads of about the same size count: scaling up the time of a much smaller one would scale its fixed cost too.
         The estimate is their median, or the last one if it was faster (the link has got better; a slower one may be an exception).
@@ -41,10 +41,10 @@ class Pace:
         return min(took[-1], statistics.median(took))
 
     def fits(self, tokens: int, seconds: float) -> bool:
-        """Return whether so many tokens may be tried within so many seconds.
+        """Return whether this number of tokens may be tried within these seconds.
 
-        Loads that are not tried teach nothing, so that a single slow one could make this refuse all others for good. Hence
-        one is let through after as many refusals as loads are remembered.
+        Loads that are not tried teach nothing: after a single slow one, this could refuse all others for ever. So one load is let
+        through after as many refusals as loads are remembered.
         """
         fits = (self.estimate(tokens) or 0.0) <= seconds
         if fits or self._refused < len(self._seen):
@@ -61,7 +61,7 @@ class LinkPaces:
         self._links: dict[tuple[str, int], Pace | None] = {}  # None: a load failed, and none was delivered since
 
     def delivered(self, source: Source, tokens: int, seconds: float) -> None:
-        """Record that a load of so many tokens took so long."""
+        """Record how long a load of this number of tokens took."""
         pace = self._links.pop((source.host, source.port), None) or Pace()
         pace.took(tokens, seconds)
         self._know(source, pace)

@@ -40,7 +40,7 @@ class LendingPool(BlockPool, Protocol):
     """
 
     def lend(self, blocks: int) -> list[int] | None:
-        """Return so many unused blocks, each with one reference, to be dropped by ``free``; None if the engine may need them."""
+        """Return this many unused blocks, each with one reference, to be dropped by ``free``; None if the engine may need them."""
 
 
 @runtime_checkable
@@ -118,7 +118,7 @@ class BlockPins:
             self._pool.free(kept[::-1])
 
     def borrow(self, holder: Hashable, blocks: int) -> list[int] | None:
-        """Take so many unused blocks from a ``LendingPool``, within the limit; None if there are none to spare."""
+        """Take this many unused blocks from a ``LendingPool``, within the limit; None if there are none to spare."""
         if not isinstance(self._pool, LendingPool) or len(self) + blocks > self._limit:
             return None
         found = self._pool.lend(blocks)

@@ -33,8 +33,8 @@ _S, _E = LoadState, LoadEvent
 class Prefetches:
     """The scheduler side's sync loads. One thread.
 
-    ``budget`` is the seconds of a step that may be spent on waiting and copying. ``receive`` waits up to so many seconds for
-    results and passes them to ``take_in``; it returns whether there were any.
+    ``budget`` is the seconds of a step that may be spent on waiting and copying. ``receive`` waits for
+    results, for up to the seconds that it is given, and passes them to ``take_in``; it returns whether there were any.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class PrefixPool:
         self._held: dict[int, bytes] = {}  # the prefix, by block
 
     def grow(self, table: list[int], tokens: int) -> bool:
-        """Append unused blocks, each with one reference, to a table until it has blocks for so many tokens.
+        """Append unused blocks, each with one reference, to a table until it has blocks for all ``tokens``.
 
         Returns:
             False if too few blocks are unused; then nothing is added.

@@ -1,4 +1,4 @@
-"""Renew the leases of transfers that requests here wait for; on a thread, since an engine that is paused makes no steps."""
+"""Renew the leases of transfers that requests here wait for; on a thread, because an engine that is paused makes no steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["RENEWED", "Renewals"]
 log = logger("kvxfer.engine")
 
 RENEWED = 10
-"""A transfer that no worker begins to fetch is renewed for so many leases. Then its producer may free the blocks; two engines
-whose caches are full of blocks that each holds for the other would wait for ever otherwise."""
+"""The leases for which a transfer is renewed that no worker begins to fetch. Then its producer may free the blocks. Otherwise two
+engines whose caches are full of blocks that each holds for the other would wait for ever."""
 
 WAITING = (LoadState.WAITING, LoadState.OPEN)
 """The states of loads that workers do not know yet; once they fetch, their agents keep the lease."""

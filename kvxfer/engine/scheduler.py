@@ -225,7 +225,7 @@ class SchedulerSide:
                 has, for ``start_timeout`` at the most.
             offered: Whether the producer is known to have offered all of the tokens, as when it has answered its request. If
                 it does not know them any more, the load then fails within about a second instead of at its deadline.
-            progress: A ``report`` tells of progress each time that so many more tokens are here; 0 for never.
+            progress: A ``report`` tells of progress each time that this many more tokens are here; 0 for never.
             enough: The fewest tokens that are of use if the producer gives up before it has computed all (``Update.short``). 0:
                 all or none. At most ``tokens``. Only where all groups are ``full``.
             answer: The name of the answer that has told of the transfer, if the producer counts its consumers by answer
@@ -325,7 +325,7 @@ class SchedulerSide:
         It may be asked as often as the engine likes.
 
         Returns:
-            The number of tokens. 0: none can, now or later. None: not known yet, since another request of the same transfer is
+            The number of tokens. 0: none can, now or later. None: not known yet, because another request of the same transfer is
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
         _request(request)
@@ -521,7 +521,7 @@ class SchedulerSide:
             self._schedule.producer.withdraw(offering[0], reason)
 
     def withdraw_all(self, reason: str) -> bool:
-        """End all offers and loads, since the KV cache is being dropped; return whether no block of the pool is in use.
+        """End all offers and loads, because the KV cache is being dropped; return whether no block of the pool is in use.
 
         While that is False, the workers have yet to act on it: go on making steps, and call it again.
         """

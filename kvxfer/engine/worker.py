@@ -28,7 +28,7 @@ __all__ = ["WorkerSide"]
 log = logger("kvxfer.engine")
 
 _unless_closed = suppress(ClosedError)
-"""For calls that are moot if another thread (such as a signal's handler) closes the agent amid a step: its events tell the rest."""
+"""For calls that are moot if another thread (such as a signal's handler) closes the agent during a step: its events tell the rest."""
 
 
 class WorkerSide:
@@ -311,7 +311,7 @@ class WorkerSide:
     def resume(self, agent: Agent) -> None:
         """Go on after ``suspend`` with a new agent, over the same memory mapped again, or over other memory.
 
-        Peers make their links anew. The next ``collect`` reports where the new agent listens; until the scheduler side has
+        Peers make new links. The next ``collect`` reports where the new agent listens; until the scheduler side has
         processed that, what peers ask of this rank fails. ``fileno`` returns another descriptor from now on.
 
         Raises:
@@ -353,7 +353,7 @@ class WorkerSide:
     # --- on the side channel's thread ------------------------------------------------------------------------------
 
     def _take(self, direct: DirectFetches) -> None:
-        """Begin fetches that go ahead of their step; not before the facts are stated, since peers would refuse links without them."""
+        """Begin fetches that go ahead of their step; not before the facts are stated, because peers would refuse links without them."""
         with self._lock:
             if self._facts is None:
                 self._untold.append(direct)

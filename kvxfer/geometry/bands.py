@@ -14,7 +14,7 @@ __all__ = ["bands"]
 def bands(cache: Cache) -> tuple[frozenset[str], ...]:
     """Divide the layers of all ``full`` groups, in the order of the cache, into up to eight ranges of about equal length.
 
-    Layers of other groups belong to no band, since their content is complete only once the whole prompt is.
+    Layers of other groups belong to no band, because their content is complete only once the whole prompt is.
 
     Args:
         cache: The cache of a producer rank. Unless its layers are in the order in which they are computed, bands are of little use.

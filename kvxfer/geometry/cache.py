@@ -305,7 +305,7 @@ class Cache(msgspec.Struct, frozen=True):
     def told(self) -> Cache:
         """Return what peers are told of this cache: all but where in this process its regions lie, which is 0 there.
 
-        Whoever plans copies needs no addresses, and nobody else should have them.
+        A side that plans copies needs no addresses, and nobody else should have them.
         """
         return msgspec.structs.replace(
             self, regions=tuple(msgspec.structs.replace(region, address=0) for region in self.regions)

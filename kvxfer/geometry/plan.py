@@ -109,12 +109,12 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Planner:
     """Plans copies from ``src`` into ``dst`` for the assigned layers and heads.
 
-    Both caches must have passed ``Cache.check``. Any thread may call ``plan``, but only one at a time, since patterns are
+    Both caches must have passed ``Cache.check``. Any thread may call ``plan``, but only one at a time, because patterns are
     cached inside.
 
     Attributes:
         all_full: Whether all groups of the destination are of kind ``full``.
-        indivisible: A copy of part of a request's tokens must end at a multiple of so many: the tokens of a block if
+        indivisible: A copy of part of a request's tokens must end at a multiple of this number: the tokens of a block if
             blocks are not cut between tokens, else 1.
         bands: How many bands of layers the source has (``kvxfer.geometry.bands``); 1 if it has none.
         token_bytes: Bytes of a token in all groups of kind ``full``.

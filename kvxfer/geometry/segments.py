@@ -19,7 +19,7 @@ Rows = BlockTable | Sequence[Sequence[int] | Ints]
 
 
 _FEW = 64
-"""A span of up to so many blocks counts as short."""
+"""The most blocks of a span that counts as short."""
 
 
 class PlanError(KvxferError, ValueError):

@@ -92,7 +92,7 @@ def cache_of(
             raise ArgumentError(f"dims must name the axes of plane {plane!r} as well, or be one text for all planes")
         axes = _axes(dims[plane] if isinstance(dims, Mapping) else dims)
         if heads is not None and "head" not in axes:
-            raise ArgumentError(f"heads must be left out, since the axes of plane {plane!r} have no 'head'")
+            raise ArgumentError(f"heads must be left out, because the axes of plane {plane!r} have no 'head'")
         found = [_read(t, f"tensors[{plane!r}]") for t in _each(held)]
         if not found:
             raise ArgumentError("tensors must be at least one for each plane")

@@ -23,7 +23,7 @@ class TokenTurns(msgspec.Struct, frozen=True):
     """This rank holds the tokens ``t`` with ``t // span % count == index``.
 
     Attributes:
-        index: Whose turn comes so many turns after the first.
+        index: The place of this rank in the order of turns, from 0.
         count: How many ranks, or groups of ranks that hold the same, take turns.
         span: Tokens of a turn.
 

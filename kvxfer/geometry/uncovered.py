@@ -38,7 +38,7 @@ class UncoveredBytes:
 def uncovered(cache: Cache, blocks: Rows, start: int, tokens: int) -> list[UncoveredBytes]:
     """Return the bytes of these blocks that loading the tokens ``[start, tokens)`` does not write, or may not write.
 
-    Clear them before the load begins, not later, since the load may write some of them. Tokens before ``start``, which
+    Clear them before the load begins, not later, because the load may write some of them. Tokens before ``start``, which
     the engine has already, are not among them, and groups of states have none.
 
     Args:

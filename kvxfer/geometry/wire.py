@@ -1,7 +1,7 @@
 """The wire form of a plan: its copies, for a process that executes a plan that another one made.
 
 Peers do not need it (both derive the plan from what they exchange); a helper process or a dump for debugging does.
-``CopyPlan.logical`` is not sent: it serves checksums, which whoever made the plan computes.
+``CopyPlan.logical`` is not sent: it serves checksums, which the side that made the plan computes.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ heads, ranks or increments; and it does not depend on the order in which they ar
 
 **What it detects.** Damage changes some words by ``d[i]`` and goes unnoticed if the sum of ``d[i] * k[i]`` is 0. Each
 ``d[i]`` is less than 2**32, so it is a multiple of no power of two above 2**31. A single word always changes the digest,
-since ``k[i]`` is odd. Of several words, whatever their damage, take one: once all other keys are drawn, at most one in
-2**32 of its own keys gives 0. Since keys are twice as wide as what they multiply, no shape of damage can hide: not the
+because ``k[i]`` is odd. Of several words, whatever their damage, take one: once all other keys are drawn, at most one in
+2**32 of its own keys gives 0. Because keys are twice as wide as what they multiply, no shape of damage can hide: not the
 same in each word, not in its top bits only, not everywhere. ``mix`` is a bijection, so a single damaged unit whose digest
 differs is always noticed; several cancel with a chance of about 2**-64. Units that are exchanged, moved to another token,
 head, layer or plane, missing, or there twice are damaged units in this sense, all-zero content included: the value of a
@@ -67,7 +67,7 @@ HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 """Odd constants: a position's key is its cell's plus its head times one plus its token times another."""
 
 SAMPLE = 16
-"""A sample holds one segment in so many."""
+"""A sample holds one in this many segments."""
 
 
 class Sum(Checksum):

@@ -27,7 +27,7 @@ __all__ = ["CpuSpace"]
 _ALIGNMENT = 4096
 _SHORT = 1024
 _MANY = 500
-"""Many rows below so many bytes are copied as items of their size, others as rows of bytes: numpy moves an item faster
+"""Many rows below ``_SHORT`` bytes are copied as items of their size, others as rows of bytes: numpy moves an item faster
 than it starts a row, but lets other threads run only while it moves more than 500 items."""
 
 

@@ -29,7 +29,7 @@ class DeviceEvent:
 class Events:
     """Torch's events on one CUDA device, reused: one that has never been recorded is slow to record.
 
-    An event is recorded anew when its fence is dropped, which may happen on any thread.
+    An event is recorded again when its fence is dropped, which may happen on any thread.
     """
 
     def __init__(self) -> None:

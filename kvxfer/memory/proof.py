@@ -279,7 +279,7 @@ def _pages(
     write: Write,
     at_once: int,
 ) -> tuple[list[torch.Tensor], int]:
-    """Write the rounds, so many at once, and read back what is in the blocks.
+    """Write the rounds, ``at_once`` of them at a time, and read back what is in the blocks.
 
     Returns:
         For each plane the units of all rounds, ``[round, head, token, unit]``; and how many bytes of a block outside

@@ -27,7 +27,7 @@ def installed() -> dict[str, str]:
     Raises:
         ConfigError: Two distributions have a space for the same kind.
     """
-    from importlib.metadata import entry_points  # here, since it takes long
+    from importlib.metadata import entry_points  # here, because it takes long
 
     found: dict[str, str] = {}
     for point in entry_points(group=SPACES):

@@ -69,7 +69,7 @@ def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, span: Span, final: 
 def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     """Return how many bytes went to a consumer that has everything.
 
-    For an unattended link this has to be planned now, since the consumer was not kept waiting for a plan. If the block tables
+    For an unattended link this has to be planned now, because the consumer was not kept waiting for a plan. If the block tables
     do not join, it has read nothing.
     """
     if not info.unattended:

@@ -1,6 +1,6 @@
 """Budgets of bounded resources that many peers share, so that greedy ones cannot keep the others from them.
 
-Peers may take until nothing is left. From then on whoever has least is served at the cost of whoever has most, so that ``n``
+Peers may take until nothing is left. From then on the peer that has least is served at the cost of the one that has most, so that ``n``
 peers that take all they can get one ``n``-th each, and so does a newcomer.
 """
 
@@ -63,7 +63,7 @@ class PeerBudgets(Generic[Owner, K]):
             peer: Whom the owner belongs to.
 
         Returns:
-            The keys that lose theirs to make room, the newest first of whoever has most; ``None`` if that would be ``owner``
+            The keys that lose theirs to make room, the newest first of the owner that has most; ``None`` if that would be ``owner``
             itself, which then gets nothing.
         """
         mine = self._owners.get(owner) or self._enter(owner, peer)
@@ -95,7 +95,7 @@ class PeerBudgets(Generic[Owner, K]):
             self._prune(share)
 
     def merge(self, owner: Owner, into: Owner, peer: PeerIdentity = NOBODY) -> None:
-        """Count what ``owner`` has as another's, of this peer, since it is gone and must not keep a share for ever."""
+        """Count what ``owner`` has as another's, of this peer, because it is gone and must not keep a share for ever."""
         share = self._owners.get(owner)
         if share is not None:
             heir = self._owners.get(into) or self._enter(into, peer)
@@ -152,7 +152,7 @@ class PeerBudgets(Generic[Owner, K]):
 class Keep(Generic[Owner, K, V]):
     """Values that are remembered for a while, within a budget that their owners share.
 
-    If there is no room for a value, the oldest one goes of the same owner, or of whoever has most if that owner has less than
+    If there is no room for a value, the oldest one goes of the same owner, or of the owner that has most if that owner has less than
     an equal share. All operations cost O(1), and that last one O(owners). The clock is an argument.
 
     Args:

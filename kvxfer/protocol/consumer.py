@@ -311,7 +311,7 @@ class ConsumerMachine:
         return out
 
     def _outdate(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
-        """Void the attempt, since another rank has a newer generation, and ask this rank for that too."""
+        """Void the attempt, because another rank has a newer generation, and ask this rank for that too."""
         if not rank.on(E.OUTDATED):
             return []
         self._reopen(f)

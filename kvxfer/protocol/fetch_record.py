@@ -72,7 +72,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     )
     resets: int = 0
     broke: Failure | None = None  # why its link broke last
-    revoked: bool = False  # an attempt was void since the producer had given its blocks up
+    revoked: bool = False  # an attempt was void because the producer had given its blocks up
     asked: int = 0  # how often the present message has been sent
     counted: bool = False  # the producer has confirmed that it counts this reader as done
 
@@ -148,7 +148,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         return Failure(FailureKind.PEER_LOST, f"{self.broke.detail}, and then {why.detail}", why.peer)
 
     def __str__(self) -> str:
-        return f"{self.state}, since its link broke: {self.broke.detail}" if self.broke else str(self.state)
+        return f"{self.state}, because its link broke: {self.broke.detail}" if self.broke else str(self.state)
 
     @property
     def quiet(self) -> bool:

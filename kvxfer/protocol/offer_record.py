@@ -230,7 +230,7 @@ class OfferRecord(msgspec.Struct, eq=False):
         self.dropped.add(reader)
 
     def unfetched(self, lease: float) -> Failure:
-        """Return why it ends if its lease of so many seconds has run out."""
+        """Return why it ends if its lease, in seconds, has run out."""
         whose = f", by all {self.consumers} engines that it is for" if self.consumers > 1 else ""
         why = f"it was not fetched within the lease of {lease:g} s{whose}"
         if self.claimed:
@@ -281,7 +281,7 @@ class OfferRecord(msgspec.Struct, eq=False):
     def _enough(self, readers: Iterable[int]) -> bool:
         """Return whether these readers make up as many engines as it is for; a reader of ``n`` counts as one ``n``-th engine."""
         sizes = [self.fit.get(r, 1) for r in readers]
-        unit = lcm(*sizes)  # in whole numbers, since the shares must add up exactly
+        unit = lcm(*sizes)  # in whole numbers, because the shares must add up exactly
         return sum([unit // size for size in sizes]) >= self.consumers * unit
 
 

@@ -14,8 +14,8 @@ LEAST = 1 << 20
 REMEMBERED = 8
 """The number of spells by which a link is judged."""
 LONG = 16
-"""After so many parts a spell ends even if something is still in flight, and after so many more for each straddling part, so that
-what is in flight at its borders is little compared with what it counts."""
+"""The parts after which a spell ends even if something is still in flight. Each straddling part adds as many more. So what is in
+flight at its borders is little compared with what it counts."""
 PAYS_S = 0.02
 """The fewest seconds that all bytes of a transfer must take on the wire for bands to pay off. Bands hide up to seven eighths of that,
 and cost both sides seven more parts."""
@@ -45,7 +45,7 @@ class LinkPace:
     may look slower than it is, but never faster.
 
     Attributes:
-        bytes_per_s: The speed of its fastest spell, since in others something may have waited; 0 before anything is known.
+        bytes_per_s: The speed of its fastest spell, because in others something may have waited; 0 before anything is known.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class LinkPace:
         self._before = -math.inf  # when the last long spell ended; nothing is added to it or to earlier ones
 
     def took(self, nbytes: int, seconds: float, now: float) -> None:
-        """Record that a part of so many bytes has come, and took so long; the clock is the same in all calls."""
+        """Record that a part of ``nbytes`` has come and took ``seconds``; the clock is the same in all calls."""
         began = now - seconds
         straddles = began < self._before
         spell = _Spell(self._before, now, 0, 0, 1) if straddles else _Spell(began, now, nbytes, 1, 0)
@@ -78,5 +78,5 @@ class LinkPace:
         self.bytes_per_s = fastest
 
     def slow(self, nbytes: float) -> bool:
-        """Return whether so many bytes would take long enough for bands to pay off; false before anything is known."""
+        """Return whether ``nbytes`` would take long enough for bands to pay off; false before anything is known."""
         return self.bytes_per_s > 0 and nbytes >= PAYS_S * self.bytes_per_s

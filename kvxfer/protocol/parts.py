@@ -19,7 +19,7 @@ Bands = tuple[int, int]
 """The first of some bands of layers, and the one after the last (``kvxfer.geometry.bands``)."""
 
 PIECE_LEAST = 8 << 20
-"""The least bytes of a piece, below which its fixed costs show; or a quarter of a slot if that is more, since slots are sized for the
+"""The least bytes of a piece, below which its fixed costs show; or a quarter of a slot if that is more, because slots are sized for the
 link."""
 CHECKED, CHECKED_LEAST = 4, 16 << 20
 """The number of parts that a large one is cut into if parts are hashed, and the least bytes of each to be worth its messages."""
@@ -104,7 +104,7 @@ def _whole(planner: Planner, lo: int, final: bool) -> bool:
 
 
 def reached(spans: Collection[Span], start: int, bands: int) -> int:
-    """Return the largest ``tokens`` for which the union of spans holds ``[start, tokens)`` in each of so many bands."""
+    """Return the largest ``tokens`` for which the union of spans holds ``[start, tokens)`` in each of ``bands`` bands."""
     if {span.bands for span in spans} == {None}:
         return _reached(spans, start)
     return min(

@@ -2,7 +2,7 @@
 
 Bytes can be trusted if the generation still held when the last of them had arrived. A producer sends the count with each
 announcement. A consumer that can read the counter, and finds it unchanged once the last byte has arrived, knows so without
-asking. If the count has changed, the consumer has to ask, since something else may have been given up.
+asking. If the count has changed, the consumer has to ask, because something else may have been given up.
 
 The counter goes up before blocks can be reused. That takes two counts: an engine's thread *declares* that it gives blocks up,
 and may reuse them at once; the control thread *takes it in* later. What is announced in between carries a count that the

@@ -67,7 +67,7 @@ class Routes:
         return [] if route is None else self.dial(rank.link for rank in route.ranks)
 
     def unused(self, route: Resolved) -> list[Action]:
-        """Give up the links of a route that are not made, since whoever looked it up needs it no more.
+        """Give up the links of a route that are not made, because the fetch that looked it up needs it no more.
 
         A route is otherwise forgotten with its links, so that this one would never be.
         """

@@ -29,7 +29,7 @@ MOST_WORDS = 100_000
 """The most answers that are remembered."""
 
 GRACE_S = 1.0
-"""How long a rank waits for an offer that the consumer says was made, since ranks may lag behind each other in a step."""
+"""How long a rank waits for an offer that the consumer says was made, because ranks may lag behind each other in a step."""
 
 LastWord = m.CommitAck | m.AttemptClosed
 
@@ -182,7 +182,7 @@ class Serves:
         return serve.aborts + self.finish(serve, now)
 
     def forsake(self, serve: RankServe) -> None:
-        """Count a revocation, since what was announced to this consumer can no longer be trusted."""
+        """Count a revocation, because what was announced to this consumer can no longer be trusted."""
         if serve.revocations is not None:
             self._revocations.count()
 

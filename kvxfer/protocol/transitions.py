@@ -1,7 +1,7 @@
 """The life of a transfer as tables.
 
 For every pair of a state and a stimulus they say where it leads, why it is ignored, or why it never happens.
-``docs/session.md`` draws them; ``tests/protocol/test_transitions.py`` checks that no pair is missing.
+``docs/protocol.md`` draws them; ``tests/protocol/test_transitions.py`` checks that no pair is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankFetchEvent(enum.StrEnum):
     """What happens to a rank fetch."""
 
     LINK_UP = "link up"
-    LINK_RESET = "link lost, dialled anew"
+    LINK_RESET = "link lost, dialled again"
     LINK_DOWN = "link lost for good"
     PART_READY = "part ready"
     COMPLETE = "all parts complete"
@@ -49,7 +49,7 @@ class RankFetchEvent(enum.StrEnum):
     SEEN = "all ranks arrived, seen to have held"
     COMMIT_ACK = "commit ack"
     ALL_HELD = "all ranks held"
-    ANOTHER = "another rank begins anew"
+    ANOTHER = "another rank starts over"
     OUTDATED = "a newer generation seen"
     CLOSED = "attempt closed"
     CLOSED_AGAIN = "attempt closed, may come again"
@@ -108,8 +108,8 @@ RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
         "it is asked, or looked, once all ranks have arrived": _pairs(set(_L) - {_L.ARRIVED}, (_e.ASK, _e.SEEN)),
         "all ranks hold, or none is delivered": _pairs(set(_L) - {_L.HELD}, (_e.ALL_HELD,)),
         "nothing was announced here yet": frozenset({(_L.REQUESTED, _e.OUTDATED)}),
-        "what others announce, they do after they have begun anew": _pairs((_L.COMMITTING, _L.HELD), (_e.OUTDATED,)),
-        "no rank begins anew after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
+        "what others announce, they do after they have started over": _pairs((_L.COMMITTING, _L.HELD), (_e.OUTDATED,)),
+        "no rank starts over after the outcome": _pairs(_OVER, (_e.ANOTHER,)),
         "only a paused rank waits for quiet": _pairs(set(_L) - {_L.PAUSED}, (_e.QUIET,)),
     },
 )
@@ -149,7 +149,7 @@ RANK_SERVE: Transitions[ServeState, ServeEvent] = Transitions(
     },
     ignored={
         "that the attempt is closed will be said": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
-        "the last word has been said": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
+        "the final reply has been sent": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
     },
     never={
         "nothing is announced to whom has been given up": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),

@@ -54,9 +54,9 @@ __all__ = [
 ]
 
 LinkId = bytes | tuple[str, int]
-"""A link as either side names it: the consumer by the producer rank's address and a number for its epoch and all else that its
-directory says of it, which stay the same when it is dialled again; the producer by the name of the consumer's connection, which is
-new each time."""
+"""A link as either side names it. The consumer uses the producer rank's address, and a number for its epoch and all else that its
+directory says of it. Both stay the same when the link is dialled again. The producer uses the name of the consumer's connection, which
+is new each time."""
 
 
 Role = Literal["producer", "consumer"]
@@ -83,8 +83,8 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
         payload: On a consumer, if it was delivered, the payload of the offer. If this rank reads from several producer ranks, that
             of the first that sent one; empty if it had nothing to read.
         stages: On a consumer, when it reached each stage.
-        short: On a consumer, the token up to which it was delivered if the producer gave up before all were computed and so
-            many are enough (``Fetch.enough``); ``None`` if all were.
+        short: On a consumer, the token up to which it was delivered if the producer gave up before all were computed and
+            those are enough (``Fetch.enough``); ``None`` if all were.
         unclaimed: On a producer, whether its lease has ended and no consumer had ever asked for it or said that it waits.
     """
 
@@ -191,7 +191,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
         planner: Plans copies between the two caches.
         peer: The other agent's epoch.
         piece_bytes: The size of a staged piece that both sides agreed on.
-        stage_below: A part whose pattern rows are shorter than so many bytes on average goes staged; 0 means never.
+        stage_below: A part goes staged if its pattern rows are shorter than this many bytes on average; 0 means never.
         integrity: How much of what moves is hashed on both sides.
         revocations: On a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here.
         name: The peer's name for operators.

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Schedule:
-    """Both scheduler halves of one engine, whichever of them its requests use.
+    """Both schedules of one engine, whichever of them its requests use.
 
     One request may be in both: a turn of a conversation that loads its past and offers what it adds.
 

@@ -94,7 +94,7 @@ class RankResult(msgspec.Struct, frozen=True):
     Attributes:
         handle: The handle of the fetch.
         rank: The rank.
-        number: The number of the fetch, since a later load may have the same handle.
+        number: The number of the fetch, because a later load may have the same handle.
         generation: The generation that was delivered; None if nothing had to be moved.
         failure: Why it was not delivered; None if it was.
         quiet: Whether nothing writes to its blocks any more.

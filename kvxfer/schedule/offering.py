@@ -99,7 +99,7 @@ class Offering:
         sharers: Other running requests that offer it, and their answers.
 
         end: The blocks that windows held of the end of the prompt, if they are pinned.
-        read: The blocks that are pinned while its request runs, since others may be reading them, and their generation.
+        read: The blocks that are pinned while its request runs, because others may be reading them, and their generation.
         revoked: The last generation whose blocks are pinned though they were taken away, and the ranks that read them no more.
         done: The ranks that are done with it, and up to which generation.
 

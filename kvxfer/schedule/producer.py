@@ -110,7 +110,7 @@ class OfferSchedule(Offerings):
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int = 1
     ) -> Offering | None:
-        """Offer KV that no request computes, since it is in these blocks already, which stay until ``released`` says so.
+        """Offer KV that no request computes, because it is in these blocks already, which stay until ``released`` says so.
 
         Returns:
             The offering: a new one, or that of the same content under this name. None if the name has other content.
@@ -155,7 +155,7 @@ class OfferSchedule(Offerings):
         return 0 if found is None or not (found.computed or found.held) else found.total
 
     def check(self, request: str, tokens: int, table: BlockTable) -> None:
-        """Refuse a table that cannot be offered up to this token, since a load fills some of its blocks; ``step`` does not look.
+        """Refuse a table that cannot be offered up to this token, because a load fills some of its blocks; ``step`` does not look.
 
         Raises:
             ScheduleError: There is such a block.

@@ -45,7 +45,7 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         zero_block: Whether the longest run that a batch brought is zeroed.
         delay_s: Seconds by which every batch begins later.
         bytes_per_s: Speed of this side's link, which moves one batch after the other; each arrives when its last byte would.
-        die_after: After so many successful batches the inner back end is closed, and ``poll`` returns nothing more.
+        die_after: The number of successful batches after which the inner back end is closed and ``poll`` returns nothing more.
         seed: Seed of the random choices.
     """
 

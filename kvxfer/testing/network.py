@@ -136,7 +136,7 @@ class Network:
         """Make the next ``count`` batches meet a fault.
 
         They are lost (neither half ever completes by itself), corrupted (one byte is flipped where it arrives), or fail. RECVs
-        are not counted, since the bytes are moved by the SEND.
+        are not counted, because the bytes are moved by the SEND.
         """
         with self.lock:
             self._faults += [fault] * count

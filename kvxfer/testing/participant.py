@@ -221,7 +221,7 @@ class LocalParticipant:
         self.transport.deregister(memory)
 
     def register_again(self, memory: int) -> int:
-        """Deregister a memory, register the same bytes anew, and return their new number."""
+        """Deregister a memory, register the same bytes again, and return their new number."""
         self.give_back(memory)
         return self._register(self._memories.pop(memory))
 

@@ -1,4 +1,4 @@
-"""Wait for descriptors, without the limit of ``select.select`` to 1023, since some back ends open a dozen each."""
+"""Wait for descriptors, without the limit of ``select.select`` to 1023, because some back ends open a dozen each."""
 
 from __future__ import annotations
 

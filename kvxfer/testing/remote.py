@@ -20,7 +20,7 @@ ANSWER_S = 180.0
 def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
     """Serve requests until ``None``. Each is (method, arguments), and is answered with (ok, value).
 
-    What libraries print, as UCX does about peers that are gone, goes to standard error, since standard output is the benchmark's.
+    What libraries print, as UCX does about peers that are gone, goes to standard error, because standard output is the benchmark's.
     """
     os.dup2(2, 1)
     try:

@@ -27,7 +27,7 @@ from kvxfer.transport.contract import Batch, Fence, Transport
 __all__ = ["RemoteParticipant"]
 
 REPLY_S = 60.0
-"""A child that does not answer for so many seconds has hung. Loading a GPU library takes seconds."""
+"""Seconds without an answer after which a child has hung. Loading a GPU library takes seconds."""
 
 
 class RemoteParticipant:

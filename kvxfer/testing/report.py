@@ -33,7 +33,7 @@ _MISUSED = "exit status 4"
 _TITLES = {"backend": "Back end", "space": "Space for"}
 """How a report calls what was tested, by the first key of ``about``."""
 STUCK_S = 300.0
-"""A clause that takes longer has hung, since its own timeouts are shorter."""
+"""A clause that takes longer has hung, because its own timeouts are shorter."""
 _FILE = Path(__file__).with_name("under_test.py")
 
 

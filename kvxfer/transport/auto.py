@@ -84,7 +84,7 @@ def choose(
 ) -> Choice:
     """Return the first candidate that works here, and those for links that it cannot make.
 
-    Any thread; may take a second, since candidates are probed in this process until one works.
+    Any thread; may take a second, because candidates are probed in this process until one works.
 
     Args:
         memory: The kind of memory to move (``cpu``, ``cuda``).

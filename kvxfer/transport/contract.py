@@ -155,7 +155,7 @@ class Capabilities:
         verbs: What ``submit`` takes (``SEND`` and ``RECV`` together or not at all).
         memory: The kinds of region that it moves (``cpu``, ``cuda``).
         elastic: Whether it takes regions whose pages may be remapped while they are registered, so that each batch must use
-            the pages mapped at the time. A back end whose registration pins pages (for a card, or exported to another process)
+            the pages mapped at the time. A back end whose registration pins pages (for a network card, or exported to another process)
             must leave this false; elastic memory is then moved staged.
         run_bytes: Below this average run length, packing into one long run is cheaper than submitting the runs.
         gathers: Whether a batch of many runs costs little more than one of a single run. If not, all is staged as long runs.
@@ -291,7 +291,7 @@ class Transport(ABC):
     def dials(self, theirs: bytes) -> Collection[str]:
         """Return the hosts, addresses or names, that a peer's endpoint would have this process dial, as far as that is known.
 
-        Whoever calls ``connect`` asks first, and connects only if the operator's list of peers covers all of them.
+        The caller of ``connect`` asks first, and connects only if the operator's list of peers covers all of them.
 
         Raises:
             TransportError: The endpoint is malformed.
@@ -330,7 +330,7 @@ class Transport(ABC):
 
     @abstractmethod
     def poll(self) -> Sequence[Completion | Quieted]:
-        """Make progress; return what has ended, and what has become quiet, since the last call.
+        """Make progress; return what has ended, and what has become quiet, because the last call.
 
         Never blocks longer than ``may_block_s``.
         """
@@ -363,7 +363,7 @@ class Transport(ABC):
     def lost(self, peer: int) -> Failure | None:
         """Return why all further batches of a link will fail, or ``None`` while that is not known.
 
-        The agent asks when a batch has failed and before each part that it moves, and makes a lost link anew. Must
+        The agent asks when a batch has failed and before each part that it moves, and replaces a lost link. Must
         not block.
         """
         return None

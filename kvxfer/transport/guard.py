@@ -17,7 +17,7 @@ __all__ = ["guard", "who"]
 
 _log = logger("kvxfer.transport")
 
-_ANYBODY = "whoever reaches the ports that it opens {where} needs no key, and can read and write this process's memory, or end it"
+_ANYBODY = "anybody who reaches the ports that it opens {where} needs no key, and can read and write this process's memory, or end it"
 
 
 def guard(config: Config) -> Callable[[type[Transport]], str | None]:
@@ -33,7 +33,9 @@ def guard(config: Config) -> Callable[[type[Transport]], str | None]:
         where = "" if backend.guarded == "never" else f"at {config.listen}"
         what = _ANYBODY.format(where=where).replace("  ", " ")
         if any(called(backend, name) for name in (config.backend, *config.backend_options)):
-            _log.warning("back end %s is used although %s, since it was asked for by name: %s", backend.name, why, what)
+            _log.warning(
+                "back end %s is used although %s, because it was asked for by name: %s", backend.name, why, what
+            )
             return None
         return f"{why}, and {what} (name it in 'backend' or 'backend_options' to use it all the same)"
 

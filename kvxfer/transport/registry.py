@@ -21,7 +21,7 @@ _GUARDED = ("always", "loopback", "never")
 
 def available() -> dict[str, str]:
     """Return the names of installed back ends, with the ``module:Class`` of each. Imports none of them."""
-    from importlib.metadata import entry_points  # here, since it takes a sixth as long as importing kvxfer
+    from importlib.metadata import entry_points  # here, because it takes a sixth as long as importing kvxfer
 
     return {ep.name: ep.value for ep in sorted(entry_points(group=GROUP), key=lambda ep: ep.name)}
 

@@ -65,7 +65,7 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
 
 def test_mooncake_does_not_take_tcp_where_rdma_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr("kvxfer_mooncake.library.CARDS", tmp_path)
-    with pytest.raises(TransportError, match="no RDMA card"):
+    with pytest.raises(TransportError, match="no RDMA device"):
         MooncakeTransport("agent", {"protocol": "rdma"})
 
 

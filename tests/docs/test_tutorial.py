@@ -45,6 +45,12 @@ def test_the_first_transfer_delivers(tmp_path: Path) -> None:
             prefill.stdout.close()
 
 
+def test_the_first_transfer_is_the_example() -> None:
+    shown = dict(blocks("first-transfer.md", "python"))
+    folder = ROOT / "examples" / "first_transfer"
+    assert shown == {file.name: file.read_text() for file in folder.glob("*.py")}
+
+
 def test_two_engines_connect_as_the_page_says() -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "connect-an-engine.md").read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

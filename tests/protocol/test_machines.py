@@ -212,5 +212,6 @@ def test_a_deadline_tells_why_the_link_had_to_be_made_anew() -> None:
     [end] = [a.event for a in machine.tick(5.0) if isinstance(a, Emit) and isinstance(a.event, Ended)]
     assert end.outcome.kind is FailureKind.PEER_LOST
     assert (
-        end.outcome.failure.detail == "nothing came within 5 s (still linking, since its link broke: the cable was cut)"
+        end.outcome.failure.detail
+        == "nothing came within 5 s (still linking, because its link broke: the cable was cut)"
     )

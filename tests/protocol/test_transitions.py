@@ -67,5 +67,5 @@ def test_the_page_shows_the_tables_as_they_are() -> None:
     assert spec is not None and spec.loader is not None
     diagrams = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(diagrams)
-    page = path.with_name("session.md").read_text()
+    page = path.with_name("protocol.md").read_text()
     assert diagrams.drawn(page) == page, "run: python docs/diagrams.py"

@@ -40,6 +40,11 @@ def test_encoder_decoders_are_refused() -> None:
         CacheExchange(model)
 
 
+def test_a_device_without_a_space_is_refused(full: Pair) -> None:
+    with pytest.raises(UnsupportedCacheError, match="the model is on meta: .*write-a-memory-space"):
+        CacheExchange(tiny("full").to("meta"))
+
+
 class Quantized(QuantizedLayer):
     def _quantize(self, tensor, axis):
         return tensor

@@ -19,7 +19,7 @@ AT_ONCE = 8
 
 
 class Relay:
-    """Serves runs of ``memories`` to whoever knows a link that was offered and opened; ``name`` is where.
+    """Serves runs of ``memories`` to a peer that knows a link that was offered and opened; ``name`` is where.
 
     ``wakeup`` wakes when ``handle`` has something to do. An asker counts from when it names its link; what it
     asks before the link is opened stays in its socket until then.
@@ -35,7 +35,7 @@ class Relay:
         self._askers: set[Asker] = set()
 
     def offer(self, link: bytes, lent: Iterable[int], writable: bool) -> None:
-        """``lent``: the memories that whoever comes by this link may read, or if ``writable`` read and write."""
+        """``lent``: the memories that a peer of this link may read, or if ``writable`` read and write."""
         self._open[link] = False
         self._lent[link] = frozenset(lent), writable
 
@@ -45,7 +45,7 @@ class Relay:
             self._wakeup.add(server.fileno(), server)
 
     def withdraw(self, link: bytes) -> None:
-        """Stop serving whoever came by this link."""
+        """Stop serving the peer of this link."""
         for server in self._of(link):
             self._drop(server)
         del self._open[link], self._lent[link]

@@ -3,8 +3,8 @@
 The kernel finds the other process by its number and holds its address space for the length of one call. Whose number it is, the
 kernel has said (``PeerProcess``); a number can go to a new process, so after each call the kernel is asked whether it still is
 that process's. ``exec`` changes the address space behind a number, and its owner may close the link or take memory
-back, so every call is also tied to a *key*: random bytes that this side has drawn, and the owner shows in its memory as long as the
-memory may be reached. A read fetches the key in the same call as the data, which proves whose data they are. A write cannot do
+back. So every call is also tied to a *key*. This side draws it at random, and the owner shows it in its memory as long as the memory
+may be reached. A read fetches the key in the same call as the data, which proves whose data they are. A write cannot do
 that; there the key is read just before.
 """
 

@@ -51,7 +51,7 @@ class Context:
         check("leaving the GPU's context", self.api.cuCtxPopCurrent())
 
     def kernel(self, word: int, steps: int) -> Any:
-        """Return the copy kernel for words of so many bytes and so many words a lane and chunk.
+        """Return the copy kernel for words of ``word`` bytes and ``steps`` words a lane and chunk.
 
         Must be entered.
         """

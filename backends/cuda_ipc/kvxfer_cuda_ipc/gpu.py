@@ -34,7 +34,7 @@ and few blocks leave most multiprocessors to others."""
 CLOSE_S = 10.0
 
 LARGE = 8 << 20
-"""A launch of so many bytes shows how fast the link is."""
+"""The bytes of a launch that shows how fast the link is."""
 
 NON_BLOCKING, TIMED = 1, 0
 WORK = struct.Struct("<QQIIIIIIQQII")

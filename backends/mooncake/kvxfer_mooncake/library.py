@@ -80,7 +80,7 @@ class LibraryEngine:
         kind = load()
         if options.protocol == "rdma" and not any(CARDS.glob("*")):
             raise TransportError(
-                "option 'protocol' of back end 'mooncake' is 'rdma', and this host has no RDMA card: Mooncake would take TCP instead"
+                "option 'protocol' of back end 'mooncake' is 'rdma', and this host has no RDMA device: Mooncake would take TCP instead"
             )
         six = ":" in options.advertise
         if six and not os.environ.get(SIX):

@@ -15,11 +15,11 @@ __all__ = ["Options"]
 
 
 class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``backend_options`` of back end ``mooncake``. There is no ``listen``, since Mooncake always binds to all addresses.
+    """``backend_options`` of back end ``mooncake``. There is no ``listen``, because Mooncake always binds to all addresses.
 
     Attributes:
         advertise: This host's address or name, by which peers reach Mooncake's ports here.
-        protocol: How Mooncake moves the bytes: ``tcp``, even if there are RDMA cards; or ``rdma``, over the cards that it finds.
+        protocol: How Mooncake moves the bytes: ``tcp``, even if there are RDMA devices; or ``rdma``, over the devices that it finds.
     """
 
     backend = "mooncake"

@@ -52,7 +52,7 @@ class MooncakeTransport(Base[Endpoint, Link]):
         self._uninherited.look()
         self._capabilities = Capabilities(
             verbs=frozenset({Verb.READ, Verb.WRITE}),
-            elastic=self._options.protocol == "tcp",  # a card pins
+            elastic=self._options.protocol == "tcp",  # an RDMA device pins
             run_bytes=1 << 16,
             may_block_s=0.05,
             abort="batch",

@@ -190,7 +190,7 @@ class NcclBinding:
         word = self._words.get(device)
         if word is None:
             word = self._torch.empty(WORD, dtype=self._torch.uint8, device=device)
-            # Who had this memory before may still be at work in it, on the stream for which torch gave it.
+            # The former user of this memory may still be at work in it, on the stream for which torch gave it.
             self._torch.cuda.current_stream(word.device).synchronize()
             word = self._words.setdefault(device, word)
         return int(word.data_ptr())

@@ -1,6 +1,6 @@
 """The two directions of a link: the side that sends and the side that receives, and what they say to each other.
 
-A communicator is made when both sides have something to move, so that neither waits long in NCCL's init::
+A communicator is made when both sides have something to move. So neither waits long in NCCL's init. The messages are::
 
     receiver                                   sender
     first RECV  -- Ready(n) ------------------>
@@ -13,7 +13,7 @@ A communicator is made when both sides have something to move, so that neither w
     a RECV is over when the stream has passed it and it was announced
                 -- Received(stream) -------------->   a SEND is over when the stream has passed it and this came
 
-and closed, which gives its memory back, when the receiver has had nothing to do for a while: ``Retire(n)``, answered by
+It is closed, which gives its memory back, when the receiver has had nothing to do for a while: ``Retire(n)``, answered by
 ``Retired(n)`` (both have closed it) or ``KeepOpen(n)`` (the sender has begun again). The next is number ``n + 1``.
 
 NCCL's init cannot be given up: if one side does not come, the other's thread waits for ever, and what it holds is lost. So once a

@@ -25,7 +25,7 @@ KEPT = 2
 
 
 class _Worker:
-    """A thread that does one call after the other; a daemon, since nobody can end a call that hangs in a library."""
+    """A thread that does one call after the other; a daemon, because nobody can end a call that hangs in a library."""
 
     _lock = threading.Lock()
     _idle: list[_Worker] = []

@@ -173,7 +173,7 @@ class NcclTransport(Base[Endpoint, Link]):
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         runs = self.memories.runs(batch.local, batch.local_offsets, batch.lengths)
         link.post(Post(number, batch.verb, batch.stream, runs, sum(n for _, n in runs), after))
-        self._step(batch.peer, time.monotonic())  # at once: whoever submits several must not delay the first
+        self._step(batch.peer, time.monotonic())  # at once: a caller that submits several must not delay the first
         self._arm()
 
     def stop(self, number: int, link: Link) -> None:

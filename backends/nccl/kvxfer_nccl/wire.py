@@ -56,7 +56,7 @@ class Id(Struct, frozen=True, tag=2, array_like=True):
 
 
 class Sent(Struct, frozen=True, tag=3, array_like=True):
-    """Sender: the next that I have enqueued is this stream, with so many bytes."""
+    """Sender: the next that I have enqueued is this stream, of this size."""
 
     stream: Stream
     nbytes: Size

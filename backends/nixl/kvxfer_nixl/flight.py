@@ -230,7 +230,7 @@ def _pieces(local: Side, remote: Side, pool: CopyPool) -> tuple[Side, Side, dequ
 
 
 def _shorten(local: Side, remote: Side, longest: int) -> tuple[Side, Side]:
-    """Return the same bytes in runs of at most so many."""
+    """Return the same bytes in runs of at most ``longest``."""
     columns = local[1][:, 1], local[1][:, 0], remote[1][:, 0]
     lengths, here, there = split_long(longest, *(column.astype(np.int64) for column in columns))
 

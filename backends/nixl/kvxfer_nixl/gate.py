@@ -70,7 +70,7 @@ class _Gate:
             call()
 
     def leave(self) -> None:
-        """Begin anew in a forked child, and never give back there what is the parent's, not even when the child ends."""
+        """Start over in a forked child, and never give back there what is the parent's, not even when the child ends."""
         for call in self._last:
             keep(call)
         self._last.clear()

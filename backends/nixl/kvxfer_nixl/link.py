@@ -1,12 +1,12 @@
 """Peers and links. A peer is a NIXL agent that ours has a connection to; any number of links share it.
 
-The connection stays when the last link goes: each one that UCX makes anew costs both sides a socket until one of
+The connection stays when the last link goes: each new one that UCX makes costs both sides a socket until one of
 the processes ends. A link is up once the other side has greeted us, and down once it has said goodbye or the
 connection has failed. Greeting and goodbye are NIXL notifications that name the receiver's end of the link.
 
-A peer of this host is told nothing just to find out whether it is there, for a socket tells that (``Liveness``): UCX notices no death
-there, and once a peer that has died or stopped has been sent some 250 messages, more than its queue in shared memory takes, NIXL
-cannot be closed (``rest.py``).
+A peer of this host is sent nothing just to find out whether it is there: a socket tells that (``Liveness``). UCX notices no death
+there. Once a peer that has died or stopped has been sent some 250 messages, more than its queue in shared memory takes, NIXL cannot
+be closed (``rest.py``).
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Link:
 
     @property
     def up(self) -> bool:
-        """Whether the other side is there; on this host it has to say so itself, whoever greets in its name."""
+        """Whether the other side is there; on this host it has to say so itself, no matter who greets in its name."""
         return self._greeted and self.peer is not None and (self.liveness is None or self.liveness.up)
 
     def greet(self, now: float) -> None:

@@ -26,7 +26,7 @@ def threads() -> frozenset[str]:
 
 
 def come_to_rest(some: Collection[str], within_s: float) -> bool:
-    """Wait until each of these threads has rested, or has ended; return whether that is so within so many seconds."""
+    """Wait until each of these threads has rested, or has ended; return whether that is so within ``within_s`` seconds."""
     until = time.monotonic() + within_s
     left = dict.fromkeys(some, RESTS)
     while left and time.monotonic() < until:

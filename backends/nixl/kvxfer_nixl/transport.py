@@ -204,8 +204,8 @@ class NixlTransport(Base[Endpoint, Link]):
                 )
             if Verb.READ in self._capabilities.verbs and not self._reach.includes(agent is host):
                 raise TransportError(
-                    f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can take the process that "
-                    'it reads from along; set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
+                    f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can end the process that "
+                    'it reads from. Set "verbs": ["write"] in the options of back end \'nixl\' on both sides (or name "read" '
                     "there, which allows it), or use another back end"
                 )
             return self._peers[id(agent)].connect(metadata, liveness is not None)
@@ -312,7 +312,7 @@ def _start(name: str, options: Options) -> tuple[LibraryAgent | None, LibraryAge
     host = contexts.host
     if host is not None and contexts.network is not None and not (has_gpu() or copies_directly(host["TLS"])):
         if Reach.of(msgspec.structs.replace(options, verbs=None), ()).network:
-            settings[0] = None  # a card reads by itself, and shared memory would not
+            settings[0] = None  # an RDMA device reads by itself, and shared memory would not
     started: list[LibraryAgent | None] = []
     try:
         for one in settings:

@@ -19,7 +19,7 @@ WRITE_BYTES = 1 << 20
 """At most these bytes of what is said beside the data leave in one call."""
 
 SHARED_UNSENT = 128 << 10
-"""At most so many bytes that have not left wait in the kernel for one of several connections. With more the first ones to have
+"""The most bytes that wait in the kernel, not yet sent, for one of several connections. With more, the first connections to have
 room take what others could send sooner, and a slow one keeps a batch waiting at its end."""
 
 

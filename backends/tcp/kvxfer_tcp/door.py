@@ -1,4 +1,4 @@
-"""The listener, and whoever has connected to it and not shown a token yet."""
+"""The listener, and the connections that have not shown a token yet."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Door:
         return next(iter(self._strangers.values()), None)
 
     def accept(self, wakeup: Wakeup) -> None:
-        """Take in those who have connected."""
+        """Take in new connections."""
         for _ in range(AT_ONCE):
             opened = accept(self.listener, wakeup)
             if opened is None:

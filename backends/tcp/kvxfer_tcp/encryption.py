@@ -29,7 +29,7 @@ RECORD_BYTES = 256 << 10
 """Most bytes of text in a record: what is copied, encrypted and sent while it is in a processor's cache."""
 
 RECORDS_PER_KEY = 1 << 16
-"""A direction takes a new key after so many records (16 GiB), long before a key of AES-GCM is worn out."""
+"""The records (16 GiB) after which a direction takes a new key, long before a key of AES-GCM is worn out."""
 
 _HEAD = struct.Struct("<I")
 _TAG_BYTES = 16

@@ -35,7 +35,7 @@ OPEN_ASKS = 32
 """Requests of a link that wait at the peer, at most."""
 
 LEAST_CHUNK, SHARED_CHUNK, MOST_CHUNK = 128 << 10, 2 << 20, 8 << 20
-"""Bytes of a chunk: at least, at most where several connections share a batch, and at most. So many bytes may still come on
+"""Bytes of a chunk: at least, at most where several connections share a batch, and at most. A whole chunk may still come on
 a connection for a batch that was aborted. Where a chunk ends a reader may have to wait once more, so they are long."""
 
 WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
@@ -293,10 +293,10 @@ class _Incoming(Connection):
             self._reader.cut(f"it broke the protocol: {error}")
         elif self._greeted:
             self._reader.cut(
-                f"the connection was lost, since it closed the link or its process or host is gone ({error})"
+                f"the connection was lost, because it closed the link or its process or host is gone ({error})"
             )
         elif self.connected:
-            self._reader.cut(f"it does not know this link, since it closed it or was restarted ({error})")
+            self._reader.cut(f"it does not know this link, because it closed it or was restarted ({error})")
         elif self._addresses:
             self.close()
             words = self.out

@@ -74,7 +74,7 @@ class IovecTable:
     """
 
     def __init__(self, addresses: Ints, lengths: Ints, chunk: int) -> None:
-        """Cut the runs at these addresses, int64 ``[n]``, into chunks of so many bytes. There is at least one run, and none is empty."""
+        """Cut the runs at these addresses, int64 ``[n]``, into chunks of ``chunk`` bytes. There is at least one run, and none is empty."""
         addresses, lengths = merged(addresses, lengths)
         ends = np.cumsum(lengths)
         self.nbytes = int(ends[-1])
@@ -107,7 +107,7 @@ class IovecTable:
         return self._address + 16 * index
 
     def moved(self, lo: int, hi: int, nbytes: int) -> int:
-        """Return the first of the rows ``[lo, hi)`` that is not done after so many bytes, cut to what is left of it."""
+        """Return the first of the rows ``[lo, hi)`` that is not done after ``nbytes``, cut to what is left of it."""
         ends = np.cumsum(self.rows[lo : min(hi, lo + IOV_MAX), 1])
         done = int(ends.searchsorted(nbytes, side="right"))
         part = nbytes - (int(ends[done - 1]) if done else 0)
@@ -116,7 +116,7 @@ class IovecTable:
         return lo + done
 
     def gather(self, lo: int, hi: int, most: int) -> memoryview:
-        """Return a copy of the first bytes of the rows ``[lo, hi)``, at most so many."""
+        """Return a copy of the first bytes of the rows ``[lo, hi)``, at most ``most`` of them."""
         rows = self.rows[lo : min(hi, lo + IOV_MAX)]
         data = np.empty(min(most, int(rows[:, 1].sum())), np.uint8)
         self._copy(rows, data, True)
@@ -149,11 +149,11 @@ class IovecBuffer(IovecTable):
         super().__init__(np.array([self.address]), np.array([nbytes]), nbytes)
 
     def empty(self, nbytes: int) -> None:
-        """Have the row stand for the first so many bytes."""
+        """Have the row stand for the first ``nbytes``."""
         self.rows[1] = self.address, nbytes
 
     def read(self, nbytes: int) -> bytes:
-        """Return the first so many bytes."""
+        """Return the first ``nbytes``."""
         return self.data[:nbytes].tobytes()
 
     def write(self, content: bytes) -> None:
@@ -205,7 +205,7 @@ class Pipe:
             return -1
 
     def read(self, nbytes: int) -> bytes | None:
-        """Return at most so many bytes that have come, ``None`` if there are none yet.
+        """Return at most ``nbytes`` of what has come, ``None`` if nothing has come yet.
 
         Raises:
             OSError: The connection broke, or its peer has closed it.
@@ -230,7 +230,7 @@ class Pipe:
         return count
 
     def discard(self, nbytes: int) -> int:
-        """Drop at most so many bytes that have come, without a copy; return how many, -1 if there are none yet.
+        """Drop at most ``nbytes`` of what has come, without a copy; return how many, -1 if nothing has come yet.
 
         Raises:
             OSError: The connection broke, or its peer has closed it.

@@ -22,7 +22,7 @@ TAGS = STREAMS << 2
 """Tags of a side of a link differ in the bits below this."""
 
 CHUNKS = 8
-"""The time to make a link is given in so many parts, each begun when the one before is seen to be over: a host that stands
+"""The parts in which the time to make a link is given. Each begins when the one before is seen to be over, so a host that stands
 still for a while, peer and all, uses up one."""
 
 DRAIN_S = 5.0

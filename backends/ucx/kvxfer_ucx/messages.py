@@ -126,7 +126,7 @@ class Posted:
 class Messages:
     """Posts messages on one worker (a handle, ``ucp_worker_h``). Only the thread that drives the worker may call.
 
-    ``posted``: something was, and the worker has to be driven before it is left to sleep; whoever has done so takes it back.
+    ``posted``: something was, and the worker has to be driven before it is left to sleep; the caller that has done so takes it back.
     """
 
     def __init__(self, ucp: ctypes.CDLL, worker: int, news: News) -> None:

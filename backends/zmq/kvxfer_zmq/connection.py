@@ -17,7 +17,7 @@ from kvxfer_zmq.wire import Header, password, routing_id
 __all__ = ["NOBLOCK", "Connection", "receive", "waiting"]
 
 QUEUED_MESSAGES = 8
-"""Messages that ZeroMQ holds for a link on this side; so many can be cut off only together with the link."""
+"""Messages that ZeroMQ holds for a link on this side; they can be cut off only together with the link."""
 
 COPIED = 16 << 10
 """Bytes up to which a copy costs less than to be told that ZeroMQ needs the memory no more."""

@@ -60,7 +60,7 @@ class ZmqTransport(Base[Endpoint, Link]):
         self._context = zmq.Context(self._options.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 16384)
         self._doorbell = self._context.socket(zmq.REP)
-        self._doorbell.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks about whoever connects
+        self._doorbell.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks about peers that connect
         self._inbox = self._context.socket(zmq.ROUTER)
         try:
             self._address = self._listen()

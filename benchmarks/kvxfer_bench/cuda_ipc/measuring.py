@@ -147,7 +147,7 @@ class Consumer:
     def move(self, batch: PlanBatch, wait: bool = False) -> tuple[float, float]:
         """Move a batch; return the seconds that ``submit`` took, and the whole.
 
-        With ``wait`` it sleeps on ``fileno``, as a session does; else it polls without end.
+        With ``wait`` it sleeps on ``fileno``, as a data thread does; else it polls without end.
 
         Raises:
             RuntimeError: It failed, or took too long.
@@ -344,7 +344,7 @@ def sections(pipe: Connection, producer: int, device: int) -> Iterator[tuple[str
 
 
 def measure(seconds: float, producer: int | None, consumer: int) -> None:
-    """Print all sections that begin within so many seconds; ``producer`` of ``None`` takes the second GPU, if there is one.
+    """Print all sections that begin within these seconds; ``producer`` of ``None`` takes the second GPU, if there is one.
 
     Raises:
         KvxferError: The producer did not start, or some sections failed, after all of them.

@@ -1,4 +1,4 @@
-"""NIXL by itself, for ``kvxfer bench transfer``: one READ a transfer, made and posted anew, one descriptor a run.
+"""NIXL by itself, for ``kvxfer bench transfer``: one READ a transfer, made and posted each time, one descriptor a run.
 
 Its steps are those that NIXL's own benchmark tells apart: a request is prepared, posted, and under way until it is done.
 """
@@ -51,7 +51,7 @@ class NixlRaw:
         done = agent.post(handle)
         posted = time.perf_counter()
         while not done:
-            os.sched_yield()  # where cores are scarce whoever has the next move may be waiting for this one
+            os.sched_yield()  # where cores are scarce the side that has the next move may be waiting for this one
             done = agent.done(handle)
         ended = time.perf_counter()
         agent.release(handle)

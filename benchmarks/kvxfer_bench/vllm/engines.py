@@ -194,7 +194,7 @@ def _room(cases: Sequence[PromptCase], under: PromptCase | None, others: int) ->
 
 
 def _flags(shape: Shape, cases: Sequence[PromptCase], room: int, decoding: int, gpu: bool) -> list[str]:
-    """Return what sets these servers apart from the demo's: weights that are made up, and a cache for so many tokens."""
+    """Return what sets these servers apart from the demo's: weights that are made up, and a cache for the tokens of these cases."""
     longest, most = max(case.tokens for case in cases), max(case.at_once for case in cases)
     flags = ["--load-format", "dummy", "--dtype", shape.dtype, "--max-num-seqs", str(max(16, most) + decoding)]
     flags += ["--kv-cache-memory-bytes", str(room * shape.token_bytes)]

@@ -1,7 +1,7 @@
 """``kvxfer bench fleet``: vllm-router in front of two prefill and two decode servers, used by the stock OpenAI client.
 
-The router is the program that PyPI has, in an environment of its own, and knows nothing of kvxfer. Amid the requests one prefill server is
-killed, and a successor joins at its address, as a cluster manager would have it. Ends with one line of JSON, and exits 1 unless
+The router is the program that PyPI has, in an environment of its own, and knows nothing of kvxfer. During the requests one prefill server
+is killed, and a successor joins at its address, as a cluster manager would have it. Ends with one line of JSON, and exits 1 unless
 every request had the plain server's tokens.
 """
 

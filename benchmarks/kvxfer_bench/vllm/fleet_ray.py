@@ -32,7 +32,7 @@ START_S = JOIN_S = 600.0
 AGAIN = 10
 """How often a client asks again: what the replica that is killed has in hand, until Serve has noticed."""
 AMID, AMID_S = 20 * Clients.COUNT, 60.0
-"""Among so many of the longest requests, and within this, a decode replica has some in hand."""
+"""The longest requests, and the seconds, among which a decode replica has some in hand."""
 DECODE = f"SERVE_REPLICA::default#Decode:{MODEL_NAME}#"
 LOADED = re.compile(
     r'^ray_vllm_prompt_tokens_by_source_total\{.*ReplicaId="(?P<replica>\w+)".*source="external_kv_transfer".*\} '
@@ -130,7 +130,7 @@ def _await_running() -> None:
 
 
 def _side(role: str, model: Path, settings: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return what Ray is told of prefill or decode replicas: one to begin with, at most so many under load."""
+    """Return what Ray is told of prefill or decode replicas: one to begin with, at most ``most`` under load."""
     return {
         "model_loading_config": {"model_id": MODEL_NAME, "model_source": str(model)},
         "accelerator_config": {"kind": "cpu"},
@@ -163,7 +163,7 @@ class _Run:
         self._loads: dict[str, int] = {}
 
     def report(self, requests: int) -> dict[str, Any]:
-        """Go through it all, with so many requests at least.
+        """Go through it all, with at least this many requests.
 
         Raises:
             ServerError: A replica did not come.

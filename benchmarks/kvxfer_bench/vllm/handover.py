@@ -43,7 +43,7 @@ def measure(
     """
     from kvxfer_bench.vllm.played import (
         engines,
-    )  # here, since it loads vLLM, and the program loads this file even for --help
+    )  # here, because it loads vLLM, and the program loads this file even for --help
     from kvxfer_bench.vllm.played_prefill import Prompt
     from kvxfer_vllm.params import content_name
 
@@ -138,8 +138,8 @@ def handover(
     left = found["exposed"]
     typer.echo(
         f"still to be moved at the producer's last token: with one chunk, {left['whole_ms']} ms; with {CHUNKS} chunks, "
-        f"{left['chunked_ms']} ms, ratio {left['ratio']} (goal: at most {left['goal']}); with one chunk in bands of layers, "
-        f"{left['banded_ms']} ms, ratio {left['banded_ratio']} (goal: at most {left['banded_goal']}); with {CHUNKS} chunks and the "
+        f"{left['chunked_ms']} ms, ratio {left['ratio']} (goal: at most {left['goal']}). With one chunk in bands of layers, "
+        f"{left['banded_ms']} ms, ratio {left['banded_ratio']} (goal: at most {left['banded_goal']}). With {CHUNKS} chunks and the "
         f"whole prompt in one of the producer's blocks, {left['one_block_ms']} ms, ratio {left['one_block_ratio']} (goal: at most "
         f"{left['goal']})"
     )

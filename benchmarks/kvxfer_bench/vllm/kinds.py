@@ -1,8 +1,12 @@
 """First tokens by kind of request at a pair of servers: the least, computed, cached, loaded, sent to both at once.
 
-In each round the kinds take turns: a request of two tokens, which is the least that this server needs for a first token;
-a prompt that is computed where it is decoded; the same again, now cached there, which is the least for this prompt; one whose
-KV comes from the prefill server; and, unless the connector cannot, one that is sent to both servers at once.
+In each round the kinds take turns:
+
+* a request of two tokens, which is the least that this server needs for a first token;
+* a prompt that is computed where it is decoded;
+* the same again, now cached there, which is the least for this prompt;
+* one whose KV comes from the prefill server;
+* one that is sent to both servers at once, unless the connector cannot.
 """
 
 from __future__ import annotations
@@ -121,9 +125,9 @@ class FirstTokens:
         and ``loaded``. ``plain_computed`` and ``prefill_computed`` compare a first token computed without a connector and with one.
         ``tokens_loaded``: of the tokens that were to be loaded, the share that came.
 
-        If others decode: ``step_ms``, a step of the engine, which is the pause between the tokens of the others, and what it is while KV is
-        loaded; how many steps a load takes longer than the least; ``transfer_ms``, for which KV of a load was on its way, and
-        ``loaded_to_step_and_transfer``: a first token with a load, in terms of the least that it could take.
+        If others decode, there are also: ``step_ms``, a step of the engine, which is the pause between the tokens of the others, and what
+        it is while KV is loaded. How many steps a load takes longer than the least. ``transfer_ms``, for which KV of a load was on its
+        way. ``loaded_to_step_and_transfer``, a first token with a load, in terms of the least that it could take.
         """
         found = {kind: statistics.median(seconds[1:]) for kind, seconds in self._taken.items()}
         tokens = loaded_tokens(self._pair.decode) - self._before

@@ -27,7 +27,7 @@ spawn = mp.get_context("spawn")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a producer is to compute: in so many chunks, which take it so long together.
+    """What a producer is to compute: in how many chunks, and how long they take it together.
 
     banded: It says of each band of layers when that is computed.
     """

@@ -102,7 +102,7 @@ class DecodeRank:
                 self._manager.fail(note.room, str(error))
 
     def failed(self, note: AttemptFailed) -> None:
-        """Record that a prefill rank has given a request up, and tell the others, since a later stage tells no earlier one."""
+        """Record that a prefill rank has given a request up, and tell the others, because a later stage tells no earlier one."""
         with self._lock:
             receiving = self._current(note.room, note.attempt)
             if receiving is None:

@@ -176,7 +176,7 @@ class TransferManager(CommonKVManager):
             except PeerError as error:
                 log.warning("a message was ignored: %s", error)
             except Exception:
-                log.exception("a message from a prefill or decode server was ignored, since handling it failed")
+                log.exception("a message from a prefill or decode server was ignored, because handling it failed")
 
     def _hear_prefill(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT_TAG:

@@ -87,7 +87,7 @@ class PrefillRank:
         manager.tell(note.endpoint, note.dst_port, AttemptFailed(note.room, note.attempt, reason))
 
     def begin(self, room: int, pages: int) -> None:
-        """Name the transfer of a request, of which so many pages are to be sent.
+        """Name the transfer of a request, of which ``pages`` pages are to be sent.
 
         All ranks of an engine begin the same requests in the same order, as SGLang itself needs it; so they agree on names.
         """

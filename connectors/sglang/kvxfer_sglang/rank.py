@@ -64,7 +64,7 @@ class EngineRank:
                 try:
                     self._heard(event)
                 except Exception:
-                    log.exception("an event of the agent was ignored, since handling it failed: %s", event)
+                    log.exception("an event of the agent was ignored, because handling it failed: %s", event)
 
     def close(self) -> bool:
         """Stop; return whether the pool's memory is quiet (``kvxfer.Agent.close``)."""

@@ -25,7 +25,7 @@ PADDING = 0
 
 
 def tokens_of(pages: int, page: int) -> int:
-    """Return for how many tokens so many pages count, on both sides; a state that moves without a page counts for one."""
+    """Return for how many tokens a number of pages counts, on both sides; a state that moves without a page counts for one."""
     return pages * page or 1
 
 

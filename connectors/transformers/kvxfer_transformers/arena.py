@@ -60,8 +60,7 @@ class Arena:
         return torch.empty(shape, dtype=form.dtype, device=self.device)
 
     def _describe(self) -> Cache:
-        device = "cpu" if self.device.type == "cpu" else str(self.device)
-        regions = tuple(Region(p.memory.data_ptr(), p.memory.nbytes, device).kept_by(p.memory) for p in self._planes)
+        regions = tuple(Region.of(plane.memory) for plane in self._planes)
         views = []
         for plane, start in zip(self._planes, flat_starts(regions), strict=True):
             layer, block, token, head, dim = plane.memory.shape
@@ -87,7 +86,7 @@ class Arena:
         return len(self._free)
 
     def take(self, tokens: int) -> list[int] | None:
-        """Take blocks for so many tokens; return ``None`` if too few are free."""
+        """Take blocks for this number of tokens; return ``None`` if too few are free."""
         count = -(-tokens // BLOCK)
         if count > len(self._free):
             return None
@@ -99,7 +98,7 @@ class Arena:
         self._free.extend(reversed(blocks))
 
     def table(self, blocks: list[int], tokens: int) -> BlockTable:
-        """Return the block table of a row of so many tokens; for windows, only the blocks that the next token attends to."""
+        """Return the block table of a row with this number of tokens; for windows, only the blocks that the next token attends to."""
         rows = []
         for group in self.groups:
             first = group.behind(tokens) // BLOCK

@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import DynamicCache, StaticLayer
 
 from kvxfer import ArgumentError, Config, Failure, FailureKind, KvxferError, Ticket
+from kvxfer.memory.registry import space_for
 from kvxfer_transformers.arena import Arena
 from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.layers import UnsupportedCacheError, check_layers, forms_of, held, kept
@@ -23,7 +24,7 @@ from kvxfer_transformers.ticket import BatchTicket
 __all__ = ["CacheExchange"]
 
 LOOK_S = 0.05
-"""Seconds after which a waiting thread looks again, since another thread may have handled the event that it waits for."""
+"""Seconds after which a waiting thread looks again, because another thread may have handled the event that it waits for."""
 GRACE_S = 30.0
 """How much longer than a transfer's own deadline a fetch waits for its end."""
 
@@ -63,10 +64,10 @@ class CacheExchange:
         settings = Config.from_mapping({} if config is None else config)
         if not isinstance(tokens, int) or tokens <= 0:
             raise ArgumentError(f"tokens must be a positive integer, not {tokens!r}")
-        if model.device.type not in ("cpu", "cuda"):
-            raise UnsupportedCacheError(
-                f"the model is on {model.device}: KV is moved between memory of the CPU and of CUDA devices"
-            )
+        try:
+            space_for(model.device.type)
+        except ArgumentError as e:
+            raise UnsupportedCacheError(f"the model is on {model.device}: {e}") from e
         self._model, self._config = model, settings
         self._facts = model_facts(model, settings)
         self._arena = Arena(forms_of(model), tokens, model.device)
@@ -268,7 +269,7 @@ class CacheExchange:
                 raise ArgumentError(f"input_ids must be the ticket's prompt: row {row} ends in other ids")
 
     def _store(self, contents: list[list[torch.Tensor]], blocks: list[int], tokens: int) -> None:
-        """Copy what a row of so many tokens keeps, keys and values of each layer, into its blocks."""
+        """Copy what a row of ``tokens`` tokens keeps, keys and values of each layer, into its blocks."""
         for form, sides in zip(self._arena.forms, contents, strict=True):
             for side, content in enumerate(sides):
                 self._arena.store(form.index, side, blocks, tokens, content)
@@ -346,12 +347,12 @@ class CacheExchange:
                         whole[i, :, pad + first :] = self._arena.load(form.index, side, row.blocks, first, row.tokens)
                 sides.append(whole)
             target.update(*sides, form.index)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the blocks may be reused from now on
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # the blocks may be reused from now on
 
 
 def _last(content: torch.Tensor, form: Any, tokens: int, dropped: int) -> torch.Tensor:
-    """Return what the next token needs of a layer's [head, token, dim] for a row of so many tokens.
+    """Return what the next token needs of a layer's [head, token, dim] for a row of ``tokens`` tokens.
 
     The side that fetches computes the last ``dropped`` tokens again.
     """
@@ -366,7 +367,7 @@ def _last(content: torch.Tensor, form: Any, tokens: int, dropped: int) -> torch.
 
 
 def _check_empty(cache: Any, tokens: int) -> None:
-    """Refuse a cache that cannot be filled with so many tokens."""
+    """Refuse a cache that cannot be filled with this number of tokens."""
     check_layers(cache)
     if any(layer.is_initialized and layer.get_seq_length() for layer in cache.layers):
         raise ArgumentError("cache must be empty: what is fetched begins with the first token")

@@ -24,7 +24,6 @@ def described(paged: Any) -> tuple[Cache, tuple[Group, ...]]:
         UnsupportedCacheError: A kind of attention in it is not known.
     """
     tensor = paged.cache_tensor
-    device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
     groups, views = [], []
     for g, (kind, allocator) in enumerate(paged.cache_allocators.items()):
         if kind not in ("full_attention", "sliding_attention"):
@@ -52,13 +51,13 @@ def described(paged: Any) -> tuple[Cache, tuple[Group, ...]]:
             )
             for side, plane in enumerate(("k", "v"))
         ]
-    cache = Cache((Region(tensor.data_ptr(), tensor.nbytes, device).kept_by(tensor),), tuple(groups), tuple(views))
+    cache = Cache((Region.of(tensor),), tuple(groups), tuple(views))
     cache.check()
     return cache, tuple(groups)
 
 
 def block_table(paged: Any, name: str, tokens: int) -> BlockTable:
-    """Return the blocks that a request has for so many tokens; a ring's pages are in the last positions."""
+    """Return the blocks that a request has for its first ``tokens``; a ring's pages are in the last positions."""
     rows = []
     for allocator in paged.cache_allocators.values():
         count = -(-tokens // allocator.tokens_per_page)

@@ -56,7 +56,7 @@ def defaults(settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[d
 def located(config: C, parallel: Any) -> C:
     """Return the settings of this process: its own address, and the port of its data-parallel rank.
 
-    The engine of data-parallel rank n listens on ``port`` + n, whichever host it runs on and whoever balances between ranks.
+    The engine of data-parallel rank n listens on ``port`` + n, whichever host it runs on and whatever balances between ranks.
 
     Raises:
         ConfigError: The port is above 65535, the host's address is not found, or other hosts of this engine cannot reach it.

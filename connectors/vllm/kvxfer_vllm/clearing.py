@@ -1,7 +1,7 @@
 """Zero the bytes of loaded blocks that the load does not write, as vLLM does for all other new blocks.
 
 Where caches of several precisions or recurrent states share a pool (``needs_kv_cache_zeroing``), vLLM zeroes each block that
-it hands out. It skips blocks that are loaded outside of its steps, since it would race with the arriving bytes, and leaves
+it hands out. It skips blocks that are loaded outside of its steps, because it would race with the arriving bytes, and leaves
 them to the connector.
 """
 

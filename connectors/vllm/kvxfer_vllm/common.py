@@ -16,7 +16,7 @@ __all__ = ["CommonPart", "common_part"]
 
 
 class CommonPart(NamedTuple):
-    """What to load: the digest of it, and how many tokens. 0: none, and whoever offers this digest may be told so.
+    """What to load: the digest of it, and how many tokens. 0: none, and a peer that offers this digest may be told so.
 
     differs: Whether the prompt does not begin with the other one.
     rejected: Whether the front end has rejected the request, and all others of its batch.
@@ -40,10 +40,10 @@ def common_part(
         facts: The hash of this engine's facts.
         whole: The tokens of this prompt.
         most: How many of them may be loaded.
-        left: How many tokens at the end of its prompt the prefill engine leaves out, since it offers a state. A state is of use
+        left: How many tokens at the end of its prompt the prefill engine leaves out, because it offers a state. A state is of use
             whole only.
         content: The digest of this prompt.
-        digest: Returns that of its first so many tokens.
+        digest: Returns the digest of its first tokens, given their number.
     """
     length = told.tokens + left if told.tokens else whole
     own = digest(length) if length < whole else content

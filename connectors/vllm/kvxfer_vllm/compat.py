@@ -31,7 +31,7 @@ FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def takes_loaded_windows() -> bool:
-    """Return whether vLLM takes a window for whole that a load has brought, even if it computes it anew behind other prefix hits."""
+    """Return whether vLLM takes a window for whole that a load has brought, even if it computes it again behind other prefix hits."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return hasattr(Scheduler, "_load_restores_replay_window")

@@ -43,8 +43,8 @@ def external_id(internal: str) -> ExternalId:
     results, even if the external ids end like a suffix or an index, or begin like a prefix. (The kind itself is dropped,
     so that a completion's prefill may serve a chat.)
 
-    Not promised for an external id that looks as if an engine had made it: where the engine has added no suffix (a
-    request that is rejected early, or randomisation turned off), the end of a chat's id or of a bare id is taken for one,
+    Not promised for an external id that looks as if an engine had made it. The engine may have added no suffix: a request is
+    rejected early, or randomisation is turned off. Then the end of a chat's id or of a bare id is taken for one,
     so that ``job-deadbeef`` becomes ``job``. A bare id (offline use) may lose its beginning: ``7_x-86a9ce7b`` becomes
     child 7 of ``x``. Such a request may miss its transfer, or meet another's, which then fails because the digests differ.
 
@@ -85,7 +85,7 @@ def routed_addresses(external: ExternalId) -> RoutedAddresses | None:
     address ends at the first ``_`` after its marker. An address ends in ``:`` and the port, and what comes before is an
     IPv4 or IPv6 address (bracketed or bare) or a host name, which has no ``_``. The UUID is the text after that ``_``.
 
-    The addresses come from whoever sent the request: ask ``kvxfer.identity.allowed`` before dialling one.
+    The addresses come from the sender of the request: ask ``kvxfer.identity.allowed`` before dialling one.
 
     Raises:
         IdentityError: The id has a marker, but is not of this form.

@@ -23,7 +23,7 @@ class VllmBlockPool:
         self._pool.free_blocks([self._pool.blocks[b] for b in blocks])
 
     def lend(self, blocks: int) -> list[int] | None:
-        """See ``kvxfer.engine.LendingPool``. Lends at most a quarter of the free blocks, since vLLM allocates as many again."""
+        """See ``kvxfer.engine.LendingPool``. Lends at most a quarter of the free blocks, because vLLM allocates as many again."""
         if blocks > self._pool.get_num_free_blocks() // 4:
             return None
         try:

@@ -65,7 +65,7 @@ class KVXferBackend(BaseConnectorBackend):
         self._where = {HOST: config.advertise or config.listen, PORT: config.port}
 
     def replica_metadata(self) -> dict[str, Any]:
-        """Return where this replica's directory is; Ray passes it to whoever has chosen the replica."""
+        """Return where this replica's directory is; Ray passes it to the caller that has chosen the replica."""
         return dict(self._where)
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:

@@ -33,7 +33,7 @@ class Room:
         self._manager = manager
 
     def lacks(self, facts: RequestFacts, start: int, end: int) -> bool:
-        """Return whether a load of these tokens is to be skipped, since there are no blocks for it.
+        """Return whether a load of these tokens is to be skipped, because there are no blocks for it.
 
         What windows and states take is not counted: it does not lack room that it may have.
         """

@@ -54,7 +54,7 @@ NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
-"""How a request ends whose KV is good and complete: by a stop token, by its length, or since it repeats itself. Not those that vLLM
+"""How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
 has aborted, refused as too long or ended after an error."""
 
 
@@ -174,7 +174,7 @@ class SchedulerHooks:
         name = request.request_id
         transfer = p.offered_id(params, self.side.source.epoch, external, content)
         if request.resumable:
-            why = "vLLM tells nobody of it, since more of its prompt may come (streaming input)"
+            why = "vLLM tells nobody of it, because more of its prompt may come (streaming input)"
             self._no_part.not_offered(name, Reason.STREAMING_INPUT, why)
             return
         if self._spread and (external.prompt or external.child is not None):
@@ -266,7 +266,7 @@ class SchedulerHooks:
     def _lacks_window(self, facts: RequestFacts, computed: int) -> bool:
         """Return whether a load would not bring the whole of a window of which nothing is kept for prefix hits, as it begins behind one.
 
-        There are then fewer tokens to compute than a window has. With them, vLLM computes the window anew.
+        There are then fewer tokens to compute than a window has. With them, vLLM computes the window again.
         """
         return computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
 
@@ -308,7 +308,7 @@ class SchedulerHooks:
         answer = self.side.answer(name)
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
         if aborted and last_of is not None and not request.num_output_tokens:
-            # The client has hung up, since a stop string, which ends a request in the same way, needs output. vLLM answers once all
+            # The client has hung up, because a stop string, which ends a request in the same way, needs output. vLLM answers once all
             # have ended, and so nobody hears of those that were done before.
             self.side.unanswered(last_of)
         if held:

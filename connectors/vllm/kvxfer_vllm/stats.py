@@ -21,7 +21,7 @@ __all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferSta
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
-"""What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, since all was
+"""What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, because all was
 cached, or what was fetched ahead of its step failed."""
 
 COUNTS = ("corrupt", "direct", "staged")
@@ -91,7 +91,7 @@ class KVXferStats(KVConnectorStats):
                 self._count("counts", "wasted", event.nbytes)
 
     def request(self, outcome: str, seconds: float) -> None:
-        """Record that a request's load has ended, so many seconds after the request arrived."""
+        """Record that a request's load has ended, and how long after the request's arrival."""
         self.data["requests"].append([outcome, seconds])
 
     def not_offered(self, reason: str) -> None:

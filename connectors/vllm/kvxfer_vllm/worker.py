@@ -14,6 +14,7 @@ from kvxfer.values import BlockTable
 from kvxfer_vllm.adapters import LoadedAdapters
 from kvxfer_vllm.clearing import Clearing
 from kvxfer_vllm.copying import BlockCopier
+from kvxfer_vllm.host_buffers import CopyBlocks, HostBuffers
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.layout_check import check_layout
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
@@ -44,6 +45,7 @@ class WorkerHooks:
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config, self._vllm, self._kv = config, vllm_config, kv_cache_config
         self._side: WorkerSide | None = None
+        self._buffers: HostBuffers | None = None
         self._clearing: Clearing | None = None
         self._adapters = LoadedAdapters(getattr(vllm_config, "lora_config", None))
         self._report = Report()
@@ -73,7 +75,18 @@ class WorkerHooks:
         if getattr(self._kv, "needs_kv_cache_zeroing", False):
             self._clearing = Clearing(tensors.values(), layout.cache)
         copy = BlockCopier(tensors.values(), layout.cache).copy
-        self.start(self._agent(layout.cache), layout, copy=copy, channel=WorkerChannel)
+        transfer = self._vllm.kv_transfer_config
+        cache = layout.cache
+        if transfer is not None and transfer.kv_buffer_device == "cpu" and cache.regions[0].device != "cpu":
+            log.info("KV goes through buffers in host memory, since kv_buffer_device is cpu")
+            self._buffers = HostBuffers(tensors)
+            cache = self._buffers.cover(cache)
+        self.start(self._agent(cache), layout, copy=copy, channel=WorkerChannel)
+
+    def copy_with(self, copy: CopyBlocks) -> None:
+        """Take vLLM's operation that copies blocks to host memory and back. Used only if ``kv_buffer_device`` asks for it."""
+        if self._buffers is not None:
+            self._buffers.use(copy)
 
     def _agent(self, cache: Cache) -> Agent:
         transfer = self._vllm.kv_transfer_config

@@ -286,7 +286,7 @@ def transfer(
         ),
     ] = 0.0,
     at_once: Annotated[
-        int, typer.Option(min=1, help="Also fetch so many requests at once, of as many tokens each; 1 for none.")
+        int, typer.Option(min=1, help="Also fetch this many requests at once, each of --tokens tokens; 1 for none.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -341,7 +341,7 @@ class BenchEngine:
 
 
 def _delivered(agent: Agent, count: int) -> list[Ended]:
-    """Return how so many fetches ended, once their blocks are released.
+    """Return how ``count`` fetches ended, once their blocks are released.
 
     Raises:
         RuntimeError: One was not delivered.

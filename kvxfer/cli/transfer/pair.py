@@ -173,7 +173,7 @@ def cache_devices(device: str) -> tuple[str, str]:
 
 
 def check_room(where: tuple[str, str], model: Model, tokens: int, staging_bytes: int | None, pairs: int = 1) -> None:
-    """Refuse a prompt for which there is no room in so many pairs of caches with their staging memory.
+    """Refuse a prompt for which there is no room in ``pairs`` pairs of caches with their staging memory.
 
     Raises:
         ConfigError: There is too little memory.

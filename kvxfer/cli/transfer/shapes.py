@@ -34,7 +34,7 @@ class Model:
         return self.heads * self.head_bytes * self.block_tokens
 
     def prompt_blocks(self, tokens: int) -> int:
-        """Return how many blocks a prompt of so many tokens fills."""
+        """Return how many blocks a prompt of ``tokens`` tokens fills."""
         return -(-tokens // self.block_tokens)
 
     def cache_blocks(self, tokens: int) -> int:

@@ -37,7 +37,7 @@ class Direct(Job):
     and a short part that comes later would have to wait for all of a long one. Two-sided batches are not cut.
 
     Short parts that are read may share a batch (``submit_together``). If that fails, each part that was not aborted is moved again
-    in a batch of its own, so that an error or abort of one does not affect the others. Writes are not begun twice, since
+    in a batch of its own, so that an error or abort of one does not affect the others. Writes are not begun twice, because
     the bytes of the first time may still be on their way to the peer.
     """
 

@@ -93,7 +93,7 @@ class Job:
 
     @property
     def waiting_on_device(self) -> bool:
-        """Whether it should be advanced without an event, since the device may be done."""
+        """Whether it should be advanced without an event, because the device may be done."""
         return False
 
     @property

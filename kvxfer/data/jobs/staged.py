@@ -81,7 +81,7 @@ class Staged(Job):
 
     @property
     def waiting_on_device(self) -> bool:
-        """Whether the device is at work for it. Once stopped, it ends only after that, since its blocks may then be unmapped."""
+        """Whether the device is at work for it. Once stopped, it ends only after that, because its blocks may then be unmapped."""
         stopped = self.error is not None
         return any(p.state in ON_DEVICE or (stopped and p.fence is not None) for p in self.pieces.values())
 

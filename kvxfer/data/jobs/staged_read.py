@@ -19,7 +19,7 @@ READY = 2
 class StagedServe(Staged):
     """One-sided read, producer: pack pieces, tell the consumer where they are, free each slot when it has read the piece.
 
-    When it is stopped, it frees all slots. The consumer may still read them, which does no harm here, since what it reads will not
+    When it is stopped, it frees all slots. The consumer may still read them, which does no harm here, because what it reads will not
     be confirmed: before the control thread has a part aborted or its link closed, it counts a revocation.
     """
 

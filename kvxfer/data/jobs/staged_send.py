@@ -24,7 +24,7 @@ class StagedSend(Staged):
                 self.submit_piece(Verb.SEND, piece)
                 last = piece
         finally:
-            # Told last, since telling takes time, for which a consumer that is short of slots can wait.
+            # Told last, because telling takes time, for which a consumer that is short of slots can wait.
             if last is not None:
                 self.tell_ready(last)
 

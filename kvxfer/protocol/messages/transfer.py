@@ -50,7 +50,7 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
         moving: How long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
         offered: See ``Fetch``.
         enough: See ``Fetch``.
-        banded: Whether parts of single bands of layers are wanted, since the link is slow; else each part holds all layers.
+        banded: Whether parts of single bands of layers are wanted, because the link is slow; else each part holds all layers.
     """
 
     transfer: TransferId
@@ -77,7 +77,7 @@ class PartReady(WireMessage, frozen=True, tag="part"):
 
     Attributes:
         final: Whether this is the last part, which also holds the window and state groups. It ends before the last wanted token
-            only if the producer has given up, and so many tokens are enough.
+            only if the producer has given up, and the tokens before its end are enough.
         blocks: The blocks of each row that hold ``[lo, hi)``, so that all parts together have each block once. Whole rows if
             window or state groups come with the part.
         piece_bytes: The size of the pieces in which the part comes packed; 0 for direct runs.

@@ -18,7 +18,7 @@ from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport.contract import Transport
 
 ATTEMPTS = 10
-"""How often a step is repeated. The shortest of its longest calls counts, since a busy host may hold up a back end's threads."""
+"""How often a step is repeated. The shortest of its longest calls counts, because a busy host may hold up a back end's threads."""
 
 PIECE, PIECES = 16 << 10, 4096
 LARGE_BYTES = PIECE * PIECES
@@ -29,7 +29,7 @@ SMALL = Runs.of([3], [5], [1000])
 
 NO_BATCH = 987_654
 POLLS, POLLS_A_BATCH = 1000, 50
-"""So many polls are timed in one step, so that what happens in one of some hundreds happens in every attempt."""
+"""The polls that are timed in one step: enough for what happens in one of some hundreds to happen in every attempt."""
 
 _METHODS = (
     "register",
@@ -157,7 +157,7 @@ class Blocking(Suite):
             self._prompt(what, step, here)
 
     def test_no_call_blocks_when_the_peer_has_stopped(self, world: World) -> None:
-        """No method waits for a peer that does not answer although its memory, its sockets and its card are still there.
+        """No method waits for a peer that does not answer although its memory, its sockets and its network card are still there.
 
         ``may_block_s`` holds for such a peer too: for ``submit``, for ``poll``, and for ``abort`` and ``disconnect``, which are
         often the first to wait for an answer.

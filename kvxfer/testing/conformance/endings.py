@@ -216,7 +216,7 @@ class Endings(Suite):
         a, b, link = world.pair()
         started = [link.start(part.way, *part.sides(a, b), LARGE) for _ in range(8)]
         if part.way is TransferMode.SEND:
-            # One that cannot have ended yet, since its other half is missing.
+            # One that cannot have ended yet, because its other half is missing.
             started.append(Started([(a, a.submit(link.half(part, a, b, LARGE)))]))
         world.turn()
         closing, staying = (a, b) if closer == "near" else (b, a)

@@ -16,7 +16,7 @@ class HostFence:
 
 
 class CountedFence:
-    """A fence that has passed once it has been asked so many times."""
+    """A fence that has passed once it has been asked a given number of times."""
 
     event = None
 

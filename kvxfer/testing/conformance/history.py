@@ -22,7 +22,7 @@ from kvxfer.transport.contract import Batch
 
 SIZES = (4 << 20 | 1, 70_003)
 STARTS = (0, -(-SIZES[0] // GAP) * GAP + GAP)
-"""The regions of each memory, and where they begin: large enough for an abort to come amid a batch."""
+"""The regions of each memory, and where they begin: large enough for an abort to come during a batch."""
 
 HISTORIES, STEPS, MOST_S = 3, 40, 6.0
 """How many histories there are, and how many steps one has, unless they take too many seconds."""
@@ -363,7 +363,7 @@ class Histories(Suite):
     def test_any_history(self, world: World, way: TransferMode, seed: int) -> None:
         """Whatever has happened before, a batch that succeeds has moved its bytes, and no other byte has changed.
 
-        What happens is drawn at random: batches over several links at once, fences, aborts amid them, links that are cut, closed, made
+        What happens is drawn at random: batches over several links at once, fences, aborts during them, links that are cut, closed, made
         again or given up, peers that restart, memory that is registered again under another number, and batches that are refused.
         The report has the steps. Look at what your back end keeps of a batch, a link or a memory that has ended.
         """

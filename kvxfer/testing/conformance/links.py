@@ -27,7 +27,7 @@ class Links(Suite):
     def test_endpoints_are_fresh_and_small(self, world: World) -> None:
         """Each call of ``endpoint`` describes one future link.
 
-        It has at most 1 MiB, since it is sent inside a hello.
+        It has at most 1 MiB, because it is sent inside a hello.
         """
         participant = world.local()
         world.allocate(participant)

@@ -192,9 +192,9 @@ class Memory(Suite):
         world.move(link, way, a, b, Runs.of([0], [0], [1000]))
 
     def test_memory_given_back_is_out_of_reach(self, world: World, one_sided: TransferMode) -> None:
-        """Batches that a peer begins after ``deregister`` fail and touch nothing, since the memory may have been reused.
+        """Batches that a peer begins after ``deregister`` fail and touch nothing, because the memory may have been reused.
 
-        They do not keep ``deregister`` from succeeding: this side need not know of them. If a card or the kernel moves the
+        They do not keep ``deregister`` from succeeding: this side need not know of them. If a network card or the kernel moves the
         bytes without asking anybody, the links have to be closed first (``revokes = False``).
         """
         owner, peer = world.local(), world.other()

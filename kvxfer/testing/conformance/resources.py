@@ -53,7 +53,7 @@ ENDS_S, FORGETS_S = 0.2, 1.0
 def _idle(world: World, transports: int) -> tuple[float, float]:
     """Measure what each transport uses while there is nothing to do: share of a core, and polls a second.
 
-    Time in which a busy host keeps this thread waiting does not count, or whoever spins would pass there.
+    Time in which a busy host keeps this thread waiting does not count, or a back end that spins would pass there.
     """
     cpu, began, turns = time.process_time(), thread_clock(), 0
     end = time.monotonic() + IDLE_S
@@ -131,7 +131,7 @@ class Resources(Suite):
     def test_nothing_leaks(self, world: World) -> None:
         """After many rounds of connecting, moving and closing, descriptors, threads and memory are what they were.
 
-        They are compared with the state after the first few of ``rounds``, since libraries may keep a little for good on
+        They are compared with the state after the first few of ``rounds``, because libraries may keep a little for good on
         first use.
         """
         way = self.ways()[0]
@@ -201,7 +201,7 @@ class Resources(Suite):
     def _kept_of_links(
         self, world: World, a: LocalParticipant, b: Participant, end: str, seconds: float
     ) -> Counter[str]:
-        """Have links end and close them; return the objects that are kept of them, after so many seconds at the latest."""
+        """Have links end and close them; return the objects that are kept of them, after ``seconds`` at the latest."""
         before = _objects()
         self._end_links(world, a, b, end)
         until = time.monotonic() + seconds
@@ -384,7 +384,7 @@ class Resources(Suite):
         """A connected transport with nothing to do uses less than 3 % of a core and 200 polls a second, and then goes on.
 
         No thread spins, and ``fileno`` is readable only when there is something to do. The least of several measurements
-        counts, since other work on the host inflates them.
+        counts, because other work on the host inflates them.
         """
         a, b, link = world.pair()
         way = self.ways()[0]

@@ -29,7 +29,7 @@ class Suite:
         patience_s: Seconds that anything may take, as ``thread_clock`` counts them.
         notice_s: Seconds for which the death of a peer may go unnoticed.
         rounds: Rounds of connecting, moving and closing, after which nothing may have leaked.
-        revokes: Whether deregistered memory is out of the reach of peers although their links live on. False if a card or
+        revokes: Whether deregistered memory is out of the reach of peers although their links live on. False if a network card or
             the kernel moves the bytes without asking anybody: then these links have to be closed first.
         closing_s: Seconds for which the library may go on closing a link after ``disconnect`` has returned. Until then,
             what it holds is not counted as a leak.

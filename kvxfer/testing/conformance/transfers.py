@@ -135,7 +135,7 @@ class Transfers(Suite):
     def test_complete_means_visible(self, world: World, way: TransferMode) -> None:
         """When any half completes, the bytes are in the target's memory.
 
-        Whoever is told so, over any channel, may use them. It is not enough if a SEND completes when the bytes have left, or
+        A reader that is told so, over any channel, may use them. It is not enough if a SEND completes when the bytes have left, or
         a WRITE while they are still in a cache.
         """
         a, b, link = world.pair()

@@ -48,7 +48,7 @@ class Volume(Suite):
                 assert not found[:50].any() and not found[50 + nbytes :].any(), f"{nbytes} bytes, and some beside them"
 
     def test_a_hundred_thousand_runs(self, world: World, way: TransferMode) -> None:
-        """One batch of so many runs arrives whole.
+        """One batch of a hundred thousand runs arrives whole.
 
         A prompt of 100,000 tokens has as many in a cache with blocks of one token. Cut the batch if your library has a limit.
         They lie in hundreds of regions, as those of a cache with a region for each layer.

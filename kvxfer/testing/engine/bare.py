@@ -57,7 +57,7 @@ class AgentEngine:
         return self.seen[rank]
 
     def wait(self, sort: type, rank: int = 0, count: int = 1, timeout: float = 10.0) -> list[Any]:
-        """Return the events of a sort, once there are so many.
+        """Return the events of a sort, once there are ``count`` of them.
 
         Raises:
             AssertionError: They do not come in time.

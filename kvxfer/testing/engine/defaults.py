@@ -31,7 +31,7 @@ def until(true: Callable[[], object], timeout: float = 10.0) -> None:
     """Wait until something is true.
 
     Raises:
-        AssertionError: It is not, within so many seconds.
+        AssertionError: It is not, within ``timeout`` seconds.
     """
     end = time.monotonic() + timeout
     while not true():

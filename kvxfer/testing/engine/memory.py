@@ -112,7 +112,7 @@ class PagedMemory:
         """Compare every byte with what ought to be there, those included that nobody may have touched.
 
         Args:
-            but: Blocks to leave out, since they are being written.
+            but: Blocks to leave out, because they are being written.
 
         Raises:
             AssertionError: A byte is wrong.

@@ -167,7 +167,7 @@ class PagedEngine:
         """Make steps until one tells something of a request, and return what that one has told.
 
         Raises:
-            AssertionError: None does, within so many seconds.
+            AssertionError: None does, within ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         while time.monotonic() < end:

@@ -31,11 +31,11 @@ class Texts:
         self._random = random.Random(seed)
 
     def words(self, length: int = 150) -> str:
-        """Return a text of so many characters."""
+        """Return a text of ``length`` characters."""
         return "".join(self._random.choice("abcdefghijklmnopqrstuvwxyz     ") for _ in range(length)).strip() + "."
 
     def ids(self, count: int = 100) -> list[int]:
-        """Return so many token ids, which any vocabulary has."""
+        """Return ``count`` token ids, which any vocabulary has."""
         return [self._random.randrange(33, 120) for _ in range(count)]
 
     def name(self) -> str:
@@ -51,7 +51,7 @@ class HttpRequest:
         path: The endpoint.
         body: What is sent, without the model.
         name: Its ``X-Request-Id``; empty for none.
-        hang_up: Whether the client hangs up: after so many seconds, or with None when the first of a stream is here.
+        hang_up: When the client hangs up: after these seconds, or with None when the first of a stream is here.
     """
 
     path: str

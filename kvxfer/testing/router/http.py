@@ -130,7 +130,7 @@ class HttpServer:
             raise NoServerError(f"{self.url} answers {path} with something other than JSON: {text[:80]!r}") from None
 
     def hang_up(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], after: float | None) -> None:
-        """Send a request and hang up ``after`` so many seconds; None: when the first of a streamed answer is here."""
+        """Send a request and hang up ``after`` seconds; None: when the first of a streamed answer is here."""
         connection = self._connection()
         try:
             connection.request(

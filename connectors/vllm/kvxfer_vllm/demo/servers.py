@@ -43,7 +43,7 @@ ENVIRONMENT = {
 
 # Small, and nothing compiled or captured: a start of seconds instead of minutes. With float32, greedy tokens
 # do not depend on how a prompt was cut into steps, so that a difference is a difference in the cache. The
-# share of GPU memory only has to pass a check, since the cache's size is given.
+# share of GPU memory only has to pass a check, because the cache's size is given.
 ENGINE = {
     "enforce_eager": True,
     "dtype": "float32",
@@ -200,7 +200,7 @@ class Server:
         os.kill(self._process.pid, signal.SIGTERM)
 
     def ended(self, timeout: float) -> bool:
-        """Whether its first process has ended, or does within so many seconds."""
+        """Whether its first process has ended, or does within ``timeout`` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:

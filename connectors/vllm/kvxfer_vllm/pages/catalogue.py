@@ -13,10 +13,16 @@ from typing import Any, Literal
 __all__ = ["CATALOGUE", "Entry", "Kept", "entry_of"]
 
 Kept = Literal["full", "window", "chunk", "state", "ring", "local", "refused"]
-"""Which blocks a group keeps. ``full``: all blocks of a request; ``window``: those that the last tokens attend to; ``chunk``: those
-of the chunk that the last token is in; ``state``: the one with the state after the last token; ``ring``: the only one of a request,
-whose rows the next tokens overwrite in turn, so that it is a state, too; ``local``: only blocks that no other engine needs;
-``refused``: not supported, for the reason in ``Entry.why``."""
+"""Which blocks a group keeps.
+
+* ``full``: all blocks of a request.
+* ``window``: those that the last tokens attend to.
+* ``chunk``: those of the chunk that the last token is in.
+* ``state``: the one with the state after the last token.
+* ``ring``: the only one of a request. The next tokens overwrite its rows one after the other, so it is a state, too.
+* ``local``: only blocks that no other engine needs.
+* ``refused``: not supported, for the reason in ``Entry.why``.
+"""
 
 
 @dataclass(frozen=True)

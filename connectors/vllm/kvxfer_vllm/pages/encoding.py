@@ -47,7 +47,7 @@ def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor,
 def _cache_dtype(layer: Any, spec: Any, config: VllmConfig) -> str:
     """Return the type of the stored numbers.
 
-    It is the layer's own cache dtype if the layer has one, since some layers are left out of quantisation. Different names for the
+    It is the layer's own cache dtype if the layer has one, because some layers are left out of quantisation. Different names for the
     same type become one name, and fp8 is named by its flavour on this device.
     """
     stated = getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None)

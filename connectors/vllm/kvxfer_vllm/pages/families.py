@@ -116,7 +116,7 @@ FAMILIES = (
     Family("Llama 4", ("Llama4ForCausalLM",), (_FULL, _CHUNK), "scheduler", "tests/vllm/test_prompts.py"),
     Family("DeepSeek V2", ("DeepseekV2ForCausalLM",), (_LATENT,), "end to end", _E2E_GROUPS),
     Family(
-        "DeepSeek V3, R1; Kimi K2; Mistral Large 3; GLM 4.7 Flash",
+        "DeepSeek V3 and R1, Kimi K2, Mistral Large 3, GLM 4.7 Flash",
         ("DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM", "Glm4MoeLiteForCausalLM"),
         (_LATENT,),
         "planner",

@@ -97,7 +97,7 @@ def form_of(spec: Any, writer: str) -> Form:
 
 
 def replicated(spec: Any, writer: str) -> bool:
-    """Return whether all tensor-parallel ranks hold the same pages, since these hold one vector that all heads share."""
+    """Return whether all tensor-parallel ranks hold the same pages, because these hold one vector that all heads share."""
     if writer in _ON_ALL_RANKS:
         return True
     shared = WRITERS.get(writer) == "latent" or writer.endswith(".DeepseekV32IndexerBackend")

@@ -48,7 +48,7 @@ def group_pages(kv_cache_config: KVCacheConfig, ranks: int = 1) -> tuple[GroupPa
 
 
 def replays(spec: Any) -> bool:
-    """Return whether vLLM computes a group's window anew behind a prefix hit, by replaying tokens, and does not keep it for hits."""
+    """Return whether vLLM computes a group's window again behind a prefix hit, by replaying tokens, and does not keep it for hits."""
     return bool(getattr(spec, "prefix_replay_tokens", 0))
 
 

@@ -1,0 +1,44 @@
+"""No sentence has to be read twice: words that are kept out, and a bound on length, for all prose of the project."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs.prose import prose, sentences
+
+MAX_WORDS = 48
+WORDS = {
+    r"\banew\b": "again",
+    r"\bwho(m)?ever\b": "the peer that ..., anybody who ...",
+    r"\bso many\b": "this number, or the name of the argument",
+    r"\bof late\b": "recently",
+    r"\bamid\b": "during",
+    r",\s+since\b": "because, for a reason",
+    r"\b(he|his|him)\b": "the peer, the process, the operator",
+    r"\bhas its way\b": "takes precedence",
+    r"\b(at the wrong door|costs the right one)\b": "say what happens, without a metaphor",
+    r"\bneighbour's door\b": "say what happens, without a metaphor",
+    r"\b(scheduler|worker) hal(f|ves)\b": "scheduler side, worker side",
+    r"(?<!network )(?<!graphics )\bcards?\b": "descriptor, or network card",
+    r"\b(a|an|the|its|their|each|every|no|any|early) wants?\b(?! (to|for)\b)": "fetch request",
+    r"\bwants, drops\b": "fetch requests, declines",
+}
+"""What is kept out, as a pattern, and what to write instead."""
+
+
+@pytest.mark.parametrize("pattern", WORDS)
+def test_a_word_is_kept_out(pattern: str) -> None:
+    found = [(place, text) for place, text in prose() if re.search(pattern, text)]
+    assert not found, f"write instead: {WORDS[pattern]}"
+
+
+def test_no_sentence_is_too_long() -> None:
+    found = [(place, s) for place, text in prose() for s in sentences(text) if len(s.split()) > MAX_WORDS]
+    assert not found, f"at most {MAX_WORDS} words, in most sentences 25"
+
+
+def test_a_cell_of_a_table_holds_one_fact() -> None:
+    found = [(place, text) for place, text in prose() if place.endswith("(cell)") and text.count(";") >= 3]
+    assert not found, "make it several rows, or a sentence below the table"

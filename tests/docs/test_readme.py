@@ -1,0 +1,47 @@
+"""The README is short, its program runs as it stands there, and what it says of versions and back ends is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "README.md").read_text()
+
+
+def test_it_is_short() -> None:
+    assert len(PAGE.splitlines()) <= 90
+
+
+def test_the_program_runs() -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_first_command_is_the_example() -> None:
+    assert "cd examples/first_transfer && python prefill.py | python decode.py" in PAGE
+    assert {"shape.py", "prefill.py", "decode.py"} == {
+        file.name for file in (ROOT / "examples" / "first_transfer").glob("*.py")
+    }
+
+
+def test_each_back_end_has_its_row() -> None:
+    rows = set(re.findall(r"^\| \[`(\w+)`\]", PAGE, re.M))
+    assert rows - {"auto"} == {path.parent.name for path in ROOT.glob("backends/*/pyproject.toml")}
+
+
+def test_the_readme_and_the_state_name_one_version_of_transformers() -> None:
+    project = tomllib.loads((ROOT / "connectors/transformers/pyproject.toml").read_text())["project"]
+    (needed,) = [text.partition(">=")[2] for text in project["dependencies"] if text.startswith("transformers")]
+    pages = [PAGE, (ROOT / "docs/status.md").read_text(), (ROOT / "CHANGELOG.md").read_text()]
+    assert {version for page in pages for version in re.findall(r"transformers (\d+\.\d+)", page)} == {needed}
+
+
+def test_the_state_has_five_rows_and_leads_to_the_rest() -> None:
+    section = PAGE.partition("## State")[2]
+    assert len(re.findall(r"^\| ", section, re.M)) == 1 + 5
+    assert "docs/status.md" in section
