@@ -20,6 +20,7 @@ from kvxfer.cli.devices import check_device
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
+from kvxfer.cli.progress import Say, status
 from kvxfer.cli.stand_in import StandIn
 from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.cli.visit import show_visit, visit
@@ -77,6 +78,19 @@ def doctor(
     if stand_in:
         _stand_in(settings, stand_in)
         return
+    with status() as say:
+        report = _report(settings, peers, say)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(report)
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def _report(settings: Config, peers: Sequence[Address], say: Say) -> dict[str, Any]:
+    """Find everything out, which takes some seconds; ``say`` tells what is being waited for."""
+    say("asking each back end whether it works here ...")
     found = probe_all(_names(settings), settings)
     probes = {name: f.probe for name, f in found.items()}
     classes = _classes(found)
@@ -94,20 +108,19 @@ def doctor(
         "unlisted": _unlisted(used, settings),
         "ports": _ports(found, classes, settings),
     }
+    say("looking for an engine that runs here ...")
     report["running"] = running_engine(settings)
     free = settings if report["running"] is None else msgspec.structs.replace(settings, port=0)
     report["problems"] = [*address_problems(free), *_backend_problems(report, settings)]
-    report["peers"] = [visit(str(at), settings) for at in peers]
+    report["peers"] = []
+    for at in peers:
+        say(f"visiting the engine at {at} ...")
+        report["peers"].append(visit(str(at), settings))
     report["problems"] += [problem for found in report["peers"] for problem in _peer_problems(found)]
     compared = peers if report["running"] is None else [directory_address(settings), *peers]
     if len(compared) > 1:
         report["problems"] += differences(compared[0], compared[1], settings)
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        _show(report)
-    if report["problems"]:
-        raise typer.Exit(1)
+    return report
 
 
 def _stand_in(settings: Config, device: str) -> None:

@@ -53,6 +53,9 @@ log = logger("kvxfer.vllm")
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
+FIRST_STEPS = 100
+"""So many steps are made without a request until the workers have said where they listen."""
+
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
 has aborted, refused as too long or ended after an error."""
@@ -435,7 +438,9 @@ class SchedulerHooks:
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
-        return self.side.waiting or bool(self._next.doomed or self._next.partial)
+        # Inside MultiConnector our workers may say only with a step where they listen; until then nobody finds this engine.
+        unknown = not self.side.ready and self._steps < FIRST_STEPS
+        return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
