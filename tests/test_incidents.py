@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +26,7 @@ from kvxfer.protocol.values import Ended
 from kvxfer.security import make_key
 from kvxfer.testing.engine import PagedEngine
 from kvxfer.transport import registry
+from tests.conftest import require
 from tests.docs.test_troubleshooting import _texts
 
 PAGE = (Path(__file__).parents[1] / "docs" / "runbook.md").read_text()
@@ -201,3 +205,47 @@ def test_a_lease_that_is_too_short(play: Play) -> None:
 def test_a_back_end_that_is_missing() -> None:
     with pytest.raises(ConfigError, match="is not installed|unknown back end"):
         registry.load("no-such")
+
+
+SLOW = """
+import json
+from typer.testing import CliRunner
+from kvxfer.cli.main import build
+from kvxfer.testing.engine import PagedEngine
+from kvxfer.testing.engine.memory import PagedMemory
+
+BLOCKS, TOKENS = 260, 16
+ended = []
+config = {"backend": "tcp", "transfer_timeout": 4.0}
+with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=512), on_ended=ended.append) as p:
+    with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=512), on_ended=ended.append) as d:
+        d.load("cmpl-7", p.offer("q", 256 * TOKENS), 256 * TOKENS)
+        d.until("cmpl-7", timeout=60.0)
+        where = f"{d.scheduler.source.host}:{d.scheduler.source.port}"
+        ran = CliRunner().invoke(build(), ["why", "cmpl-7", "--decode", where])
+        (end,) = [end for end in ended if end.role == "consumer"]
+        print(json.dumps([str(d.failed["cmpl-7"]), end.nbytes, ran.exit_code, ran.output]))
+"""
+
+
+def test_a_link_of_two_megabits_says_so(tmp_path: Path) -> None:
+    require("networks")
+    (tmp_path / "slow.py").write_text(SLOW)
+    link = "ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate 2mbit burst 16kb latency 400ms"
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--net", "sh", "-c", f"{link} && exec {sys.executable} slow.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    failure, came, code, story = json.loads(done.stdout.splitlines()[-1])
+    assert ROWS["slow link"][0] in failure and re.search(
+        r"; [\d.]+ [kM]B of [\d.]+ MB had come in 4\.\d s, [\d.]+ kB/s", failure
+    )
+    assert came > 100_000, "the metric of bytes that came in vain has them"
+    rate = float(re.search(r", ([\d.]+) kB/s", failure)[1])  # type: ignore[index]
+    assert 50 < rate < 300
+    assert code == 1 and "at that rate it takes" in story and "'transfer_timeout'" in story

@@ -250,7 +250,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         if not announced:
             return why
         more, still = any(rank.end is None for rank in self.rank_fetches), now - (self.last or self.announced)
-        return enriched(why, came, announced, more, self.stages(now).moving, still)
+        seen = any(rank.coming.keys() & rank.flight for rank in self.rank_fetches)
+        return enriched(why, came, announced, more, self.stages(now).moving, still, seen)
 
     @property
     def enough(self) -> int:

@@ -38,8 +38,11 @@ def how_far(came: int, announced: int, more: bool, moving: float, still: float) 
     return f"{size(came)} of {whole} had come in {moving:.1f} s{rate}{since}"
 
 
-def enriched(why: Failure, came: int, announced: int, more: bool, moving: float, still: float) -> Failure:
-    """Return a failure with how far its transfer had got, and with advice that follows from that."""
+def enriched(why: Failure, came: int, announced: int, more: bool, moving: float, still: float, seen: bool) -> Failure:
+    """Return a failure with how far its transfer had got, and with advice that follows from that.
+
+    ``seen``: whether the back end tells of bytes within a batch, so that none for a while means that it stands still.
+    """
     if why.kind not in TELLING:
         return why
     detail = f"{why.detail}; {how_far(came, announced, more, moving, still)}"
@@ -52,4 +55,9 @@ def enriched(why: Failure, came: int, announced: int, more: bool, moving: float,
         )
     elif why.kind is FailureKind.TIMED_OUT and still > STILL_S and came < announced:
         advice = "bytes stopped coming: check the producer's log, its host, and the network between the two hosts"
+        if not seen:
+            advice = (
+                "the link is slow, or stands still, which this back end does not tell: `kvxfer doctor --peer` measures it; raise "
+                "'transfer_timeout' if it is slow"
+            )
     return Failure(why.kind, detail, why.peer, advice)

@@ -31,7 +31,15 @@ def test_what_has_stopped_says_since_when() -> None:
     failure = asker.end(100.0)[1].outcome.failure
     come, both = first.plan.nbytes, first.plan.nbytes + second.plan.nbytes
     assert f"{size(come)} of {size(both)} announced so far had come in 8.0 s" in failure.detail
-    assert "nothing for 7.0 s" in failure.detail and "stopped coming" in failure.advice
+    assert "nothing for 7.0 s" in failure.detail and "slow, or stands still" in failure.advice
+
+
+def test_what_has_stopped_within_a_part_stands_still() -> None:
+    asker = Asker()
+    move = asker.hear(10.0, final=True)
+    asker.machine.moving(Moving(((move.ref, 5),)), 11.0)
+    failure = asker.end(100.0)[1].outcome.failure
+    assert "5 B of " in failure.detail and "nothing for 7.0 s" in failure.detail and "stopped coming" in failure.advice
 
 
 def test_nothing_at_all() -> None:

@@ -203,9 +203,13 @@ class Reader:
             self.ask()
 
     def moved(self, number: int) -> int:
-        """Return how many bytes of a batch have come."""
+        """Return how many bytes of a batch have come. What the kernel still has is counted for the oldest one."""
         read = self._reads.get(number)
-        return 0 if read is None else read.nbytes - read.left + sum(c.part_of(read) for c in self._connections)
+        if read is None:
+            return 0
+        out = read.nbytes - read.left + sum(c.part_of(read) for c in self._connections)
+        oldest = next((ask.read for ask in self._open.values()), None)
+        return out + sum(c.pipe.waiting for c in self._connections) if read is oldest else out
 
     def refused(self, request: int, why: str) -> None:
         """End the batch of a request that the peer does not serve.
