@@ -8,10 +8,10 @@ from kvxfer.config import Config
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.settings import port_range
 
-__all__ = ["listen"]
+__all__ = ["listen_within"]
 
 
-def listen(sockets: ControlSockets, config: Config) -> int:
+def listen_within(sockets: ControlSockets, config: Config) -> int:
     """Listen on the first port that is free of those that the settings allow, and return it.
 
     Raises:
