@@ -64,6 +64,8 @@ def top(
     try:
         while True:
             seen = {engine: look(engine) for engine in engines}
+            if once:  # one that answers once is shown without rates
+                seen |= {engine: was for engine, was in before.items() if seen[engine].error and not was.error}
             rows = [row(seen[engine], before.get(engine)) for engine in engines]
             before = seen
             if as_json:

@@ -287,6 +287,7 @@ def test_params_that_lack_what_a_load_needs_are_counted(make: Make, registry: Co
     told = prefill(p, text)
     for lost in ("kvxfer_transfer", "do_remote_prefill"):
         decode(d, text, {key: value for key, value in told.items() if key != lost}, p)
+    decode(d, text, told, p)  # after which P holds nothing
     assert sum(stats["not_loaded"].get("params", 0) for stats in d.stats) == 2
 
 
