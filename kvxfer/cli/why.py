@@ -13,7 +13,7 @@ from msgspec.structs import asdict as fields_of
 from kvxfer.cli.doctor import read_settings
 from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.cli.verdict import Finding, judge, tale
-from kvxfer.control.inquiry import explain
+from kvxfer.control.lookup import explain
 from kvxfer.errors import PeerError
 from kvxfer.failures import ADVICE, FailureKind
 from kvxfer.identity import Address, IdentityError, parse_address

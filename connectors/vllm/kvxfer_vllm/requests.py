@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class HttpBatch:
         arrived: When it came.
         prompts: By position, the name that vLLM has given to a prompt.
         requests: The requests of which something is computed or held.
-        running: Those of them that have not ended.
+        running: The ones among them that have not ended.
     """
 
     answer: str
@@ -62,8 +63,11 @@ class RequestFacts:
         since: When it came, if it is not known yet what becomes of its load.
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
+        asking: The request itself, if other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
+        lost: Whether its load has failed.
+        answers: Whether its router is told, when it ends, where the KV is.
         batch: The HTTP request that it belongs to, if it offers.
-        span: The span of its load, and later that of its offer.
+        span: The span of its load, and later the span of its offer.
     """
 
     name: str
@@ -77,6 +81,9 @@ class RequestFacts:
     since: float | None = None
     key: bytes | None = None
     passers: set[str] | None = None
+    asking: Any = None
+    lost: bool = False
+    answers: bool = False
     batch: HttpBatch | None = None
     span: Any = None
 
@@ -123,6 +130,10 @@ class LoadOutcomes:
     def not_loaded(self, reason: str) -> None:
         """Record that a request was to load from another engine, and does not, and why."""
         self._stats.not_loaded(reason)
+
+    def prefixes(self, news: Mapping[str, int]) -> None:
+        """Record by how much the counts of prefixes have grown."""
+        self._stats.prefixes(news)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell since the last call, if anything."""

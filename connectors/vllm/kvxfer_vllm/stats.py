@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvxfer.control.link import LinkStatus
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.nixl_metrics import NixlNamedMetrics
+from kvxfer_vllm.prefix_metrics import PrefixMetrics
 
 __all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferStats", "Reason"]
 
@@ -25,11 +26,11 @@ DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
 cached, or what was fetched ahead of its step failed."""
 
 COUNTS = ("corrupt", "direct", "staged")
-"""Those of an agent's stats that only ever grow."""
-TALLIES = ("offers", "unclaimed", "not_offered", "not_loaded", "failures", "counts")
-"""Those of what vLLM is told that are numbers by name, which add up."""
+"""The agent's stats that only ever grow."""
+TALLIES = ("offers", "unclaimed", "not_offered", "not_loaded", "failures", "counts", "prefixes")
+"""The parts of what vLLM is told that are numbers by name, which add up."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
-"""Those of an agent's stats that go up and down, and their names here."""
+"""The agent's stats that go up and down, and their names here."""
 
 MOST_PEERS = 64
 """The most hosts that failed loads are counted for, one by one; the others are counted together."""
@@ -65,6 +66,7 @@ class KVXferStats(KVConnectorStats):
     - ``unclaimed``: how many of them nobody had asked for when their lease ended, under the key ``offers``.
     - ``not_offered``: how many requests were to be offered and are not, by reason; see ``Reason``.
     - ``not_loaded``: how many requests were to load and do not, by reason; see ``Reason``.
+    - ``prefixes``: by how much the counts of prefixes have grown; see ``prefix_metrics``.
     - ``counts``: by how much the agents' counts have grown.
     - ``gauges``: for each rank where one of them has changed, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``,
       and of ``links`` by ``"role/back end"``.
@@ -101,6 +103,11 @@ class KVXferStats(KVConnectorStats):
     def not_loaded(self, reason: str) -> None:
         """Record that a request was to load, and does not."""
         self._count("not_loaded", reason, 1)
+
+    def prefixes(self, news: Mapping[str, int]) -> None:
+        """Record by how much the counts of prefixes have grown."""
+        for name, n in news.items():
+            self._count("prefixes", name, n)
 
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
         """Record how a rank's agent's numbers have changed since ``before``; None if there was nothing before."""
@@ -209,7 +216,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         )
         self._parts = counter("kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
         self._corrupt = counter(
-            "kvxfer_corrupt", "Transfers whose checksum differed from that of the bytes that were sent."
+            "kvxfer_corrupt", "Transfers whose bytes have another checksum than the bytes that were sent."
         )
         self._gauges = {
             "quarantined": gauge(
@@ -220,6 +227,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         }
         self._links = gauge("kvxfer_links", "Links that are up, over all ranks.", "role", "backend")
         self._by_rank: dict[int, dict[str, dict[str, Any]]] = {}
+        self._prefixes = PrefixMetrics(make)
         self._nixl = NixlNamedMetrics.of(vllm_config, make)
         for values in per_engine_labelvalues.values():
             counts = self._corrupt, self._bytes, self._wasted, self._unclaimed, self._seconds, self._request_seconds
@@ -235,6 +243,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             for outcome in (DELIVERED, *FailureKind):
                 self._loads.labels(*values, str(outcome))
                 self._offers.labels(*values, str(outcome))
+            self._prefixes.begin(values)
             if self._nixl is not None:
                 self._nixl.begin(values)
 
@@ -266,6 +275,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._corrupt.labels(*values).inc(counts.get("corrupt", 0))
         for way in ("direct", "staged"):
             self._parts.labels(*values, way).inc(counts.get(way, 0))
+        self._prefixes.observe(values, data["prefixes"])
         self._gauge(engine_idx, values, data["gauges"])
         if self._nixl is not None:
             self._nixl.observe(values, data)

@@ -52,6 +52,7 @@ class WorkerHooks:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._asked: set[str] = set()  # requests whose failures vLLM does not hear of
         self._missing: set[int] = set()  # of loads that are here in part
         self._stats = KVXferStats()
         self._noted: Gauges | None = None
@@ -78,7 +79,7 @@ class WorkerHooks:
         transfer = self._vllm.kv_transfer_config
         cache = layout.cache
         if transfer is not None and transfer.kv_buffer_device == "cpu" and cache.regions[0].device != "cpu":
-            log.info("KV goes through buffers in host memory, since kv_buffer_device is cpu")
+            log.info("KV goes through buffers in host memory, because kv_buffer_device is cpu")
             self._buffers = HostBuffers(tensors)
             cache = self._buffers.cover(cache)
         self.start(self._agent(cache), layout, copy=copy, channel=WorkerChannel)
@@ -160,6 +161,7 @@ class WorkerHooks:
         Called before the forward pass, and behind vLLM's clearing of new blocks, if a request counts on a prefetch.
         """
         self._sent.update(metadata.freed)
+        self._asked.update(metadata.asked)
         self._received.update(metadata.doomed)
         self._failed.update(metadata.doomed)
         self._received.update(metadata.partial)
@@ -184,7 +186,7 @@ class WorkerHooks:
         """Process what has ended since the last step.
 
         While nothing is computed vLLM makes an empty step every millisecond, each half a millisecond of Python in which the threads
-        that move KV cannot run. So an empty step waits for something to end, but not so long that a new request would mind.
+        that move KV cannot run. So an empty step waits for something to end, but not longer than a new request can wait.
         """
         if not self._drafts:
             self.after_forward(metadata)
@@ -198,7 +200,8 @@ class WorkerHooks:
 
         Each is returned once. The blocks of a load are quiet, or in the report as still written.
         """
-        out = self._sent, self._received, self._failed
+        out = self._sent, self._received, self._failed - self._asked
+        self._asked -= self._received
         self._sent, self._received, self._failed = set(), set(), set()
         return out
 
@@ -236,7 +239,7 @@ class WorkerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept: tuple[Sized, ...] = self._sent, self._received, self._failed
+        kept: tuple[Sized, ...] = self._sent, self._received, self._failed, self._asked
         return sum(map(len, kept)) + bool(self._report) + (0 if self._side is None else len(self._side))
 
 

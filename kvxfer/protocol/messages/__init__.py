@@ -16,6 +16,8 @@ from kvxfer.protocol.messages.directory import (
     Begun,
     Decline,
     EngineDescriptor,
+    Inquire,
+    InquiryAnswer,
     Lookup,
     Named,
     RankDescriptor,
@@ -55,6 +57,8 @@ __all__ = [
     "Begun",
     "PartReady",
     "Hello",
+    "InquiryAnswer",
+    "Inquire",
     "Lookup",
     "RankDescriptor",
     "Message",
@@ -102,6 +106,8 @@ Message = (
     | Begun
     | Explain
     | Explained
+    | Inquire
+    | InquiryAnswer
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt

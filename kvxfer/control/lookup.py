@@ -13,7 +13,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security
 
-__all__ = ["Inquiry", "explain", "inquire"]
+__all__ = ["LookupAnswer", "explain", "look_up"]
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ REPEAT_S = 0.5
 
 
 @dataclass(frozen=True)
-class Inquiry:
+class LookupAnswer:
     """What a directory has answered, and how soon.
 
     Attributes:
@@ -36,7 +36,7 @@ class Inquiry:
     round_trips: tuple[float, ...]
 
 
-def inquire(host: str, port: int, security: Security, seconds: float, again: int = 0) -> Inquiry:
+def look_up(host: str, port: int, security: Security, seconds: float, again: int = 0) -> LookupAnswer:
     """Ask the directory at this address for its engine's descriptor, then ``again`` times more to measure the round trip. Blocks.
 
     Raises:
@@ -50,14 +50,14 @@ def inquire(host: str, port: int, security: Security, seconds: float, again: int
         trips = [_ask(sockets, connection, question, seconds)[0] for _ in range(again)]
     finally:
         sockets.close()
-    return Inquiry(engine, first, tuple(trips))
+    return LookupAnswer(engine, first, tuple(trips))
 
 
 def explain(host: str, port: int, security: Security, seconds: float, asked: m.Explain) -> m.Explained:
     """Ask the directory at this address what has become of requests. Blocks.
 
     Raises:
-        PeerError: See ``inquire``.
+        PeerError: See ``look_up``.
     """
     sockets = ControlSockets(security)
     try:
