@@ -13,6 +13,7 @@ __all__ = ["Finding", "judge", "tale"]
 K = FailureKind
 
 WORDS = {
+    "found": "the engines that may hold a prefix had answered",
     "fetched": "its blocks were there, and the workers were told to fetch",
     "began": "the workers began",
     "asked": "the link was up, and the producer was asked",

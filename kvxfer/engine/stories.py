@@ -120,7 +120,7 @@ def _copied(values: deque[Record]) -> list[Record]:
 def _of_load(load: Load, failure: Failure | None, stages: Stages | None, now: float) -> Story:
     over = stages is not None or failure is not None or load.traced
     reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
-    times = {"fetched": load.fetched_at, **reached, **({"seen": now} if over else {"now": now})}
+    times = {"found": load.found_at, "fetched": load.fetched_at, **reached, **({"seen": now} if over else {"now": now})}
     outcome = "delivered" if failure is None else str(failure.kind)
     return Story(
         "consumer",
