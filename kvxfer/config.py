@@ -96,7 +96,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     trace: NonEmpty | None = None
     ask: Ask = "auto"
     ask_timeout: Seconds = 0.25
-    ask_tokens: Annotated[int, Meta(ge=1)] = 64
+    ask_tokens: Annotated[int, Meta(ge=1)] = 16
     elastic: bool | None = None
 
     def __post_init__(self) -> None:

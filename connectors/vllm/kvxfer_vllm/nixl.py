@@ -29,10 +29,14 @@ _WITHOUT_MEANING = {
     "num_threads": "is an option of NIXL's; set 'backend_options'",
     "enforce_handshake_compat": "has no counterpart: engines that do not fit always refuse each other",
     "engine_ttl": "has no counterpart: links end with their peers",
-    "bidirectional_kv_xfer": "has no counterpart: each request goes one way",
-    "kv_recompute_threshold": "has no counterpart",
-    "decoder_kv_blocks_ttl": "has no counterpart",
     "push_registration_timeout": "has no counterpart: consumers fetch",
+}
+
+_RENAMED = {
+    "kv_lease_duration": "lease",
+    "bidirectional_kv_xfer": "decode_answers",
+    "kv_recompute_threshold": "ask_tokens",
+    "decoder_kv_blocks_ttl": "keep_answers",
 }
 
 
@@ -50,10 +54,13 @@ class NixlConnector(KVXferConnector):
         """Return kvxfer's settings, and notes on what was NIXL's."""
         settings = {key: value for key, value in extra.items() if key not in _WITHOUT_MEANING}
         notes = [f"setting {key!r} of NixlConnector {why}" for key, why in _WITHOUT_MEANING.items() if key in extra]
-        lease = settings.pop("kv_lease_duration", None)
-        if lease is not None:
-            settings.setdefault("lease", lease)
-            notes.append("setting 'kv_lease_duration' of NixlConnector is 'lease' in kvxfer")
+        for theirs, ours in _RENAMED.items():
+            value = settings.pop(theirs, None)
+            if value is not None:
+                settings.setdefault(ours, value)
+                notes.append(f"setting {theirs!r} of NixlConnector is {ours!r} in kvxfer")
+        if settings.get("ask_tokens") == 0:  # NIXL's word for no threshold
+            settings["ask_tokens"] = 1
         return settings, tuple(notes)
 
     def get_kv_connector_stats(self) -> KVXferStats | None:

@@ -24,11 +24,13 @@ from kvxfer.values import MOST_DIGEST, MOST_TOKENS
 from kvxfer_vllm.ids import ExternalId
 
 __all__ = [
+    "OURS",
     "Told",
     "answer",
     "answer_of",
     "content_name",
     "digest_of",
+    "held_answer",
     "is_load",
     "is_offer",
     "is_routed",
@@ -42,6 +44,8 @@ __all__ = [
 TRANSFER, EPOCH, DIGEST, ADDRESS = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address"
 FACTS, TOKENS, REQUEST = "kvxfer_facts", "remote_num_tokens", "remote_request_id"
 ALONE = "kvxfer_alone"
+OURS = frozenset({TRANSFER, EPOCH, DIGEST, ADDRESS, FACTS, ALONE})
+"""Keys of kvxfer's own."""
 LONGEST = 4096
 """Characters that a text in params may have; vLLM's request ids are far shorter."""
 
@@ -138,6 +142,34 @@ def answer(
         DIGEST: ticket.digest.hex(),
         FACTS: facts,
         **({ALONE: True} if alone else {}),
+    }
+
+
+def held_answer(source: Source, engine: str, request: str, tp: int, groups: int, tokens: int) -> dict[str, Any]:
+    """Return the answer of an engine that has used a prompt's KV: where a prefill engine may ask for it at the next turn.
+
+    These are the keys of NIXL's bidirectional mode. Nothing is offered or held: an engine that asks is told what is there then.
+
+    Args:
+        source: The engine's directory.
+        engine: Its name.
+        request: vLLM's id of the request.
+        tp: How many ranks share the heads.
+        groups: The number of KV-cache groups.
+        tokens: How many tokens it has KV of, the answer's included.
+    """
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_block_ids": [[] for _ in range(groups)],
+        "remote_engine_id": engine,
+        REQUEST: request,
+        "remote_host": source.host,
+        "remote_port": source.port,
+        TOKENS: tokens,
+        "tp_size": tp,
+        "remote_blocks_expiry_time": None,
+        ADDRESS: str(Address(source.host, source.port)),
     }
 
 

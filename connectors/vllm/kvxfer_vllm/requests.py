@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,9 @@ class RequestFacts:
         since: When it came, if it is not known yet what becomes of its load.
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
+        asking: The request itself, if other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
+        lost: Whether its load has failed.
+        answers: Whether its router is told, when it ends, where the KV is.
         batch: The HTTP request that it belongs to, if it offers.
         span: The span of its load, and later the span of its offer.
     """
@@ -77,6 +81,9 @@ class RequestFacts:
     since: float | None = None
     key: bytes | None = None
     passers: set[str] | None = None
+    asking: Any = None
+    lost: bool = False
+    answers: bool = False
     batch: HttpBatch | None = None
     span: Any = None
 
@@ -119,6 +126,10 @@ class LoadOutcomes:
     def not_offered(self, reason: str) -> None:
         """Record that a request was to be offered to other engines, and is not, and why."""
         self._stats.not_offered(reason)
+
+    def prefixes(self, news: Mapping[str, int]) -> None:
+        """Record by how much the counts of prefixes have grown."""
+        self._stats.prefixes(news)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell since the last call, if anything."""

@@ -45,6 +45,14 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
     parallel = vllm_config.parallel_config
     config = addresses.located(ConnectorConfig.from_mapping(mapping), parallel)
     check_hosts(config.legacy_hosts)
+    for tier in config.secondary_tiers:
+        ports = tier.get("control_ports")
+        if not isinstance(ports, list) or str(config.port) not in map(str, ports):
+            log.warning(
+                "Dynamo's router is told to ask this engine at %s (control_ports of secondary_tiers), where its directory is not: "
+                "list there the setting 'port' of each data-parallel rank",
+                ports,
+            )
     model = vllm_config.model_config
     if turn_takers(vllm_config) > 1 and not compat.TELLS_TURNS:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvxfer.control.link import LinkStatus
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.nixl_metrics import NixlNamedMetrics
+from kvxfer_vllm.prefix_metrics import PrefixMetrics
 
 __all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferStats", "Reason"]
 
@@ -26,7 +27,7 @@ cached, or what was fetched ahead of its step failed."""
 
 COUNTS = ("corrupt", "direct", "staged")
 """The agent's stats that only ever grow."""
-TALLIES = ("offers", "unclaimed", "not_offered", "failures", "counts")
+TALLIES = ("offers", "unclaimed", "not_offered", "failures", "counts", "prefixes")
 """The parts of what vLLM is told that are numbers by name, which add up."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
 """The agent's stats that go up and down, and their names here."""
@@ -63,6 +64,7 @@ class KVXferStats(KVConnectorStats):
     - ``offers``: how many offers have ended with each outcome.
     - ``unclaimed``: how many of them nobody had asked for when their lease ended, under the key ``offers``.
     - ``not_offered``: how many requests were to be offered and are not, by reason; see ``Reason``.
+    - ``prefixes``: by how much the counts of prefixes have grown; see ``prefix_metrics``.
     - ``counts``: by how much the agents' counts have grown.
     - ``gauges``: for each rank where one of them has changed, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``,
       and of ``links`` by ``"role/back end"``.
@@ -95,6 +97,11 @@ class KVXferStats(KVConnectorStats):
     def not_offered(self, reason: str) -> None:
         """Record that a request was to be offered, and is not."""
         self._count("not_offered", reason, 1)
+
+    def prefixes(self, news: Mapping[str, int]) -> None:
+        """Record by how much the counts of prefixes have grown."""
+        for name, n in news.items():
+            self._count("prefixes", name, n)
 
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
         """Record how a rank's agent's numbers have changed since ``before``; None if there was nothing before."""
@@ -208,6 +215,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         }
         self._links = gauge("kvxfer_links", "Links that are up, over all ranks.", "role", "backend")
         self._by_rank: dict[int, dict[str, dict[str, Any]]] = {}
+        self._prefixes = PrefixMetrics(make)
         self._nixl = NixlNamedMetrics.of(vllm_config, make)
         for values in per_engine_labelvalues.values():
             counts = self._corrupt, self._bytes, self._wasted, self._unclaimed, self._seconds, self._request_seconds
@@ -222,6 +230,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             for outcome in (DELIVERED, *FailureKind):
                 self._loads.labels(*values, str(outcome))
                 self._offers.labels(*values, str(outcome))
+            self._prefixes.begin(values)
             if self._nixl is not None:
                 self._nixl.begin(values)
 
@@ -251,6 +260,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._corrupt.labels(*values).inc(counts.get("corrupt", 0))
         for way in ("direct", "staged"):
             self._parts.labels(*values, way).inc(counts.get(way, 0))
+        self._prefixes.observe(values, data["prefixes"])
         self._gauge(engine_idx, values, data["gauges"])
         if self._nixl is not None:
             self._nixl.observe(values, data)
