@@ -30,6 +30,8 @@ _S, _E = AskState, AskEvent
 
 MOST_SOURCES = 16
 """The most sources that are asked for one request; the first of those that are named."""
+SILENT_S, MOST_SILENT = 5.0, 1024
+"""Seconds for which no request waits for a source that has not answered one in time, unless it answers; and the most of them."""
 MOST_LATE = 10_000
 """The most questions whose answers are still declined when they come too late."""
 
@@ -76,6 +78,9 @@ class Asks:
         self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
         self._open: dict[TransferId, Ask] = {}  # by each name that has yet to be answered
         self._late: Recent[TransferId, Source] = Recent(config.lease, MOST_LATE)
+        self._silent: Recent[tuple[str, int], bool] = Recent(
+            SILENT_S, MOST_SILENT
+        )  # addresses that have not answered in time
         self._numbers = count(1)
         self._complain = Complaints(log)
         self.counts: dict[str, AskCounts] = {}
@@ -127,12 +132,19 @@ class Asks:
                 return False
             self._send(ask)
         self._notices.take_in()
-        if not ask.settled and wanted >= self._config.ask_tokens:
+        if not ask.settled and self._speaks(ask) and wanted >= self._config.ask_tokens:
             patience = min(self._config.ask_timeout, self._benefit.computing(wanted, self._config.ask))
             if time.monotonic() < ask.asked_at + patience:
                 return True
+            for source in ask.asked.values():
+                self._silent.put((source.host, source.port), True, time.monotonic())
         self._decide(request, ask, computed)
         return False
+
+    def _speaks(self, ask: Ask) -> bool:
+        """Return whether a source that has yet to answer is not known to be silent."""
+        self._silent.forget(time.monotonic())
+        return any(not self._silent.get((source.host, source.port)) for source in ask.asked.values())
 
     def _send(self, ask: Ask) -> None:
         """Ask the sources."""
@@ -156,6 +168,7 @@ class Asks:
         most = max((one.tokens - computed for one in ask.answers), default=0)
         counts.found += max(most, 0)
         best = self._best(ask, computed)
+        log.debug("request %s has asked other engines: found=%d kind=%s", printable(request), max(most, 0), ask.kind)
         if best is not None and self._load(request, ask, best):
             ask.taken = best
             ask.on(_E.TAKE)
@@ -255,6 +268,7 @@ class Asks:
         source = self._late.get(told.transfer) if ask is None else ask.asked[told.transfer]
         if source is None or (source.host, source.port) != (answer.host, answer.port):
             return  # nobody has asked it that
+        self._silent.pop((answer.host, answer.port))
         if ask is None:
             self._late.pop(told.transfer)
             if told.tokens:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.engine import HeldPrefix, Inquiry, Prefix
@@ -122,9 +123,23 @@ def test_a_source_that_is_silent_costs_a_bounded_time(world: World) -> None:
     p = world.engine({"ask_timeout": ASK_S})
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         began = time.monotonic()
-        turn = world.turn(p, Source("127.0.0.1", silent.getsockname()[1], 0))
-    assert ASK_S <= time.monotonic() - began < ASK_S + 2.0
-    assert not turn.loaded and p.scheduler.asked[""].unanswered == 1
+        there = Source("127.0.0.1", silent.getsockname()[1], 0)
+        turn = world.turn(p, there)
+        assert ASK_S <= time.monotonic() - began < ASK_S + 2.0
+        assert not turn.loaded and p.scheduler.asked[""].unanswered == 1
+        p.scheduler._asks._config = replace(p.config, ask_timeout=60.0)
+        assert not world.turn(p, there, prompt=[7, *PROMPT]).loaded, "and the next request no time"
+    world.over()
+
+
+def test_a_source_that_was_slow_is_waited_for_again_once_it_has_answered(world: World) -> None:
+    d, p = world.holder(), world.engine({"ask_timeout": 0.05})
+    world.idle.add(d)
+    assert not world.turn(p, d.scheduler.source, prompt=[7, *PROMPT]).loaded
+    world.idle.clear()
+    world.until(lambda: d.scheduler.answered.inquiries and not p.scheduler._asks._silent.keys())
+    p.scheduler._asks._config = replace(p.config, ask_timeout=60.0)
+    assert world.turn(p, d.scheduler.source).loaded == WHOLE
     world.over()
 
 
