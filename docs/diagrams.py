@@ -13,7 +13,7 @@ from typing import Any
 
 from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState
 from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, RankFetchEvent, RankFetchState, ServeEvent, ServeState
-from kvxfer.schedule import LOAD, OFFERING, LoadEvent, LoadState, OfferingEvent, OfferingState
+from kvxfer.schedule import ASK, LOAD, OFFERING, AskEvent, AskState, LoadEvent, LoadState, OfferingEvent, OfferingState
 from kvxfer.transitions import Transitions
 
 Table = tuple[Transitions[Any, Any], Any, Any]
@@ -28,6 +28,7 @@ ROOM = Path(__file__).with_name("engine-room.md")
 ROOM_TABLES: dict[str, Table] = {
     "load": (LOAD, LoadState, LoadEvent),
     "offering": (OFFERING, OfferingState, OfferingEvent),
+    "ask": (ASK, AskState, AskEvent),
 }
 
 

@@ -14,9 +14,9 @@ from kvxfer.facts import TEXT
 from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address
 
 SLOTS, LEAST_PIECE = 4, 4096
-"""Into how many slots staging memory is cut: enough to overlap packing, moving and unpacking, and few, because a piece costs the host
-as much time whatever its length: half a millisecond in a virtual machine, in which NVLink moves 190 MB. And of how many bytes each
-is a multiple, the least of a piece that a peer may ask for: shorter ones would cost too much work."""
+"""The slots into which staging memory is cut. They are enough to overlap packing, moving and unpacking. They are few, because a piece
+costs the host as much time whatever its length: half a millisecond in a virtual machine, in which NVLink moves 190 MB. Each is a multiple
+of the second number of bytes, which is also the least that a peer may ask for: shorter pieces would cost too much work."""
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait ends
@@ -25,6 +25,8 @@ Staging = Annotated[int, Meta(ge=SLOTS * LEAST_PIECE)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=TEXT)]
 Integrity = Literal["off", "sample", "full"]
+
+Ask = Literal["auto", "always", "never"]
 
 NAMING = "kvxfer setting {!r}"
 
@@ -63,6 +65,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             in form, or that cannot be read. Two engines with the same name are taken to serve the same model.
         trace: Path of a file to which the scheduler's process appends a line of JSON for each load that ends: what was
             loaded, and when each stage was reached. None writes nothing.
+        ask: Whether a prefix of a prompt is loaded from engines that a router names. `auto`: if the load should end before the tokens
+            could be computed, by the recent speed of the link and of the engine. `always`: whatever they hold. `never`: nobody is asked.
+        ask_timeout: Seconds for which a request waits for the answers of such engines.
+        ask_tokens: The fewest tokens that are worth a load from such an engine.
         elastic: Whether pages of the cache may be unmapped and replaced while the engine runs, as kvcached does. Back
             ends whose registration pins pages then move the cache staged. None detects it for CUDA memory, by how that is
             mapped.
@@ -88,6 +94,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     layout_check: bool = True
     model: ModelName | None = None
     trace: NonEmpty | None = None
+    ask: Ask = "auto"
+    ask_timeout: Seconds = 0.25
+    ask_tokens: Annotated[int, Meta(ge=1)] = 64
     elastic: bool | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,7 @@
-"""What kvxfer raises. The message is for people: what happened, to whom, what to do. The kind is for programs to act upon."""
+"""What kvxfer raises.
+
+The message is for people: what happened, to which request and peer, what to do. The kind is for programs to act upon.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class KvxferError(Exception):
 
     Args:
         message: What happened. It is kept as one line of printable characters, because it may quote a peer.
-        kind: The failure kind of a transfer that ends because of this error; by default that of the class.
+        kind: The failure kind of a transfer that ends because of this error; by default the one of the class.
     """
 
     default: ClassVar[FailureKind] = FailureKind.MISUSE
@@ -52,5 +55,5 @@ class PeerError(KvxferError):
 
 
 def why_not_loaded(error: Exception) -> str:
-    """Return what to say of an error that somebody's module raised when it was imported: its type, where the words need it."""
+    """Return the text for an error that another module raised when it was imported: with its type, where the text needs it."""
     return str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"

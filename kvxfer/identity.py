@@ -167,7 +167,7 @@ def digest(
         arguments.instance("salt", salt, str)
     if embeds is not None:
         arguments.octets("embeds", embeds, _MOST_EMBEDS, empty=True)
-    ids = None if tokens is None else _token_bytes(tokens)
+    ids = None if tokens is None else as_token_ids(tokens).tobytes()
     try:
         items = tuple((str(content), int(first), int(length)) for content, first, length in media)
     except (TypeError, ValueError):
@@ -203,17 +203,21 @@ def _plain(part: object) -> object:
     raise IdentityError(f"a {type(part).__name__} cannot be part of a key")
 
 
-def _token_bytes(tokens: Sequence[int] | NDArray[Any]) -> bytes:
-    """Return eight bytes a token, whatever sequence and integer type the ids come in."""
+def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """Return token ids in eight bytes each, little-endian, whatever sequence and integer type they come in.
+
+    Raises:
+        IdentityError: They are no row of integers of up to 63 bits.
+    """
     try:
         if len(tokens) == 0:
-            return b""
+            return np.empty(0, "<i8")
         ids = np.asarray(_quickly(tokens))
     except (TypeError, ValueError):  # no sequence, or rows of several lengths
         raise IdentityError(f"token ids must be a row of integers, not {arguments.shown(tokens)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.max()) > np.iinfo(np.int64).max:
         raise IdentityError(f"token ids must be a row of integers, not {ids.dtype} of shape {ids.shape}")
-    return ids.astype("<i8").tobytes()
+    return ids.astype("<i8")
 
 
 def _quickly(tokens: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[Any]:

@@ -69,7 +69,7 @@ class KeySet:
 
 
 class KeyRing:
-    """The keys of one file, which is read again when somebody says so.
+    """The keys of one file, which is read again on request.
 
     Attributes:
         keys: The keys that were last read.

@@ -72,14 +72,14 @@ class BlockLedger:
         return self.blocks(table, ((g, (0, table.count(g))) for g in range(len(table))))
 
     def overlap(self, blocks: Blocks, *, fills: bool) -> tuple[int, object] | None:
-        """Return the first of these blocks that must not be read, or filled, now, and by whom it is claimed; ``None`` if all may be."""
+        """Return the first of these blocks that must not be read, or filled, now, and which transfer claims it; ``None`` if all may be."""
         for space, ids in blocks.items():
             if not self._filled[space].isdisjoint(ids) or (fills and not self._read[space].isdisjoint(ids)):
                 return self._first(space, ids, fills)
         return None
 
     def claim(self, holder: Hashable, blocks: Blocks, by: object, *, fills: bool, generation: int = 0) -> None:
-        """Add a claim to those of ``holder``; there must be no ``overlap``. ``by`` is whom errors name."""
+        """Add a claim for ``holder``; there must be no ``overlap``. ``by`` is whom errors name."""
         for space, ids in blocks.items():
             if fills:
                 self._filled[space] |= ids

@@ -12,7 +12,7 @@ from msgspec import Meta
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.identity import Source, TransferId
-from kvxfer.values import MOST_DIGEST, BlockTable, Fetch
+from kvxfer.values import MOST_DIGEST, MOST_TOKENS, BlockTable, Fetch
 
 __all__ = ["Ticket"]
 
@@ -32,6 +32,7 @@ class Ticket(msgspec.Struct, frozen=True):
         transfer: The name of the transfer.
         digest: What its KV depends on, 1 to 64 bytes. A consumer that knows the prompt compares it with its own.
         source: The directory of the engine that offers it.
+        tokens: How many tokens it has; 0: not said, as in tickets of earlier versions.
 
     Raises:
         ArgumentError: An argument has the wrong type or range.
@@ -40,11 +41,13 @@ class Ticket(msgspec.Struct, frozen=True):
     transfer: TransferId
     digest: Annotated[bytes, Meta(max_length=MOST_DIGEST)]
     source: Source
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         arguments.instance("transfer", self.transfer, TransferId)
         arguments.octets("digest", self.digest, MOST_DIGEST)
         arguments.instance("source", self.source, Source)
+        msgspec.structs.force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MOST_TOKENS))
 
     @property
     def text(self) -> str:

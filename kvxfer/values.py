@@ -177,7 +177,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         source: The producer's directory.
         blocks: For each group the destination blocks by position; -1 where nothing is wanted (no block, or it is cached).
             The first block may begin before ``start``; the tokens in it before ``start`` are not overwritten.
-            A ``full`` group has a block at each position from that of ``start`` on, or an empty row.
+            A ``full`` group has a block at each position from ``start``'s on, or an empty row.
         start: The first token to be moved.
         tokens: One past the last token to be moved. If a group is a ``state``, the producer's final offer must have just as
             many tokens, because the state after more or fewer is another one.

@@ -37,6 +37,9 @@ def test_all_keys_are_read() -> None:
         "model": "policy-v3",
         "trace": "/var/log/kvxfer.jsonl",
         "elastic": True,
+        "ask": "always",
+        "ask_timeout": 0.1,
+        "ask_tokens": 256,
     }
     read = msgspec.structs.asdict(Config.from_mapping(settings))
     assert read | {"peers": list(read["peers"])} == settings

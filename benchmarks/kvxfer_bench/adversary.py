@@ -1,7 +1,7 @@
 """``kvxfer bench adversary``: honest loads beside hostile and greedy peers, partitions, and a fleet at one directory.
 
 A producer and a consumer are honest. In each case a load follows the other, alone and then beside an attack by a process that has the
-key. The median load beside it may take twice its time alone. In some cases each load is that of a consumer that comes new. Each process
+key. The median load beside it may take twice its time alone. In some cases a new consumer makes each load. Each process
 has 1,024 descriptors, as is usual.
 """
 
@@ -166,7 +166,7 @@ CASES: dict[str, tuple[Callable[[AttackedPair], None], bool]] = {
     "questions whose answers are not read, over 100 connections": (_questions, True),
     "another producer that is cut off during a load": (_partition, False),
 }
-"""The attacks, and whether the loads beside each are those of new consumers."""
+"""The attacks, and whether new consumers make the loads beside each."""
 
 
 def _case(config: Config, attack: Callable[[AttackedPair], None], new: bool, count: int) -> dict[str, Any]:

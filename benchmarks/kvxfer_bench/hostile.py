@@ -12,7 +12,7 @@ import msgspec
 
 from kvxfer.config import Config
 from kvxfer.control.connection import ControlConnection
-from kvxfer.control.inquiry import inquire
+from kvxfer.control.lookup import look_up
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.geometry import Rank, route
 from kvxfer.identity import Source, TransferId
@@ -215,7 +215,7 @@ class Hostile:
             self._each_turn.append(say)
 
     def _rank(self, source: Source) -> m.RankDescriptor:
-        return inquire(source.host, source.port, self._security, PATIENCE_S).engine.ranks[0]
+        return look_up(source.host, source.port, self._security, PATIENCE_S).engine.ranks[0]
 
     def _until(self, true: Callable[[], bool]) -> None:
         until = time.monotonic() + PATIENCE_S

@@ -94,7 +94,7 @@ class Stalls:
 class RankedEngine:
     """One engine with ``tp`` ranks in this process, which works only in ``step``.
 
-    Ranks are assigned to ``devices`` in turn.
+    Ranks are assigned to ``devices``, one after the other.
     """
 
     def __init__(

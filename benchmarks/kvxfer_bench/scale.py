@@ -2,7 +2,7 @@
 
 Each is first measured at the number asked for. Then loads and rate are doubled until something gives way, to see what that is and how
 it is reported; or the rate is halved until the agent keeps up. A load is a single small block, so that nearly all of the time goes to
-control. CPU time is that of the whole process: the agent, the directory, and the simulated engine.
+control. CPU time counts the whole process: the agent, the directory, and the simulated engine.
 """
 
 from __future__ import annotations

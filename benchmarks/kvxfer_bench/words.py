@@ -70,7 +70,7 @@ def words(shape: Sequence[int], device: str) -> Words:
 
 
 def device_mib() -> float:
-    """Return the GPU memory in use by all processes on all GPUs. Memory of a dead peer counts as long as somebody has it mapped."""
+    """Return the GPU memory in use by all processes on all GPUs. Memory of a dead peer counts as long as any process maps it."""
     import torch
 
     each = (torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count()))

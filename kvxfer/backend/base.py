@@ -46,7 +46,7 @@ class Base(Transport, Generic[E, L]):
     ``submit`` also enforces the order of streams: among the SENDs of a link, and among its RECVs, each must have a higher
     number than those before. A batch that is refused for another reason does not use up its number.
 
-    ``E`` is the class of endpoints, and ``L`` that of links, which can be anything with an attribute ``broken``.
+    ``E`` is the class of endpoints, and ``L`` the class of links, which can be anything with an attribute ``broken``.
 
     Attributes:
         endpoint_type: The class ``E``.

@@ -66,7 +66,7 @@ class Introduction:
             message, descriptors = heard.popleft()
             try:
                 if self._heard or (message, len(descriptors)) not in ((_YES, 1), (_NO, 0)):
-                    raise PeerError(f"{self._liveness.peer} said what makes no sense")
+                    raise PeerError(f"{self._liveness.peer} sent a message that makes no sense")
                 self._heard = True
                 if self.willing and descriptors:
                     self.address = taken(descriptors[0])

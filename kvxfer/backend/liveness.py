@@ -92,7 +92,7 @@ class LivenessLinks:
         self.name = self._door.name
         self._wakeup = wakeup
         self._offered: dict[bytes, Liveness | None] = {}
-        self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: who was there before we connected
+        self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: what was there before we connected
 
     def offer(self, link: bytes) -> None:
         self._offered[link] = None

@@ -43,5 +43,5 @@ def taken(fd: int) -> bytes:
     except OSError as e:
         raise PeerError(f"it passed a file that cannot be read ({e})") from e
     if len(said) > MOST_BYTES:
-        raise PeerError("it says too much of itself")
+        raise PeerError("its description of itself is too long")
     return said

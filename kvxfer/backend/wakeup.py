@@ -98,7 +98,7 @@ class Wakeup:
         self._resting.pop(fd, None)
 
     def rest(self, fd: int, seconds: float) -> None:
-        """Do not wake for ``fd`` for so long: what it tells of cannot be done now."""
+        """Do not wake for ``fd`` for these seconds: what it tells of cannot be done now."""
         self._epoll.modify(fd, 0)
         self._resting[fd] = time.monotonic() + seconds
         self.at(self._due)

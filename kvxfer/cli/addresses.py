@@ -8,7 +8,7 @@ import msgspec
 
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
-from kvxfer.control.inquiry import inquire
+from kvxfer.control.lookup import look_up
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.identity import Address
 from kvxfer.security import Security
@@ -65,6 +65,6 @@ def running_engine(config: Config) -> str | None:
         return None
     at = directory_address(config)
     try:
-        return inquire(at.host, at.port, Security.of(config), ANSWER_S).engine.engine
+        return look_up(at.host, at.port, Security.of(config), ANSWER_S).engine.engine
     except (PeerError, ConfigError):
         return None

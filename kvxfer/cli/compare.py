@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvxfer import facts
 from kvxfer.config import Config
-from kvxfer.control.inquiry import inquire
+from kvxfer.control.lookup import look_up
 from kvxfer.errors import PeerError
 from kvxfer.geometry import Incompatible, Planner, route
 from kvxfer.identity import Address
@@ -21,7 +21,7 @@ def differences(consumer: Address, producer: Address, config: Config) -> list[st
     """
     security = Security.of(config)
     try:
-        ours, theirs = (inquire(at.host, at.port, security, config.peer_timeout).engine for at in (consumer, producer))
+        ours, theirs = (look_up(at.host, at.port, security, config.peer_timeout).engine for at in (consumer, producer))
     except PeerError:
         return []
     pair = f"the engine at {consumer} cannot load from the one at {producer}: "

@@ -197,7 +197,7 @@ def _settings(config: str) -> Config:
         raise typer.BadParameter(f"{config!r} does not hold a JSON object", param_hint="--config")
     # A connector may add settings of its own to kvxfer's.
     kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
-    # That of which the most settings are, so that what is wrong is the setting that nobody has.
+    # The one with the most settings, so that what is wrong is the setting that nobody has.
     kind: type[Config] = max(kinds, key=lambda kind: len(values.keys() & set(kind.__struct_fields__)))
     return kind.from_mapping(values).located()
 

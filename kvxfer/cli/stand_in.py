@@ -1,9 +1,9 @@
 """An engine without a model, for measuring a link: `kvxfer doctor --stand-in` on one host, `--peer` on the other.
 
 A running engine is never measured, because its memory and its links belong to its requests. A stand-in has memory of its own but
-is otherwise an engine, with the same settings, back ends, key and addresses. Both sides offer and fetch in turn. The visitor announces
-each transfer to the stand-in's directory with ``Await``; the transfer's name tells the stand-in how many blocks to give, or to take
-from the visitor.
+is otherwise an engine, with the same settings, back ends, key and addresses. Each side offers and fetches, one after the other. The
+visitor announces each transfer to the stand-in's directory with ``Await``; the transfer's name tells the stand-in how many blocks to
+give, or to take from the visitor.
 """
 
 from __future__ import annotations

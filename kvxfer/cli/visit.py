@@ -29,7 +29,7 @@ from kvxfer.cli.terminal import verbatim
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.control.inquiry import Inquiry, inquire
+from kvxfer.control.lookup import LookupAnswer, look_up
 from kvxfer.errors import ConfigError, KvxferError, PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Region, View
@@ -140,7 +140,7 @@ def _visit(peer: str, config: Config) -> dict[str, Any]:
     target = parse_address(peer)
     report: dict[str, Any] = {"peer": peer}
     try:
-        found = inquire(target.host, target.port, Security.of(config), config.peer_timeout, ASKED)
+        found = look_up(target.host, target.port, Security.of(config), config.peer_timeout, ASKED)
     except PeerError as e:
         return report | {"failure": _told(Failure.of(e, FailureKind.PEER_UNREACHABLE, f"directory {peer}"))}
     report |= {
@@ -163,7 +163,7 @@ def _told(failure: Failure) -> dict[str, str]:
     return {"kind": str(failure.kind), "detail": failure.detail, "peer": failure.peer, "advice": failure.advice}
 
 
-def _greet(source: Source, found: Inquiry, config: Config) -> dict[str, Any]:
+def _greet(source: Source, found: LookupAnswer, config: Config) -> dict[str, Any]:
     """Make the links, and return their state."""
     engine = found.engine
     ours = msgspec.structs.replace(

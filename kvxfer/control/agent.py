@@ -203,7 +203,7 @@ class Agent:
             transfer: The transfer.
             generation: The generation whose blocks are given up.
             reason: Why, for the consumer and the log.
-            gone: Whether it is for good. The transfer then ends, with its two events unless they have come before.
+            gone: Whether nothing will be offered again. The transfer then ends, with its two events unless they have come before.
             kept: Whether the blocks stay as they are until the transfer's ``Released``. Consumers that are reading them then get
                 what has been offered, if that is enough for them (``Fetch.enough``). Only together with ``gone``.
 
@@ -324,7 +324,7 @@ class Agent:
         return self._events.take(arguments.seconds("timeout", timeout))
 
     def fileno(self) -> int:
-        """Return a descriptor that polls readable while ``events`` has something to return, and for good after ``close``.
+        """Return a descriptor that polls readable while ``events`` has something to return, and always after ``close``.
 
         It is for ``select``, ``poll`` and event loops (``kvxfer.readable`` waits for it in asyncio); it must be
         neither read nor closed.

@@ -155,7 +155,7 @@ class Calls:
             if self._late:
                 self._tell()
             if fetch.handle in self._ledger:
-                raise ArgumentError(f"handle must be unused, and that of a fetch not released yet is {fetch.handle!r}")
+                raise ArgumentError(f"handle must be unused; a fetch that is not released yet has {fetch.handle!r}")
             found = self._ledger.overlap(blocks, fills=True)
             if found is not None:
                 self._refuse(fetch, *found)
@@ -177,7 +177,7 @@ class Calls:
         """Refuse an offer or a fetch of a block that is being filled, or a fetch into one that is being read.
 
         Raises:
-            ArgumentError: Always; somebody would have the bytes of another transfer.
+            ArgumentError: Always; a request would have the bytes of another transfer.
         """
         if isinstance(by, tuple):
             other = f"the offer {_name(*by)} lists until it is revoked or released"

@@ -1,7 +1,7 @@
 """One control connection: length-prefixed messages over TCP, without blocking, and with bounded memory.
 
-A peer can make this side hold only so much: a frame's length is checked before any of it is
-kept, and a connection is not read while a frame waits to be received, or while a peer that dialled does not read the answers.
+What a peer can make this side hold is bounded. A frame's length is checked before any of it
+is kept. A connection is not read while a frame waits to be received, or while a peer that dialled does not read the answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvxfer.security import plain
 __all__ = ["Addresses", "ControlConnection", "Destination"]
 
 Destination = LinkId | Source
-"""Whom a connection was dialled to: a producer's rank, by the link to it, or a directory."""
+"""The peer that a connection was dialled to: a producer's rank, by the link to it, or a directory."""
 Addresses = list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]
 """The result of ``socket.getaddrinfo``: each address that a name stands for."""
 
@@ -58,7 +58,7 @@ class ControlConnection:
     Attributes:
         name: A name that no other connection ever has.
         host: The host of the other end, for logs.
-        destination: Whom it was dialled to; ``None`` if the peer dialled.
+        destination: The peer that it was dialled to; ``None`` if the peer dialled.
         limit: The most bytes of a frame that may come.
         guest: Whether the peer dialled and is not known yet.
         lost: Why it is closed; ``None`` while it lives. Frames that came before can still be received.
@@ -98,7 +98,7 @@ class ControlConnection:
         self._socket: socket.socket | None = None
         self._targets: Addresses = []  # still to be tried
         self.try_by = 0.0  # until when the present one has to answer, if there are others
-        self._silent = False  # one has not answered, where somebody may listen all the same
+        self._silent = False  # one has not answered, where a process may listen all the same
         self._connected = self._open = False
         self._in = bytearray()
         self._frames: deque[bytes] = deque()  # complete ones, taken from the front of ``_in``
@@ -120,7 +120,7 @@ class ControlConnection:
 
     @property
     def peer(self) -> PeerIdentity:
-        """Whom it counts for, before it has said who it is."""
+        """The peer that it counts for, before it has said who it is."""
         return PeerIdentity(self.host, key=self.key_id or "")
 
     @property

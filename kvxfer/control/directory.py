@@ -1,7 +1,8 @@
 """The engine's directory: one address, served by the scheduler side, that leads to all of the engine's ranks.
 
 Scheduler sides also use it to tell each other about transfers that no worker knows yet: keep their lease (``Renew``), free
-them (``Decline``), say when you have begun with them (``Await``, answered by ``Begun``).
+them (``Decline``), say when you have begun with them (``Await``, answered by ``Begun``), offer what you hold of a prompt (``Inquire``,
+answered by ``InquiryAnswer``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
+from kvxfer.control.inquiries import Inquiries, PeerInquiry
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
@@ -30,7 +32,7 @@ from kvxfer.protocol.timers import Timers
 from kvxfer.security import Complaints, Security
 from kvxfer.threads import NamedThread
 
-__all__ = ["Directory", "Unheard"]
+__all__ = ["ANY_EPOCH", "Answered", "Directory", "Unheard"]
 
 log = logger("kvxfer.directory")
 
@@ -64,7 +66,15 @@ class Unheard(msgspec.Struct, frozen=True):
     port: int
 
 
-Notice = m.Renew | m.Decline | m.Begun | Unheard
+class Answered(msgspec.Struct, frozen=True):
+    """What the directory at an address has answered to an inquiry."""
+
+    host: str
+    port: int
+    holding: m.InquiryAnswer
+
+
+Notice = m.Renew | m.Decline | m.Begun | Answered | Unheard
 """A notice about a transfer between another engine and this one."""
 
 
@@ -86,6 +96,9 @@ class Directory:
         source: Where other engines find this one.
         begun: A function of a transfer and a digest that returns whether the engine has begun with that transfer, or is done
             with it. Called on the directory's thread; may be set at any time. By default it returns True.
+        inquiries: What other engines want to know, for this engine to ``answer``. None: they are told that nothing is held.
+        wake: Called when there is an inquiry, an answer to one, or a directory that cannot be reached. Called on the directory's thread;
+            may be set at any time, and must not block.
 
     Raises:
         ArgumentError: An argument has the wrong type or range.
@@ -104,12 +117,17 @@ class Directory:
         self._ranks: tuple[m.RankDescriptor, ...] = ()
         self._descriptor = b""  # as it is sent
         # What is to be told to an engine, and of what is to be told to all that wait for it that it has begun.
-        self._outbox: deque[tuple[Source, m.Renew | m.Decline | m.Await] | m.Named] = deque(maxlen=MOST_TOLD)
+        self._outbox: deque[
+            tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.InquiryAnswer]
+        ] = deque(maxlen=MOST_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
+        self.inquiries: Inquiries | None = None
+        self.wake: Callable[[], None] = lambda: None
         self._awaited: IndexedKeep[sockets.ControlConnection, TransferId, bytes] = IndexedKeep(
             config.lease, MOST_AWAITED
         )
         self._notices: dict[int, Notice] = {}
+        self._answered = False  # whether an answer to an inquiry is among them
         self._numbers = count()
         self._room: PeerBudgets[sockets.ControlConnection | PeerIdentity, int] = PeerBudgets(MOST_NOTICES)
         self._lock = threading.Lock()
@@ -191,7 +209,7 @@ class Directory:
         self._owner.check()
         with self._lock:
             out = list(self._notices.values())
-            self._notices = {}
+            self._notices, self._answered = {}, False
             self._room = PeerBudgets(MOST_NOTICES)
         return out
 
@@ -213,6 +231,21 @@ class Directory:
         for named in _together(message.transfers):
             self._outbox.append((source, msgspec.structs.replace(message, transfers=named)))
         self._sockets.wake()
+
+    def inquire(self, source: Source, message: m.Inquire) -> None:
+        """Ask another engine what it holds of a prompt. ``notices`` has its ``Answered``, or an ``Unheard``, or neither if it is silent."""
+        self._outbox.append((source, message))
+        self._sockets.wake()
+
+    def answer(self, inquiry: PeerInquiry, holding: m.InquiryAnswer) -> None:
+        """Answer one of ``inquiries``."""
+        self._outbox.append((inquiry, holding))
+        self._sockets.wake()
+
+    @property
+    def noticed(self) -> bool:
+        """Whether ``notices`` has an answer, or an engine waits in ``inquiries``. Any thread."""
+        return bool(self._answered or self.inquiries)
 
     def close(self, timeout: float = 2.0) -> None:
         """Stop serving, and wait for that for up to ``timeout`` seconds. May be called any number of times."""
@@ -255,7 +288,9 @@ class Directory:
                 case m.Named() as named:
                     for connection in self._awaited.owners(named.transfer):
                         self._say_begun(connection, named)
-                case source, message:
+                case PeerInquiry() as inquiry, message:
+                    inquiry.connection.send(message)
+                case Source() as source, message:
                     self._deliver(source, message)
         until = time.monotonic() + SLICE_S
         for connection in self._sockets.ready():
@@ -303,25 +338,45 @@ class Directory:
             case m.Await() if msg.epoch in (self.epoch, ANY_EPOCH):
                 for named in msg.transfers:
                     self._await(connection, named)
+            case m.Inquire():
+                self._inquire(connection, msg)
             case _:
                 pass  # for an engine that was here before, or not for a directory
 
     def _take(self, connection: sockets.ControlConnection, frame: bytes) -> None:
-        """Handle the answer of a directory that was told something: only ``Begun`` is one, and anything else is dropped."""
+        """Handle the answer of a directory that was told something; what is none is dropped."""
         try:
             msg = m.decode(frame)
         except PeerError as e:
             self._complain("directory: ignored a message from %s: %s", connection.host, e)
             return
-        if isinstance(msg, m.Begun):
+        if isinstance(msg, m.InquiryAnswer) and isinstance(to := connection.destination, Source):
+            with self._lock:
+                self._notice(Answered(to.host, to.port, msg), connection, len(frame))
+                self._answered = True
+            self.wake()
+        elif isinstance(msg, m.Begun):
             with self._lock:
                 self._notice(msg, connection, len(frame))
+
+    def _inquire(self, connection: sockets.ControlConnection, msg: m.Inquire) -> None:
+        """Have the engine answer an inquiry, or answer that nothing is held if it cannot be asked."""
+        reason = ""
+        if msg.epoch not in (self.epoch, ANY_EPOCH):
+            reason = "another engine was here before"
+        elif self.inquiries is not None:
+            if self.inquiries.put(PeerInquiry(msg, connection)):
+                self.wake()
+                return
+            reason = "it has more inquiries than it can answer"
+        connection.send(m.InquiryAnswer(msg.transfer, self.epoch, reason=reason))
 
     def _unheard(self, peer: Source, why: object) -> None:
         self._complain("directory: notices for %s may be lost: %s", peer, why)
         with self._lock:
             if len(self._notices) < MOST_TOLD:
                 self._notices[next(self._numbers)] = Unheard(peer.host, peer.port)
+        self.wake()
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have a peer told when the engine has begun; record it before checking, so that no beginning falls in between."""
@@ -335,7 +390,7 @@ class Directory:
             connection.send(m.Begun((named,)))
 
     def _notice(
-        self, notice: m.Renew | m.Decline | m.Begun, connection: sockets.ControlConnection, nbytes: int
+        self, notice: m.Renew | m.Decline | m.Begun | Answered, connection: sockets.ControlConnection, nbytes: int
     ) -> None:
         number = next(self._numbers)
         lost = self._room.take(connection, number, nbytes, connection.peer)

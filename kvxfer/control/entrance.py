@@ -57,7 +57,7 @@ class Entrance:
         self._look()
 
     def turn(self, open_: Iterable[ControlConnection]) -> Iterator[ControlConnection]:
-        """Do what is due, once a turn; yield those of the open connections whose keys have been taken out of the key file."""
+        """Do what is due, once a turn; yield the open connections whose keys have been taken out of the key file."""
         if self._held:
             self._look()
         if self._keys is None or time.monotonic() < self._look_at:

@@ -76,7 +76,7 @@ class EventQueue:
         return out
 
     def fileno(self) -> int:
-        """Return a descriptor that polls readable while there is something to take, and for good after the end."""
+        """Return a descriptor that polls readable while there is something to take, and always after the end."""
         return self._flag.fileno()
 
     def _taken(self) -> list[Event]:

@@ -19,7 +19,7 @@ SLICE_S = 0.002
 
 
 class Fences:
-    """The offers that wait for their fences, those of each transfer in order.
+    """The offers that wait for their fences, in order for each transfer.
 
     No offer overtakes an earlier one of its transfer, whatever their fences say. The transfers take turns.
 

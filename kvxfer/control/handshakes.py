@@ -1,4 +1,4 @@
-"""Whose handshake is next: each costs the control thread a millisecond, and who asks for it has proved nothing yet.
+"""Whose handshake is next: each costs the control thread a millisecond, and a peer that asks for it has proved nothing yet.
 
 So it is counted by host. A host may begin ``BURST`` handshakes at once, and ``A_SECOND`` more in each second. The host that has begun
 fewest goes first, and a turn does only a few, so that all others wait no longer than for these.

@@ -128,7 +128,7 @@ class Inbound(LinkTable[_Dialled]):
                 self._links[link] = _Dialled(link, msg.backend, connection, name, msg, now, owner=owner)
                 self._clock.set(link, now + self._silence)
                 if not self._examine(link, msg):
-                    self.examined(link, Failure(K.OVERLOADED, "it cannot look at your hello now"))
+                    self.examined(link, Failure(K.OVERLOADED, "it cannot examine your hello now"))
             case m.Ping() if known is not None:
                 self.send(link, m.Pong(msg.number))
             case m.SlotReady() | m.SlotFree() if known is not None and known.up:

@@ -39,7 +39,7 @@ class LinkRecord:
         connection: Its control connection.
         name: The peer's name for operators.
         number: The number of the attempt.
-        owner: Whom it counts for, if the peer dialled.
+        owner: The peer that it counts for, if that dialled.
         mine: This side's endpoint, once the back end has made it.
         info: What was agreed on, once it was.
         up: Whether both back ends are connected.

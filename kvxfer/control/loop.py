@@ -204,7 +204,7 @@ class ControlLoop:
         """Do not count time in which this process was stopped or starved as silence of the peers."""
         stalled, self._awake = now - self._awake - LONGEST_WAIT_S, now
         if stalled > STALL_S:
-            log.warning("this process did not run for about %.1f s", stalled)
+            log.warning("this process stalled for %.1f s (it was suspended or starved)", stalled)
             self._work.pardon(stalled, now)
 
     def _drain(self, until: float = math.inf) -> None:

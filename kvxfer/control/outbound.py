@@ -132,7 +132,7 @@ class Outbound(LinkTable[_Dial]):
         """
         self.drop(link)
         if link not in self._targets:
-            raise PeerError(f"the way to {link_name(link)} is not known any more", kind=K.PEER_LOST)
+            raise PeerError(f"the route to {link_name(link)} is not known any more", kind=K.PEER_LOST)
         target = self._targets[link]
         if self._dialling.count(target.source) >= AT_ONCE:
             self._queued.add(target.source, link)
@@ -216,7 +216,7 @@ class Outbound(LinkTable[_Dial]):
     def _reader(self, target: Target) -> int:
         """Return the number by which a producer rank knows this agent, over whichever link.
 
-        Not the epoch, which directories tell to anybody, and another for each rank: who does not know it cannot speak for us.
+        Not the epoch, which directories tell to anybody, and another for each rank: a process that does not know it cannot speak for us.
         """
         number = hashlib.blake2b(target.epoch.to_bytes(8), key=self._secret, digest_size=8).digest()
         return int.from_bytes(number) >> 1
@@ -243,7 +243,7 @@ class Outbound(LinkTable[_Dial]):
         return None
 
     def _of(self, link: LinkId, connection: ControlConnection) -> _Dial | None:
-        """Return a link if this is its connection, and not that of an earlier attempt."""
+        """Return a link if this is its connection, and not an earlier attempt's."""
         known = self._links.get(link)
         return known if known is not None and known.connection is connection else None
 
@@ -297,7 +297,7 @@ class Outbound(LinkTable[_Dial]):
             self._data.post(Disconnect(link))
 
     def forget(self, link: LinkId) -> None:
-        """Close a link for good."""
+        """Close a link and do not dial it again."""
         if link not in self._links:
             self._data.post(Disconnect(link))  # for its answer
         self.drop(link)

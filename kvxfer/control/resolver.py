@@ -1,4 +1,4 @@
-"""Find the route to a producer engine: look its descriptor up in its directory, and join it with that of the own engine.
+"""Find the route to a producer engine: look its descriptor up in its directory, and join it with the own engine's.
 
 Used by the control thread only. Checking the caches that a descriptor describes, and joining them with the own ones, takes
 time and is done on another thread. Unanswered questions are repeated. Once a directory has been silent for too long, peers
@@ -39,7 +39,7 @@ REPEAT_S = 0.5
 SHORT = 4096
 """The most bytes of an answer that is decoded on the control thread, because it cannot describe many ranks."""
 REDIAL_S = 5.0
-"""A directory that is silent for so long, or for a third of the patience, is dialled again, in case only the connection is at
+"""A directory that is silent for these seconds, or for a third of the patience, is dialled again, in case only the connection is at
 fault."""
 
 
@@ -83,7 +83,7 @@ class _Query:
         connection: The connection on which it was asked; ``None`` while there is none.
         dialled: When that connection was made.
         since: When the question was first asked.
-        wanted: When somebody last wanted the answer.
+        wanted: When the answer was last asked for.
         silent: The failure for those who want it, once the directory has been silent for too long.
         excuse: What the directory answered instead of its descriptor, or why it could not be asked.
     """
@@ -168,7 +168,7 @@ class Resolver:
     def hung_up(self, directory: Source, connection: sockets.ControlConnection) -> Iterator[tuple[Source, Failure]]:
         """Handle the loss of a connection; another is made when the question is repeated.
 
-        If nobody listens there, or the name does not exist, the engine of that epoch is gone for good, because a directory
+        If nobody listens there, or the name does not exist, the engine of that epoch will not come back, because a directory
         lives as long as its epoch. If one side does not accept the other's key, asking again does not help either.
         """
         q = self._queries.get(directory)

@@ -81,7 +81,7 @@ class Shell(AgentPeers):
         self._fences = Fences(config.lease)
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self.direct = self.staged = 0
-        self._unclaimed = Complaints(log, every=10.0)  # about offers that nobody has asked for
+        self._unclaimed = Complaints(log, every=10.0)  # about offers that nobody has asked for, or needs any more
 
     # --- what the engine says --------------------------------------------------------------------------------------
 
@@ -223,7 +223,9 @@ class Shell(AgentPeers):
                 why = event.outcome.failure
                 if why is not None:
                     names = printable(event.handle), printable(event.transfer)
-                    complain = self._unclaimed if event.unclaimed else log.warning
+                    # Where no request of the engine stands for an offer, somebody has asked for it and needs it no more.
+                    asked = event.handle == str(event.transfer) and why.kind is FailureKind.WITHDRAWN
+                    complain = self._unclaimed if event.unclaimed or asked else log.warning
                     complain("%s: request %s, transfer %s: %s", event.role, *names, why)
             case Released(role="consumer"):
                 self._calls.free(event.handle)

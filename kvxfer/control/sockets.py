@@ -1,7 +1,7 @@
 """The control connections of one thread: polls them, decides who may connect, and bounds how many there are.
 
 Connections that were dialled to this side are *guests* until their owner knows them (``ControlSockets.keep``). All guests
-together may cost only so much, so that strangers take nothing from peers. If there are too many, or descriptors are short, the
+together may cost a bounded amount, so that strangers take nothing from peers. If there are too many, or descriptors are short, the
 longest silent one of the peer with the most goes (``protocol/peer.py``). If they fill too much memory, the one that fills most
 goes. If there is a key, guests that have not proved it may take a quarter of the places from those that have. So a newcomer
 has time for its handshake, and then takes the place of a guest that has the key and is silent.

@@ -58,7 +58,7 @@ class Connect(msgspec.Struct, frozen=True):
 
     Attributes:
         host: The address of the other end of the link's control connection, which the back end may dial as well.
-        owner: Whom the link counts for, if the peer dialled.
+        owner: The peer that the link counts for, if that dialled.
     """
 
     link: LinkId

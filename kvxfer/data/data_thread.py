@@ -152,7 +152,7 @@ class DataThread:
         return self._ends.unquiet_bytes
 
     def exposes(self, link: LinkId) -> bool:
-        """Return whether the peer of a link may write into the cache for good, because a back end could not be closed."""
+        """Return whether the peer of a link may write into the cache at any time, because a back end could not be closed."""
         return link in self._exposed
 
     # --- the data thread -------------------------------------------------------------------------------------------

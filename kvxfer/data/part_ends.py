@@ -238,7 +238,7 @@ class PartEnds:
 
 
 def _done(fence: Fence) -> bool:
-    """Return whether work is done; that of a device that has failed is."""
+    """Return whether work is done; the work of a device that has failed is."""
     try:
         return fence.passed()
     except BaseException:

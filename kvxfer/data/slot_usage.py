@@ -29,7 +29,7 @@ class _Record:
     """How a link has used slots.
 
     Attributes:
-        names: Whom it counts for, from its host to its engine. Nobody, if that is unknown.
+        names: What it counts for, from its host to its engine. Nobody, if that is unknown.
         earned: The pieces that it has taken at once since it last lost a slot.
         lost_at: When it last lost a slot.
         owed: The pieces that it has to take in time until that is forgiven.
@@ -58,7 +58,7 @@ class SlotUsage:
         self._lost_at = -STALLED_S  # when a link last lost a slot
 
     def know(self, link: LinkId, owner: PeerIdentity) -> None:
-        """Record whom a link counts for."""
+        """Record the host and the engine that a link counts for."""
         levels = owner.levels
         self._records[link] = _Record(tuple(levels[: level + 1] for level in range(len(levels))))
 

@@ -1,7 +1,7 @@
 """The traffic over one opened back end: its links, and the parts that move on them. Used by the data thread only.
 
 Each part is a *job* (``jobs/``) that turns into one or more batches. Nothing here knows tokens, digests or deadlines of
-transfers. Time matters only for aborts, which must end in bounded time: if a batch does not end within ``grace`` seconds of its
+transfers. Time matters only for aborts, which must end in bounded time. If a batch does not end within ``grace`` seconds of its
 abort, its link is closed, and if memory does not get quiet, the back end may be reset (``part_ends.py``).
 """
 
@@ -218,7 +218,7 @@ class Traffic:
         job = self._jobs.get(ref) or self._ends.unquiet(ref)
         if job is None:
             return
-        job.stop(Failure(FailureKind.CANCELLED, "the peer has ended its half"))
+        job.stop(Failure(FailureKind.CANCELLED, "the peer ended its side of the link"))
         job.remote_writes_ended()
         self._advance(job)
         if job.quiet and self._ends.unquiet(ref) is not None:

@@ -31,6 +31,8 @@ Behind the two sides, each idea has a module of its own:
 - ``trace``: a line for each load that ends.
 """
 
+from kvxfer.engine.answers import AnswerCounts, HeldPrefix, Inquiry
+from kvxfer.engine.asks import AskCounts
 from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import BlockCopy, Report, Step
 from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
@@ -38,16 +40,23 @@ from kvxfer.engine.prefix_pool import PrefixPool
 from kvxfer.engine.scheduler import SchedulerSide
 from kvxfer.engine.side_channel import ChannelAddress, WorkerChannel
 from kvxfer.engine.worker import WorkerSide
-from kvxfer.schedule import ScheduleError
+from kvxfer.schedule import Chain, Prefix, PrefixIndex, ScheduleError
 from kvxfer.ticket import Ticket
 
 __all__ = [
+    "AnswerCounts",
+    "AskCounts",
     "BlockCopy",
     "BlockPins",
     "BlockPool",
+    "Chain",
     "ChannelAddress",
     "ElasticPool",
+    "HeldPrefix",
+    "Inquiry",
     "LendingPool",
+    "Prefix",
+    "PrefixIndex",
     "PrefixPool",
     "Report",
     "ScheduleError",

@@ -25,7 +25,11 @@ _S, _E = LoadState, LoadEvent
 
 
 class Loads:
-    """The requests that load; one thread. Calls about any other request do nothing."""
+    """The requests that load; one thread. Calls about any other request do nothing.
+
+    Attributes:
+        paces: How fast recent loads were.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,8 @@ class Loads:
         self._prefetches = Prefetches(
             schedule, ledger, pins, tables.groups, ranks, config.step_budget, self._hear, trace
         )
-        self._ends = LoadEnds(schedule, pins, ranks, self._prefetches.paces, trace)
+        self.paces = self._prefetches.paces
+        self._ends = LoadEnds(schedule, pins, ranks, self.paces, trace)
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from kvxfer.config import Config
-from kvxfer.control.directory import Directory, Unheard
+from kvxfer.control.directory import Answered, Directory, Unheard
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.starts import AGAIN_S, Starts
 from kvxfer.identity import TransferId
@@ -32,6 +33,8 @@ class Notices:
 
     Attributes:
         renewals: Renews leases.
+        answered: Called with answers to inquiries.
+        unheard: Called with directories that cannot be reached.
     """
 
     def __init__(self, config: Config, directory: Directory, schedule: Schedule) -> None:
@@ -47,6 +50,8 @@ class Notices:
         self._early: Recent[Named, tuple[str, int]] = Recent(config.lease, MOST_EARLY)
         self._looked = 0.0  # when what comes about once in a while was last done
         directory.begun = self._has_begun
+        self.answered: Callable[[Answered], None] = lambda answer: None
+        self.unheard: Callable[[Unheard], None] = lambda lost: None
 
     # --- loads here --------------------------------------------------------------------------------------------------
 
@@ -57,7 +62,7 @@ class Notices:
 
     def awaits(self, load: Load) -> bool:
         """Return whether this load waits for its producer to begin. A load that has waited too long is given up."""
-        self._take_in()
+        self.take_in()
         if load.state is LoadState.WAITING and self._starts.is_late(load):
             why = f"the producer has not begun within {self._starts.patience:g} s"
             log.warning("request %s is computed here: %s", printable(load.request), why)
@@ -93,7 +98,7 @@ class Notices:
 
     def exchange(self) -> tuple[TransferId, ...]:
         """Send other engines the notices that are due; return the offers whose consumers have said that they still wait."""
-        self._take_in()
+        self.take_in()
         renewed, self._renewed = tuple(self._renewed), []
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
@@ -108,7 +113,7 @@ class Notices:
             self._starts.ask(self._schedule.consumer)
         return renewed
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
         """Process the notices that have come to this engine's directory."""
         for notice in self._directory.notices():
             if isinstance(notice, Begun):
@@ -117,7 +122,11 @@ class Notices:
                         if load.wanted.digest == named.digest:
                             load.on(LoadEvent.BEGUN)
                 continue
+            if isinstance(notice, Answered):
+                self.answered(notice)
+                continue
             if isinstance(notice, Unheard):
+                self.unheard(notice)
                 for load in self._schedule.consumer:
                     if (load.wanted.source.host, load.wanted.source.port) == (notice.host, notice.port):
                         load.on(LoadEvent.BEGUN)

@@ -23,9 +23,9 @@ from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
 from kvxfer.ticket import Ticket
-from kvxfer.values import BlockTable, Group, Rank
+from kvxfer.values import NULL, BlockTable, Group, Rank
 
-__all__ = ["Offers"]
+__all__ = ["Offers", "kept_blocks", "lacks_window"]
 
 _S = OfferingState
 
@@ -87,7 +87,7 @@ class Offers:
         found = self._schedule.named(request)
         if found is None or not found.offered or (found.namesake and request not in found.sharers):
             return None
-        return Ticket(found.transfer, found.digest, source)
+        return Ticket(found.transfer, found.digest, source, found.total)
 
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int, source: Source
@@ -100,7 +100,7 @@ class Offers:
         self._tables.check("table", table)
         known = self._schedule.current(transfer)
         if known is None:
-            blocks = table.only(_kept(group, tokens) for group in self._groups).ids()
+            blocks = kept_blocks(self._groups, table, tokens).ids()
             if not self._pins.hold(("computed", transfer), blocks):
                 return None
             try:
@@ -110,7 +110,7 @@ class Offers:
                 raise
             self._notices.begins(transfer, digest)
         same = known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
-        return Ticket(transfer, digest, source) if same else None
+        return Ticket(transfer, digest, source, tokens) if same else None
 
     def follows(self, request: str) -> bool:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
@@ -186,7 +186,7 @@ class Offers:
         """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
 
         ``complete``: it ended normally and its KV is good. ``good``: what it has offered is good although it is not complete.
-        ``found``: other engines can find these ranks, so that somebody may be reading.
+        ``found``: other engines can find these ranks, so that one may be reading.
         """
         offering = self._schedule.of(request)
         if offering is None:
@@ -287,6 +287,17 @@ def _end(group: Group, total: int) -> tuple[int, int]:
     A consumer computes that token itself and so needs all of them, but the engine gives up the first with that token.
     """
     return _kept(group, total) if group.window else (0, 0)
+
+
+def kept_blocks(groups: Sequence[Group], table: BlockTable, tokens: int) -> BlockTable:
+    """Return the blocks of a table that hold what a token behind the first ``tokens`` ones depends on."""
+    return table.only(_kept(group, tokens) for group in groups)
+
+
+def lacks_window(groups: Sequence[Group], table: BlockTable, tokens: int) -> bool:
+    """Return whether a table lacks a block that a token behind the first ``tokens`` ones attends to in a window."""
+    rows = [table[g][slice(*_kept(group, tokens))] for g, group in enumerate(groups) if group.window]
+    return any(NULL in row for row in rows)
 
 
 def _kept(group: Group, total: int) -> tuple[int, int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
+from kvxfer.config import Ask
 from kvxfer.identity import Source
 
-__all__ = ["LinkPaces", "Pace"]
+__all__ = ["Benefit", "LinkPaces", "Pace"]
 
 REMEMBERED = 16
 """The number of recent loads that are remembered."""
 ALIKE = 2
 """An estimate uses the remembered loads of about the same size: the nearest, and those up to this factor farther off."""
 MOST_LINKS = 1024
+LEAST_STEP = 32
+"""The fewest tokens of prompts in a step whose time counts as the time of computing them. With fewer, most goes into the step itself."""
 
 
 class Pace:
@@ -79,3 +83,39 @@ class LinkPaces:
         self._links[source.host, source.port] = pace
         while len(self._links) > MOST_LINKS:  # that which has delivered nothing for longest
             del self._links[next(iter(self._links))]
+
+
+class Benefit:
+    """Estimates whether a load ends before its tokens could be computed.
+
+    Args:
+        links: The pace of loads.
+    """
+
+    def __init__(self, links: LinkPaces) -> None:
+        self._links, self._computing = links, Pace()
+        self._refused = 0  # loads that did not pay, after the last that was tried against the estimate
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """Record how long a step took that computed ``tokens`` tokens of prompts."""
+        if tokens >= LEAST_STEP:
+            self._computing.took(tokens, seconds)
+
+    def computing(self, tokens: int, ask: Ask) -> float:
+        """Return the seconds that computing these tokens should take; ``inf`` if that is not known, or does not matter."""
+        known = None if ask == "always" else self._computing.estimate(tokens)
+        return math.inf if known is None else known
+
+    def saves(self, source: Source, tokens: int, ask: Ask) -> float:
+        """Return the seconds that a load should save: less than 0 if it does not pay, ``inf`` if that is not known, or does not matter.
+
+        Loads that are not tried teach nothing. So one is let through after ``REMEMBERED`` that did not pay.
+        """
+        saved = self.computing(tokens, ask) - (self._links.estimate(source, tokens) or 0.0)
+        if saved > 0:
+            return saved
+        self._refused += 1
+        if self._refused <= REMEMBERED:
+            return saved
+        self._refused = 0
+        return math.inf

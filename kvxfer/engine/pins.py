@@ -61,7 +61,7 @@ class BlockPins:
     """
 
     def __init__(self, limit: int, pool: BlockPool | None = None) -> None:
-        self._limit = arguments.integer("limit", limit, 0)
+        self.limit = arguments.integer("limit", limit, 0)
         self._pool: BlockPool | None = None
         if pool is not None:
             self.bind(pool)
@@ -92,7 +92,7 @@ class BlockPins:
     def hold(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Pin blocks that no request stands for, within the limit; return False if that is reached or there is no pool."""
         wanted = list(blocks)
-        limit = self._limit if not isinstance(self._pool, ElasticPool) else min(self._limit, self._pool.capacity() // 4)
+        limit = self.limit if not isinstance(self._pool, ElasticPool) else min(self.limit, self._pool.capacity() // 4)
         if sum(self._held.values()) + len(wanted) > limit or not self.keep(holder, wanted):
             return False
         self._held[holder] = self._held.get(holder, 0) + len(wanted)
@@ -119,7 +119,7 @@ class BlockPins:
 
     def borrow(self, holder: Hashable, blocks: int) -> list[int] | None:
         """Take this many unused blocks from a ``LendingPool``, within the limit; None if there are none to spare."""
-        if not isinstance(self._pool, LendingPool) or len(self) + blocks > self._limit:
+        if not isinstance(self._pool, LendingPool) or len(self) + blocks > self.limit:
             return None
         found = self._pool.lend(blocks)
         if found is not None:

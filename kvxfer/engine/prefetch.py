@@ -212,7 +212,7 @@ class Prefetches:
     def end(self, load: Load, event: LoadEvent, reason: str = "") -> None:
         """Pass an event on that may end the load, and give the lent blocks back if it does."""
         load.promised = 0
-        if load.state is _S.ADMITTED:  # its blocks may be somebody else's by the time of the step
+        if load.state is _S.ADMITTED:  # its blocks may be another request's by the time of the step
             self._admitted = [(other, table) for other, table in self._admitted if other is not load]
             self._ledger.drop(("copy", load.number))
         self._schedule.on(load, event, reason)

@@ -25,7 +25,7 @@ WAITING = (LoadState.WAITING, LoadState.OPEN)
 
 
 class Renewals:
-    """Renews the transfers of those of some loads that wait, four times a lease.
+    """Renews the transfers of the loads that wait, four times a lease.
 
     Args:
         lease: The lease, in seconds.

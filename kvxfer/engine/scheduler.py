@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,12 +11,16 @@ from kvxfer import arguments
 from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
+from kvxfer.control.inquiries import Inquiries
+from kvxfer.engine.answers import AnswerCounts, Holds, PrefixAnswers
+from kvxfer.engine.asks import AskCounts, Asks
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import Update
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.offers import Offers
+from kvxfer.engine.paces import Benefit
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
@@ -25,7 +30,7 @@ from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.schedule import Schedule
+from kvxfer.schedule import Prefix, Schedule
 from kvxfer.ticket import Ticket
 from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Group, Rank
 
@@ -52,6 +57,11 @@ class SchedulerSide:
         writes_early: Whether a step may write to the blocks that it is given before its workers call ``WorkerSide.begin``, by zeroing
             them, say. A block that is offered is then given to nobody before the step after the one that revokes it. Needs ``pins``;
             call ``preempted`` once the step has been given its blocks.
+        holds: PrefixAnswers what this engine's cache holds of a prompt that another engine is about to compute. It is called by ``step``,
+            so on the engine's thread, once that step has its blocks. None: such questions are answered with "nothing". It may be set
+            later, as an attribute.
+        wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon; until then
+            ``waiting`` is true. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
 
     Attributes:
         source: Where other engines find this one.
@@ -74,7 +84,10 @@ class SchedulerSide:
         *,
         pins: BlockPins | None = None,
         writes_early: bool = False,
+        holds: Holds | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
+        self.holds, self.wake = holds, wake
         arguments.instance("config", config, Config)
         ranks = arguments.integer("ranks", ranks, 1, MOST_RANKS)
         writes_early = arguments.flag("writes_early", writes_early)
@@ -102,6 +115,12 @@ class SchedulerSide:
             config, consumer, ledger, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
         )
         self._standstill = Standstill(self._schedule.producer)
+        self._drains_until = 0.0
+        self._benefit = Benefit(self._loads.paces)
+        self._asks = Asks(config, self.directory, self._notices, consumer, self._loads, self._benefit)
+        self._answers = PrefixAnswers(self.directory, self._offers, self._schedule.producer, groups, self._pins.limit)
+        self.directory.inquiries = Inquiries()
+        self.directory.wake = self._woken
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -135,7 +154,7 @@ class SchedulerSide:
         Returns:
             Whether it is offered. It is not if there is nothing to offer, if the transfer is offered with other content, or if the
             blocks of an earlier request of this name are still held. Requests that offer the same content as the same transfer
-            share it: the blocks of one are offered, and those of another if that one fails.
+            share it: the blocks of one are offered, and another's if that one fails.
 
         Raises:
             ArgumentError: An argument has the wrong type or range.
@@ -197,7 +216,7 @@ class SchedulerSide:
         enough: int = 0,
         answer: str | None = None,
     ) -> bool:
-        """Load those of the first ``tokens`` tokens of this request's prompt that are not cached here from another engine.
+        """Load from another engine what is not cached here of the first ``tokens`` tokens of this request's prompt.
 
         From now on the producer's lease is renewed. Do not load the last token of a prompt, so that it is computed here,
         unless the producer sends the token that it sampled after it (``Update.payloads``).
@@ -243,6 +262,67 @@ class SchedulerSide:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
+    def ask(
+        self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, computed: int = 0, kind: str = ""
+    ) -> bool:
+        """Load what other engines hold of the first ``tokens`` tokens of this request's prompt, if that pays.
+
+        All sources are asked at once. ``loadable`` returns None until they have answered, for ``Config.ask_timeout`` at the most and for
+        no longer than computing the tokens would take. Then the one is taken from which a load saves most time, and everything is
+        as after ``load``. If none has any of it, or no load would end before the tokens were computed, the request is computed here. No
+        request fails because of what a source does. A request may be offered as well, with ``offer``.
+
+        Args:
+            request: The engine's id of the request.
+            prefix: The prompt's tokens and what else its KV depends on.
+            sources: The directories of engines that may hold some of it. With the epoch 0 it is whichever engine is there. This engine
+                itself is left out.
+            tokens: How many tokens of the prompt are to be here: without the last one, if that is to be computed.
+            computed: The tokens that the request will find in the local prefix cache, as far as is known.
+            kind: Who has named the sources, for the counts (``asked``): a router's schema, say.
+
+        Returns:
+            Whether anybody is asked. Nobody is if the setting ``ask`` is ``never``, if fewer than ``ask_tokens`` tokens are to come, if
+            no other source is left, or if the request loads something already.
+
+        Raises:
+            ArgumentError: An argument has the wrong type or range.
+            ClosedError: This side has been closed.
+        """
+        arguments.instance("prefix", prefix, Prefix)
+        sources = arguments.several("sources", sources, Source)
+        tokens = min(_count("tokens", tokens), len(prefix))
+        arguments.string("kind", kind, empty=True)
+        self._check_open("ask")
+        arguments.string("request", request)
+        return self._asks.ask(request, prefix, sources, tokens, _count("computed", computed), kind)
+
+    def asking(self, request: str) -> bool:
+        """Return whether other engines have been asked for this request, and it is not decided yet what it loads."""
+        return self._asks.asking(request)
+
+    def takes(self, tokens: int, seconds: float) -> None:
+        """Record how long a step took that computed ``tokens`` tokens of prompts. By this ``ask`` judges whether a load pays.
+
+        Leave out steps that computed answers only. Without this, every load counts as faster than computing.
+        """
+        self._benefit.took(_count("tokens", tokens), arguments.seconds("seconds", seconds))
+
+    @property
+    def asked(self) -> Mapping[str, AskCounts]:
+        """What has come of ``ask`` since the beginning, by ``kind``."""
+        return self._asks.counts
+
+    @property
+    def answered(self) -> AnswerCounts:
+        """What other engines have asked of this one since the beginning."""
+        return self._answers.counts
+
+    def _woken(self) -> None:
+        """Have the engine make a step. The directory's thread."""
+        if self.wake is not None:
+            self.wake()
+
     def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
         """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
 
@@ -278,7 +358,7 @@ class SchedulerSide:
         return self._offers.ticket(request, self.source)
 
     def answer(self, request: str) -> str:
-        """Return the name of the answer that tells consumers of this request's offer: that of a lost one for a retry.
+        """Return the name of the answer that tells consumers of this request's offer: a lost request's for a retry.
 
         Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
         """
@@ -307,7 +387,10 @@ class SchedulerSide:
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
         _request(request)
-        return self._loads.loadable(request, _count("computed", computed))
+        computed = _count("computed", computed)
+        if self._asks.awaits(request, computed):
+            return None
+        return self._loads.loadable(request, computed)
 
     def here(self, request: str) -> bool:
         """Return whether the tokens that ``loadable`` promised are already here, in prefetched blocks.
@@ -334,7 +417,9 @@ class SchedulerSide:
             ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
         """
         _request(request)
-        self._loads.allocated(request, table, _count("external", external))
+        external = _count("external", external)
+        self._asks.admitted(request, external)
+        self._loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
@@ -374,7 +459,7 @@ class SchedulerSide:
 
         Returns:
             True if the engine must keep the blocks until a ``report`` names the request as ``free``. Whatever is returned, it
-            must keep those of a load under way until a ``report`` names the request as ``loaded`` or ``failed``.
+            must keep the blocks of a load under way until a ``report`` names the request as ``loaded`` or ``failed``.
 
         Raises:
             ArgumentError: The block table does not fit this engine's groups.
@@ -382,6 +467,7 @@ class SchedulerSide:
         _request(request)
         complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
+        self._asks.finished(request)
         self._loads.finished(request)
         return self._offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
@@ -395,6 +481,7 @@ class SchedulerSide:
     def step(self) -> Step:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
         renewals = self._notices.exchange()
+        self._answers.answer(self.holds)
         commands = self._schedule.commands()
         self._offers.shipped()
         return self._dispatch.step(commands, renewals, self._loads.copies(), self._offers.over())
@@ -405,6 +492,7 @@ class SchedulerSide:
         The blocks of prefetches whose requests are not admitted yet are given back, and those requests compute their tokens.
         """
         self._loads.short_of_blocks()
+        self._answers.short_of_blocks()
 
     def report(self, report: Report) -> Update:
         """Process a report, of one rank or merged of several, and return what it means to the engine.
@@ -421,6 +509,7 @@ class SchedulerSide:
             self._offers.unread(transfer, revoked)
         free = {self._offers.released(transfer, ranks) for transfer, ranks in report.released.items()}
         update = self._loads.report(report)
+        self._asks.ended(update)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
     def load_over(self, request: str) -> None:
@@ -439,12 +528,26 @@ class SchedulerSide:
 
     @property
     def waiting(self) -> bool:
-        """Whether the next step has something to say, or blocks are pinned for requests that the engine may have forgotten.
+        """Whether the next step has something to say or to answer, or blocks are pinned for requests that the engine may have forgotten.
 
         The engine must then go on making steps, or others will not hear what it has given up, and it will not learn that those
         blocks are free.
         """
-        return self._schedule.untold or self._offers.unsettled or self._loads.unsettled
+        untold = self._schedule.untold or self.directory.noticed
+        return untold or self._offers.unsettled or self._loads.unsettled or time.monotonic() < self._drains_until
+
+    def drain(self, timeout: float) -> None:
+        """Let others ask for what this engine holds, and fetch it, for ``timeout`` seconds; until then ``waiting`` is true.
+
+        For an engine that is about to stop and takes no more requests. A client that is sent elsewhere finds the KV of its request here:
+        go on making steps while ``waiting`` is true, then drain the worker sides.
+
+        Raises:
+            ArgumentError: ``timeout`` is not a number.
+        """
+        timeout = arguments.seconds("timeout", timeout)
+        if self.holds is not None:
+            self._drains_until = time.monotonic() + timeout
 
     # --- life ------------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ LONGEST = 1 << 17
 """The most bytes of a message; a longer one goes with the step only."""
 CONNECT_S = 0.2
 PAUSE_MS = 100
-"""For so long no connection is accepted after the process has run out of descriptors."""
+"""Seconds for which no connection is accepted after the process has run out of descriptors."""
 MOST_STRANGERS = 4
 """The most connections that have not sent the secret yet; for one more, the oldest is closed."""
 

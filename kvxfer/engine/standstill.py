@@ -13,7 +13,7 @@ __all__ = ["Standstill"]
 log = logger("kvxfer.engine")
 
 STANDSTILL_S = 2.0
-"""Once nothing could run for want of blocks for so long, blocks that are held for others are given up."""
+"""Seconds without blocks for any request, after which blocks that are held for others are given up."""
 
 
 class Standstill:

@@ -30,10 +30,13 @@ LOG_EVERY_S = 10.0
 class Trace:
     """The trace of one engine's loads. One thread.
 
-    A line has ``engine``, ``request``, ``transfer``, ``source``, ``way``, ``tokens``, ``failure`` (null if it was delivered), ``at``
-    (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
-    ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see ``Stages``, on the slowest rank; comparable
-    with the others only if the workers run on the scheduler's host. ``seen``: the scheduler side knew the outcome.
+    A line has ``engine``, ``request``, ``transfer``, ``source``, ``kind``, ``way``, ``tokens``, ``failure`` (null if it was delivered),
+    ``at`` (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
+    ``kind``: for a load that was asked for (``SchedulerSide.ask``), who has named the source; null for others.
+
+    ``found``: the best answer to the question was known. ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see
+    ``Stages``, on the slowest rank; comparable with the others only if the workers run on the scheduler's host. ``seen``: the scheduler
+    side knew the outcome.
 
     Args:
         path: The file that lines are appended to; None writes nothing.
@@ -46,7 +49,7 @@ class Trace:
     def __init__(self, path: str | None, engine: str) -> None:
         if path is not None:
             try:
-                # A pipe would hold the scheduler up until somebody reads.
+                # A pipe would hold the scheduler up until a program reads.
                 if os.path.exists(path) and not os.path.isfile(path):
                     raise ConfigError(f"kvxfer setting 'trace': {path} is not a file")
                 open(path, "a", encoding="utf-8").close()
@@ -74,12 +77,13 @@ class Trace:
     def _append(self, path: str, load: Load, failure: Failure | None, stages: Stages | None) -> None:
         now = time.monotonic()
         reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
-        times = {"fetched": load.fetched_at, **reached, "seen": now}
+        times = {"found": load.found_at, "fetched": load.fetched_at, **reached, "seen": now}
         record = {
             "engine": self._engine,
             "request": load.request,
             "transfer": str(load.wanted.transfer),
             "source": str(load.wanted.source),
+            "kind": load.kind,
             "way": SYNC if load.is_sync else ASYNC,
             "tokens": load.end - load.start,
             "failure": None if failure is None else str(failure),

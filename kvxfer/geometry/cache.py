@@ -247,7 +247,7 @@ class Cache(msgspec.Struct, frozen=True):
 
         Args:
             tensors: The tensors of each plane, by its name, as in ``{"k": [...], "v": [...]}``: one tensor, or a list with one
-                for each layer. Without a mapping they are those of a plane ``kv``.
+                for each layer. Without a mapping they belong to a plane ``kv``.
             dims: The meaning of the axes, in order, as in ``"block head token unit"``: ``block`` once, ``layer``, ``head``
                 and ``token`` at most once, and ``unit`` for each axis that is never cut. Without ``head`` every
                 tensor-parallel rank holds a replica. Without ``token`` a block is not cut. A mapping by plane if they differ.

@@ -61,7 +61,7 @@ class Strided:
 def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int] | None:
     """Find two views of one family that share bytes. Views of different families may share them.
 
-    Two layouts that no engine uses count as overlaps unless folding proves otherwise, even if they are none: views of
+    Two layouts that no engine uses count as overlaps unless folding proves otherwise, even if they are none. They are views of
     different block strides whose stretches interleave, and a single block longer than the stride that it shares with
     views of several blocks.
 

@@ -197,7 +197,7 @@ def join(src: Ints, dst: Ints, cut: Cut, group: int) -> Segments:
         at = int(np.argmax(half))
         raise PlanError(
             f"group {group}: the producer has only tokens from {int(cut.token[at])} on of the block that the consumer wants at "
-            f"position {int(cut.dst_pos[at])}, and has given up those before, which are out of the window; choose a block size "
+            f"position {int(cut.dst_pos[at])}, and has given up those before, which are out of the window. Choose a block size "
             "for the consumer that divides the producer's"
         )
     return Segments(*(c[keep] for c in (src_block, dst_block, *columns)))

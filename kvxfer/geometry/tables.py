@@ -45,7 +45,7 @@ class TableCheck:
     def relearn(self, caches: Iterable[Cache]) -> None:
         """Record that these are the caches of all ranks, in place of those that were known.
 
-        A scheduler with a pool for each group may number the blocks of one pool after those of another, and its workers
+        A scheduler with a pool for each group may number the blocks of one pool after the blocks of another, and its workers
         translate them back. So an id need only be below the number of blocks of all groups together.
         """
         self._blocks = [1 << 31] * len(self.groups)

@@ -262,7 +262,7 @@ def _read(tensor: Any, what: str) -> _Tensor:
         )
     if not prod(found.shape) or any(n > 1 and s <= 0 for n, s in zip(found.shape, found.strides, strict=True)):
         raise ArgumentError(
-            f"{what} must have elements, each at a place of its own; it has {found.shape} by {found.strides}"
+            f"{what} must not be empty or have overlapping elements: shape {found.shape}, strides {found.strides}"
         )
     return found
 

@@ -3,7 +3,7 @@
 The ranks take turns: each holds every ``count``-th run of ``span`` tokens, and keeps its own tokens one after the other. A block
 table is the same for all of them, and one of its blocks stands for the tokens of all ranks, of which each rank's block holds its share.
 
-Two ranks of two engines share the tokens that both hold. If both hold single tokens in turn, those that they share are equally
+Two ranks of two engines share the tokens that both hold. If both take tokens one by one, the ones that they share are equally
 far apart, and count as one stretch. Otherwise each stretch is of tokens that follow each other.
 """
 

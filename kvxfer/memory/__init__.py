@@ -59,7 +59,7 @@ def allocate(nbytes: int, device: str = HOST, *, beside: str = HOST) -> Space:
     Raises:
         ArgumentError: The size is not positive, or the kind of device unknown.
         ConfigError: The space for that kind cannot be loaded.
-        KvxferError: The system or the device does not give so much, or page-locked memory cannot be had.
+        KvxferError: The system or the device does not give that much memory, or page-locked memory cannot be had.
     """
     if nbytes <= 0:
         raise ArgumentError(f"cannot allocate {nbytes} bytes")

@@ -11,7 +11,7 @@ changes. Its bytes, as little-endian 32-bit words ``w[0], w[1], …`` (the last 
 and the checksum is the sum of all values, everything modulo 2**64. Both sides read their own memory by their own
 strides; only which units were moved is taken from the plan, never where the other side keeps them.
 
-**It adds up.** The checksum of a whole is the sum of those of its parts however it is cut: by token spans, layers,
+**It adds up.** The checksum of a whole is the sum of its parts' checksums, however it is cut: by token spans, layers,
 heads, ranks or increments; and it does not depend on the order in which they are read.
 
 **What it detects.** Damage changes some words by ``d[i]`` and goes unnoticed if the sum of ``d[i] * k[i]`` is 0. Each
@@ -24,7 +24,7 @@ head, layer or plane, missing, or there twice are damaged units in this sense, a
 unit depends on where it stands. So the checksum catches stale blocks, half-written blocks, wrong block ids, wrong
 strides, bytes lost or reordered by a transport, and plans that the two sides derived differently.
 
-**What it does not.** It is no defence against somebody who wants to be believed: the keys are public and sums can be
+**What it does not.** It is no defence against a peer that lies: the keys are public and sums can be
 steered; authenticate the peer for that. It says nothing of bytes outside the units (padding, tokens not moved), of two
 sides that both hold the same wrong content, or of anything that happens after it was read.
 """

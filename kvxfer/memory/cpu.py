@@ -55,7 +55,7 @@ class CpuSpace(Space):
         """Allocate zeroed pages, which the system finds when each is first touched: what is never used takes no memory.
 
         Raises:
-            KvxferError: The system does not give so much.
+            KvxferError: The system does not give that much memory.
         """
         try:
             raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)

@@ -37,7 +37,7 @@ class CopyPool:
 
     def __init__(self, size: int, name: str) -> None:
         """Make a pool; ``name`` is what the names of its threads begin with."""
-        from concurrent.futures import ThreadPoolExecutor  # here: most agents never copy so much
+        from concurrent.futures import ThreadPoolExecutor  # here: most agents never copy as much as this
 
         self.size = size
         self._others = ThreadPoolExecutor(size - 1, name, name_this_thread) if size > 1 else None

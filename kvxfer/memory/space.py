@@ -92,7 +92,7 @@ class Space(ABC):
         """Allocate zeroed memory of one region, which lives as long as that region (``Region.kept_by``).
 
         Raises:
-            KvxferError: The device does not give so much.
+            KvxferError: The device does not give that much memory.
         """
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Space(ABC):
         """Allocate host memory into which this kind is packed: page-locked, say. By default any.
 
         Raises:
-            KvxferError: The system does not give so much.
+            KvxferError: The system does not give that much memory.
         """
         from kvxfer.memory.cpu import CpuSpace
 

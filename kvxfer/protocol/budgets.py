@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 
-__all__ = ["IndexedKeep", "Keep", "PeerBudgets"]
+__all__ = ["HalfShares", "IndexedKeep", "Keep", "PeerBudgets"]
 
 Owner = TypeVar("Owner", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
@@ -57,10 +57,10 @@ class PeerBudgets(Generic[Owner, K]):
         """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
 
         Args:
-            owner: Who gets it.
+            owner: The owner that gets it.
             key: What for.
             n: How much.
-            peer: Whom the owner belongs to.
+            peer: The peer that the owner belongs to.
 
         Returns:
             The keys that lose theirs to make room, the newest first of the owner that has most; ``None`` if that would be ``owner``
@@ -147,6 +147,37 @@ class PeerBudgets(Generic[Owner, K]):
         while share.inside:
             share = max(share.inside.values(), key=lambda one: one.total + (n if one in mine.path else 0))
         return share
+
+
+class HalfShares(Generic[Owner]):
+    """A bounded amount, of which each owner may have half of what the others leave: some is left for a newcomer, whatever they take.
+
+    Args:
+        total: How much there is.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._taken, self._all = total, dict[Owner, int](), 0
+
+    def room(self, owner: Owner) -> int:
+        """Return how much more an owner may take."""
+        mine = self._taken.get(owner, 0)
+        return max((self._total - (self._all - mine) + 1) // 2 - mine, 0)
+
+    def take(self, owner: Owner, n: int) -> bool:
+        """Give an owner ``n`` more; return False if it may not take so much, and gets nothing."""
+        if n > self.room(owner):
+            return False
+        self._taken[owner] = self._taken.get(owner, 0) + n
+        self._all += n
+        return True
+
+    def give(self, owner: Owner, n: int) -> None:
+        """Take ``n`` back that an owner has."""
+        self._all -= n
+        self._taken[owner] -= n
+        if not self._taken[owner]:
+            del self._taken[owner]
 
 
 class Keep(Generic[Owner, K, V]):

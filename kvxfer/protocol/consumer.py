@@ -80,7 +80,7 @@ class ConsumerMachine:
             called: When the engine asked for it, from which the time for the first part is counted; ``None`` means now.
 
         Raises:
-            ValueError: The handle is that of a fetch that is still alive.
+            ValueError: The handle belongs to a fetch that is still alive.
         """
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")
@@ -155,7 +155,7 @@ class ConsumerMachine:
         return out
 
     def link_down(self, link: LinkId, why: Failure, now: float) -> list[Action]:
-        """Fail what uses a link that is lost for good."""
+        """Fail what uses a link that cannot be dialled again."""
         out = self._routes.close(link, why)
         for f, rank in self._routes.users(link):
             if rank.on(E.LINK_DOWN):

@@ -137,7 +137,7 @@ class LeasedOffers:
         return min([at for at in due if at is not None], default=None)
 
     def _expire(self, h: OfferRecord, now: float) -> list[Action]:
-        """End an offer whose lease has run out, or extend the lease while somebody is being served."""
+        """End an offer whose lease has run out, or extend the lease while a consumer is being served."""
         live = [s.expires for s in h.serves.values() if s.state not in (S.SETTLED, S.ENDED)]
         if live:
             self._leases.set(h.transfer, max(now, *live) + self._lease)

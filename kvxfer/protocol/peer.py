@@ -1,4 +1,4 @@
-"""Whom a connection, a link or a message counts for when something is short."""
+"""The peer that a connection, a link or a message counts for when something is short."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PeerIdentity(msgspec.Struct, frozen=True):
 
 
 NOBODY = PeerIdentity()
-"""Whom something counts for if that makes no difference."""
+"""The peer that something counts for if that makes no difference."""
 
 
 def largest_group(members: Iterable[T], peer: Callable[[T], PeerIdentity]) -> list[T]:
@@ -44,7 +44,7 @@ def largest_group(members: Iterable[T], peer: Callable[[T], PeerIdentity]) -> li
 
     Args:
         members: What is counted. It is not empty.
-        peer: Returns whom a member counts for.
+        peer: Returns the peer that a member counts for.
     """
     group = [(member, peer(member).levels) for member in members]
     for level in range(len(group[0][1])):

@@ -75,7 +75,7 @@ class Routes:
         return [action for rank in route.ranks if rank.link not in self.links for action in self.close(rank.link, why)]
 
     def dial(self, links: Iterable[LinkId]) -> list[Action]:
-        """Make those of these links that do not exist."""
+        """Make the links among these that do not exist."""
         new = [link for link in links if link not in self.links]
         self.links |= dict.fromkeys(new)
         return [Dial(link) for link in new]

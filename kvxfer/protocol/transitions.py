@@ -31,7 +31,7 @@ class RankFetchState(enum.StrEnum):
     MOVING = "moving"  # parts are moving
     ARRIVED = "arrived"  # all bytes from this rank are here; those from others may not be
     COMMITTING = "committing"  # all bytes from all ranks are here; the producer is asked whether they can be trusted
-    HELD = "held"  # those of this producer rank can be trusted; others are being asked
+    HELD = "held"  # the bytes of this producer rank can be trusted; others are being asked
     PAUSED = "paused"  # the attempt is void; the next begins when nothing of it moves any more
     DELIVERED = "delivered"
     FAILED = "failed"
@@ -42,7 +42,7 @@ class RankFetchEvent(enum.StrEnum):
 
     LINK_UP = "link up"
     LINK_RESET = "link lost, dialled again"
-    LINK_DOWN = "link lost for good"
+    LINK_DOWN = "link lost, not dialled again"
     PART_READY = "part ready"
     COMPLETE = "all parts complete"
     ASK = "all ranks arrived"
@@ -89,7 +89,7 @@ RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
         "the commit is asked for once all ranks have arrived": _pairs(
             (_L.REQUESTED, _L.MOVING, _L.ARRIVED), (_e.COMMIT_ACK,)
         ),
-        "it has been said": frozenset({(_L.HELD, _e.COMMIT_ACK)}),
+        "it is answered already": frozenset({(_L.HELD, _e.COMMIT_ACK)}),
         "it held when it had to; should it have to once more, the producer is asked again": _pairs(
             (_L.HELD,), (_e.CLOSED, _e.CLOSED_AGAIN)
         ),
@@ -148,11 +148,11 @@ RANK_SERVE: Transitions[ServeState, ServeEvent] = Transitions(
         **{(s, _v.LINK_DOWN): _V.ENDED for s in (_V.WAITING, _V.SERVING, _V.ENDING)},
     },
     ignored={
-        "that the attempt is closed will be said": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
+        "the peer will be told that the attempt is closed": _pairs((_V.ENDING,), (_v.STOP, _v.SETTLE)),
         "the final reply has been sent": _pairs((_V.SETTLED, _V.ENDED), (_v.STOP, _v.LINK_DOWN, _v.SETTLE)),
     },
     never={
-        "nothing is announced to whom has been given up": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),
+        "a peer that was given up is told nothing more": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),
         "only what was announced can be had": frozenset({(_V.WAITING, _v.SETTLE)}),
         "only an ending serve waits for quiet": _pairs(set(_V) - {_V.ENDING}, (_v.QUIET,)),
     },

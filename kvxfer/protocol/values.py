@@ -76,7 +76,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
         nbytes: The bytes that arrived; on a producer, those that its consumers have confirmed.
         seconds: Seconds since the call that began the transfer.
         generation: On a producer, the last one that was offered or revoked. On a consumer, the newest that was announced,
-            which is that of everything that was delivered; ``None`` if none was announced, or nothing had to be moved.
+            which everything that was delivered has; ``None`` if none was announced, or nothing had to be moved.
         waited: On a consumer, how many of the ``seconds`` passed while no announced part was on its way; the rest was spent on
             moving and checking. 0 if no part was announced.
         payload: On a consumer, if it was delivered, the payload of the offer. If this rank reads from several producer ranks, that
@@ -194,7 +194,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
         integrity: How much of what moves is hashed on both sides.
         revocations: On a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here.
         name: The peer's name for operators.
-        owner: Whom the link counts for, on a producer.
+        owner: The peer that the link counts for, on a producer.
     """
 
     mode: Mode
@@ -281,7 +281,7 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     """Give a part to the data thread; answer with ``moved``.
 
     Attributes:
-        stream: The number of a two-sided part among those of its link.
+        stream: The number of a two-sided part on its link.
         check: What to hash of the part on this side once it has arrived; ``None`` for nothing.
     """
 

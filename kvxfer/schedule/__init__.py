@@ -4,26 +4,38 @@ from collections.abc import Sequence
 
 from kvxfer.identity import Source
 from kvxfer.ledger import BlockLedger
+from kvxfer.schedule.ask import ASK, Ask, AskEvent, AskState, PrefixOffer
+from kvxfer.schedule.chain import Chain, Prefix
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
 from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
 from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingState
+from kvxfer.schedule.prefix_index import KnownPrefix, PrefixIndex
 from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.values import Group
 
 __all__ = [
+    "ASK",
     "LOAD",
     "OFFERING",
+    "Ask",
+    "AskEvent",
+    "AskState",
     "Cancel",
+    "Chain",
     "DeclinedTransfer",
     "FetchSchedule",
+    "KnownPrefix",
     "Load",
     "LoadEvent",
     "LoadState",
     "OfferSchedule",
+    "PrefixOffer",
     "Offering",
     "OfferingEvent",
     "OfferingState",
+    "Prefix",
+    "PrefixIndex",
     "RankResult",
     "Revoke",
     "Schedule",

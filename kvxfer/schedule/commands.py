@@ -37,7 +37,7 @@ class Revoke(msgspec.Struct, frozen=True):
         generation: The generation.
         reason: Why, for readers and the log.
         gone: Whether the transfer is over: nothing follows, and a worker forgets it once it is quiet. Every transfer that an
-            ``OfferSchedule`` accepted ends with exactly one such revocation, even if everybody has read it; readers
+            ``OfferSchedule`` accepted ends with exactly one such revocation, even if all consumers have read it; readers
             that have not read everything fail at once. If not gone (preemption), a reader may wait for the next generation.
         kept: Whether the blocks stay as they are until all workers have released them, so that consumers that are reading may
             finish with what has been offered.

@@ -171,7 +171,7 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One request's load. Who fills a part of it in says so below; nobody keeps anything of a load elsewhere.
+    """One request's load. The parts that fill it in are named below; nothing of a load is kept elsewhere.
 
     Attributes:
         number: The load's serial number.
@@ -205,7 +205,10 @@ class Load:
         promised: Sync: how many tokens are here, as the engine was told last.
         copied: Sync: the seconds that each rank took to copy it.
 
+        kind: Who has named the source of a prefix that was asked for; None: the source has told of it itself.
+
         came_at: When the request came.
+        found_at: When it was decided to load what the answer to a question offers.
         asked_at: When its producer was asked last whether it has begun.
         fetched_at: When its fetch was sent.
         traced: Whether the trace has its line.
@@ -242,7 +245,10 @@ class Load:
     promised: int = 0
     copied: dict[Rank, float] = field(default_factory=dict)
 
+    kind: str | None = None
+
     came_at: float = 0.0
+    found_at: float = 0.0
     asked_at: float = 0.0
     fetched_at: float = 0.0
     traced: bool = False

@@ -54,7 +54,7 @@ class OfferSchedule(Offerings):
     ) -> bool:
         """Track a request, the first ``tokens`` tokens of whose prompt will be fetched by ``consumers`` engines.
 
-        Requests that offer the same transfer share it: the blocks of one are offered. If that one fails, those of another are.
+        Requests that offer the same transfer share it: the blocks of one are offered. If that one fails, another's are.
         Calling it again for a tracked request changes nothing.
 
         Args:
@@ -113,7 +113,7 @@ class OfferSchedule(Offerings):
         """Offer KV that no request computes, because it is in these blocks already, which stay until ``released`` says so.
 
         Returns:
-            The offering: a new one, or that of the same content under this name. None if the name has other content.
+            The offering: a new one, or the one of the same content under this name. None if the name has other content.
 
         Raises:
             ScheduleError: The blocks cannot be offered.
@@ -303,7 +303,7 @@ class OfferSchedule(Offerings):
             self.decline(told.transfer, reason)
 
     def released(self, transfer: TransferId, generation: Generation) -> str | None:
-        """Record that all ranks are done with a transfer: everybody has read it, or it is revoked for good and quiet.
+        """Record that all ranks are done with a transfer: all consumers have read it, or it is revoked, will not come again, and is quiet.
 
         ``generation`` is the one that was read or revoked; reports about an earlier request of the same
         transfer are recognised by it and ignored. An offer that crossed the report is revoked.

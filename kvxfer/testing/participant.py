@@ -146,7 +146,7 @@ class Participant(Protocol):
 
 
 class LocalParticipant:
-    """A participant in this process. It makes progress only while somebody calls ``turn``."""
+    """A participant in this process. It makes progress only while a caller calls ``turn``."""
 
     def __init__(self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str) -> None:
         self.name = name

@@ -171,7 +171,7 @@ def run_mutants(
 ) -> Iterator[tuple[type[Mutant], ConformanceReport]]:
     """Break a back end in each of the ways of ``kvxfer.testing.mutants``, and have the clause that must find it run.
 
-    The arguments and errors are those of ``run_suite``. A report that ``conforms`` is of a fault that was not found; one without a
+    The arguments and errors are the same as in ``run_suite``. A report that ``conforms`` is of a fault that was not found; one without a
     broken case or a kept one, of a fault that this back end cannot have.
     """
     for mutant in MUTANTS:

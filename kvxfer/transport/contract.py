@@ -16,7 +16,7 @@ from succeeding: those that they begin afterwards fail, at the latest once the l
 connection; then both call ``connect(mine, theirs)``, or ``withdraw`` if the link is not made. ``connect`` returns at once;
 batches for a link that is still being made wait inside the back end. Two links between the same two agents are independent.
 
-**Verbs.** ``READ`` and ``WRITE`` are one-sided: only one side submits. ``SEND`` and ``RECV`` are two-sided: for each link and
+**Verbs.** ``READ`` and ``WRITE`` are one-sided: only one side submits. ``SEND`` and ``RECV`` are two-sided. For each link and
 direction, both sides submit batches with the same ``lengths`` in the same order, and with the same ``stream`` number, so that
 a back end without tags can match them by order and one with tags can check. Stream numbers rise, separately for each link
 and direction, from any start and with gaps of any size. Neither half is submitted before both sides have agreed to it.
@@ -214,7 +214,7 @@ class Transport(ABC):
     name: ClassVar[str]
     contract: ClassVar[int]
     inherits: ClassVar[frozenset[str]] = frozenset()
-    """Those of the options ``listen`` (address to bind to) and ``advertise`` (host name or address for peers) that this back
+    """Which of the options ``listen`` (address to bind to) and ``advertise`` (host name or address for peers) this back
     end has. The agent fills them in from its own settings if the user set none of them."""
     guarded: ClassVar[Literal["always", "loopback", "never"]] = "never"
     """When its ports and sockets are of no use to anyone but peers who know a secret from this side's endpoint: ``always``; only

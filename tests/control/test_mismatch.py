@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control.inquiry import inquire
+from kvxfer.control.lookup import look_up
 from kvxfer.control.mismatch import spoken
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
@@ -62,7 +62,7 @@ def test_a_program_that_asks_is_told_the_same(
     p = engine({}, key_file=files[there])
     began = time.monotonic()
     with pytest.raises(PeerError, match=" key") as caught:
-        inquire("127.0.0.1", p.source.port, Security.of(Config(key_file=files[here])), 10.0)
+        look_up("127.0.0.1", p.source.port, Security.of(Config(key_file=files[here])), 10.0)
     assert caught.value.kind is FailureKind.REFUSED and time.monotonic() - began < SOON_S
 
 
@@ -96,7 +96,7 @@ def test_a_peer_that_vanishes_in_its_handshake_is_no_mismatch(
     thread.start()
     try:
         with pytest.raises(PeerError) as caught:
-            inquire("127.0.0.1", port, Security.of(Config(key_file=files["a"])), 2.0)
+            look_up("127.0.0.1", port, Security.of(Config(key_file=files["a"])), 2.0)
         assert caught.value.kind is FailureKind.PEER_UNREACHABLE
     finally:
         over.set()

@@ -119,11 +119,19 @@ def of_module(file: Path) -> list[Text]:
     return found + [(f"{place}:{line}", plain(text)) for line, text in comments]
 
 
+def of_data(file: Path) -> list[Text]:
+    """Return the texts of alert rules and dashboards."""
+    place = str(file.relative_to(ROOT))
+    return [(place, plain(text)) for text in re.findall(r'"([^"\n]+ [^"\n]+ [^"\n]+)"', file.read_text())]
+
+
 @cache
 def prose() -> tuple[Text, ...]:
     """Return all of it."""
-    files = sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py"))
-    return tuple(text for texts in (*map(of_page, pages()), *map(of_module, files)) for text in texts if " " in text[1])
+    code = sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py"))
+    data = [*ROOT.glob("docs/*.yml"), *ROOT.glob("docs/*.json")]
+    found = (*map(of_page, pages()), *map(of_module, code), *map(of_data, data))
+    return tuple(text for texts in found for text in texts if " " in text[1])
 
 
 def sentences(text: str) -> list[str]:

@@ -49,6 +49,11 @@ def test_the_example_is_of_a_cache(title: str) -> None:
     found["cache"].check()  # type: ignore[attr-defined]
 
 
+def test_the_example_of_what_is_held_finds_it() -> None:
+    (program,) = re.findall(r'```python title="holds"\n(.*?)```', PAGE, re.S)
+    exec(program, {})
+
+
 def test_the_example_of_pools_numbers_blocks_back() -> None:
     (program,) = re.findall(r'```python title="a pool for each group"\n(.*?)```', PAGE, re.S)
     exec(program, {})

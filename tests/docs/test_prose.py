@@ -15,6 +15,8 @@ WORDS = {
     r"\bso many\b": "this number, or the name of the argument",
     r"\bof late\b": "recently",
     r"\bamid\b": "during",
+    r"\bfor good\b": "for ever, or what does not come back",
+    r"\bin turn\b": "one after the other",
     r",\s+since\b": "because, for a reason",
     r"\b(he|his|him)\b": "the peer, the process, the operator",
     r"\bhas its way\b": "takes precedence",

@@ -21,34 +21,32 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
 
 
 def test_the_first_transfer_delivers(tmp_path: Path) -> None:
-    for title, text in blocks("first-transfer.md", "python"):
-        (tmp_path / title).write_text(text)
-    (_, command) = blocks("first-transfer.md", "bash")[-1]
-    assert command.split() == ["python", "prefill.py", "|", "python", "decode.py"]
-    prefill = subprocess.Popen([sys.executable, "prefill.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    runs_as_it_says("first-transfer.md", "prefill.py", "decode.py", tmp_path)
+
+
+def test_the_conversation_goes_on_elsewhere(tmp_path: Path) -> None:
+    runs_as_it_says("conversation.md", "decode.py", "prefill.py", tmp_path)
+
+
+def runs_as_it_says(page: str, first: str, second: str, folder: Path) -> None:
+    """Save a page's programs, run the two of its pipe, and compare what the second prints."""
+    for title, text in blocks(page, "python"):
+        (folder / title).write_text(text)
+    (_, command) = blocks(page, "bash")[-1]
+    assert command.split() == ["python", first, "|", "python", second]
+    before = subprocess.Popen([sys.executable, first], cwd=folder, stdout=subprocess.PIPE)
     try:
-        decode = subprocess.run(
-            [sys.executable, "decode.py"],
-            cwd=tmp_path,
-            stdin=prefill.stdout,
-            capture_output=True,
-            text=True,
-            timeout=90,
+        after = subprocess.run(
+            [sys.executable, second], cwd=folder, stdin=before.stdout, capture_output=True, text=True, timeout=90
         )
-        assert decode.returncode == 0, decode.stderr
-        assert decode.stdout == blocks("first-transfer.md", "text")[0][1]
-        assert prefill.wait(30) == 0
+        assert after.returncode == 0, after.stderr
+        assert after.stdout == blocks(page, "text")[0][1]
+        assert before.wait(30) == 0
     finally:
-        prefill.kill()
-        prefill.wait()
-        if prefill.stdout:
-            prefill.stdout.close()
-
-
-def test_the_first_transfer_is_the_example() -> None:
-    shown = dict(blocks("first-transfer.md", "python"))
-    folder = ROOT / "examples" / "first_transfer"
-    assert shown == {file.name: file.read_text() for file in folder.glob("*.py")}
+        before.kill()
+        before.wait()
+        if before.stdout:
+            before.stdout.close()
 
 
 def test_two_engines_connect_as_the_page_says() -> None:

@@ -211,8 +211,8 @@ def test_shards_name_their_heads() -> None:
         ({}, "block token unit", {}, "tensors must be at least one"),
         ("cache", "block token unit", {}, "must be a tensor .*not 'cache'"),
         ([None], "block token unit", {}, "must be a tensor .*not None"),
-        (np.zeros((0, 2, 3)), "block token unit", {}, "must have elements"),
-        (np.zeros((4, 2, 3))[::-1], "block token unit", {}, "must have elements, each at a place of its own"),
+        (np.zeros((0, 2, 3)), "block token unit", {}, "must not be empty"),
+        (np.zeros((4, 2, 3))[::-1], "block token unit", {}, "must not be empty or have overlapping elements"),
         (np.broadcast_to(np.zeros((1, 2, 3)), (4, 2, 3)), "block token unit", {}, "must be writable"),
         (np.zeros((4, 2, 3)), "block head unit", {"heads": 3, "group": Group(1)}, "heads must be"),
         (

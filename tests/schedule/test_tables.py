@@ -1,4 +1,4 @@
-"""The tables of loads and offerings: nothing undecided, nothing decided twice, nothing without a way out, and drawn as they are."""
+"""The tables of loads, offerings and questions: nothing undecided, nothing decided twice, a way out, and drawn as they are."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvxfer.schedule import LOAD, OFFERING, LoadEvent, LoadState, OfferingEvent, OfferingState
+from kvxfer.schedule import ASK, LOAD, OFFERING, AskEvent, AskState, LoadEvent, LoadState, OfferingEvent, OfferingState
 from kvxfer.transitions import IllegalTransition, Transitions
 
-TABLES = {"load": (LOAD, LoadState, LoadEvent), "offering": (OFFERING, OfferingState, OfferingEvent)}
+TABLES = {
+    "load": (LOAD, LoadState, LoadEvent),
+    "offering": (OFFERING, OfferingState, OfferingEvent),
+    "ask": (ASK, AskState, AskEvent),
+}
 each_table = pytest.mark.parametrize(("life", "states", "events"), TABLES.values(), ids=TABLES.keys())
 
 

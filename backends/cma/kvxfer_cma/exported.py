@@ -55,7 +55,7 @@ def read_back(fd: int) -> list[Exported]:
     try:
         found = msgspec.msgpack.decode(taken(fd), type=list[Exported])
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise PeerError(f"what it says of its memory makes no sense ({e})") from e
+        raise PeerError(f"its description of its memory makes no sense ({e})") from e
     if len({one.number for one in found}) < len(found):
-        raise PeerError("it says of its memory too much, or says it twice")
+        raise PeerError("its description of its memory is too long, or came twice")
     return found

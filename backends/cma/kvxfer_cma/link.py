@@ -110,7 +110,7 @@ class Link:
                 elif message == _PLACES and len(descriptors) == 1 and self.asker is None and self.remote is None:
                     self._take(exported.read_back(descriptors[0]))
                 else:
-                    raise PeerError("it said what makes no sense")
+                    raise PeerError("it sent a message that makes no sense")
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -129,7 +129,7 @@ class Link:
             for memory in range(max(by_number, default=-1) + 1):
                 remote.add(by_number.get(memory, ()))
         except TransportError as e:
-            raise PeerError(f"what it says of its memory makes no sense ({e})") from e
+            raise PeerError(f"its description of its memory makes no sense ({e})") from e
         owner = self.liveness.process
         self.processes = {m.number: vm.Process(owner, self.peer, m.key_address, self._key) for m in said}
         self.remote = remote

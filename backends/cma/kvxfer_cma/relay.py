@@ -58,8 +58,8 @@ class Relay:
         """
         if peer.socket is None:
             raise TransportError(
-                f"{peer.agent} runs with `mode: vm`, and this side cannot or shall not copy from its memory "
-                "directly; set `mode: auto` there"
+                f"{peer.agent} runs with `mode: vm`, and this side cannot, or is set not to, copy from its "
+                "memory directly; set `mode: auto` there"
             )
         asker = Asker(peer.socket, peer.link, peer.agent)
         self._askers.add(asker)

@@ -6,7 +6,7 @@ to read, the server gathers the runs listed in the slot into it and answers, and
 the asker gathers first and the server scatters. Slots keep both sides busy at once and bound the memory; when either
 process ends, the other sees the socket close.
 
-A request that was aborted must not be served later, when the server's memory may be somebody else's: two words of each slot
+A request that was aborted must not be served later, when the server's memory may belong to another request: two words of each slot
 see to that. The asker writes the request's number into the one, and 0 when it gives the request up; the server writes the
 number into the other before it copies, and then looks whether it still stands in the first.
 """

@@ -203,7 +203,7 @@ class CmaTransport(Base[Endpoint, Link]):
         self._jobs.clear()
 
     def _steps(self, until: float) -> bool:
-        """Give batches a step each, in turn, while there is time. True if any of them can go on at once."""
+        """Give batches a step each, one after the other, while there is time. True if any of them can go on at once."""
         more = later = False
         for number in list(self._jobs):
             if time.monotonic() >= until:

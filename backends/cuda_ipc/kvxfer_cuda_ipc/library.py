@@ -1,4 +1,4 @@
-"""The CUDA driver and its compiler through cuda-bindings: loaded when somebody needs them, and calls that raise."""
+"""The CUDA driver and its compiler through cuda-bindings: loaded when they are needed, and calls that raise."""
 
 from __future__ import annotations
 

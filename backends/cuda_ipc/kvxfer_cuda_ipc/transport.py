@@ -35,7 +35,7 @@ LATE_S = 0.001
 """How long to leave a batch alone at most that is late."""
 
 EARLY_S = 0.0001
-"""How long before it should be over a batch gets our full attention: a timer may wake us so much too late."""
+"""How long before its expected end a batch gets our full attention: a timer may wake us too late by this much."""
 
 
 class CudaIpcTransport(Base[Endpoint, Link]):
@@ -89,7 +89,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         self._exported.pop(memory, None)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        """Return an endpoint. Handles have no rights: who can open one can write, too."""
+        """Return an endpoint. Handles have no rights: a peer that can open one can write, too."""
         link = os.urandom(LINK_BYTES)
         self._liveness.offer(link)
         exported = tuple(e for number, e in self._exported.items() if number in memories)

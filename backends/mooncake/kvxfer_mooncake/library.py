@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine: loaded only when somebody needs it, and called by what it does.
+"""Mooncake's transfer engine: loaded only when it is needed, and called by what it does.
 
 Three things about it shape this back end (0.3.13):
 

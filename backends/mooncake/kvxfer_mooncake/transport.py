@@ -31,7 +31,7 @@ from kvxfer_mooncake.spans import Spans
 __all__ = ["MooncakeTransport"]
 
 BUDGET_S = 0.01
-"""A call posts no more after so long."""
+"""Seconds after which a call posts no more."""
 LINGER_S = 0.01
 
 

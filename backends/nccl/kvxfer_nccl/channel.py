@@ -10,7 +10,7 @@ from kvxfer_nccl.wire import Message, decode, encode
 __all__ = ["Channel", "dial", "listen"]
 
 SILENT_S = 15
-"""A host that answers nothing for so long, though bytes or probes wait for its answer, is gone."""
+"""Seconds after which a host that answers nothing is gone, though bytes or probes wait for its answer."""
 
 TURNS = 16
 """Reads before others get their turn."""

@@ -136,7 +136,7 @@ class NcclPipe:
             raise TransportError(f"NCCL did not abort a communicator cleanly: {e}") from e
 
     def _make_stream(self) -> None:
-        """Return a stream that nobody else has: torch hands out 32 in turn, and what NCCL runs on one may wait for long."""
+        """Return a stream that nobody else has: torch hands out 32, one after the other, and what NCCL runs on one may wait for long."""
         from cuda.core import Device, StreamOptions
 
         device = Device(self._device.index)

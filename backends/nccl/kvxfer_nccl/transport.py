@@ -110,7 +110,9 @@ class NcclTransport(Base[Endpoint, Link]):
     def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
         devices = {r.device for r in regions} | ({self._device} if self._device else set())
         if len(devices) > 1:
-            raise TransportError(f"back end 'nccl' drives one GPU a process; this memory lies on {sorted(devices)}")
+            raise TransportError(
+                f"back end 'nccl' drives one GPU for each process; this memory lies on {sorted(devices)}"
+            )
         self._device = next(iter(devices), None)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
@@ -196,7 +198,7 @@ class NcclTransport(Base[Endpoint, Link]):
 
     def shut_down(self) -> None:
         with self._waking:
-            pass  # who is about to wake us has done so, and nobody does from now on
+            pass  # a thread that is about to wake us has done so, and none does from now on
         links = [*self.links.values(), *self._ending.values()]
         for link in links:
             link.end(TransportError("the transport was closed on this side"), "the other side shut down")

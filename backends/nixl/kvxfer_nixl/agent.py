@@ -27,7 +27,7 @@ Side = tuple[bool, DescriptorRows]
 """Descriptors, and whether they lie in GPU memory."""
 
 PROGRESS_US = 100_000
-"""The progress thread sleeps on UCX's descriptor, and wakes by itself after so long in case an event was lost. It then
+"""The progress thread sleeps on UCX's descriptor, and wakes by itself after this time in case an event was lost. It then
 spins for the lock that a running copy holds: with 10 ms, CMA copies are half as fast. With 0, the default, it spins."""
 
 REST_S = 2.0
@@ -88,7 +88,7 @@ class LibraryAgent:
                 f"{settings}: {library.explain(e)}"
             ) from e
         self._agent: Any = agent
-        # NIXL's, of which UCX's must rest before the end; those of other plugins may spin. One of somebody else that was started just
+        # NIXL's, of which UCX's must rest before the end; those of other plugins may spin. Another one that was started just
         # then does no harm.
         self._threads = threads() - others if options.plugin == "UCX" else frozenset()
         inside.before_the_end(self._drop)

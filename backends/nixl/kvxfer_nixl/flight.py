@@ -127,7 +127,7 @@ class Flight:
 
     @property
     def _peer(self) -> Peer:
-        """Whom a piece was posted to, or may be: the link is up by then."""
+        """The peer that a piece was posted to, or may be: the link is up by then."""
         assert self.link.peer is not None
         return self.link.peer
 

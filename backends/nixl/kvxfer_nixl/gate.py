@@ -42,7 +42,7 @@ class _Gate:
     def __enter__(self) -> None:
         with self._changed:
             if self._shut:
-                raise TransportError("NIXL is called no more, for the interpreter ends")
+                raise TransportError("NIXL is not called any more because the interpreter ends")
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:

@@ -1,6 +1,6 @@
 """Which peers UCX reads from by itself, without the help of the process that it reads from.
 
-Over TCP that process answers the READ, and can go down inside UCX (seen with 1.23) when either side ends in the middle of it: a
+Over TCP that process answers the READ, and can go down inside UCX (seen with 1.23) when either side ends in the middle of it. A
 reader that is killed takes the one that it reads from along, and one that closes while it is read crashes. Writes do no such
 harm. NIXL does not say what UCX has chosen for a link, so this is what it can choose at all.
 """

@@ -1,8 +1,8 @@
 """Whether NIXL's own threads come to rest, without which its agent cannot be destroyed.
 
 UCX (1.23) lets nobody sleep on its descriptor while something waits for room in the queue of a peer of this host, and a peer that has
-stopped or died makes none. NIXL's progress thread (1.5) is told to end only where it sleeps. So it spins for ever, and who destroys the
-agent waits for it for ever, with the interpreter's lock in hand: then no thread of this process goes on.
+stopped or died makes none. NIXL's progress thread (1.5) is told to end only where it sleeps. So it spins for ever. The thread that
+destroys the agent waits for it with the interpreter's lock in hand, and no thread of this process goes on.
 """
 
 from __future__ import annotations

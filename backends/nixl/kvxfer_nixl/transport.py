@@ -40,7 +40,7 @@ from kvxfer_nixl.space import RegisteredSpace, one_device
 __all__ = ["NixlTransport"]
 
 BUDGET_S = 0.015
-"""A call starts no more pieces after so long."""
+"""Seconds after which a call starts no more pieces."""
 DRAIN_S = 1.0
 """How long ``close`` waits for NIXL to be done: ended in the middle of a READ over TCP, UCX 1.23 can abort the *peer*."""
 LINGER_S = 0.05
@@ -141,7 +141,7 @@ class NixlTransport(Base[Endpoint, Link]):
             agent.deregister(token)
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
-        """NIXL's keys have no rights: who has one can write, too, where the carrier asks for one at all."""
+        """NIXL's keys have no rights: a peer that has one can write, too, where the carrier asks for one at all."""
         end = new_token()
         mine = Endpoint(
             self.agent[:256],

@@ -1,7 +1,7 @@
 """Settings of UCX: checked by UCX itself, and handed to it through NIXL.
 
-NIXL takes them in one plugin parameter, ``engine_config``, which has three traps: it drops a setting that UCX refuses
-without a word, it prefers the environment's value, and it cuts the text at commas, although UCX's lists are written
+NIXL takes them in one plugin parameter, ``engine_config``, which has three traps. It drops a setting that UCX refuses
+without a message, it prefers the environment's value, and it cuts the text at commas, although UCX's lists are written
 with commas. So UCX is asked first, and an environment that contradicts the operator's options is an error. A setting with a comma, or
 of which kvxfer gives NIXL only a part, goes through the environment for the moment in which NIXL makes its UCX context.
 """

@@ -83,7 +83,7 @@ class Door:
         stranger.close()
 
     def introduce(self, stranger: _Stranger, token: bytes, number: int) -> None:
-        """Pass on somebody who has said what a peer of ours would."""
+        """Pass on a connection that has said what a peer of ours would."""
         del self._strangers[stranger]
         self._loop.forget(stranger)
         self._admit(token, stranger.pipe.socket, number)

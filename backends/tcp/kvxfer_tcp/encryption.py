@@ -65,7 +65,7 @@ class Keys:
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(theirs.key))
         except ValueError as e:
-            raise TransportError(f"{theirs.agent!r} has told no key that encrypts: {e}") from None
+            raise TransportError(f"{theirs.agent!r} sent no key for encryption: {e}") from None
         return _SealedPipes(shared, mine.token, theirs.token)
 
 

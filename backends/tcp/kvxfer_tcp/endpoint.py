@@ -39,4 +39,4 @@ class Endpoint(EndpointBase, frozen=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        return (self.host,) if self.lends else ()  # who lends nothing is not dialled
+        return (self.host,) if self.lends else ()  # a peer that lends nothing is not dialled

@@ -39,11 +39,11 @@ LEAST_CHUNK, SHARED_CHUNK, MOST_CHUNK = 128 << 10, 2 << 20, 8 << 20
 a connection for a batch that was aborted. Where a chunk ends a reader may have to wait once more, so they are long."""
 
 WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
-"""A reader sleeps until so much of a chunk has come, on the only connection or on each of several. Without that it would
+"""The bytes of a chunk for which a reader sleeps, on the only connection or on each of several. Without that it would
 wake for the first packet, and on a busy host wait for its turn on a processor each time."""
 
 SHORT_CHUNK, LEAST_WAKE = 4 << 20, 64 << 10
-"""Of a chunk that is not longer it sleeps until half of what is missing has come, or so much: what is copied out only when all is there
+"""Of a chunk that is not longer it sleeps until half of what is missing has come, or this much: what is copied out only when all is there
 adds to the time of a short batch, and a long one has others to copy meanwhile."""
 
 
@@ -377,7 +377,7 @@ class _Incoming(Connection):
         wake = max(1, min(coming - self.pipe.held, self._reader.wake_bytes))
         if wake != self._wake:
             self._wake = wake
-            # If so much is there by now, this tells at once.
+            # If that is there by now, this tells at once.
             self.pipe.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake)
 
     def _take(self, raw: bytes) -> None:

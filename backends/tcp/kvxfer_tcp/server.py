@@ -23,7 +23,7 @@ READ_BYTES = 64 << 10
 """At most these bytes of requests are taken in at once."""
 
 UNREAD_BYTES = OPEN_ASKS * (FRAME_BYTES + MOST_REASON)
-"""A peer that leaves so much of what it was told unread is not listened to: that many requests it may have at once, all refused."""
+"""The bytes of unread answers beyond which a peer is not listened to: that many requests it may have at once, all refused."""
 
 
 @dataclass(eq=False)

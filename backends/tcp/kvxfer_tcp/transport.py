@@ -192,7 +192,7 @@ class TcpTransport(Base[Endpoint, Link]):
                 self._epoll.unregister(connection.pipe.fd)
 
     def _turns(self, until: float) -> None:
-        """Let connections go on, a bounded step each in turn, until none can or the time is over."""
+        """Let connections go on, one after the other by a bounded step, until none can or the time is over."""
         hot = self._hot
         while True:
             for fd, events in self._epoll.poll(0):

@@ -78,5 +78,5 @@ class Header(NamedTuple):
 
 
 def greeting(token: bytes) -> bytes:
-    """Return what a connection begins with, on either side: the token of who is spoken to."""
+    """Return what a connection begins with, on either side: the token of the side that is spoken to."""
     return _GREETING.pack(MAGIC, token)

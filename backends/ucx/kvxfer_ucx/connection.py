@@ -59,7 +59,7 @@ class Connection:
         """
         # UCX ends the process for an address whose first byte, its version and flags, is none that it could have made.
         if not address or address[0] != self.address[0]:
-            raise PeerError("its address is none of this UCX; are both of one release, and set up alike?")
+            raise PeerError("its address does not fit this UCX; are both of one release, and set up alike?")
         ucxx, broken, news = self._library.ucxx, self._broken, self._news
         try:
             theirs = ucxx.UCXAddress.create_from_buffer(address)

@@ -21,7 +21,7 @@ class Endpoint(EndpointBase, frozen=True):
         end: Names this end of the link.
         line: Where a peer of the same host announces itself, which no other finds.
         tag: 64 random bits from which the tags of all messages to this side of the link are made. Nobody else knows them, although UCX
-            takes tagged messages from everybody who reaches it.
+            takes tagged messages from every process that reaches it.
         plain: All of this side's memory is host memory.
         format: Of all that travels between two of us: endpoints, tags.
     """

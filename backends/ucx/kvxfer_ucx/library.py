@@ -1,4 +1,4 @@
-"""Load ucxx, without what its import leaves behind in the environment, and only when somebody needs it."""
+"""Load ucxx, without what its import leaves behind in the environment, and only when it is needed."""
 
 from __future__ import annotations
 

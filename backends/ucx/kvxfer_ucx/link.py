@@ -146,7 +146,7 @@ class Link:
     def submit(self, half: Half) -> list[Completion]:
         """Take a batch, and post what may go now.
 
-        What was packed before it may be ready meanwhile, and who submits several does not step before the last. Returns
+        What was packed before it may be ready meanwhile, and a caller that submits several does not step before the last. Returns
         batches that have ended with that.
         """
         self._waiting.append(half)
@@ -252,7 +252,7 @@ class Link:
             self.fail(PeerError(f"{self.theirs.agent!r} does not answer; is it alive, and can UCX reach it?"), now)
 
     def _hung_up(self, now: float) -> bool:
-        """Whether a peer of this host has closed its socket for so long that nothing which it sent before that is still to come."""
+        """Whether a peer of this host closed its socket long enough ago that nothing which it sent before that is still to come."""
         if self.liveness is None or self.liveness.down is None:
             return False
         self._down_at = self._down_at or now

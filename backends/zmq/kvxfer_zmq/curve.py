@@ -1,7 +1,7 @@
 """CurveZMQ (ZeroMQ's RFC 26): everything that travels is encrypted, and each side knows that the other is who it is meant to be.
 
 A process has one pair of keys, made when it starts. The public key is told in endpoints alone and never travels with the bytes, so
-nobody gets past the handshake to whom no endpoint was given; which link a peer belongs to, it shows by the link's tokens.
+a peer that was given no endpoint does not get past the handshake. The link's tokens show which link a peer belongs to.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class Keys:
 
     def __init__(self) -> None:
         if not zmq.has("curve"):
-            raise TransportError(
-                "option 'encrypt' of back end 'zmq' needs a libzmq with CURVE, which this one is without"
-            )
+            raise TransportError("option 'encrypt' of back end 'zmq' needs a libzmq with CURVE, which this one lacks")
         self.public, self._secret = zmq.curve_keypair()
 
     def listen(self, socket: zmq.Socket[Any]) -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks of vLLM: real servers, and its own scheduler with a forward pass that is played."""
+"""Benchmarks of vLLM: real servers, and its own scheduler with a simulated forward pass."""

@@ -52,7 +52,7 @@ class Beside:
     def found(self) -> dict[str, Any]:
         """Return medians of the rounds that count.
 
-        ``prefill_ms`` alone and ``prefill_beside_ms`` while the decode server loads, and their ratio; how many tokens a second the others
+        ``prefill_ms`` alone and ``prefill_beside_ms`` while the decode server loads, and their ratio. How many tokens a second the others
         decode while nothing is loaded and while ``LOADS`` loads follow each other, which takes ``loads_ms``, and how many tokens of all of
         them a load costs.
         """

@@ -1,6 +1,6 @@
-"""A decode engine whose forward pass is played: for benchmarks of what is around it.
+"""A decode engine whose forward pass is simulated: for benchmarks of what is around it.
 
-vLLM's scheduler, the connector in both roles, agents, side channel and links are the real ones. Only the forward pass is played: it
+vLLM's scheduler, the connector in both roles, agents, side channel and links are the real ones. Only the forward pass is simulated: it
 takes as long as it is told to, and with steps that overlap, as vLLM's do on GPUs, the next one is planned and launched meanwhile.
 """
 
@@ -128,7 +128,7 @@ class DecodeEngine:
         self._scheduler.add_request(request)
 
     def digest(self, request: Request) -> bytes:
-        """Return that of its prompt."""
+        """Return the digest of its prompt."""
         connector: Any = self._scheduler.connector
         return bytes(connector._sched._digest(request))
 

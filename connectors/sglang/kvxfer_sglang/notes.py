@@ -43,7 +43,7 @@ class PagesOffered(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         room: The request's ``bootstrap_room``.
-        attempt: That of the ``PagesWanted``.
+        attempt: The attempt of the ``PagesWanted``.
         ticket: What is to be fetched; empty where there is no page to move.
         aux: If there are no pages, SGLang's metadata of the request; otherwise these come with the pages.
     """

@@ -140,7 +140,7 @@ class BatchingExchange:
             found = self._tickets.pop(request_id, None)
         if found is None:
             raise ArgumentError(
-                f"request_id must be that of a prefill whose result has come without an error, not {request_id!r}"
+                f"request_id must name a prefill whose result has come without an error, not {request_id!r}"
             )
         return found
 

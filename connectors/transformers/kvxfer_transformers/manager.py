@@ -84,7 +84,7 @@ def reserve(paged: Any, name: str, start: int, tokens: int) -> bool:
 
 
 def rename(paged: Any, before: str, after: str) -> None:
-    """Make the blocks of one request those of another."""
+    """Give the blocks of one request to another."""
     for allocator in paged.cache_allocators.values():
         allocator.block_table[after] = allocator.block_table.pop(before)
 

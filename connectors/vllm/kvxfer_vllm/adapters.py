@@ -1,6 +1,6 @@
 """Which adapters (LoRA) vLLM has loaded, by the weights that it has in memory.
 
-An adapter's name, number and path do not tell: its files may have changed after vLLM read them, and vLLM reads them again when
+An adapter's name, number and path do not tell. Its files may have changed after vLLM read them, and vLLM reads them again when
 it has dropped the adapter, when it is told to (``load_inplace``), and from then on in every step. So the process that loads an
 adapter hashes what it has loaded. The scheduler's process asks for that when vLLM has been told to load one, and hears
 of everything else with the workers' reports.

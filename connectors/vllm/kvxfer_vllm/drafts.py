@@ -1,4 +1,4 @@
-"""Tell the layers of a draft model (EAGLE, MTP, a smaller model) from those of the model that is served.
+"""Tell the layers of a draft model (EAGLE, MTP, a smaller model) from the layers of the model that is served.
 
 Their caches affect how many drafted tokens are accepted, never which tokens come out. So only two engines with the same
 draft model move its cache; an engine whose peer has none, or another, does without. vLLM does not mark such layers for

@@ -35,7 +35,7 @@ class HttpBatch:
         arrived: When it came.
         prompts: By position, the name that vLLM has given to a prompt.
         requests: The requests of which something is computed or held.
-        running: Those of them that have not ended.
+        running: The ones among them that have not ended.
     """
 
     answer: str
@@ -63,7 +63,7 @@ class RequestFacts:
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
         batch: The HTTP request that it belongs to, if it offers.
-        span: The span of its load, and later that of its offer.
+        span: The span of its load, and later the span of its offer.
     """
 
     name: str

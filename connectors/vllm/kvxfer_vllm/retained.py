@@ -16,7 +16,7 @@ __all__ = ["RetainedBlocks"]
 
 
 class RetainedBlocks:
-    """Those of requests that load. One thread."""
+    """The blocks of requests that load. One thread."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._windows = [(g, group) for g, group in enumerate(groups) if group.kind == "window"]

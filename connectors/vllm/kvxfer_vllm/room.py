@@ -21,7 +21,7 @@ MOST_PASSED = 4
 
 
 class Room:
-    """Which loads are passed, and by whom; one thread."""
+    """Which loads are passed, and by which; one thread."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._blocks = [group.block_tokens for group in groups if group.kind == "full"]

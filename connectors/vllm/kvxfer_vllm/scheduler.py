@@ -152,8 +152,8 @@ class SchedulerHooks:
         if offers:
             self._offer(request, params, external, content)
         if loads:
-            # The last prompt token is computed here in any case, so its KV need not come. Who offers a state computes the one before
-            # it, too, and of the tokens before both P has no state.
+            # The last prompt token is computed here in any case, so its KV need not come. An engine that offers a state computes the one
+            # before it, too, and of the tokens before both P has no state.
             part = common_part(
                 p.told_of(params, external),
                 self._facts,

@@ -25,11 +25,11 @@ DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
 cached, or what was fetched ahead of its step failed."""
 
 COUNTS = ("corrupt", "direct", "staged")
-"""Those of an agent's stats that only ever grow."""
+"""The agent's stats that only ever grow."""
 TALLIES = ("offers", "unclaimed", "not_offered", "failures", "counts")
-"""Those of what vLLM is told that are numbers by name, which add up."""
+"""The parts of what vLLM is told that are numbers by name, which add up."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
-"""Those of an agent's stats that go up and down, and their names here."""
+"""The agent's stats that go up and down, and their names here."""
 
 MOST_PEERS = 64
 """The most hosts that failed loads are counted for, one by one; the others are counted together."""
@@ -197,7 +197,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         )
         self._parts = counter("kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
         self._corrupt = counter(
-            "kvxfer_corrupt", "Transfers whose checksum differed from that of the bytes that were sent."
+            "kvxfer_corrupt", "Transfers whose bytes have another checksum than the bytes that were sent."
         )
         self._gauges = {
             "quarantined": gauge(

@@ -78,7 +78,7 @@ class WorkerHooks:
         transfer = self._vllm.kv_transfer_config
         cache = layout.cache
         if transfer is not None and transfer.kv_buffer_device == "cpu" and cache.regions[0].device != "cpu":
-            log.info("KV goes through buffers in host memory, since kv_buffer_device is cpu")
+            log.info("KV goes through buffers in host memory, because kv_buffer_device is cpu")
             self._buffers = HostBuffers(tensors)
             cache = self._buffers.cover(cache)
         self.start(self._agent(cache), layout, copy=copy, channel=WorkerChannel)
@@ -184,7 +184,7 @@ class WorkerHooks:
         """Process what has ended since the last step.
 
         While nothing is computed vLLM makes an empty step every millisecond, each half a millisecond of Python in which the threads
-        that move KV cannot run. So an empty step waits for something to end, but not so long that a new request would mind.
+        that move KV cannot run. So an empty step waits for something to end, but not longer than a new request can wait.
         """
         if not self._drafts:
             self.after_forward(metadata)

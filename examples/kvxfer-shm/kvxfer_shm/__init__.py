@@ -30,7 +30,7 @@ class Options(Struct, frozen=True):
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """Where this side listens, on this host only; ``end`` is random, and who does not know it is not let in."""
+    """Where this side listens, on this host only; ``end`` is random, and a process that does not know it is not let in."""
 
     backend, format = "shm", 2
     name: DoorName

@@ -84,7 +84,7 @@ def measure_elastic(
 ) -> dict[str, Any]:
     """Move a request between two elastic caches and, in turns, between two plain ones.
 
-    On a GPU also between two plain ones that are declared elastic, which shows the cost of staging without that of mapped pages.
+    On a GPU also between two plain ones that are declared elastic, which shows the cost of staging without mapped pages.
 
     Returns:
         For each kind of memory (``elastic_``, ``declared_``, ``plain_``) whether the bytes were staged and the GB/s of the median

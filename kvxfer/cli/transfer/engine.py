@@ -2,8 +2,8 @@
 
 There are two figures. *Transport*: both data threads are given the same part; the time runs from when the later one starts on it to
 the later end. *Session*: the producer has offered and the consumer fetches; the time runs from when the consumer hears of the offer
-to the outcome. Rounds follow each other immediately, as under load, or each after a pause: on a shared machine, the caches of a core
-that has been idle for milliseconds hold somebody else's data, and what runs next takes several times as long.
+to the outcome. Rounds follow each other immediately, as under load, or each after a pause. On a shared machine, the caches of a core
+that has been idle for milliseconds hold other processes' data, and what runs next takes several times as long.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Setup:
 
 
 class BenchEngine:
-    """One of the two engines of a transfer benchmark. Its methods are called in turn, on one thread."""
+    """One of the two engines of a transfer benchmark. Its methods are called one after the other, on one thread."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup

@@ -76,7 +76,7 @@ class Pair:
         return bool(p.get())
 
     def move_raw(self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1) -> list[ByLibrary]:
-        """Move the blocks with the library, in each of ``ways`` in turn; return what each took.
+        """Move the blocks with the library, in one of ``ways`` after the other; return what each took.
 
         A way uses a message or descriptor for each run (``True``), or one for all bytes (``False``).
         """

@@ -33,7 +33,7 @@ def shares(action: Move, can: Capabilities) -> bool:
 class Direct(Job):
     """The plan's own runs, in one batch.
 
-    A long part that is read or written goes in several batches, a few at a time: a library may move batches one after the other,
+    A long part that is read or written goes in several batches, a few at a time. A library may move batches one after the other,
     and a short part that comes later would have to wait for all of a long one. Two-sided batches are not cut.
 
     Short parts that are read may share a batch (``submit_together``). If that fails, each part that was not aborted is moved again

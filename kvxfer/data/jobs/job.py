@@ -112,7 +112,7 @@ class Job:
         self.quiet = True
 
     def remote_writes_ended(self) -> None:
-        """Record that the peer has ended its half for good; matters only to jobs that lend it memory."""
+        """Record that the peer has ended its half and will not go on; matters only to jobs that lend it memory."""
 
     def calmed_by_close(self, caps: Capabilities) -> bool:
         """Return whether closing its link makes its memory quiet."""

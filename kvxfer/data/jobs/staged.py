@@ -27,7 +27,7 @@ ON_DEVICE = frozenset({PieceState.PACKING, PieceState.UNPACKING, PieceState.SETT
 def _pieces(action: Move) -> Iterator[StagedPiece]:
     """Yield a part's pieces, the same on both sides.
 
-    If there are many pieces, the first is half as long, so that they do not all end at once: a library that shares its link
+    If there are many pieces, the first is half as long, so that they do not all end at once. A library that shares its link
     between two pieces of equal length ends both at the same time, and then the link stands still.
     """
     nbytes = action.piece_bytes

@@ -1,6 +1,6 @@
 """How CUDA memory is mapped, and memory that is not mapped by pages: what PyTorch's allocator does not say.
 
-``cudaMalloc`` gives an address its pages for good. Virtual memory management (``cuMemMap``) maps them later and may map others in
+``cudaMalloc`` gives an address pages that never change. Virtual memory management (``cuMemMap``) maps them later and may map others in
 their place: kvcached, vLLM's sleep mode and PyTorch's expandable segments do. Through the driver, by ctypes: any thread.
 """
 

@@ -77,7 +77,7 @@ class CudaSpace(Space):
         """Allocate pinned host memory, which kernels address as it is.
 
         Raises:
-            KvxferError: The system does not give so much.
+            KvxferError: The system does not give that much memory.
         """
         try:
             held = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -215,5 +215,5 @@ class _Raw:
 
 
 def wrap(address: int, nbytes: int, device: str) -> Any:
-    """Return a uint8 tensor over memory that somebody else owns."""
+    """Return a uint8 tensor over memory that other code owns."""
     return torch.as_tensor(_Raw(address, nbytes), device=device)

@@ -16,6 +16,8 @@ from kvxfer.protocol.messages.directory import (
     Begun,
     Decline,
     EngineDescriptor,
+    Inquire,
+    InquiryAnswer,
     Lookup,
     Named,
     RankDescriptor,
@@ -50,6 +52,8 @@ __all__ = [
     "Begun",
     "PartReady",
     "Hello",
+    "InquiryAnswer",
+    "Inquire",
     "Lookup",
     "RankDescriptor",
     "Message",
@@ -95,6 +99,8 @@ Message = (
     | Decline
     | Await
     | Begun
+    | Inquire
+    | InquiryAnswer
 )
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from kvxfer.values import MOST_BANDS, MOST_DIGEST
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16

@@ -10,10 +10,22 @@ from kvxfer import arguments
 from kvxfer.facts import Facts
 from kvxfer.geometry import Cache
 from kvxfer.identity import TransferId
-from kvxfer.protocol.messages.bounds import MAX_NAMES, Digest, Number, WireMessage, shorten
+from kvxfer.protocol.messages.bounds import MAX_NAMES, Count, Digest, Number, WireMessage, shorten
 from kvxfer.values import MOST_DIGEST
 
-__all__ = ["Await", "Begun", "Decline", "EngineDescriptor", "Lookup", "Named", "RankDescriptor", "Renew"]
+__all__ = [
+    "MAX_CHAIN",
+    "Await",
+    "Begun",
+    "Decline",
+    "EngineDescriptor",
+    "InquiryAnswer",
+    "Inquire",
+    "Lookup",
+    "Named",
+    "RankDescriptor",
+    "Renew",
+]
 
 
 class Lookup(WireMessage, frozen=True, tag="lookup"):
@@ -99,3 +111,42 @@ class Begun(WireMessage, frozen=True, tag="begun"):
     """The directory's answer to ``Await``, at once or later: the engine has begun with these, or they are over."""
 
     transfers: Names
+
+
+MAX_CHAIN = 1 << 16
+"""The most bytes of a chain."""
+
+
+class Inquire(WireMessage, frozen=True, tag="inquire"):
+    """A consumer's scheduler side to any other: offer me, under this name, what you hold of these tokens.
+
+    Attributes:
+        transfer: The name, which the consumer has made.
+        step: Tokens from one link of the chain to the next.
+        links: The chain: a digest of all tokens so far after each ``step`` tokens.
+    """
+
+    epoch: Number
+    transfer: TransferId
+    step: Count
+    links: Annotated[bytes, Meta(max_length=MAX_CHAIN)]
+
+
+class InquiryAnswer(WireMessage, frozen=True, tag="inquiry_answer"):
+    """The directory's answer to ``Inquire``: this many tokens are offered under that name.
+
+    Attributes:
+        epoch: The epoch of the engine that answers.
+        tokens: How many. 0: nothing is.
+        digest: The link of the chain behind them, which is the digest of the offer.
+        reason: Why nothing is, where it may be something another time.
+    """
+
+    transfer: TransferId
+    epoch: Number
+    tokens: Count = 0
+    digest: Digest = b""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        shorten(self)

@@ -45,7 +45,7 @@ class Forgeries(Suite):
         Whatever its endpoint says (another process, this very one, an address beside its memory, more bytes, another
         participant's socket or secret), the link is refused or its batches fail, or move nothing but what that peer has
         itself. They end in time, and no other link suffers. Do not use an address, a process or a file because an
-        endpoint names it: have the kernel or the library say whose it is, or have its owner say it over a socket of which the kernel
+        endpoint names it. Have the kernel or the library say whose it is, or have its owner say it over a socket of which the kernel
         tells who is at its end (``kvxfer.backend.liveness``).
         """
         a, b, c = world.local(), world.mortal(), world.other()

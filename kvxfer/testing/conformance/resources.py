@@ -78,7 +78,7 @@ def _least(world: World, transports: int, cpu: float, polls: float, stretches: i
 def _lost(rounds: Callable[[int], object], count: int) -> int:
     """Return the bytes by which ``count`` rounds made the process grow.
 
-    The median stretch of rounds is taken for all: a leak shows in each of them, while allocators and libraries grow in jumps
+    The median stretch of rounds is taken for all. A leak shows in each of them, while allocators and libraries grow in jumps
     (NCCL by 32 MiB, in the eighth round or the twentieth), and others in this process may give back much at one time.
     """
     stretches, grown = max(1, min(RSS_STRETCHES, count)), []
@@ -131,7 +131,7 @@ class Resources(Suite):
     def test_nothing_leaks(self, world: World) -> None:
         """After many rounds of connecting, moving and closing, descriptors, threads and memory are what they were.
 
-        They are compared with the state after the first few of ``rounds``, because libraries may keep a little for good on
+        They are compared with the state after the first few of ``rounds``, because libraries may keep a little for ever on
         first use.
         """
         way = self.ways()[0]
@@ -326,8 +326,10 @@ class Resources(Suite):
             world.move(link, self.ways()[0], a, b, Runs.of([0], [0], [1_000_000]))
             a.close()
             b.close()
-        world.promptly(lambda: not children() - started, "who closes ends the processes that it has started")
-        world.promptly(lambda: not _unused(_shared_files() - files), "who closes leaves no file in shared memory")
+        world.promptly(lambda: not children() - started, "the side that closes ends the processes that it has started")
+        world.promptly(
+            lambda: not _unused(_shared_files() - files), "the side that closes leaves no file in shared memory"
+        )
 
     def test_waiting_for_a_fence_does_not_spin(self, world: World) -> None:
         """A fence is checked now and then, not all the time.

@@ -81,7 +81,7 @@ class Transfers(Suite):
         before = a.content(0), b.content(0)
         piece, started, there, back = 40_000, [], [], []
         for i in range(32):
-            # Halves of the memory, so that nobody writes what somebody reads.
+            # Halves of the memory, so that nothing is written while it is read.
             there.append(Runs.of([i * piece], [1_500_000 + (31 - i) * piece + 1], [piece - 1 - i]))
             back.append(Runs.of([i * piece + 2], [1_500_000 + i * piece], [piece - 2 - 100 * i]))
             started.append(link.start(way, a, b, there[-1]))

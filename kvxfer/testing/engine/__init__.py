@@ -13,8 +13,9 @@ other end of a connection that is tested. All of it runs in the calling thread, 
 """
 
 from kvxfer.testing.engine.bare import AgentEngine
+from kvxfer.testing.engine.conversation import ConversationEngine, Turn
 from kvxfer.testing.engine.defaults import FACTS, until
 from kvxfer.testing.engine.memory import Content, PagedMemory
 from kvxfer.testing.engine.paged import PagedEngine
 
-__all__ = ["FACTS", "AgentEngine", "Content", "PagedEngine", "PagedMemory", "until"]
+__all__ = ["FACTS", "AgentEngine", "Content", "ConversationEngine", "PagedEngine", "PagedMemory", "Turn", "until"]

@@ -92,7 +92,7 @@ class PagedMemory:
     def expect(
         self, digest: bytes, blocks: Sequence[int], start: int, end: int, layer: int | None = None
     ) -> tuple[Any, ...]:
-        """Have ``verify`` look for this instead, where somebody else has written it; return where that is."""
+        """Have ``verify`` look for this instead, where other code has written it; return where that is."""
         which = slice(None) if layer is None else slice(layer, layer + 1)
         at = np.arange(start, end)
         cells = which, np.asarray(blocks, np.int64)[at // self.tokens], at % self.tokens

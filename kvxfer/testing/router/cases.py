@@ -239,7 +239,7 @@ CASES: tuple[RouterCase, ...] = (
     ),
     RouterCase(
         "one-id-in-turn",
-        "3 requests under one id in turn",
+        "3 requests under one id, one after the other",
         Y,
         lambda t: _under_one_name(t, [_completion(t.ids(100 + i)) for i in range(3)]),
     ),
@@ -257,7 +257,7 @@ CASES: tuple[RouterCase, ...] = (
         lambda t: _under_one_name(t, [_completion(_several(3)(t)) for _ in range(2)]),
         True,
     ),
-    RouterCase("again", "the same request twice in turn", Y, lambda t: 2 * [_completion(t.words())]),
+    RouterCase("again", "the same request twice, one after the other", Y, lambda t: 2 * [_completion(t.words())]),
     RouterCase(
         "rejected",
         "a request that every engine rejects",

@@ -59,7 +59,7 @@ def run_space_suite(
 def run_space_mutants(name: str, device: str) -> Iterator[tuple[type[SpaceMutant], ConformanceReport]]:
     """Break a space in each of the ways of ``kvxfer.testing.spaces.mutants``, and run the clause that must find it.
 
-    The arguments and errors are those of ``run_space_suite``.
+    The arguments and errors are the same as in ``run_space_suite``.
     """
     for mutant in SPACE_MUTANTS:
         yield mutant, run_space_suite(name, device, mutant.found_by, fail_fast=True, mutant=mutant.__name__)

@@ -259,7 +259,7 @@ class SpaceSuite:
 
     @pytest.mark.parametrize(("src", "dst"), [(a, b) for a, b in layout_pairs() if a <= b], ids=" to ".join)
     def test_checksums_are_those_of_the_host(self, src: str, dst: str) -> None:
-        """A checksum is that of the same content in host memory, read by either side, of all of a plan or of a sample."""
+        """A checksum equals the checksum of the same content in host memory, read by either side, of all of a plan or of a sample."""
         source, sink = self.held(src, 1), self.held(dst, 2)
         made = plan_between(source, sink)
         for some in (made, memory.sample(made, 3)):

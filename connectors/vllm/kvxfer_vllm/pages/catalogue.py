@@ -1,7 +1,7 @@
 """Every kind of page in vLLM's caches, by the exact class of its spec: how it is kept, how it is laid out and how it may be cut.
 
 The scheduler side and the worker side both use it, so that they never disagree about a group. A class that is not listed is opaque, even if
-it is a subclass of one that is: what its pages hold is unknown, so they are moved whole, and which blocks it keeps is known only
+it is a subclass of one that is. What its pages hold is unknown, so they are moved whole. Which blocks it keeps is known only
 from the manager that vLLM has registered for it. ``docs/models.md`` shows the table.
 """
 

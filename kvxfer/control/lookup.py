@@ -12,14 +12,14 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security
 
-__all__ = ["Inquiry", "inquire"]
+__all__ = ["LookupAnswer", "look_up"]
 
 REPEAT_S = 0.5
 """Seconds after which the question is repeated, because a directory has no answer until its engine's ranks are known."""
 
 
 @dataclass(frozen=True)
-class Inquiry:
+class LookupAnswer:
     """What a directory has answered, and how soon.
 
     Attributes:
@@ -33,7 +33,7 @@ class Inquiry:
     round_trips: tuple[float, ...]
 
 
-def inquire(host: str, port: int, security: Security, seconds: float, again: int = 0) -> Inquiry:
+def look_up(host: str, port: int, security: Security, seconds: float, again: int = 0) -> LookupAnswer:
     """Ask the directory at this address for its engine's descriptor, then ``again`` times more to measure the round trip. Blocks.
 
     Raises:
@@ -46,7 +46,7 @@ def inquire(host: str, port: int, security: Security, seconds: float, again: int
         trips = [_ask(sockets, connection, seconds)[0] for _ in range(again)]
     finally:
         sockets.close()
-    return Inquiry(engine, first, tuple(trips))
+    return LookupAnswer(engine, first, tuple(trips))
 
 
 def _ask(sockets: ControlSockets, connection: ControlConnection, seconds: float) -> tuple[float, m.EngineDescriptor]:

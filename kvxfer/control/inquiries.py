@@ -1,0 +1,67 @@
+"""Inquiries that wait for the engine: bounded, with a share for each peer. Peers take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from kvxfer.control.connection import ControlConnection
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.budgets import HalfShares
+
+__all__ = ["Inquiries", "PeerInquiry"]
+
+MOST_INQUIRIES = 512
+"""The most inquiries that wait for the engine."""
+
+
+@dataclass(frozen=True, eq=False)
+class PeerInquiry:
+    """An inquiry, and the connection over which it came."""
+
+    message: m.Inquire
+    connection: ControlConnection
+
+    @property
+    def peer(self) -> Hashable:
+        """The peer that it counts for, by key and host."""
+        return self.connection.peer.levels[0]
+
+    @property
+    def gone(self) -> bool:
+        """Whether the peer has hung up. Any thread."""
+        return self.connection.lost is not None
+
+
+class Inquiries:
+    """The inquiries that wait. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shares: HalfShares[Hashable] = HalfShares(MOST_INQUIRIES)
+        self._turns: OrderedDict[Hashable, deque[PeerInquiry]] = OrderedDict()
+
+    def put(self, inquiry: PeerInquiry) -> bool:
+        """Let an inquiry wait; return False if its peer has too many that do."""
+        with self._lock:
+            if not self._shares.take(inquiry.peer, 1):
+                return False
+            self._turns.setdefault(inquiry.peer, deque()).append(inquiry)
+            return True
+
+    def get(self) -> PeerInquiry | None:
+        """Return the next one: the oldest of the peer whose turn it is. None: no one waits."""
+        if not self._turns:
+            return None
+        with self._lock:
+            peer, waiting = self._turns.popitem(last=False)
+            inquiry = waiting.popleft()
+            self._shares.give(peer, 1)
+            if waiting:
+                self._turns[peer] = waiting
+            return inquiry
+
+    def __bool__(self) -> bool:
+        return bool(self._turns)

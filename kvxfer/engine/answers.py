@@ -1,0 +1,202 @@
+"""What other engines ask for of this engine's cache, and what they get."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvxfer import arguments
+from kvxfer.control.directory import Directory
+from kvxfer.control.inquiries import PeerInquiry
+from kvxfer.engine.offers import Offers, kept_blocks, lacks_window
+from kvxfer.errors import KvxferError
+from kvxfer.identity import TransferId
+from kvxfer.logs import logger
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.budgets import HalfShares
+from kvxfer.schedule import Chain, OfferSchedule
+from kvxfer.security import Complaints
+from kvxfer.values import MOST_TOKENS, BlockTable, Group
+
+__all__ = ["AnswerCounts", "PrefixAnswers", "HeldPrefix", "Holds", "Inquiry"]
+
+log = logger("kvxfer.engine")
+
+ANSWER_S = 0.001
+"""Seconds of a step that may be spent on inquiries."""
+YIELD_S = 0.5
+"""Seconds for which blocks are held for a peer though the engine lacks some: most loads are over by then."""
+
+
+class Inquiry(msgspec.Struct, frozen=True):
+    """Another engine asks what this one holds of a prompt that it is about to compute.
+
+    Attributes:
+        transfer: The name of the transfer if something is held. The consumer has made it.
+        chain: The tokens that are of use.
+    """
+
+    transfer: TransferId
+    chain: Chain
+
+
+class HeldPrefix(msgspec.Struct, frozen=True):
+    """What an engine has in its cache of the tokens that an inquiry names.
+
+    Attributes:
+        tokens: How many of the first tokens; of what a ``state`` group holds, exactly those. They are cut to the last link of the
+            chain before them (``Chain.floor``), with the blocks that they need.
+        table: Their blocks, one row for each group, as for ``SchedulerSide.offer_computed``. They must not be given to anybody
+            before the call that asked for them has returned; whether a request uses them does not matter.
+            Of a window it may list more blocks than ``tokens`` need, and must list those that fewer tokens need, if it can.
+
+    Raises:
+        ArgumentError: An argument has the wrong type or range.
+    """
+
+    tokens: int
+    table: BlockTable
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MOST_TOKENS))
+        arguments.instance("table", self.table, BlockTable)
+
+
+Holds = Callable[[Inquiry], "HeldPrefix | None"]
+"""An engine's answer to an inquiry, on the thread that calls the scheduler side. None: it holds nothing of it."""
+
+
+class AnswerCounts(msgspec.Struct):
+    """What other engines have asked of this one.
+
+    Attributes:
+        inquiries: Inquiries that the engine was asked to answer.
+        held: Those of them for which something was offered.
+        tokens: Tokens that were offered for them.
+        refused: Those that were answered with "nothing", or with less than is held, because the peer's share of the blocks is used up.
+    """
+
+    inquiries: int = 0
+    held: int = 0
+    tokens: int = 0
+    refused: int = 0
+
+
+@dataclass(slots=True)
+class _Taken:
+    """Blocks that are held for an inquiry."""
+
+    inquiry: PeerInquiry
+    blocks: int
+    at: float
+
+
+class PrefixAnswers:
+    """Answers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
+
+    What is held for them is bounded by the limit of ``BlockPins``, of which each peer may have half of what the others leave. It is
+    given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).
+
+    Attributes:
+        counts: What came of it.
+    """
+
+    def __init__(
+        self, directory: Directory, offers: Offers, schedule: OfferSchedule, groups: Sequence[Group], limit: int
+    ) -> None:
+        self._directory, self._offers, self._schedule, self._groups = directory, offers, schedule, tuple(groups)
+        self._exact = any(group.kind == "state" for group in groups)
+        self._shares: HalfShares[Hashable] = HalfShares(limit)
+        self._taken: dict[TransferId, _Taken] = {}
+        self._complain = Complaints(log)
+        self.counts = AnswerCounts()
+
+    def answer(self, holds: Holds | None) -> None:
+        """Answer those that wait, for ``ANSWER_S`` at the most but for the first; the next call goes on."""
+        waiting = self._directory.inquiries
+        if self._taken:
+            self._settle()
+        if not waiting:
+            return
+        until = time.monotonic() + ANSWER_S
+        while (inquiry := waiting.get()) is not None:
+            if not inquiry.gone:
+                self._directory.answer(inquiry, self._answer(inquiry, holds))
+            if time.monotonic() >= until:
+                break
+
+    def _answer(self, inquiry: PeerInquiry, holds: Holds | None) -> m.InquiryAnswer:
+        """Offer what is held, and return what the peer is to be told."""
+        asked, epoch = inquiry.message, self._directory.epoch
+        self.counts.inquiries += 1
+        nothing = m.InquiryAnswer(asked.transfer, epoch)
+        if holds is None:
+            return nothing
+        try:
+            chain = Chain(asked.step, asked.links)
+            held = holds(Inquiry(asked.transfer, chain))
+            if held is None:
+                return nothing
+            tokens = chain.floor(held.tokens)
+            if not tokens or (self._exact and tokens != held.tokens):
+                return nothing
+            fits = self._fitting(inquiry, chain, tokens, held.table)
+            if fits < tokens:
+                self.counts.refused += 1
+                if not fits:
+                    return m.InquiryAnswer(asked.transfer, epoch, reason="as much is held for this peer as may be")
+            return self._offer(inquiry, chain, fits, held.table) or nothing
+        except KvxferError as error:
+            self._complain("an inquiry of %s is answered with nothing: %s", inquiry.connection.host, error)
+        except Exception:
+            log.exception(
+                "an inquiry of %s is answered with nothing: the engine's 'holds' failed", inquiry.connection.host
+            )
+        return nothing
+
+    def _fitting(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> int:
+        """Return how many of the tokens the peer's share of the blocks has room for."""
+        room = self._shares.room(inquiry.peer)
+        if self._blocks(tokens, table) <= room:
+            return tokens
+        if any(group.kind != "full" for group in self._groups):
+            return 0  # what a window or a state holds is of use after exactly these tokens
+        return chain.floor(room // len(self._groups) * min(group.block_tokens for group in self._groups))
+
+    def _blocks(self, tokens: int, table: BlockTable) -> int:
+        return len(kept_blocks(self._groups, table, tokens).ids())
+
+    def _offer(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> m.InquiryAnswer | None:
+        transfer, digest = inquiry.message.transfer, chain.digest(tokens)
+        if self._schedule.current(transfer) is not None:
+            return None  # the first peer that named it has it
+        if lacks_window(self._groups, table, tokens):
+            return None
+        blocks = self._blocks(tokens, table)
+        if self._offers.computed(transfer, digest, tokens, table, 1, self._directory.source) is None:
+            self.counts.refused += 1
+            return None
+        self._shares.take(inquiry.peer, blocks)
+        self._taken[transfer] = _Taken(inquiry, blocks, time.monotonic())
+        self.counts.held += 1
+        self.counts.tokens += tokens
+        return m.InquiryAnswer(transfer, self._directory.epoch, tokens, digest)
+
+    def _settle(self) -> None:
+        """Give shares back whose offers are over, and give offers up whose peers have hung up."""
+        for transfer, taken in list(self._taken.items()):
+            if self._schedule.current(transfer) is None:
+                del self._taken[transfer]
+                self._shares.give(taken.inquiry.peer, taken.blocks)
+            elif taken.inquiry.gone:
+                self._schedule.withdraw(transfer, "its consumer has hung up")
+
+    def short_of_blocks(self) -> None:
+        """Give up what has been held for a while: the engine's own requests go first."""
+        now = time.monotonic()
+        for transfer, taken in self._taken.items():
+            if now - taken.at >= YIELD_S:
+                self._schedule.withdraw(transfer, "the producer's own requests need the blocks")

@@ -1,0 +1,240 @@
+"""Requests that look for a prefix of their prompt at other engines, from the question to the load or to "nothing"."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+
+import msgspec
+
+from kvxfer.config import Config
+from kvxfer.control.directory import Answered, Directory, Unheard
+from kvxfer.engine.ends import Update
+from kvxfer.engine.loads import Loads
+from kvxfer.engine.notices import Notices
+from kvxfer.engine.paces import Benefit
+from kvxfer.identity import Source, TransferId
+from kvxfer.logs import logger
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.timers import Recent
+from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Prefix, PrefixOffer
+from kvxfer.security import Complaints
+from kvxfer.text import printable
+
+__all__ = ["AskCounts", "Asks"]
+
+log = logger("kvxfer.engine")
+
+_S, _E = AskState, AskEvent
+
+MOST_SOURCES = 16
+"""The most sources that are asked for one request; the first of those that are named."""
+MOST_LATE = 10_000
+"""The most questions whose answers are still declined when they come too late."""
+
+
+class AskCounts(msgspec.Struct):
+    """What has come of looking for prefixes at other engines.
+
+    Attributes:
+        requests: Requests that have asked.
+        unanswered: Questions that no source has answered in time.
+        found: Tokens that the best source held beyond what was cached here, of all requests.
+        loaded: Those of them that were loaded.
+        refused: Those that were computed, because no load would have ended sooner.
+        recomputed: Those whose load failed, so that they were computed.
+    """
+
+    requests: int = 0
+    unanswered: int = 0
+    found: int = 0
+    loaded: int = 0
+    refused: int = 0
+    recomputed: int = 0
+
+
+class Asks:
+    """The questions of an engine's requests. One thread.
+
+    Attributes:
+        counts: What has come of them, by kind.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        directory: Directory,
+        notices: Notices,
+        schedule: FetchSchedule,
+        loads: Loads,
+        benefit: Benefit,
+    ) -> None:
+        self._config, self._directory, self._notices = config, directory, notices
+        self._schedule, self._loads, self._benefit = schedule, loads, benefit
+        self._asks: dict[str, Ask] = {}  # by request
+        self._open: dict[TransferId, Ask] = {}  # by each name that has yet to be answered
+        self._late: Recent[TransferId, Source] = Recent(config.lease, MOST_LATE)
+        self._numbers = count(1)
+        self._complain = Complaints(log)
+        self.counts: dict[str, AskCounts] = {}
+        notices.answered, notices.unheard = self._answered, self._unheard
+
+    def ask(
+        self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
+    ) -> bool:
+        """Ask the sources; see ``SchedulerSide.ask``."""
+        if request in self._asks:
+            return True
+        here = self._directory.source
+        others = dict.fromkeys(one for one in sources if (one.host, one.port) != (here.host, here.port))
+        if self._config.ask == "never" or not others or tokens - computed < self._config.ask_tokens:
+            return False
+        chain = prefix.chain(tokens)
+        if not len(chain) or self._schedule.named(request) is not None:
+            return False
+        names = {self._name(): source for source in list(others)[:MOST_SOURCES]}
+        ask = self._asks[request] = Ask(request, kind, chain, names, time.monotonic())
+        self._counts(ask).requests += 1
+        for name, source in names.items():
+            self._open[name] = ask
+            self._directory.inquire(source, m.Inquire(source.epoch, name, chain.step, chain.links))
+        return True
+
+    def _name(self) -> TransferId:
+        return TransferId.mint(self._directory.epoch, f"ask/{next(self._numbers)}")
+
+    def _counts(self, ask: Ask) -> AskCounts:
+        return self.counts.setdefault(ask.kind, AskCounts())
+
+    def awaits(self, request: str, computed: int) -> bool:
+        """Return whether answers are still to come. If not, the load of the best one begins, if that pays."""
+        ask = self._asks.get(request)
+        if ask is None or ask.state is not _S.OUT:
+            return False
+        self._notices.take_in()
+        wanted = ask.chain.tokens - computed
+        if not ask.settled and wanted >= self._config.ask_tokens:
+            patience = min(self._config.ask_timeout, self._benefit.computing(wanted, self._config.ask))
+            if time.monotonic() < ask.asked_at + patience:
+                return True
+        self._decide(ask, computed)
+        return False
+
+    def asking(self, request: str) -> bool:
+        """Return whether it is not decided yet what a request loads."""
+        ask = self._asks.get(request)
+        return ask is not None and ask.state is _S.OUT
+
+    def _decide(self, ask: Ask, computed: int) -> None:
+        ask.decided_at = time.monotonic()
+        counts = self._counts(ask)
+        if not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
+            counts.unanswered += 1
+        most = max((one.tokens - computed for one in ask.answers), default=0)
+        counts.found += max(most, 0)
+        best = self._best(ask, computed)
+        if best is not None and self._load(ask, best):
+            ask.taken = best
+            ask.on(_E.TAKE)
+        else:
+            ask.on(_E.NOTHING if most <= 0 else _E.DEAR)
+            counts.refused += max(most, 0)
+        self._close(ask, "another source is better" if ask.taken else "the consumer computes the prompt")
+
+    def _best(self, ask: Ask, computed: int) -> PrefixOffer | None:
+        """Return the answer whose load saves most time; None if none saves any."""
+        saves = [
+            (self._benefit.saves(one.source, one.tokens - computed, self._config.ask), one)
+            for one in ask.answers
+            if one.tokens - computed >= self._config.ask_tokens
+        ]
+        seconds, best = max(saves, key=lambda pair: (pair[0], pair[1].tokens), default=(0.0, None))
+        return best if seconds > 0 else None
+
+    def _load(self, ask: Ask, best: PrefixOffer) -> bool:
+        what = ask.request, best.transfer, best.digest, best.source, best.tokens
+        if not self._loads.load(*what, begun=True, offered=True, progress=0, enough=0, answer=None):
+            return False
+        load = self._schedule.of(ask.request)
+        assert load is not None
+        load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind
+        return True
+
+    def _close(self, ask: Ask, reason: str) -> None:
+        """Decline the answers that are not taken, and from now on those that are still to come."""
+        for one in ask.answers:
+            if one is not ask.taken:
+                self._schedule.decline(one.transfer, one.digest, one.source, reason)
+        ask.answers.clear()
+        now = time.monotonic()
+        self._late.forget(now)
+        for name, source in ask.asked.items():
+            del self._open[name]
+            self._late.put(name, source, now)
+        ask.asked.clear()
+
+    def finished(self, request: str) -> None:
+        """Record that a request is over, or goes on without an answer."""
+        ask = self._asks.pop(request, None)
+        if ask is not None and ask.on(_E.GIVE_UP):
+            self._close(ask, "the consumer's request is over")
+
+    def admitted(self, request: str, external: int) -> None:
+        """Record that a request is about to be given blocks, and counts on ``external`` tokens from outside."""
+        ask, load = self._asks.get(request), self._schedule.of(request)
+        if ask is None or ask.state not in (_S.OUT, _S.LOADING):
+            return
+        if load is None or ask.state is _S.OUT:
+            ask.on(_E.GIVE_UP)
+            self._close(ask, "the consumer computes the prompt")
+        elif load.is_sync and external:
+            self._end(ask, _E.DELIVERED, external)
+        elif not external and load.fetched is not None:
+            self._end(ask, _E.FAILED, load.end - load.start)
+
+    def ended(self, update: Update) -> None:
+        """Count the loads whose end the engine is told."""
+        for request in (update.loaded | update.failed.keys()) & self._asks.keys():
+            ask, load = self._asks[request], self._schedule.named(request)
+            if ask.state is _S.LOADING and load is not None:
+                self._end(ask, _E.DELIVERED if request in update.loaded else _E.FAILED, load.end - load.start)
+
+    def _end(self, ask: Ask, event: AskEvent, tokens: int) -> None:
+        ask.on(event)
+        counts = self._counts(ask)
+        if event is _E.DELIVERED:
+            counts.loaded += tokens
+        else:
+            counts.recomputed += tokens
+
+    # --- what directories answer -------------------------------------------------------------------------------------
+
+    def _answered(self, answer: Answered) -> None:
+        told = answer.holding
+        ask = self._open.get(told.transfer)
+        source = self._late.get(told.transfer) if ask is None else ask.asked[told.transfer]
+        if source is None or (source.host, source.port) != (answer.host, answer.port):
+            return  # nobody has asked it that
+        if ask is None:
+            self._late.pop(told.transfer)
+            if told.tokens:
+                late = Source(source.host, source.port, told.epoch)
+                self._schedule.decline(told.transfer, told.digest, late, "the answer came too late")
+            return
+        del self._open[told.transfer]
+        if ask.answered(told.transfer, told.epoch, told.tokens, told.digest) is None and told.tokens:
+            self._complain(
+                "request %s takes nothing from %s: it has answered with tokens that the request does not have",
+                printable(ask.request),
+                source,
+            )
+
+    def _unheard(self, lost: Unheard) -> None:
+        for name, ask in list(self._open.items()):
+            source = ask.asked[name]
+            if (source.host, source.port) == (lost.host, lost.port):
+                del self._open[name], ask.asked[name]
+
+    def __len__(self) -> int:
+        return len(self._asks)

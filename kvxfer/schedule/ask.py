@@ -1,0 +1,119 @@
+"""The life of a request's question to other engines: one record, and one table. ``docs/engine-room.md`` draws the table.
+
+A request that is about to compute a prompt asks others what they hold of it. From the best answer it loads (``Load``), under the name
+that the question has given it. The answers that it does not take are declined, also those that come too late.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvxfer.identity import Source, TransferId
+from kvxfer.schedule.chain import Chain
+from kvxfer.transitions import Transitions, pairs
+
+__all__ = ["ASK", "Ask", "AskEvent", "AskState", "PrefixOffer"]
+
+
+class AskState(enum.StrEnum):
+    """The states of one request's question."""
+
+    OUT = "out"  # sources have been asked, and it is not decided yet what is loaded
+    LOADING = "loading"  # the best answer is loaded
+    CLOSED = "closed"  # nobody needs an answer any more
+
+
+class AskEvent(enum.StrEnum):
+    """What happens to a question."""
+
+    TAKE = "the best answer pays"
+    NOTHING = "no source holds anything, or none has said so in time"
+    DEAR = "no answer pays"
+    DELIVERED = "its load is delivered"
+    FAILED = "its load has failed"
+    GIVE_UP = "request over, or admitted before it is decided"
+
+
+_S, _E = AskState, AskEvent
+
+ASK: Transitions[AskState, AskEvent] = Transitions(
+    moves={
+        (_S.OUT, _E.TAKE): _S.LOADING,
+        **{(_S.OUT, e): _S.CLOSED for e in (_E.NOTHING, _E.DEAR, _E.GIVE_UP)},
+        **{(_S.LOADING, e): _S.CLOSED for e in (_E.DELIVERED, _E.FAILED, _E.GIVE_UP)},
+    },
+    ignored={"it is closed": pairs((_S.CLOSED,), (_E.DELIVERED, _E.FAILED, _E.GIVE_UP))},
+    never={
+        "it is decided once": pairs((_S.LOADING, _S.CLOSED), (_E.TAKE, _E.NOTHING, _E.DEAR)),
+        "nothing is loaded yet": pairs((_S.OUT,), (_E.DELIVERED, _E.FAILED)),
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOffer:
+    """An answer that is more than "nothing": what a source offers, and where."""
+
+    transfer: TransferId
+    source: Source
+    tokens: int
+    digest: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """One request's question.
+
+    Attributes:
+        request: The engine's name of the request.
+        kind: Who has named the sources.
+        chain: The tokens that are of use.
+        state: Where it is; see ``ASK``.
+        asked: The sources that have yet to answer, by the name that each was given for the transfer.
+        answers: What the others offer.
+        heard: How many have answered, if only "nothing".
+        taken: The answer that is loaded.
+        asked_at, decided_at: When they were asked, and when it was decided what to do.
+    """
+
+    request: str
+    kind: str
+    chain: Chain
+    asked: dict[TransferId, Source]
+    asked_at: float
+    state: AskState = _S.OUT
+    answers: list[PrefixOffer] = field(default_factory=list)
+    heard: int = 0
+    taken: PrefixOffer | None = None
+    decided_at: float = 0.0
+
+    def on(self, event: AskEvent) -> bool:
+        """Make the move that an event leads to; return False if it is ignored.
+
+        Raises:
+            IllegalTransition: By the table it never happens here.
+        """
+        after = ASK.after(self.state, event)
+        if after is None:
+            return False
+        self.state = after
+        return True
+
+    def answered(self, transfer: TransferId, epoch: int, tokens: int, digest: bytes) -> PrefixOffer | None:
+        """Take in what a source has answered; return what it offers, if that is not nothing.
+
+        An answer counts as nothing if its digest is not that of the first ``tokens`` tokens.
+        """
+        source = self.asked.pop(transfer)
+        self.heard += 1
+        if not tokens or self.chain.digest(tokens) != digest:
+            return None
+        offered = PrefixOffer(transfer, Source(source.host, source.port, epoch), tokens, digest)
+        self.answers.append(offered)
+        return offered
+
+    @property
+    def settled(self) -> bool:
+        """Whether no further answer can be better than those that are here."""
+        return not self.asked or any(one.tokens == self.chain.tokens for one in self.answers)

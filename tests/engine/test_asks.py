@@ -1,0 +1,392 @@
+"""Asking other engines for a prefix: whatever a source does costs a bounded time, no request, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from kvxfer.control.sockets import ControlSockets
+from kvxfer.engine import HeldPrefix, Inquiry, Prefix
+from kvxfer.engine.paces import REMEMBERED
+from kvxfer.errors import ArgumentError, ClosedError
+from kvxfer.failures import FailureKind
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol import messages as m
+from kvxfer.security import OPEN
+from kvxfer.testing.engine import ConversationEngine, Turn, until
+from kvxfer.values import BlockTable
+
+EAGER = {"ask_tokens": 1, "ask_timeout": 5.0}
+PROMPT = [*range(64)]
+WHOLE = len(PROMPT) // 16 * 16
+ASK_S = 0.2
+"""How long a silent source may cost, in these tests."""
+
+
+class World:
+    """Engines whose steps are made by turns; those in ``idle`` make none."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.engines: list[ConversationEngine] = []
+        self.idle: set[ConversationEngine] = set()
+
+    def engine(self, config: dict[str, object] | None = None, **more: object) -> ConversationEngine:
+        made = ConversationEngine(EAGER | (config or {}), name=f"e{len(self.engines)}", **more)  # type: ignore[arg-type]
+        self._stack.enter_context(made)
+        self.engines.append(made)
+        made.step()
+        return made
+
+    def holder(self, prompt: list[int] = PROMPT, **more: object) -> ConversationEngine:
+        made = self.engine(**more)
+        made.finish_turn(made.begin("held", [*prompt, 99], [98]))
+        return made
+
+    def step(self) -> None:
+        for engine in self.engines:
+            if engine not in self.idle:
+                engine.step(timeout=0.001)
+
+    def until(self, true: Callable[[], object]) -> None:
+        until(lambda: self.step() or true())
+
+    def turn(self, at: ConversationEngine, *sources: Source, prompt: list[int] = PROMPT, **more: object) -> Turn:
+        turn = at.begin(f"turn-{len(at.scheduler.asked)}-{time.monotonic()}", [*prompt, 99], [1], sources, **more)  # type: ignore[arg-type]
+        self.until(lambda: turn.done)
+        return turn
+
+    def over(self) -> None:
+        """Nobody holds, remembers or waits for anything, and every byte is right."""
+        self.until(lambda: not any(len(e.scheduler) or e.scheduler.waiting or e.pool.used() for e in self.engines))
+        self.step()
+        for engine in self.engines:
+            engine.verify()
+            assert not len(engine.scheduler._asks) and not engine.scheduler._asks._open
+            assert not engine.scheduler._answers._shares._all
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(stack)
+
+
+class Liar:
+    """A directory of which there are only answers: what ``answer`` returns for an inquiry, or nothing."""
+
+    def __init__(self, answer: Callable[[m.Inquire], m.Message | None]) -> None:
+        self._answer, self._closing, self.asked = answer, False, list[m.Inquire]()
+        self._sockets = ControlSockets(OPEN)
+        self.source = Source("127.0.0.1", self._sockets.listen("127.0.0.1", 0), 7)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._sockets.poll(0.01)
+            for connection in self._sockets.ready():
+                while (frame := connection.receive()) is not None:
+                    message = m.decode(frame)
+                    if isinstance(message, m.Inquire):
+                        self.asked.append(message)
+                        if (answer := self._answer(message)) is not None:
+                            connection.send(answer)
+            self._sockets.flush()
+        self._sockets.close()
+
+    def close(self) -> None:
+        self._closing = True
+        self._thread.join()
+
+
+# --- sources that give nothing -----------------------------------------------------------------------------------------
+
+
+def test_what_nobody_holds_is_answered_at_once(world: World) -> None:
+    d, p = world.holder(), world.engine({"ask_timeout": 60.0})
+    turn = world.turn(p, d.scheduler.source, prompt=[*range(500, 564)])
+    assert not turn.loaded and p.scheduler.asked[""].requests == 1 and not p.scheduler.asked[""].unanswered
+    world.over()
+
+
+def test_a_source_that_is_silent_costs_a_bounded_time(world: World) -> None:
+    p = world.engine({"ask_timeout": ASK_S})
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        began = time.monotonic()
+        turn = world.turn(p, Source("127.0.0.1", silent.getsockname()[1], 0))
+    assert ASK_S <= time.monotonic() - began < ASK_S + 2.0
+    assert not turn.loaded and p.scheduler.asked[""].unanswered == 1
+    world.over()
+
+
+def test_a_source_that_is_not_there_costs_no_time(world: World) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    p = world.engine({"ask_timeout": 60.0})
+    assert not world.turn(p, Source("127.0.0.1", port, 0)).loaded
+    world.over()
+
+
+def test_an_engine_that_was_started_again_has_nothing(world: World) -> None:
+    d, p = world.holder(), world.engine({"ask_timeout": 60.0})
+    there = d.scheduler.source
+    assert not world.turn(p, Source(there.host, there.port, there.epoch ^ 1)).loaded
+    assert d.scheduler.answered.inquiries == 0, "its engine is not asked"
+    assert world.turn(world.engine(), Source(there.host, there.port, 0)).loaded == WHOLE, (
+        "but the engine that is there now is"
+    )
+    world.over()
+
+
+LIES: dict[str, Callable[[m.Inquire], m.Message | None]] = {
+    "more tokens than are asked for": lambda q: m.InquiryAnswer(q.transfer, 7, 1 << 20, q.links[-16:]),
+    "tokens between two links": lambda q: m.InquiryAnswer(q.transfer, 7, 17, q.links[:16]),
+    "the digest of fewer": lambda q: m.InquiryAnswer(q.transfer, 7, 32, q.links[:16]),
+    "no digest": lambda q: m.InquiryAnswer(q.transfer, 7, 32, b""),
+    "an offer that it does not have": lambda q: m.InquiryAnswer(q.transfer, 7, 32, q.links[16:32]),
+    "another name": lambda q: m.InquiryAnswer(TransferId("own/1", 0), 7, 32, q.links[16:32]),
+    "another message": lambda q: m.Begun((m.Named(q.transfer, q.links[:16]),)),
+    "a refusal": lambda q: m.Refused(FailureKind.MISUSE, "no", False),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_source_that_lies_costs_a_computation(lie: Callable[[m.Inquire], m.Message | None], world: World) -> None:
+    p = world.engine({"ask_timeout": 2.0, "peer_timeout": 0.5, "transfer_timeout": 2.0})
+    with closing(Liar(lie)) as liar:
+        turn = world.turn(p, liar.source)
+        assert not turn.loaded and len(liar.asked) == 1
+        world.over()
+
+
+def test_an_answer_counts_from_whom_it_was_asked_of_only(world: World) -> None:
+    """A source that is asked as well answers for another one."""
+    d, p = world.holder(), world.engine()
+    told: list[m.Inquire] = []
+
+    def lie(asked: m.Inquire) -> m.Message:
+        told.append(asked)
+        base = asked.transfer.base
+        number = int(base.rpartition("/")[2])
+        return m.InquiryAnswer(TransferId(f"{base.rpartition('/')[0]}/{number - 1}", 0), 7)
+
+    with closing(Liar(lie)) as liar:
+        assert world.turn(p, d.scheduler.source, liar.source).loaded == WHOLE
+        assert told
+        world.over()
+
+
+def test_a_holder_whose_answer_fails_answers_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    d, p = world.holder(), world.engine({"ask_timeout": 60.0})
+
+    def fails(inquiry: Inquiry) -> HeldPrefix | None:
+        raise RuntimeError("a bug of the engine's")
+
+    d.scheduler.holds = fails
+    assert not world.turn(p, d.scheduler.source).loaded
+    assert "a bug of the engine's" in caplog.text
+    for wrong in (None, HeldPrefix(48, BlockTable.of([[0, 1]])), HeldPrefix(16, BlockTable.of([[0], [1]]))):
+        d.scheduler.holds = lambda inquiry, wrong=wrong: wrong  # type: ignore[misc]
+        assert not world.turn(world.engine({"ask_timeout": 60.0}), d.scheduler.source).loaded
+    d.scheduler.holds = None
+    assert not world.turn(world.engine({"ask_timeout": 60.0}), d.scheduler.source).loaded
+    assert d.scheduler.answered.inquiries == 5 and not d.scheduler.answered.held
+    world.over()
+
+
+# --- sources that change their mind ------------------------------------------------------------------------------------
+
+
+def test_what_was_evicted_is_not_held(world: World) -> None:
+    d, p = world.holder(blocks=32), world.engine()
+    for n in range(3):
+        world.turn(d, prompt=[n + 200] * 64)
+    turn = world.turn(p, d.scheduler.source)
+    assert turn.loaded < WHOLE and turn.loaded % 16 == 0
+    world.over()
+
+
+def test_a_cache_that_is_dropped_while_it_is_read(world: World) -> None:
+    d, p = world.holder(), world.engine()
+    turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
+    world.idle.add(p)
+    until(lambda: d.step(timeout=0.001) and False or d.scheduler.answered.held)
+    while not d.scheduler.withdraw_all("other weights"):
+        d.step(timeout=0.001)
+        if d.pool.used():
+            break  # a peer may be reading
+    world.idle.clear()
+    world.until(lambda: turn.done)
+    world.over()
+
+
+def test_a_source_that_dies_during_the_load(world: World) -> None:
+    d, p = world.holder(), world.engine({"peer_timeout": 0.5, "transfer_timeout": 2.0})
+    turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
+    until(lambda: (d.step(timeout=0.001), p.scheduler.directory.noticed)[1])
+    world.engines.remove(d)
+    d.close()
+    world.until(lambda: turn.done)
+    assert not turn.loaded and turn.fresh == 65
+    counts = p.scheduler.asked[""]
+    assert counts.found == counts.recomputed == WHOLE and not counts.loaded
+    world.over()
+
+
+def test_an_engine_that_is_about_to_stop_is_asked_until_its_deadline(world: World) -> None:
+    """A client whose request it has cut off goes on elsewhere."""
+    d, p = world.holder(), world.engine()
+    world.idle.add(d)
+    d.scheduler.drain(1.5)
+    until(lambda: d.step(timeout=0.001) and False or not d.scheduler._offers.unsettled)
+    assert d.scheduler.waiting, "though nobody has asked yet"
+    turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
+    while d.scheduler.waiting:
+        world.step()
+        d.step(timeout=0.001)
+    assert turn.done and turn.loaded == WHOLE
+    world.over()
+    p.scheduler.holds = None
+    p.scheduler.drain(60.0)
+    assert not p.scheduler.waiting, "it would answer nothing"
+
+
+# --- several sources ---------------------------------------------------------------------------------------------------
+
+
+def test_of_several_sources_the_longest_is_taken(world: World) -> None:
+    short, long, none = world.holder(PROMPT[:32]), world.holder(), world.engine()
+    p = world.engine()
+    sources = [e.scheduler.source for e in (short, none, long)]
+    assert world.turn(p, *sources, p.scheduler.source).loaded == WHOLE
+    assert p.scheduler.asked[""].found == WHOLE
+    world.over()  # what the others had offered is declined
+
+
+def test_an_answer_that_comes_too_late_is_declined(world: World) -> None:
+    d, p = world.holder(), world.engine({"ask_timeout": 0.05})
+    world.idle.add(d)
+    turn = world.turn(p, d.scheduler.source)
+    assert not turn.loaded and p.scheduler.asked[""].unanswered == 1
+    world.idle.clear()
+    world.until(lambda: d.scheduler.answered.held)
+    world.over()
+
+
+def test_a_request_that_ends_while_others_are_asked(world: World) -> None:
+    d, p = world.holder(), world.engine()
+    for admitted in (False, True):
+        world.idle = {d}
+        turn = p.begin(f"r{admitted}", [*PROMPT, 99], [1], [d.scheduler.source])
+        assert p.scheduler.asking(turn.request)
+        if admitted:
+            p.pool.grow(turn.table, 65)
+            p.scheduler.allocated(turn.request, BlockTable.of([turn.table]), 0)
+            assert not p.scheduler.asking(turn.request) and p.scheduler.loadable(turn.request, 0) == 0
+        del p.open[turn.request]
+        assert not p.scheduler.finished(turn.request, BlockTable.of([turn.table]), complete=False)
+        p._give_back(turn.request)
+        world.idle.clear()
+        world.until(lambda: d.scheduler.answered.held == 1 + admitted)  # noqa: B023
+        world.over()
+
+
+# --- whether it pays ---------------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_would_not_end_before_the_tokens_are_computed_is_not_begun(world: World) -> None:
+    d = world.holder()
+    for mode, loads in (("auto", False), ("always", True)):
+        p = world.engine({"ask": mode})
+        p.scheduler.takes(64, 1e-6)
+        p.scheduler._benefit._links.delivered(d.scheduler.source, 64, 10.0)
+        monkey = p.scheduler._benefit.computing
+        p.scheduler._benefit.computing = lambda tokens, ask, f=monkey: max(f(tokens, ask), 1.0)  # type: ignore[method-assign,misc]
+        assert bool(world.turn(p, d.scheduler.source).loaded) is loads
+        counts = p.scheduler.asked[""]
+        assert (counts.found, counts.refused) == (WHOLE, 0 if loads else WHOLE)
+        world.over()
+
+
+def test_loads_that_are_not_tried_teach_nothing_so_one_is(world: World) -> None:
+    p = world.engine()
+    benefit, there = p.scheduler._benefit, Source("127.0.0.1", 1, 1)
+    benefit.took(64, 0.001)
+    benefit._links.delivered(there, 64, 1.0)
+    tried = [benefit.saves(there, 64, "auto") > 0 for _ in range(2 * (REMEMBERED + 1))]
+    assert tried == 2 * ([False] * REMEMBERED + [True])
+
+
+def test_nobody_waits_longer_than_computing_takes(world: World) -> None:
+    p = world.engine({"ask_timeout": 60.0})
+    p.scheduler.takes(64, 0.05)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        began = time.monotonic()
+        world.turn(p, Source("127.0.0.1", silent.getsockname()[1], 0))
+    assert time.monotonic() - began < 5.0
+    world.over()
+
+
+@pytest.mark.parametrize("config", [{"ask": "never"}, {"ask_tokens": 65}], ids=str)
+def test_nobody_is_asked_if_the_settings_say_so(config: dict[str, object], world: World) -> None:
+    d, p = world.holder(), world.engine(config)
+    assert not world.turn(p, d.scheduler.source).loaded
+    assert not p.scheduler.asked and not d.scheduler.answered.inquiries
+    world.over()
+
+
+def test_nobody_is_asked_for_what_is_cached_or_loaded_already(world: World) -> None:
+    d, p = world.holder(), world.engine()
+    side, prefix, there = p.scheduler, Prefix(PROMPT, model="m"), d.scheduler.source
+    assert not side.ask("r", prefix, [there], 64, computed=64)
+    assert not side.ask("r", prefix, [side.source], 64), "it is asked of this engine itself"
+    assert not side.ask("r", prefix, [], 64)
+    assert side.ask("r", prefix, [there], 64) and side.ask("r", prefix, [there], 64), "once"
+    side.finished("r", BlockTable.of([[]]), complete=False)
+    assert p.scheduler.asked[""].requests == 1
+    assert side.load("s", TransferId("own/1", 0), b"d", there, 64)
+    assert not side.ask("s", prefix, [there], 64)
+    side.finished("s", BlockTable.of([[]]), complete=False)
+    world.over()
+
+
+def test_wrong_calls(world: World) -> None:
+    p = world.engine()
+    prefix, there = Prefix(PROMPT, model="m"), Source("127.0.0.1", 1, 1)
+    for wrong in (
+        lambda: p.scheduler.ask("r", PROMPT, [there], 64),  # type: ignore[arg-type]
+        lambda: p.scheduler.ask("r", prefix, there, 64),  # type: ignore[arg-type]
+        lambda: p.scheduler.ask("r", prefix, ["h:1"], 64),  # type: ignore[list-item]
+        lambda: p.scheduler.ask("r", prefix, [there], -1),
+        lambda: p.scheduler.ask("", prefix, [there], 64),
+        lambda: p.scheduler.ask("r", prefix, [there], 64, kind=3),  # type: ignore[arg-type]
+        lambda: p.scheduler.ask("r", prefix, [there], 64, computed=-1),
+        lambda: p.scheduler.takes(-1, 1.0),
+        lambda: p.scheduler.takes(1, "s"),  # type: ignore[arg-type]
+        lambda: HeldPrefix(-1, BlockTable.of([[]])),
+        lambda: HeldPrefix(1, [[]]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ArgumentError):
+            wrong()
+    p.scheduler.close()
+    with pytest.raises(ClosedError):
+        p.scheduler.ask("r", prefix, [there], 64)
+
+
+# --- what is told ------------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_tells_who_named_the_source_and_when_it_had_answered(world: World, tmp_path: Path) -> None:
+    d, p = world.holder(), world.engine({"trace": str(tmp_path / "trace")})
+    turn = world.turn(p, d.scheduler.source, prompt=[*PROMPT])
+    (line,) = map(json.loads, (tmp_path / "trace").read_text().splitlines())
+    assert line["kind"] == "" and line["tokens"] == turn.loaded and line["failure"] is None
+    assert 0 < line["us"]["found"] <= line["us"]["fetched"] <= line["us"]["seen"]

@@ -1,0 +1,178 @@
+"""Conversations whose turns go to any engine: what is loaded is what the two have in common, and every byte is right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.identity import Source
+from kvxfer.testing.engine import ConversationEngine, Turn, until
+
+STEP = 16
+EAGER = {"ask_tokens": 1, "ask_timeout": 5.0}
+"""They ask for whatever they can get, and a busy machine delays an answer, not more."""
+SHAPES = {
+    "alike": ({}, {}),
+    "other blocks": ({"tokens": 4, "blocks": 96}, {"tokens": 6, "blocks": 64}),
+    "TP 2 to 1": ({"ranks": 2}, {"tokens": 8, "blocks": 48}),
+    "TP 1 to 2": ({"tokens": 16, "blocks": 24}, {"ranks": 2, "dims": "block layer head token unit"}),
+    "TP 4 to 2": ({"ranks": 4, "dims": "layer block head token unit"}, {"ranks": 2}),
+}
+
+
+class Pair:
+    """A prefill and a decode engine, whose steps are made by turns."""
+
+    def __init__(self, p: ConversationEngine, d: ConversationEngine) -> None:
+        self.p, self.d, self.names = p, d, 0
+        p.step(), d.step()
+
+    def turn(
+        self, at: ConversationEngine, prompt: Sequence[int], answer: Sequence[int], *sources: Source, **more: object
+    ) -> Turn:
+        self.names += 1
+        turn = at.begin(f"r{self.names}", prompt, answer, sources, **more)  # type: ignore[arg-type]
+        return at.finish_turn(turn, [self.d if at is self.p else self.p])
+
+    def settled(self) -> bool:
+        """Nothing is held, remembered or waited for."""
+        for engine in (self.p, self.d):
+            engine.step(timeout=0.001)
+        sides = self.p.scheduler, self.d.scheduler
+        return (
+            not any(len(side) or side.waiting for side in sides) and not self.p.pool.used() and not self.d.pool.used()
+        )
+
+    def over(self) -> None:
+        until(self.settled)
+        self.p.verify(), self.d.verify()
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    p, d = request.param
+    with ExitStack() as stack:
+        made = ((name, more) for name, more in (("p", p), ("d", d)))
+        yield Pair(*(stack.enter_context(ConversationEngine(EAGER, name=name, **more)) for name, more in made))
+
+
+def test_the_next_turn_loads_the_answer_of_the_last(pair: Pair) -> None:
+    """P computes no more at each turn than what is new, and a step of the chain and a block."""
+    rng, history, known = random.Random(1), list[int](), 0
+    for _ in range(5):
+        history += [rng.randrange(100) for _ in range(rng.randrange(3, 12))]
+        at_p = pair.turn(pair.p, history, [1], pair.d.scheduler.source)
+        assert at_p.fresh <= len(history) - known + STEP + pair.d.memory.tokens, at_p
+        answer = [rng.randrange(100) for _ in range(rng.randrange(10, 20))]
+        pair.turn(pair.d, history, answer, pair.p.scheduler.source)
+        history += answer
+        known = len(history) - 1
+    counts = pair.p.scheduler.asked[""]
+    assert counts.loaded == counts.found > 0 and not counts.recomputed
+    pair.over()
+
+
+EDITS = {
+    "the thinking is dropped": lambda row, rng: row[:24] + row[40:],
+    "a word is changed": lambda row, rng: [*row[:33], 99, *row[34:]],
+    "a word is put in": lambda row, rng: [*row[:17], 98, *row[17:]],
+    "it begins in another way": lambda row, rng: [97, *row],
+    "it is another conversation": lambda row, rng: [rng.randrange(50, 90) for _ in row],
+    "it is cut": lambda row, rng: row[:35],
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_of_an_edited_history_only_the_common_part_is_loaded(pair: Pair, edit: object) -> None:
+    rng = random.Random(2)
+    history = [rng.randrange(50) for _ in range(60)]
+    pair.turn(pair.d, history[:40], history[40:])
+    edited = [*edit(history, rng), 1, 2, 3]  # type: ignore[operator]
+    pair.d.memory.verify()
+    common = next((i for i, (a, b) in enumerate(zip(history[:-1], edited, strict=False)) if a != b), len(history) - 1)
+    turn = pair.turn(pair.p, edited, [4], pair.d.scheduler.source)
+    assert turn.loaded <= common
+    assert turn.loaded >= min(common, len(edited) - 1) // STEP * STEP - STEP - pair.d.memory.tokens
+    pair.over()
+
+
+def test_what_was_computed_under_a_salt_is_found_only_by_who_states_it(pair: Pair) -> None:
+    prompt = list(range(40))
+    pair.turn(pair.d, prompt, [1] * 8, salt="a")
+    there = pair.d.scheduler.source
+    for salt in ("", "b", "a "):
+        assert not pair.turn(pair.p, prompt, [1], there, salt=salt).loaded
+    assert pair.turn(pair.p, prompt, [1], there, salt="a").loaded
+    pair.over()
+
+
+def test_media_are_part_of_what_is_compared(pair: Pair) -> None:
+    prompt = list(range(40))
+    pair.turn(pair.d, prompt, [1] * 8, media=[("cat", 17, 5)])
+    assert pair.turn(pair.p, prompt, [1], pair.d.scheduler.source, media=[("dog", 17, 5)]).loaded <= 16
+    assert pair.turn(pair.p, prompt, [1], pair.d.scheduler.source, media=[("cat", 17, 5)]).loaded >= 16
+    pair.over()
+
+
+def test_a_request_loads_its_history_and_offers_the_whole(pair: Pair) -> None:
+    """P loads a prefix from D, computes the rest, offers all; D loads what it lacks."""
+    history = [*range(60)]
+    pair.turn(pair.d, history[:40], history[40:])
+    pair.names += 1
+    turn = pair.p.begin("both", [*history, *range(200, 220)], [7], [pair.d.scheduler.source], offered=True)
+    pair.p.finish_turn(turn, [pair.d])
+    assert turn.loaded >= 32
+    pair.p.step()
+    ticket = pair.p.scheduler.ticket("both")
+    assert ticket is not None and ticket.tokens == 80
+    late = pair.d.begin("late", turn.prompt, [8], ticket=ticket)
+    pair.d.finish_turn(late, [pair.p])
+    assert late.cached >= 40 and late.cached + late.loaded == 79
+    pair.over()
+
+
+def test_a_request_that_was_cut_off_goes_on_elsewhere(pair: Pair) -> None:
+    """Its client was sent to another engine, which gets the prompt and the tokens so far."""
+    prompt, answer = [*range(50)], [*range(300, 330)]
+    pair.turn(pair.d, prompt, answer[:20])
+    moved = pair.turn(pair.p, [*prompt, *answer[:20]], answer[20:], pair.d.scheduler.source)
+    assert moved.fresh <= STEP + pair.d.memory.tokens + 1
+    pair.over()
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 1 << 30), shape=st.sampled_from(sorted(SHAPES)))
+def test_any_conversations_anywhere(seed: int, shape: str) -> None:
+    """Several conversations at three engines with small caches; turns go anywhere, histories are edited, and every byte is compared."""
+    rng = random.Random(seed)
+    with ExitStack() as stack:
+        made = [*SHAPES[shape], {"tokens": 5, "blocks": 40}]
+        engines = [
+            stack.enter_context(ConversationEngine(EAGER, name=f"e{i}", **more))
+            for i, more in enumerate(made)  # type: ignore[arg-type]
+        ]
+        for engine in engines:
+            engine.step()
+        histories = [[rng.randrange(20) for _ in range(rng.randrange(8, 40))] for _ in range(4)]
+        for n in range(14):
+            at, history = rng.choice(engines), rng.choice(histories)
+            if rng.random() < 0.3 and len(history) > 20:
+                cut = rng.randrange(len(history))
+                history[cut:] = [rng.randrange(20) for _ in range(rng.randrange(1, 20))]
+            del history[100:]
+            answer = [rng.randrange(20) for _ in range(rng.randrange(1, 12))]
+            sources = [other.scheduler.source for other in engines if rng.random() < 0.8]
+            turn = at.begin(f"r{n}", history, answer, sources, salt=rng.choice(["", "", "s"]))
+            at.finish_turn(turn, [other for other in engines if other is not at])
+            history += answer
+            if rng.random() < 0.1:
+                rng.choice(engines).drop_cache()
+        for engine in engines:
+            until(lambda: [e.step(timeout=0.001) for e in engines] and not any(len(e.scheduler) for e in engines))
+            engine.verify()
+            assert not engine.pool.used()
