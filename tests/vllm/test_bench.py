@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvxfer_bench.vllm.conversation import Timed, by_turn, summary
 from kvxfer_bench.vllm.exposed import exposure
 from kvxfer_bench.vllm.handover import MODES, STAGES, measure, picture
+from kvxfer_vllm.demo.conversations import PlayedTurn, Reply
 
 
 @pytest.mark.parametrize("overlap", MODES.values(), ids=MODES)
@@ -29,3 +31,17 @@ def test_what_is_moved_while_the_prompt_is_computed_nobody_waits_for() -> None:
         and all(0 < min(t[found]) <= t[goal] * min(t["whole_ms"]) for found, goal in goals.items())
         for t in tries
     )
+
+
+def test_turns_are_summed_up_by_way() -> None:
+    def timed(n: int, computed: int, ms: float) -> Timed:
+        return Timed(n, PlayedTurn(Reply([1], computed, None, ms / 1e3), Reply([1], 1, None, 0.5)), 2 * ms / 1e3)
+
+    talks = [[timed(100, 100, ms), timed(150, computed, ms)] for ms, computed in ((10.0, 20), (30.0, 40), (20.0, 30))]
+    found = summary(talks)
+    assert [(at["prompt_tokens"], at["prefill_computed"], at["prefill_ms"], at["first_token_ms"]) for at in found] == [
+        (100, 100, 20.0, 40.0),
+        (150, 30, 20.0, 40.0),
+    ]
+    lines = by_turn({"recompute": found, "load": found}).splitlines()
+    assert len(lines) == 3 and lines[2].split() == ["2", "150", "30,", "40.0", "30,", "40.0"]

@@ -15,6 +15,7 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer_vllm.connector import KVXferConnector
 from kvxfer_vllm.migration import ConnectorConfig
+from kvxfer_vllm.nixl import NixlConnector
 from kvxfer_vllm.settings import groups_of, settings_of
 
 
@@ -99,12 +100,48 @@ def test_the_connector_s_own_setting_is_checked_as_the_others_are() -> None:
         Config.from_mapping({"legacy_hosts": []})
 
 
+def test_settings_of_nixls_bidirectional_mode() -> None:
+    """Under its name they are taken; nothing is kept unless that is said."""
+    assert settings_of(config(), NixlConnector._translate).keep_answers == 0
+    theirs = {"bidirectional_kv_xfer": False, "kv_recompute_threshold": 128, "decoder_kv_blocks_ttl": 60}
+    found = settings_of(config(theirs), NixlConnector._translate)
+    assert (found.decode_answers, found.ask_tokens, found.keep_answers) == (False, 128, 60.0)
+    assert settings_of(config({"kv_recompute_threshold": 0}), NixlConnector._translate).ask_tokens == 1
+    assert settings_of(config({**theirs, "ask_tokens": 7}), NixlConnector._translate).ask_tokens == 7
+
+
+@pytest.mark.parametrize(("ports", "said"), [(["5600"], False), ([5600, 5601], False), (["23280"], True), (None, True)])
+def test_what_dynamo_is_told_of_an_engine(ports: Any, said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    tier = {"router_capabilities": ["router_hint"], "control_advertise_host": "worker-a", "control_ports": ports}
+    assert settings_of(config({"port": 5600, "secondary_tiers": [tier]})).port == 5600
+    assert ("Dynamo's router is told to ask this engine" in caplog.text) == said
+
+
 def test_doctor_reads_the_settings_of_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [SimpleNamespace(load=lambda: ConnectorConfig)]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == "kvxfer.settings" else [])
-    read = doctor._settings('{"legacy_hosts": ["10.0.0.0/8"], "port": 7}')
+    read = doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "port": 7}')
     assert isinstance(read, ConnectorConfig) and read.port == 7
     with pytest.raises(ConfigError, match="did you mean 'port'"):
-        doctor._settings('{"ports": 7}')
+        doctor.read_settings('{"ports": 7}')
     with pytest.raises(ConfigError, match="'ports'.*did you mean 'port'"):
-        doctor._settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')
+        doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')
+
+
+@pytest.mark.parametrize("asked", ["as arguments are read", "before weights are loaded", "as a side is made"])
+def test_a_back_end_that_is_not_installed_is_found_at_once(asked: str) -> None:
+    extra = {"backend": "nixel"}
+    with pytest.raises(ConfigError, match="unknown back end 'nixel'; did you mean 'nixl'"):
+        match asked:
+            case "as arguments are read":
+                KVXferConnector.requires_piecewise_for_cudagraph(extra)
+            case "before weights are loaded":
+                KVXferConnector.get_required_kvcache_layout(config(extra))
+            case _:
+                settings_of(config(extra))
+
+
+def test_a_back_end_that_is_there_is_no_question() -> None:
+    for extra in ({}, {"backend": "auto"}, {"backend": "tcp"}, {"backend": "kvxfer.testing.fake:FakeTransport"}):
+        assert KVXferConnector.requires_piecewise_for_cudagraph(extra) is False
+        assert KVXferConnector.get_required_kvcache_layout(config(extra)) is None

@@ -1,7 +1,7 @@
 """SGLang's KV pool as kvxfer sees it: pages of tokens, of keys and values or of latents, and what SGLang calls states.
 
 SGLang describes a pool by the first byte, the length and the bytes of a page of each buffer: the keys of all layers, then
-the values; or the latents; then, where there is a draft model, its buffers, which have the same pages. A page lies in one
+the values; or the latents. The buffers of a draft model follow; they have the same pages. A page lies in one
 piece, token by token, and in it head by head. The buffers of states come in lists of their own.
 """
 

@@ -15,6 +15,7 @@ __all__ = [
     "TELLS_ARRIVALS",
     "TELLS_TURNS",
     "around_reset",
+    "compute_anew",
     "correct",
     "output_of",
     "stands_alone",
@@ -61,6 +62,15 @@ def correct(output: Any, *, over: Set[str], still: Set[str]) -> None:
     """Add the loads ``over`` to a worker output, and remove the loads ``still`` running, before vLLM's scheduler reads it."""
     if over or still:
         output.finished_recving = (set(output.finished_recving or ()) | over) - still
+
+
+def compute_anew(manager: Any, request: Any) -> None:
+    """Have vLLM compute a request of which it is about to hear that its load is over: nothing of that has come.
+
+    It then does what it would do about a failed load if its policy were to recompute, whatever the policy is.
+    """
+    request.num_computed_tokens = 0
+    manager.free(request)
 
 
 def around_reset(manager: Any, before: Callable[[], None], refused: Callable[[], None]) -> None:

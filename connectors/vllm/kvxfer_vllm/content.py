@@ -54,28 +54,58 @@ class RequestContent:
         Raises:
             KvxferError: Something that its KV depends on is not known by content.
         """
-        name, embeds, adapter = request.request_id, request.prompt_embeds, request.lora_request
-        lora = None if adapter is None else self.adapters.content(name, adapter)
-        begun = [f for f in request.mm_features or () if tokens is None or f.mm_position.offset < tokens]
-        media = [(self._media.content(f), f.mm_position.offset, f.mm_position.length) for f in begun]
+        embeds = request.prompt_embeds
+        lora, media = self._lora(request), self._items(request, tokens)
         is_token = getattr(request, "prompt_is_token_ids", None)
         found = digest(
             tokens=_first(request.prompt_token_ids, tokens),
             model=model,
             media=media,
             lora=lora,
-            salt=self._salts.get(name, request.cache_salt),
+            salt=self._salt(request),
             embeds=None if embeds is None else _embeds(embeds[:tokens], _first(is_token, tokens)),
         )
-        if name in self._salts and not compat.TELLS_ARRIVALS:
+        self._check_reloaded(request, media)
+        return found
+
+    def named(self, request: Request) -> dict[str, Any] | None:
+        """Return what a request's KV depends on besides its tokens and the model, for a ``Prefix``; None if it cannot be named so.
+
+        Call it when the request arrives: later it is not known any more which weights its adapter had, or what its media were.
+
+        Raises:
+            KvxferError: Something that its KV depends on is not known by content.
+        """
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+            return None
+        media = self._items(request, None)
+        self._check_reloaded(request, media)
+        return {"lora": self._lora(request), "media": media, "salt": self._salt(request)}
+
+    def _check_reloaded(self, request: Request, media: Sequence[Any]) -> None:
+        """Raise if vLLM may have cached something of a request from before its adapter was loaded again."""
+        if request.request_id not in self._salts:
+            return
+        if not compat.TELLS_ARRIVALS:
             raise KvxferError(
                 "its adapter was loaded again, and this vLLM may have cached blocks of its earlier weights"
             )
-        if name in self._salts and media and self.adapters.change_media:
+        if media and self.adapters.change_media:
             raise KvxferError(
                 "its adapter, which was loaded again, changes how its media are encoded, and vLLM may have cached them as before"
             )
-        return found
+
+    def _lora(self, request: Request) -> str | None:
+        adapter = request.lora_request
+        return None if adapter is None else self.adapters.content(request.request_id, adapter)
+
+    def _items(self, request: Request, tokens: int | None) -> list[tuple[str, int, int]]:
+        """Return the media that begin among the first tokens."""
+        begun = [f for f in request.mm_features or () if tokens is None or f.mm_position.offset < tokens]
+        return [(self._media.content(f), f.mm_position.offset, f.mm_position.length) for f in begun]
+
+    def _salt(self, request: Request) -> str | None:
+        return self._salts.get(request.request_id, request.cache_salt)
 
     def finished(self, request: str) -> None:
         """Forget a request."""

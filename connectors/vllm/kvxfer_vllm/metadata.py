@@ -26,6 +26,7 @@ class StepMetadata(KVConnectorMetadata):
         doomed: Requests whose load has failed though no worker knows it, and their blocks.
         freed: Requests whose blocks vLLM may free.
         partial: Requests of which a part was loaded, and their blocks that were not.
+        asked: Requests whose loads begin and, if they fail, are computed whatever vLLM's policy says: it is told that they have ended.
         idle: Whether the step computes nothing.
     """
 
@@ -33,6 +34,7 @@ class StepMetadata(KVConnectorMetadata):
     doomed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     freed: tuple[str, ...] = ()
     partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
     idle: bool = False
 
 

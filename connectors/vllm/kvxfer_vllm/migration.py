@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
@@ -14,14 +16,22 @@ __all__ = ["OLD_KEYS", "ConnectorConfig", "check_hosts", "params_of", "translate
 
 
 class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The settings of the vLLM connector: kvxfer's, and one of its own.
+    """The settings of the vLLM connector: kvxfer's, and some of its own.
 
     Attributes:
         legacy_hosts: Networks, addresses or names of engines that a request id in the form of vLLM's former
             P2pNcclConnector may name; if empty, ids are never read as addresses.
+        decode_answers: Whether the answers of a decode engine tell its router where the KV is that it has then, so that the next turn
+            of a conversation can be loaded from there.
+        keep_answers: Seconds for which a decode engine keeps the KV of an answer from being evicted, while at least a quarter of its
+            cache is free. 0: it stays in the prefix cache like all else.
+        secondary_tiers: Read by Dynamo alone, whose router then sends hints (``kv_hint``): where its workers say they can be asked.
     """
 
     legacy_hosts: tuple[str, ...] = ()
+    decode_answers: bool = True
+    keep_answers: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    secondary_tiers: tuple[dict[str, Any], ...] = ()
 
 
 OLD_KEYS = (

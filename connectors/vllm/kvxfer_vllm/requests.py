@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import Ticket
 from kvxfer.failures import FailureKind as K
 from kvxfer.values import BlockTable
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats
 from kvxfer_vllm.tracing import LOAD, RequestSpans
 from kvxfer_vllm.used import UsedOffers
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadOutcomes", "RequestFacts"]
 
 GONE = {
-    *(DELIVERED, COMPUTED, CANCELLED),
+    *(DELIVERED, COMPUTED, ELSEWHERE, CANCELLED),
     *map(str, (K.NEVER_OFFERED, K.WITHDRAWN, K.DIGEST_DIFFERS, K.NO_SUCH_ENGINE)),
 }
 """The outcomes after which the producer does not offer it any more."""
@@ -56,12 +57,16 @@ class RequestFacts:
         asked_in: The step for which vLLM has asked about it, and has no blocks for it so far.
         table: Its whole block table, where vLLM tells increments only.
         nothing: What is told of it although it has nothing to offer.
+        promised: How many tokens vLLM was last told that it can load.
         end: Up to which token its load is to bring its prompt.
         into: The blocks of its load, if that may be here in part.
         behind: Blocks of its load that lie behind a window, and are left unfilled.
         since: When it came, if it is not known yet what becomes of its load.
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
+        asking: The request itself, if other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
+        lost: Whether its load has failed.
+        answers: Whether its router is told, when it ends, where the KV is.
         batch: The HTTP request that it belongs to, if it offers.
         span: The span of its load, and later the span of its offer.
     """
@@ -71,12 +76,16 @@ class RequestFacts:
     asked_in: int = 0
     table: list[list[int]] | None = None
     nothing: Ticket | None = None
+    promised: int = 0
     end: int = 0
     into: BlockTable | None = None
     behind: set[int] = field(default_factory=set)
     since: float | None = None
     key: bytes | None = None
     passers: set[str] | None = None
+    asking: Any = None
+    lost: bool = False
+    answers: bool = False
     batch: HttpBatch | None = None
     span: Any = None
 
@@ -119,6 +128,14 @@ class LoadOutcomes:
     def not_offered(self, reason: str) -> None:
         """Record that a request was to be offered to other engines, and is not, and why."""
         self._stats.not_offered(reason)
+
+    def not_loaded(self, reason: str) -> None:
+        """Record that a request was to load from another engine, and does not, and why."""
+        self._stats.not_loaded(reason)
+
+    def prefixes(self, news: Mapping[str, int]) -> None:
+        """Record by how much the counts of prefixes have grown."""
+        self._stats.prefixes(news)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell since the last call, if anything."""

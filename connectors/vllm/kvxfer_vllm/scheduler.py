@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket
+from kvxfer.engine import BlockPins, Prefix, Report, SchedulerSide, Ticket
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Address
+from kvxfer.identity import Address, Source
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer.values import BlockTable
@@ -23,20 +23,29 @@ from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
+from kvxfer_vllm.enclosing import enclosed, loads_safely
+from kvxfer_vllm.frees import PendingFrees
+from kvxfer_vllm.held import HeldPrefixes
+from kvxfer_vllm.hints import HintNotes, Hints
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
+from kvxfer_vllm.kept import KeptAnswers
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
+from kvxfer_vllm.no_part import NoPart
 from kvxfer_vllm.pages import replays
 from kvxfer_vllm.pool import VllmBlockPool
+from kvxfer_vllm.prefix_metrics import PrefixNews
+from kvxfer_vllm.prompt_pace import PromptPace
 from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
+from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.settings import groups_of
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats, Reason
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
-from kvxfer_vllm.unoffered import Unoffered
+from kvxfer_vllm.wake import waker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +62,9 @@ log = logger("kvxfer.vllm")
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
+FIRST_STEPS = 100
+"""So many steps are made without a request until the workers have said where they listen."""
+
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
 has aborted, refused as too long or ended after an error."""
@@ -65,13 +77,9 @@ class SchedulerHooks:
         self._config = config
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         assert transfer is not None
-        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
-        if self._consumes and getattr(transfer, "kv_load_failure_policy", None) == "fail":
-            log.warning(
-                "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); "
-                "with 'recompute' this engine computes the prompt instead"
-            )
+        config = enclosed(config, vllm_config)
         self._content, self._warned = RequestContent(vllm_config), set[str]()
         groups = groups_of(kv_cache_config, vllm_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
@@ -82,25 +90,40 @@ class SchedulerHooks:
         self._replayed = tuple(itertools.compress(groups, replayed))
         self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
         self._retained = RetainedBlocks(groups)
+        self._kept = KeptAnswers(self._pins, kv_cache_config.num_blocks, config.keep_answers)
         facts = facts_of(vllm_config, config)
         # Model runner 2 zeroes such a cache's new blocks, or copies states into them, before it calls ``handle_preemptions``. Model
         # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+        self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
         self.side = SchedulerSide(
-            config, self._engine, groups, parallel.world_size, facts, pins=self._pins, writes_early=self._writes_early
+            config,
+            self._engine,
+            groups,
+            parallel.world_size,
+            facts,
+            pins=self._pins,
+            writes_early=self._writes_early,
+            holds=self._cached.holds,
+            wake=waker(),
         )
         self._facts = sealed(self.side.facts)
+        self._hints, self._news = HintNotes(), PrefixNews()
+        ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
+        self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._requests: dict[str, RequestFacts] = {}  # by name, until they are over
         self._held: dict[str, RequestFacts] = {}  # those that are over, and whose blocks are held for others
+        self._frees = PendingFrees()
         self._numbers = itertools.count()
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
         self._batches, self._spread = Batches(), spread_over_ranks(self._engine, parallel)
-        self._unoffered = Unoffered(self._outcomes)
+        self._no_part = NoPart(self._outcomes, self.side.takes_no_part)
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
         self._steps = 1
         self._holding_back = False  # whether this step gives blocks to nobody
+        self._manager: Any = None
         self._hits: Callable[[Request], int] | None = None  # how much of a prompt is cached here
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -112,9 +135,10 @@ class SchedulerHooks:
             return
         self._requests[name] = RequestFacts(name, next(self._numbers))
         self._content.arrived(request)
+        said: Mapping[str, Any] = request.kv_transfer_params or {}
         params: Mapping[str, Any] = {}
         try:
-            params = p.translated(request.kv_transfer_params or self._legacy(request) or {})
+            params = translated(said or self._legacy(request) or {})
             if params:
                 self._take_up(request, params)
         except UnknownAdapterError as e:
@@ -124,10 +148,37 @@ class SchedulerHooks:
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
             self._takes_no_part(params, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
+            self.side.takes_no_part(name, f"it takes no part in KV transfer: {e}")
+        self._follow_prefix(request, said, asks=not p.is_load(params))
+
+    def _follow_prefix(self, request: Request, said: Mapping[str, Any], asks: bool) -> None:
+        """Let other engines find what is computed for a request, and look for a prefix of it at those that its router names."""
+        name, facts = request.request_id, self._requests[request.request_id]
+        facts.answers = bool(said) and not p.is_offer(said) and self._config.decode_answers
+        hints = self._hints.read(said)
+        try:
+            named = self._content.named(request)
+            if named is None:
+                return
+            self._cached.arrived(request, lambda tokens: Prefix(tokens, model=self._facts, **named))
+            if hints.sources and asks and not self._replayed and not request.skip_reading_prefix_cache:
+                self._ask(request, Prefix(request.prompt_token_ids or (), model=self._facts, **named), hints)
+        except KvxferError as e:
+            log.debug("request %s is not looked for at other engines, nor found by them: %s", printable(name), e)
+
+    def _ask(self, request: Request, prompt: Prefix, hints: Hints) -> None:
+        if not self._consumes:
+            self._hints.unused(
+                hints.kind, "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
+            )
+            return
+        sources = [Source(where.host, where.port, 0) for where in hints.sources]
+        if self.side.ask(request.request_id, prompt, sources, request.num_prompt_tokens - 1, kind=hints.kind):
+            self._requests[request.request_id].asking = request
 
     def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
         if self._produces and p.is_offer(params):
-            self._unoffered.count(reason)
+            self._no_part.count(reason)
 
     def _legacy(self, request: Request) -> dict[str, Any] | None:
         """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
@@ -140,13 +191,17 @@ class SchedulerHooks:
         )
 
     def _take_up(self, request: Request, params: Mapping[str, Any]) -> None:
-        offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
         name, whole = request.request_id, request.num_prompt_tokens
+        offers = self._produces and p.is_offer(params)
+        loads = p.is_given_up(params, whole) or (self._consumes and p.is_load(params))
         if not offers and not loads:
             if (why := p.wrong_role(params)) is not None:
                 log.warning("request %s %s", printable(name), why)
+                self.side.takes_no_part(name, f"it {why}")
+            elif self._consumes and p.says_nothing(params):
+                self._no_part.not_loaded(name, Reason.PARAMS, p.NO_VERB)
             if p.is_offer(params):
-                self._unoffered.count(Reason.WRONG_ROLE)
+                self._no_part.count(Reason.WRONG_ROLE)
             return
         external, content = external_id(name), self._digest(request)  # of the whole prompt, before it may be cut
         if offers:
@@ -171,19 +226,19 @@ class SchedulerHooks:
         transfer = p.offered_id(params, self.side.source.epoch, external, content)
         if request.resumable:
             why = "vLLM tells nobody of it, because more of its prompt may come (streaming input)"
-            self._unoffered.say(name, Reason.STREAMING_INPUT, why)
+            self._no_part.not_offered(name, Reason.STREAMING_INPUT, why)
             return
         if self._spread and (external.prompt or external.child is not None):
             # The answer will tell of one of them, and that is offered by one rank.
             why = "vLLM spreads the prompts and samples of one HTTP request over its data-parallel ranks; send prefill one of them"
-            self._unoffered.say(name, Reason.DATA_PARALLEL, why)
+            self._no_part.not_offered(name, Reason.DATA_PARALLEL, why)
             return
         if request.num_prompt_tokens < 1 + self._recurrent:
             # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
             # that is this one.
             if may_be_of_batch(name):
                 self._requests[name].nothing = Ticket(transfer, content, self.side.source)
-            self._unoffered.say(
+            self._no_part.not_offered(
                 name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
             )
             return
@@ -198,13 +253,13 @@ class SchedulerHooks:
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
         if not self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
             why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
-            self._unoffered.say(name, Reason.OTHER_CONTENT, why)
+            self._no_part.not_offered(name, Reason.OTHER_CONTENT, why)
 
     def _load(self, request: Request, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
         """Load this part of a prompt from where the params say, unless that is known to be in vain."""
         name, want = request.request_id, p.wanted(params, external, part.digest)
         if isinstance(want, str):
-            log.warning("request %s is computed here: %s", printable(name), want)
+            self._no_part.not_loaded(name, Reason.PARAMS, want)
             return
         transfer, source = want
         facts = self._requests[name]
@@ -212,9 +267,10 @@ class SchedulerHooks:
             self.side.decline(transfer, part.digest, source, p.answer_of(params) or "")
             self._outcomes.expect(facts, request, str(transfer), None)
             return
-        key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
+        key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
         if key in self._outcomes.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
+            self.side.takes_no_part(name, "it is computed here: an earlier request has used the offer of its params")
             self._outcomes.expect(facts, request, str(transfer), None)
             self._outcomes.ended(facts, COMPUTED)
             return
@@ -227,6 +283,7 @@ class SchedulerHooks:
             log.warning(
                 "request %s is computed here: its prompt does not begin with that of its params", printable(name)
             )
+            self.side.takes_no_part(name, "it is computed here: its prompt does not begin with that of its params")
             self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
         if self._hits is not None and not self._replayed and not request.skip_reading_prefix_cache:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
@@ -245,8 +302,13 @@ class SchedulerHooks:
             self._asked(facts)
             return 0, False
         tokens = self.side.loadable(request.request_id, computed)
+        facts.promised = tokens or 0
         if tokens is not None:
             self._asked(facts)
+        if tokens and facts.asking is not None:
+            facts.end = computed + tokens
+            if facts.since is None:
+                self._outcomes.expect(facts, request, "a prefix", None)
         beside = bool(tokens) and not self.side.here(request.request_id)
         if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
@@ -272,10 +334,12 @@ class SchedulerHooks:
             facts.asked_in, self._unplaced = 0, self._unplaced - 1
         self._room.admitted(facts)
         if external:
-            facts.into = table if self._partly else None
+            facts.into = table if self._partly and facts.asking is None else None
+            if facts.asking is not None and not self.side.here(name):
+                self._next.asked += (name,)
             self._retained.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.here(name):
-            self._outcomes.ended(facts, DELIVERED if external else COMPUTED)
+            self._outcomes.ended(facts, DELIVERED if external else ELSEWHERE if facts.promised else COMPUTED)
             self._retained.cached(facts)
         try:
             self.side.allocated(name, table, external)
@@ -292,6 +356,7 @@ class SchedulerHooks:
         name = request.request_id
         whole = request.status.name in WHOLE
         self._drop_outdated()
+        self._cached.finished(name, good=self._content.adapters.is_same(name))
         self._content.finished(name)
         facts = self._requests.pop(name, None) or RequestFacts(name, next(self._numbers))
         self._room.finished(facts)
@@ -300,6 +365,9 @@ class SchedulerHooks:
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         last_of = self._batches.ended(facts)
         answer = self.side.answer(name)
+        if whole and facts.answers:
+            self._cached.keep_findable(request)
+            self._kept.keep(name, _table(block_ids).ids())
         held = self.side.finished(name, _table(block_ids), whole, good=aborted)
         if aborted and last_of is not None and not request.num_output_tokens:
             # The client has hung up, because a stop string, which ends a request in the same way, needs output. vLLM answers once all
@@ -307,19 +375,25 @@ class SchedulerHooks:
             self.side.unanswered(last_of)
         if held:
             self._held[name] = facts
+            self._frees.held(name)
         else:
             self._batches.over(facts)
         if ticket is None or not self.side.offers(ticket):
             if ticket is not None and whole:
                 why = f"{printable(ticket.transfer)} is given up, as the line of its withdrawal explains"
-                self._unoffered.say(name, Reason.GIVEN_UP, why)
+                self._no_part.not_offered(name, Reason.GIVEN_UP, why)
             ticket = facts.nothing if whole else None
         if ticket is None:
-            return held, None
+            return held, self._held_answer(request, len(block_ids)) if whole and facts.answers else None
         if held:
             facts.span = self._spans.begin(OFFER, request, str(ticket.transfer))
         sizes = self._tp, len(block_ids), request.num_prompt_tokens
         return held, p.answer(ticket, self._engine, answer, *sizes, self._facts, self._spread)
+
+    def _held_answer(self, request: Request, groups: int) -> dict[str, Any]:
+        return p.held_answer(
+            self.side.source, self._engine, request.request_id, self._tp, groups, request.num_computed_tokens
+        )
 
     def _digest(self, request: Request, tokens: int | None = None) -> bytes:
         """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""
@@ -330,8 +404,11 @@ class SchedulerHooks:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Follow what this step computes, and say what the workers must know with it."""
         self._drop_outdated()
+        self._pace.begins(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
+        if self._kept:
+            self._kept.give_back(self._manager.block_pool.get_num_free_blocks())
         idle = not output.total_num_scheduled_tokens
         stuck = bool(self._unplaced) and idle
         if output.preempted_req_ids or stuck:
@@ -348,7 +425,7 @@ class SchedulerHooks:
         """Offer nothing of requests whose adapter was replaced on the way: a part may be computed with the weights of before."""
         for name in self._content.adapters.take_outdated():
             if self.side.ticket(name) is not None:
-                self._unoffered.count(Reason.ADAPTER)
+                self._no_part.count(Reason.ADAPTER)
             self.side.withdraw(name, "its adapter was loaded again with other weights")
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -382,6 +459,7 @@ class SchedulerHooks:
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
+        self._pace.ended()
         found = output.kv_connector_worker_meta
         over = set(output.finished_recving or ())
         ours = found if isinstance(found, ReportMetadata) else ReportMetadata(Report())
@@ -403,10 +481,13 @@ class SchedulerHooks:
                 self._next.doomed[name] = update.disagreed[name]
             elif name in update.short and facts.into is not None:
                 self._next.partial[name] = tuple(facts.into[0][update.short[name] // self._block_tokens :].tolist())
-            facts.into = None
+            facts.into, facts.lost = None, name in update.failed
         for name in over:
             self.side.load_over(name)
-            self._outcomes.ended(self._requests.get(name), DELIVERED)
+            facts = self._requests.get(name)
+            self._outcomes.ended(facts, DELIVERED)
+            if facts is not None and facts.asking is not None and facts.lost:
+                compat.compute_anew(self._manager, facts.asking)
         # What only we know to be wrong with a load vLLM hears of with the next step, from our workers. What the side channel has
         # said vLLM hears now, and not again when a step says so, too.
         wrong = self._next.doomed.keys() & update.disagreed.keys() | self._next.partial.keys() & update.short.keys()
@@ -419,17 +500,26 @@ class SchedulerHooks:
         """Forget a request whose blocks are no longer held for others."""
         facts = self._held.pop(name, None)
         if facts is not None:
+            self._frees.released(name)
             self._batches.over(facts)
             facts.end_span()
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
+        self._outcomes.prefixes(self._news.take(self.side.asked, self.side.answered))
         return self._outcomes.stats()
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether vLLM should wait for blocks that are held for others, rather than preempt a request."""
+        return self._frees.soon()
 
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
-        return self.side.waiting or bool(self._next.doomed or self._next.partial)
+        # Inside MultiConnector our workers may say only with a step where they listen; until then nobody finds this engine.
+        unknown = not self.side.ready and self._steps < FIRST_STEPS
+        return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -439,8 +529,10 @@ class SchedulerHooks:
         KV computed before and KV computed from now on must not be mixed, here or between engines. Returns False if blocks
         are still in use, so that nothing was dropped: vLLM then calls it again, and the connector holds none by then.
         """
+        self._kept.clear()
         if not self.side.withdraw_all("the engine drops its caches, as for other weights"):
             return False
+        self._cached.clear()
         self.side.identify(updated(self.side.facts))
         self._facts = sealed(self.side.facts)
         return True
@@ -452,6 +544,8 @@ class SchedulerHooks:
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
         self._hits = lambda request: manager.get_computed_blocks(request)[1]
+        self._manager = manager
+        self._cached.bind(manager)
         self._room.bind(manager)
         self._retained.bind(manager)
         compat.around_reset(manager, lambda: self._let_go(manager), self._say_why)
@@ -462,6 +556,7 @@ class SchedulerHooks:
         That is revoked with the next step only. So where a step writes early, nobody is given blocks in that one.
         """
         self.side.short_of_blocks()
+        self._kept.clear()
         for name in self._requests:
             if self.side.follows(name) and not any(manager.get_block_ids(name)):
                 self.side.preempted(name)
@@ -492,6 +587,7 @@ class SchedulerHooks:
             self._content,
             self._batches,
             self._held,
+            self._cached,
             self.side,
         )
         return sum(map(len, ours))

@@ -52,6 +52,7 @@ class WorkerHooks:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._asked: set[str] = set()  # requests whose failures vLLM does not hear of
         self._missing: set[int] = set()  # of loads that are here in part
         self._stats = KVXferStats()
         self._noted: Gauges | None = None
@@ -160,6 +161,7 @@ class WorkerHooks:
         Called before the forward pass, and behind vLLM's clearing of new blocks, if a request counts on a prefetch.
         """
         self._sent.update(metadata.freed)
+        self._asked.update(metadata.asked)
         self._received.update(metadata.doomed)
         self._failed.update(metadata.doomed)
         self._received.update(metadata.partial)
@@ -198,7 +200,8 @@ class WorkerHooks:
 
         Each is returned once. The blocks of a load are quiet, or in the report as still written.
         """
-        out = self._sent, self._received, self._failed
+        out = self._sent, self._received, self._failed - self._asked
+        self._asked -= self._received
         self._sent, self._received, self._failed = set(), set(), set()
         return out
 
@@ -236,7 +239,7 @@ class WorkerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept: tuple[Sized, ...] = self._sent, self._received, self._failed
+        kept: tuple[Sized, ...] = self._sent, self._received, self._failed, self._asked
         return sum(map(len, kept)) + bool(self._report) + (0 if self._side is None else len(self._side))
 
 

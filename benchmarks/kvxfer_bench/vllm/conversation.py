@@ -1,0 +1,138 @@
+"""``kvxfer bench conversation``: turns of conversations on real servers, with the KV of earlier answers loaded or computed again.
+
+The same conversations run in turns: with a router that tells the prefill server nothing of earlier turns, with kvxfer and a router that
+does, and (``--nixl``) with vLLM's NixlConnector in its bidirectional mode. Prints how many tokens the prefill server computed at each
+turn, and how long the client waited for the first token.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from kvxfer.cli.progress import progress
+from kvxfer_vllm.demo.conversations import FLAGS, Conversation, PlayedTurn
+from kvxfer_vllm.demo.metrics import total
+from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape
+from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm, ended_together, free_port
+
+RECOMPUTE, LOAD, NIXL = "recompute", "load", "nixl"
+"""The three ways; the first two share their servers."""
+FIRST_TOKEN = "vllm:time_to_first_token_seconds_sum"
+VOCABULARY = 200
+"""Prompts are made of the tokens from 1 up to this one, which every model here has."""
+
+
+def conversation(
+    turns: Annotated[int, typer.Option(min=2, help="Turns of a conversation.")] = 5,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations, one after the other.")] = 3,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the first prompt.")] = 200,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 200,
+    more: Annotated[int, typer.Option(min=1, help="Tokens that each further turn adds to the history.")] = 30,
+    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    model: Annotated[str, typer.Option(help="A shape of a model: " + ", ".join(SHAPES))] = "tiny",
+    gpus: Annotated[
+        str, typer.Option(help="GPUs of the prefill and of the decode server, as 0,1; none: processors.")
+    ] = "",
+    nixl: Annotated[bool, typer.Option(help="Measure vLLM's NixlConnector in its bidirectional mode, too.")] = False,
+    flags: Annotated[str, typer.Option(help="Further flags of each server, separated by spaces.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time turns of conversations on real servers: the KV of earlier answers loaded from the decode server, or computed again."""
+    say = progress()
+    with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
+        path, logs = Path(folder) / "model", Path(folder)
+        further = [*FLAGS, *flags.split()]
+        if model == "tiny":
+            write_model(path)
+        else:
+            write_shape(path, SHAPES[model])
+            further += ["--load-format", "dummy", "--dtype", SHAPES[model].dtype, "--max-model-len", str(32768)]
+        on = gpus.split(",") if gpus else []
+        with ended_together() as begun:
+
+            def pair(name: str, transfer: Mapping[str, Any]) -> tuple[Server, Server]:
+                both = []
+                for side, role in enumerate(("prefill", "decode")):
+                    env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+                    env |= {"CUDA_VISIBLE_DEVICES": on[side % len(on)]} if on else {}
+                    both.append(Server(f"{name}-{role}", path, logs, transfer, further, env))
+                begun.extend(both)
+                return both[0], both[1]
+
+            ours = pair("kvxfer", connector("kv_both", {"backend": backend, "ask": "always"}))
+            ways = {RECOMPUTE: (*ours, None), LOAD: (*ours, "nixl")}
+            if nixl:
+                extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
+                stock = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+                ways[NIXL] = (*pair(NIXL, stock), "nixl")
+            await_ready(begun, 600, lambda server: say(f"{server.name} is ready"))
+            found: dict[str, list[list[Timed]]] = {way: [] for way in ways}
+            for number in range(conversations + 1):  # the first warms up
+                for place, (way, (prefill, decode, schema)) in enumerate(ways.items()):
+                    rng = np.random.default_rng([number, place])
+                    one = _converse(Conversation(prefill, decode, schema), decode, rng, (prompt, answer, more), turns)
+                    if number:
+                        found[way].append(one)
+                say(f"{number} of {conversations} conversations" if number else "warmed up")
+    report = {way: summary(found[way]) for way in ways}
+    typer.echo(json.dumps({"prompt": prompt, "answer": answer, "more": more, "backend": backend, **report}, indent=1))
+    if not as_json:
+        typer.echo(by_turn(report))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One turn: the length of its prompt, what the servers have done, and the seconds from the client's request to its first token."""
+
+    prompt_tokens: int
+    turn: PlayedTurn
+    first_s: float
+
+
+def _converse(
+    talk: Conversation, decode: Server, rng: np.random.Generator, sizes: tuple[int, int, int], turns: int
+) -> list[Timed]:
+    """Have one conversation whose tokens no other has. Nothing else runs meanwhile, so the decode server's metrics are of it alone."""
+    prompt, answer, more = sizes
+    text: list[int] = rng.integers(1, VOCABULARY, prompt).tolist()
+    out = []
+    for _ in range(turns):
+        before = total(decode, FIRST_TOKEN)
+        turn = talk.turn(text, answer, timeout=600.0)
+        out.append(Timed(len(text), turn, turn.prefill.seconds + total(decode, FIRST_TOKEN) - before))
+        text = text + turn.decode.tokens + rng.integers(1, VOCABULARY, more).tolist()
+    return out
+
+
+def summary(conversations: Sequence[Sequence[Timed]]) -> list[dict[str, Any]]:
+    """Return medians by turn: the tokens of the prompt, those that the prefill server has computed, and milliseconds."""
+    return [
+        {
+            "turn": number + 1,
+            "prompt_tokens": at[0].prompt_tokens,
+            "prefill_computed": int(statistics.median(t.turn.prefill.computed for t in at)),
+            "prefill_ms": round(1e3 * statistics.median(t.turn.prefill.seconds for t in at), 1),
+            "first_token_ms": round(1e3 * statistics.median(t.first_s for t in at), 1),
+        }
+        for number, at in enumerate(zip(*conversations, strict=True))
+    ]
+
+
+def by_turn(report: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the report as a table: a row for each turn, for each way tokens that were computed and the time to the first token."""
+    ways = list(report)
+    rows = [["turn", "prompt", *(f"{way}: computed, ms" for way in ways)]]
+    for number, turn in enumerate(report[ways[0]]):
+        cells = [f"{report[way][number]['prefill_computed']}, {report[way][number]['first_token_ms']}" for way in ways]
+        rows.append([str(turn["turn"]), str(turn["prompt_tokens"]), *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

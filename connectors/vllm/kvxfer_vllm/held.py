@@ -1,0 +1,129 @@
+"""What this engine's prefix cache holds of a prompt that another engine is about to compute.
+
+vLLM finds blocks by hashes of its own, whose seed and algorithm differ between engines. So the hashes of requests that this engine has
+seen are remembered under names that all engines compute alike (``kvxfer.engine.Prefix``). vLLM's own lookup then says what is still
+there in all groups: the blocks of full attention, the last ones of windows, the block of a state. Nothing is held for that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.engine import HeldPrefix, Inquiry, Prefix, PrefixIndex
+from kvxfer.values import BlockTable, Group
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["HeldPrefixes"]
+
+Naming = Callable[[Sequence[int]], Prefix]
+"""Names these first tokens of a request by content."""
+
+TIMES = 4
+"""How many tokens are remembered for each that the cache has room for: vLLM may keep blocks of requests that ended long ago."""
+
+
+class HeldPrefixes:
+    """The requests that an engine has computed, and what its cache still has of them. One thread.
+
+    Args:
+        groups: The engine's KV-cache groups.
+        blocks: The blocks of its pool.
+        null: vLLM's number of the block that stands for none.
+    """
+
+    def __init__(self, groups: Sequence[Group], blocks: int, null: int) -> None:
+        self._groups, self._null = tuple(groups), null
+        self._index: PrefixIndex[Sequence[Any]] = PrefixIndex(TIMES * blocks * min(g.block_tokens for g in groups))
+        self._live: dict[str, tuple[Request, Naming]] = {}
+        self._new: set[str] = set()  # those of them that no inquiry could find yet
+        self._coordinator: Any = None
+        self._pool: Any = None
+        self._sparse: list[int] = []  # windows, of which vLLM may not cache all full blocks
+        self._hashed = 0  # tokens for which vLLM has one hash
+
+    def bind(self, manager: Any) -> None:
+        """Use vLLM's manager of the KV cache, until which nothing is held."""
+        self._pool = manager.block_pool
+        self._hashed = getattr(self._pool, "hash_block_size", 0)
+        if not self._hashed or not getattr(self._pool, "enable_caching", False):
+            return
+        self._coordinator = manager.coordinator
+        if "block_mask" in inspect.signature(self._pool.cache_full_blocks).parameters:
+            cacheable = [
+                getattr(one.kv_cache_spec, "prefix_cacheable", True) for one in self._coordinator.single_type_managers
+            ]
+            self._sparse = [g for g, group in enumerate(self._groups) if group.kind == "window" and cacheable[g]]
+
+    def arrived(self, request: Request, prefix: Naming) -> None:
+        """Take in a request that is to be computed; its blocks count as soon as vLLM can find them."""
+        self._live[request.request_id] = request, prefix
+        self._new.add(request.request_id)
+
+    def keep_findable(self, request: Request) -> None:
+        """Have vLLM's prefix cache find the windows at the end of an answer, until their blocks are used again.
+
+        By default it finds those at the end of a prompt only (``prefix_cache_retention_interval``). Call it while the request has its
+        blocks. Those of a window that is a multiple of the block are enough for all full blocks. States are left alone: vLLM may
+        write to the block of one that it does not cache.
+        """
+        if self._coordinator is None or not self._sparse:
+            return
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)  # more may be under way, which is given up
+        for g in self._sparse:
+            manager = self._coordinator.single_type_managers[g]
+            blocks = manager.req_to_blocks.get(request.request_id, ())
+            full = min(computed // manager.block_size, len(blocks))
+            fresh = [not block.is_null and block.block_hash is None for block in blocks[:full]]
+            if any(fresh):
+                first = fresh.index(True)
+                self._pool.cache_full_blocks(
+                    request, blocks, first, full, manager.block_size, g, block_mask=fresh[first:]
+                )
+
+    def finished(self, name: str, good: bool) -> None:
+        """Record that a request is over; what it has computed can still be found if it is what its name says."""
+        request, prefix = self._live.pop(name, (None, None))
+        self._new.discard(name)
+        if good and request is not None and prefix is not None:
+            self._index.add(prefix(request.all_token_ids[:]), request.block_hashes)
+
+    def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
+        """Return what is in the cache now of the tokens that an inquiry names; None if nothing is."""
+        if self._coordinator is None:
+            return None
+        for name in self._new:
+            request, prefix = self._live[name]
+            self._index.add(prefix(request.all_token_ids[:]), request.block_hashes)
+        self._new.clear()
+        found, chain = self._index.find(inquiry.chain), inquiry.chain
+        tokens = 0 if found is None else chain.floor(found.tokens)
+        while found is not None and tokens:
+            blocks, cached = self._coordinator.find_longest_cache_hit(found.name[: tokens // self._hashed], tokens)[:2]
+            if cached == tokens:
+                rows = [[b.block_id for b in row] for row in blocks]
+                self._fill_windows(rows, found.name, tokens)
+                return HeldPrefix(tokens, BlockTable.of(rows, self._null))
+            tokens = chain.floor(cached)  # what windows and states need for fewer tokens are other blocks
+        return None
+
+    def _fill_windows(self, rows: list[list[int]], hashes: Sequence[Any], tokens: int) -> None:
+        """Add blocks of windows that vLLM's lookup leaves out, because another block begins with the next token, if they are cached."""
+        for g, group in enumerate(self._groups):
+            if group.kind != "window" or group.block_tokens != self._hashed:
+                continue
+            for at in range(max(0, tokens - group.window) // group.block_tokens, len(rows[g])):
+                if rows[g][at] == self._null and (cached := self._pool.get_cached_block(hashes[at], [g])):
+                    rows[g][at] = cached[0].block_id
+
+    def clear(self) -> None:
+        """Forget all that is over, as when the cache is dropped."""
+        self._index.clear()
+        self._new.update(self._live)
+
+    def __len__(self) -> int:
+        """Return how many requests are remembered that are not over."""
+        return len(self._live)

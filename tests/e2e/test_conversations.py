@@ -1,0 +1,207 @@
+"""Conversations on real servers: tokens are a plain server's, and prefill computes only what no other engine has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from kvxfer_vllm.demo.conversations import FLAGS, SCHEMAS, Conversation, reply_of
+from kvxfer_vllm.demo.routing import PREFILL_PARAMS
+from kvxfer_vllm.demo.servers import BLOCK, Cluster, Server, await_ready, connector, ended_together
+from tests.conftest import require
+from tests.e2e.conftest import PATIENT
+from tests.e2e.forked import Forked
+from tests.e2e.models import EXACT_POSITIONS, write_recurrent, write_window
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(560)]
+
+SETTINGS = {**PATIENT, "ask_timeout": 10.0}
+NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_connector_module_path": "kvxfer_vllm.nixl",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        **SETTINGS,
+        "bidirectional_kv_xfer": True,
+        "kv_recompute_threshold": 16,
+        "decoder_kv_blocks_ttl": 480,
+    },
+}
+ANSWER = 50
+TRACE = "trace.jsonl"
+
+
+def ids(n: int, seed: int) -> list[int]:
+    return [33 + (7 * i + 31 * seed + i * i % 13) % 90 for i in range(n)]
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Both ways between prefill and decode, under NixlConnector's name and settings at one of them; and vLLM's default policy."""
+    require("vllm")
+    logs = tmp_path_factory.mktemp("conversations")
+    with ended_together() as begun:
+        traced = connector("kv_both", {**SETTINGS, "trace": str(logs / TRACE)})
+        for name, transfer in (("plain", None), ("prefill", traced), ("decode", NIXL)):
+            begun.append(Forked(name, model, logs, transfer, FLAGS))
+        await_ready(begun, 300)
+        yield Cluster(*begun)
+
+
+def converse(cluster: Cluster, schema: str, seed: int, turns: int = 5) -> None:
+    """Prefill computes no more than what is new since the decode server's answer, and a block."""
+    talk, text, had = Conversation(cluster.prefill, cluster.decode, schema), ids(70 + 9 * seed, seed), 0
+    for number in range(turns):
+        turn = talk.turn(text, ANSWER)
+        expected = reply_of(cluster.plain, text, ANSWER).tokens
+        assert turn.decode.tokens == expected, f"conversation {seed} turn {number}: wrong tokens"
+        if number:
+            assert turn.prefill.computed <= len(text) - had + BLOCK, f"conversation {seed} turn {number}"
+        had = len(text) + ANSWER
+        text = text + expected + ids(21, seed + 100 * number)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_prefill_computes_what_is_new(servers: Cluster, schema: str) -> None:
+    base = 10 * list(SCHEMAS).index(schema)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda seed: converse(servers, schema, base + seed), range(4)))
+
+
+def test_an_idle_source_answers_as_fast_as_a_busy_one(servers: Cluster, record_property: Any) -> None:
+    """VLLM makes no steps without requests. Times are from the question to the answer, as the trace tells them."""
+    trace = servers.prefill.log.parent / TRACE
+
+    def answered(seed: int) -> float:
+        talk, text = Conversation(servers.prefill, servers.decode, "nixl"), ids(120, seed)
+        text = text + talk.turn(text, ANSWER).decode.tokens + ids(20, seed + 1)
+        before = len(trace.read_text().splitlines())
+        talk.turn(text, 1)
+        found = [json.loads(line) for line in trace.read_text().splitlines()[before:]]
+        (load,) = [line for line in found if line["kind"] == "nixl"]
+        return float(load["us"]["found"]) / 1e3
+
+    idle = [answered(200 + 2 * n) for n in range(5)]
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(reply_of, servers.decode, ids(50, 300 + n), 900) for n in range(4)]
+        busy = [answered(220 + 2 * n) for n in range(5)]
+        for other in others:
+            other.result()
+    record_property("idle_ms", idle)
+    record_property("busy_ms", busy)
+    print(f"answers of an idle source {sorted(idle)} ms, of a busy one {sorted(busy)} ms")
+    assert median(idle) < 2 * median(busy) + 50
+
+
+EDITS = {
+    "thinking dropped": lambda text, said: text + said[ANSWER // 2 :],
+    "a word changed": lambda text, said: [*text[:60], 34, 34, *text[62:], *said],
+    "all of it": lambda text, said: ids(len(text) + ANSWER, 77),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_history_that_the_client_has_edited(servers: Cluster, edit: str) -> None:
+    seed = 40 + list(EDITS).index(edit)
+    text = ids(150, seed)
+    talk = Conversation(servers.prefill, servers.decode, "nixl")
+    said = talk.turn(text, ANSWER).decode.tokens
+    edited = EDITS[edit](text, said) + ids(20, seed + 1)
+    turn = talk.turn(edited, ANSWER)
+    assert turn.decode.tokens == reply_of(servers.plain, edited, ANSWER).tokens
+    assert turn.prefill.computed <= len(edited) - common(edited, text + said) + BLOCK
+    assert turn.prefill.computed >= min(len(edited), len(edited) - common(edited, text + said))
+
+
+def test_conversations_that_the_router_mixes_up(servers: Cluster) -> None:
+    talks = [Conversation(servers.prefill, servers.decode, "nixl") for _ in range(3)]
+    texts = [ids(90, 50 + i) for i in range(3)]
+    for number in range(3):
+        for i, talk in enumerate(talks):
+            turn = talk.turn(texts[i], ANSWER)
+            assert turn.decode.tokens == reply_of(servers.plain, texts[i], ANSWER).tokens
+            texts[i] = texts[i] + turn.decode.tokens + ids(10, number)
+        talks[0].told, talks[1].told, talks[2].told = talks[1].told, talks[2].told, talks[0].told
+
+
+def test_sources_that_are_not_there(servers: Cluster) -> None:
+    """A port where nobody listens, an HTTP server, and hints that cannot be read."""
+    http = servers.plain.url.removeprefix("http://")
+    for number, hint in enumerate(
+        [
+            {"kvxfer_sources": ["127.0.0.1:9", "[::1]:9"]},
+            {"kvxfer_sources": [http]},
+            {"remote_kv_source": {"kv_request_id": "x", "remote_host": "no.such.host.invalid", "remote_port": 7}},
+            {"kv_hint": {"actions": [{"action_type": "kv.fetch"}]}, "kvxfer_sources": 7},
+        ]
+    ):
+        text = ids(120, 60 + number)
+        found = reply_of(servers.prefill, text, 1, {**PREFILL_PARAMS, **hint})
+        assert found.computed == 120
+        assert found.tokens == reply_of(servers.plain, text, 1).tokens
+    assert "kv_hint names no engine to ask" in servers.prefill.log.read_text()
+
+
+def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> None:
+    """It was restarted, and is killed amid the load; with vLLM's default policy, by which failed loads fail their requests."""
+    with ended_together() as begun:
+
+        def start(name: str) -> Server:
+            server = Forked(name, model, tmp_path, connector("kv_both", {**SETTINGS, "peer_timeout": 3.0}), FLAGS)
+            begun.append(server)
+            await_ready([server], 300)
+            return server
+
+        d = start("restarted")
+        texts = {n: ids(400, 70 + n) for n in range(6)}
+        told: dict[int, Any] = {}
+        for n, text in texts.items():
+            talk = Conversation(servers.prefill, d, "nixl")
+            texts[n] = text + talk.turn(text, ANSWER).decode.tokens
+            told[n] = talk.told
+        with ThreadPoolExecutor(6) as pool:
+            answers = [
+                pool.submit(reply_of, servers.prefill, text + ids(9, n), 1, SCHEMAS["nixl"](told[n]))
+                for n, text in texts.items()
+            ]
+            d.kill()
+            for n, answer in enumerate(answers):
+                assert answer.result().tokens == reply_of(servers.plain, texts[n] + ids(9, n), 1).tokens
+        found = reply_of(servers.prefill, texts[0] + ids(40, 5), 1, SCHEMAS["nixl"](told[0]))
+        assert found.tokens == reply_of(servers.plain, texts[0] + ids(40, 5), 1).tokens
+
+
+@pytest.mark.parametrize(
+    ("write", "block"), [(write_window, BLOCK), (write_recurrent, None)], ids=["window", "recurrent"]
+)
+def test_other_models(tmp_path: Path, write: Any, block: int | None) -> None:
+    """A window beside full attention; and short convolutions, whose states vLLM caches at few places (`align`)."""
+    write(tmp_path / "model")
+    flags = [*FLAGS, *EXACT_POSITIONS, "--enable-prefix-caching"]
+    with ended_together() as begun:
+        for name, transfer in (
+            ("plain", None),
+            ("p", connector("kv_both", SETTINGS)),
+            ("d", connector("kv_both", SETTINGS)),
+        ):
+            begun.append(Forked(name, tmp_path / "model", tmp_path, transfer, flags))
+        await_ready(begun, 300)
+        cluster = Cluster(*begun)
+        talk, text, had = Conversation(cluster.prefill, cluster.decode, "nixl"), ids(300, 1), 0
+        for number in range(3):
+            turn = talk.turn(text, 100)
+            assert turn.decode.tokens == reply_of(cluster.plain, text, 100).tokens
+            if number and block is not None:
+                assert turn.prefill.computed <= len(text) - had + block
+            had = len(text) + 100
+            text = text + turn.decode.tokens + ids(21, number)
