@@ -100,7 +100,7 @@ def test_back_ends_are_compared_in_turns(model: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
     names = ["tcp", "zmq"]
     assert measure_sglang(
-        names, model, tmp_path, rows.append, at_once=(1, 4), prompt=64, tokens=4, rounds=1, kind=CpuServer
+        names, model, tmp_path, rows.append, at_once=(1, 2), prompt=64, tokens=4, rounds=1, kind=CpuServer
     )
     assert [row["backend"] for row in rows] == names * 5
     for row in rows[:2] + rows[-2:]:

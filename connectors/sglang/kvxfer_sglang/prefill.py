@@ -25,7 +25,6 @@ log = logger("kvxfer.sglang")
 GENERATION = 1
 """The generation of all offers: SGLang never computes a transfer's pages again under the same name once it has given them up."""
 
-
 MOST_DROPPED = 4096
 """How many requests are remembered that ended before decode had asked for them."""
 
@@ -89,9 +88,8 @@ class PrefillRank:
                 manager.req_to_decode_prefix_len[note.room] = note.prefix
                 manager.update_status(note.room, KVPoll.WaitingForInput)
                 return
-        reason = "it had failed before" if status == KVPoll.Failed else "another request has its room"
-        if dropped is not None:
-            reason = dropped
+        failed = dropped or "it had failed before"
+        reason = "another request has its room" if status not in (None, KVPoll.Failed) else failed
         manager.tell(note.endpoint, note.dst_port, AttemptFailed(note.room, note.attempt, reason))
 
     def expect(self, room: int) -> None:
