@@ -152,6 +152,22 @@ def test_sources_that_are_not_there(servers: Cluster) -> None:
     assert "kv_hint names no engine to ask" in servers.prefill.log.read_text()
 
 
+def test_a_source_of_two_ranks_with_longer_blocks(servers: Cluster, model: Path, tmp_path: Path) -> None:
+    block = 2 * BLOCK
+    flags = [*FLAGS, "--tensor-parallel-size", "2", "--block-size", str(block)]
+    with ended_together() as begun:
+        begun.append(d := Forked("tp-2", model, tmp_path, connector("kv_both", SETTINGS), flags))
+        await_ready(begun, 300)
+        talk, text, had = Conversation(servers.prefill, d, "remote_kv_source"), ids(150, 90), 0
+        for number in range(3):
+            turn = talk.turn(text, 70)
+            assert turn.decode.tokens == reply_of(servers.plain, text, 70).tokens
+            if number:
+                assert turn.prefill.computed <= len(text) - had + block
+            had = len(text) + 70
+            text = text + turn.decode.tokens + ids(21, number)
+
+
 def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> None:
     """It was restarted, and is killed amid the load; with vLLM's default policy, by which failed loads fail their requests."""
     with ended_together() as begun:

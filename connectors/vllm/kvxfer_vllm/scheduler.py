@@ -170,7 +170,8 @@ class SchedulerHooks:
             return
         sources = [Source(where.host, where.port, 0) for where in hints.sources]
         if self.side.ask(request.request_id, prompt, sources, request.num_prompt_tokens - 1, kind=hints.kind):
-            self._requests[request.request_id].asking = request
+            facts = self._requests[request.request_id]
+            facts.asking, facts.kind = request, hints.kind
 
     def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
         if self._produces and p.is_offer(params):
@@ -298,6 +299,7 @@ class SchedulerHooks:
             facts.end = computed + tokens
             if facts.since is None:
                 self._outcomes.expect(facts, request, "a prefix", None)
+                self._hints.loads(request.request_id, facts.kind, tokens, request.num_prompt_tokens)
         beside = bool(tokens) and not self.side.here(request.request_id)
         if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
