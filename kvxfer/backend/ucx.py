@@ -4,8 +4,8 @@ UCX cannot authenticate. Anybody who reaches a port of its TCP transport can rea
 unless told otherwise, it opens one on every network device of the host.
 
 It also believes what an address says: that its owner is on this host, and which process and shared memory it means. So no context of
-UCX may have both a network and shared memory (``split``): what comes from a network then leads to no process of this host, and
-addresses of the other context are told over a Unix socket only (``introduction``).
+UCX may have both a network and shared memory (``split``): what comes from a network then leads to no process of this host.
+Addresses of the other context are told over a Unix socket only (``introduction``).
 """
 
 from __future__ import annotations

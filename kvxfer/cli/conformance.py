@@ -105,9 +105,9 @@ def conformance(
     With --router, requests of many kinds go through the router, and after each the answer must be the plain server's, KV must have moved,
     and no engine may hold anything. The engines must serve nobody else meanwhile.
 
-    Exits with 0 if every clause or case that was tested is kept, 1 if one is broken (or the process died or hung during its test), 2 if
-    the arguments are wrong, 3 if it cannot be tested, as when a server does not answer. With --mutants, exits with 1 if the suite does
-    not find one of them. Testing a back end or a space needs pytest.
+    Exits with 0 if every clause or case that was tested is kept. Exits with 1 if one is broken, or if the process died or hung during
+    its test. Exits with 2 if the arguments are wrong, and with 3 if it cannot be tested, as when a server does not answer. With
+    --mutants, exits with 1 if the suite does not find one of them. Testing a back end or a space needs pytest.
     """
     if router:
         if backend or space or report or mutants:

@@ -240,7 +240,7 @@ class SchedulerSide:
 
         Returns:
             Whether it may load. It may not if the transfer is in use for other content or from another source, or was given
-            up just now, or if something is still under way for an earlier request of this name; then it must be computed here.
+            up just now, or if something is still under way for an earlier request of this name. Then it must be computed here.
 
         Raises:
             ArgumentError: An argument has the wrong type or range.

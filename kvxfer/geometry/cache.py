@@ -318,8 +318,8 @@ class Cache(msgspec.Struct, frozen=True):
         share one pool of blocks, each of which is in the table of one group only.
 
         Raises:
-            ArgumentError: A number is impossible, a view leaves its region, two pieces of content of one group share
-                bytes, the description is larger than any engine's, or its planes interleave in a way that no engine
+            ArgumentError: A number is impossible, a view leaves its region, or two pieces of content of one group share bytes.
+                Or the description is larger than any engine's, or its planes interleave in a way that no engine
                 uses and that would take long to check.
         """
         self._check_size()

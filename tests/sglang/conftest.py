@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer_vllm.demo.servers import free_port
 from tests.conftest import require
 from tests.sglang.played import model_folder
 
@@ -105,12 +106,6 @@ class Engine:
 
     def until(self, room: int, *states: int, timeout: float = 20.0) -> list[int]:
         return [rank.until(room, *states, timeout=timeout) for rank in self.ranks]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """SGLang without what it asks for: its Python code in a folder of the environment, and stubs for what CPUs cannot have.
 
-Its engine does not run so; its disaggregation code does. Only processes of the played engines use this: a stub of
-torchvision would be taken for the real one by whatever else is imported.
+Its disaggregation code runs so, and with its own CPU device also its servers (tests/e2e/sglang_server.py). Only processes of
+played engines and of such servers use this: a stub of torchvision would be taken for the real one by whatever else is imported.
 """
 
 import importlib.abc
@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER = Path(sys.prefix, "sglang")
 """Where `make` puts SGLang (see the Makefile)."""
 
-STUBBED = frozenset({"IPython", "gguf", "sgl_kernel", "torchvision"})
+STUBBED = frozenset({"IPython", "gguf", "sgl_kernel", "soundfile", "torchvision"})
 """What SGLang imports at its start and the tests never call."""
 
 

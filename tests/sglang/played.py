@@ -76,7 +76,8 @@ class Rank:
         setup: `role`, `port` of the bootstrap server, `tp`, `stages` of a pipeline (1) and `rank` among all of them, `store`
             (a file by which ranks meet), `model` (a folder), and `args`, further arguments of the server by name; `latent` for
             a pool of latents; `pool` for one with states (`swa`, `mamba`, `dsa`); `draft` for a draft model of one layer and
-            two heads; `chunk`, tokens of a forward pass, for a rank with a scheduler.
+            two heads; `host` for a second pool, in host memory, at decode; `chunk`, tokens of a forward pass, for a rank with
+            a scheduler.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -128,6 +129,7 @@ class Rank:
         self.latent = bool(setup.get("latent")) or self.states == "dsa"
         self.draft = bool(setup.get("draft"))
         self.pool, self.draft_pool = self._pool(), self._draft_pool() if self.draft else None
+        self.host_pool = self._pool() if setup.get("host") and self.role == "decode" else None
         self._begin(setup)
         group.barrier()
 
@@ -188,6 +190,10 @@ class Rank:
             args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
                 mine + theirs
                 for mine, theirs in zip((args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens), more, strict=True)
+            )
+        if self.host_pool is not None:
+            args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens = (
+                self.host_pool.get_contiguous_buf_infos()
             )
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
         utils.setup_state_kv_args(args, self.pool, None, LAYERS)
@@ -305,6 +311,23 @@ class Rank:
         """Stop."""
         self.manager.teardown()
 
+    def manager_may_switch(self) -> bool:
+        """Whether SGLang would switch a server with this back end."""
+        return bool(self.manager.supports_role_switch)
+
+    def switch(self) -> None:
+        """Take the other role, as SGLang does with an idle server: the manager goes, and the pool stays."""
+        from sglang.srt import runtime_context
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+        self.manager.teardown()
+        if self.role == "decode":
+            CommonKVReceiver.close_all_sockets()
+        self.role = {"prefill": "decode", "decode": "prefill"}[self.role]
+        runtime_context.get_context().override("role_switch.flip", disaggregation_mode=self.role)
+        self.__class__ = {"prefill": Prefill, "decode": Decode}[self.role]
+        self._begin({})
+
 
 class Prefill(Rank):
     """A prefill rank."""
@@ -379,11 +402,35 @@ class Decode(Rank):
         """Return SGLang's state of a request."""
         return int(self.requests[room].poll())
 
-    def want(self, room: int, ids: list[int], row: int, prefix: int = 0, states: list[list[int]] | None = None) -> None:
-        """Say where a request's pages go."""
+    def want(
+        self,
+        room: int,
+        ids: list[int],
+        row: int,
+        prefix: int = 0,
+        states: list[list[int]] | None = None,
+        host: bool = False,
+    ) -> None:
+        """Say where a request's pages go: into the pool, or into the one in host memory."""
         import numpy as np
+        from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
-        self.requests[room].send_metadata(np.array(ids, np.int32), row, _arrays(states), decode_prefix_len=prefix)
+        where = KVTransferDestination.HOST if host else KVTransferDestination.DEVICE
+        self.requests[room].send_metadata(
+            np.array(ids, np.int32), row, _arrays(states), decode_prefix_len=prefix, destination=where
+        )
+
+    def may_receive_in_host_memory(self, room: int) -> bool:
+        """Whether SGLang would let a request do so."""
+        return bool(self.manager.supports_host_destination and self.requests[room].supports_host_destination)
+
+    def matches_in_host_memory(self, seed: int, ids: list[int]) -> bool:
+        """Whether pages of the host pool hold what a request's first pages should."""
+        device, self.pool = self.pool, self.host_pool
+        try:
+            return self.matches(seed, ids)
+        finally:
+            self.pool = device
 
     def abort(self, room: int) -> None:
         """Abort a request."""

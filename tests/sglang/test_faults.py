@@ -91,7 +91,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("--enable-hisparse", {"settings": {"memory": {"enable_hisparse": True}}}),
     ("--enable-memory-saver", {"settings": {"exec": {"features": {"enable_memory_saver": True}}}}),
     ("prefill_complete", {"settings": {"disagg": {"disaggregation_decode_allocation_policy": "prefill_complete"}}}),
-    ("--enable-pd-role-switch", {"settings": {"disagg": {"enable_pd_role_switch": True}}}),
     ("(npu)", {"settings": {"device": {"device": "npu"}}}),
     ("SGLANG_DISAGG_STAGING_BUFFER", {"environ": {"SGLANG_DISAGG_STAGING_BUFFER": "1"}}),
     ("INTRA_NODE_NVLINK", {"environ": {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK"}}),

@@ -307,6 +307,14 @@ def test_the_script_for_a_gpu_compares_what_servers_answer(
     assert modes == ["prefill", "decode"] and all("kvxfer" in more for *_, more in started[1:])
 
 
+def test_servers_get_ports_that_the_kernel_gives_to_nobody() -> None:
+    """A server binds its port only when it has loaded its model; until then the kernel would give it to any connection."""
+    from kvxfer_sglang import try_on_gpu
+
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(try_on_gpu._free_port() < first for _ in range(200))
+
+
 def test_a_rank_that_cannot_start_leaves_no_thread() -> None:
     before = set(threading.enumerate())
 

@@ -1,7 +1,7 @@
 """SGLang's KV pool as kvxfer sees it: pages of tokens, of keys and values or of latents, and what SGLang calls states.
 
 SGLang describes a pool by the first byte, the length and the bytes of a page of each buffer: the keys of all layers, then
-the values; or the latents; then, where there is a draft model, its buffers, which have the same pages. A page lies in one
+the values; or the latents. The buffers of a draft model follow; they have the same pages. A page lies in one
 piece, token by token, and in it head by head. The buffers of states come in lists of their own.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvxfer_sglang.recurrent import recurrent_views
 from kvxfer_sglang.states import MAMBA, SWA, States
 from kvxfer_sglang.support import UnsupportedSetupError
 
-__all__ = ["PoolBuffer", "heads_of", "pool_cache", "stage_layers"]
+__all__ = ["PoolBuffer", "heads_of", "host_args", "pool_cache", "stage_layers"]
 
 
 def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
@@ -46,6 +47,23 @@ def stage_layers(model: Any, stage: int, stages: int) -> range:
     from sglang.srt.distributed.utils import get_pp_indices
 
     return range(*get_pp_indices(model.num_hidden_layers, stage, stages))
+
+
+def host_args(args: Any) -> Any | None:
+    """Return SGLang's ``KVArgs`` of the host pool, into which decode may receive; ``None`` if there is none.
+
+    It has the layout of the pool on the device, but not as many pages.
+
+    Args:
+        args: SGLang's ``KVArgs``, of both pools.
+    """
+    if not args.host_kv_data_ptrs:
+        return None
+    host = copy(args)
+    for kind in ("data_ptrs", "data_lens", "item_lens"):
+        setattr(host, f"kv_{kind}", getattr(args, f"host_kv_{kind}"))
+        setattr(host, f"state_{kind}", getattr(args, f"host_state_{kind}") or [])
+    return host
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from kvxfer_sglang.metadata import set_row
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered
 from kvxfer_sglang.rank import EngineRank
 from kvxfer_sglang.states import tokens_of
+from kvxfer_sglang.support import UnsupportedSetupError
 
 __all__ = ["DecodeRank"]
 
@@ -32,6 +33,7 @@ class _Receiving:
     aux_index: int
     prefix: int
     others: Callable[[AttemptFailed], None]
+    rank: EngineRank  # in whose memory the pages are
     decided: bool = False  # it is being fetched, or never will be
     given_up: bool = False  # by a prefill rank
     ended: Ended | None = None
@@ -52,16 +54,23 @@ class DecodeRank:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._rank: EngineRank
+        self._host: EngineRank | None = None
         self._lock = threading.Lock()
         self._receivings: dict[int, _Receiving] = {}  # by room
         self._fetches: dict[str, _Receiving] = {}  # by handle, until released
 
-    def start(self, rank: EngineRank) -> None:
-        """Begin with this rank."""
-        self._rank = rank
+    def start(self, rank: EngineRank, host: EngineRank | None = None) -> None:
+        """Begin with this rank, and with another one for pages in the host pool, where there is one."""
+        self._rank, self._host = rank, host
 
     def expect(
-        self, room: int, rows: list[list[int]], aux_index: int, prefix: int, others: Callable[[AttemptFailed], None]
+        self,
+        room: int,
+        rows: list[list[int]],
+        aux_index: int,
+        prefix: int,
+        others: Callable[[AttemptFailed], None],
+        to_host: bool = False,
     ) -> int:
         """Record where a request's KV and metadata go, before a prefill rank is told of it; return the attempt's number.
 
@@ -71,10 +80,17 @@ class DecodeRank:
             aux_index: The request's row of metadata.
             prefix: Tokens that are cached.
             others: Tells all prefill ranks that the request is over; called from another thread, when one of them has given it up.
+            to_host: Whether the pages are those of the host pool.
+
+        Raises:
+            UnsupportedSetupError: There is no host pool.
         """
+        rank = self._host if to_host else self._rank
+        if rank is None:
+            raise UnsupportedSetupError("SGLang has described no host pool, and wants to receive into one")
         attempt = int.from_bytes(os.urandom(6))
         with self._lock:
-            self._receivings[room] = _Receiving(room, attempt, rows, aux_index, prefix, others)
+            self._receivings[room] = _Receiving(room, attempt, rows, aux_index, prefix, others, rank)
         return attempt
 
     def attempt(self, room: int) -> int:
@@ -164,12 +180,12 @@ class DecodeRank:
         tokens = tokens_of(pages, self._manager.kv_args.page_size)
         digest = request_digest(receiving.room, receiving.prefix, pages)
         table = BlockTable.of(receiving.rows)
-        own = self._rank.source
+        own = receiving.rank.source
         fetch = Fetch(receiving.handle, ticket.transfer, digest, ticket.source, table, 0, tokens, own)
         self._fetches[receiving.handle] = receiving
-        self._rank.agent.fetch(fetch)
+        receiving.rank.agent.fetch(fetch)
 
     def _cancel(self, receiving: _Receiving, reason: str) -> None:
         if receiving.handle in self._fetches and receiving.ended is None:
             with suppress(ClosedError):  # its fetches have ended
-                self._rank.agent.cancel(receiving.handle, reason)
+                receiving.rank.agent.cancel(receiving.handle, reason)

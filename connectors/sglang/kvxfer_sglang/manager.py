@@ -7,11 +7,13 @@ carry notes. The KV and the metadata of a request move by a kvxfer transfer, whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import zmq
+from msgspec import structs
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -19,12 +21,12 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_parallel, process_model_config
 from sglang.srt.utils.network import NetworkAddress
 
-from kvxfer import PeerError, Rank
+from kvxfer import Cache, KvxferError, PeerError, Rank
 from kvxfer.facts import TEXT
 from kvxfer.logs import logger
 from kvxfer.memory.fence import DeviceEvent
 from kvxfer.threads import NamedThread
-from kvxfer_sglang.cache import heads_of, pool_cache, stage_layers
+from kvxfer_sglang.cache import heads_of, host_args, pool_cache, stage_layers
 from kvxfer_sglang.decode import DecodeRank
 from kvxfer_sglang.identity import server_facts
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted, packed, unpacked
@@ -51,6 +53,7 @@ class TransferManager(CommonKVManager):
     """
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         decodes = disaggregation_mode == DisaggregationMode.DECODE
@@ -63,15 +66,14 @@ class TransferManager(CommonKVManager):
         self.last_stage = self.pp_rank == self.pp_size - 1  # it samples, so that its metadata are the request's
         rank = Rank(pp=self.pp_rank, tp=self.attn_tp_rank)
         self.states = States.of(args)
-        cache = pool_cache(
-            args,
-            None if is_mla_backend else heads,
-            rank,
-            self.attn_tp_size,
-            self._device(),
-            stage_layers(model, self.pp_rank, self.pp_size) if decodes and self.pp_size > 1 else None,
-            heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_swa_num_kv_heads(1)),
-        )
+        layers = stage_layers(model, self.pp_rank, self.pp_size) if decodes and self.pp_size > 1 else None
+        window_heads = heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_swa_num_kv_heads(1))
+
+        def described(pool: Any, device: str) -> Cache:
+            own = None if is_mla_backend else heads
+            return pool_cache(pool, own, rank, self.attn_tp_size, device, layers, window_heads)
+
+        cache = described(args, self._device())
         self.prefill, self.decode = PrefillRank(self), DecodeRank(self)
         self.tenants: WeakValueDictionary[int, Any] = WeakValueDictionary()  # the sender or receiver that has each room
         side = self.decode if decodes else self.prefill
@@ -83,8 +85,17 @@ class TransferManager(CommonKVManager):
         if args.num_draft_entries:
             facts["draft"] = str(server_args.speculative_draft_model_path)[-TEXT:]
         name = f"sglang-{disaggregation_mode.value}-dp{self.system_dp_rank or self.attn_dp_rank}"
-        self._rank = EngineRank(cache, config, name, facts, self._gather, side.heard)
-        side.start(self._rank)
+        with ExitStack() as opened:
+            self._ranks = [EngineRank(cache, config, name, facts, self._gather, side.heard)]
+            opened.callback(self._ranks[0].close)
+            host = host_args(args) if decodes else None
+            if host is not None:  # an agent has one cache; the second one needs a port of its own
+                config = structs.replace(config, port=0)
+                cache = described(host, "cpu")
+                self._ranks.append(EngineRank(cache, config, f"{name}-host", facts, self._gather, side.heard))
+            opened.pop_all()
+        self.supports_host_destination = host is not None
+        side.start(*self._ranks)
         self._stopped = False
         hear = self._hear_decode if decodes else self._hear_prefill
         self._thread = NamedThread(target=self._listen, args=(hear,), name="kvxfer-notes")
@@ -138,14 +149,21 @@ class TransferManager(CommonKVManager):
         return self.decode.quiet(bootstrap_room)
 
     def teardown(self) -> None:
-        """Stop all threads and close all sockets; the pool is SGLang's."""
+        """Stop all threads and close all sockets; the pool is SGLang's, which then has the other role.
+
+        Raises:
+            KvxferError: The pool may still be written to.
+        """
         self._stopped = True
         self._thread.join(4 * TURN_MS / 1000)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self._heartbeat_shutdown.set()
-        if not self._rank.close():
-            log.error("the KV pool may still be written to: it must not be freed")
+        quiet = [rank.close() for rank in self._ranks]
         self._zmq_ctx.destroy(linger=0)
+        if not all(quiet):
+            raise KvxferError(
+                "the KV pool may still be written to: it must be neither freed nor used for other requests"
+            )
 
     # --- what the two parts call ---------------------------------------------------------------------------------------
 

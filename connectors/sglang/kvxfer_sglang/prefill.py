@@ -26,6 +26,10 @@ GENERATION = 1
 """The generation of all offers: SGLang never computes a transfer's pages again under the same name once it has given them up."""
 
 
+MOST_DROPPED = 4096
+"""How many requests are remembered that ended before decode had asked for them."""
+
+
 @dataclass
 class _Sending:
     """A request whose pages are offered, or will be."""
@@ -58,6 +62,7 @@ class PrefillRank:
         self._lock = threading.Lock()
         self._sendings: dict[int, _Sending] = {}  # by room
         self._offered: dict[TransferId, _Sending] = {}  # until released
+        self._dropped: dict[int, str] = {}  # rooms that no decode rank had asked for yet, the oldest first
         self._count = 0
 
     def start(self, rank: EngineRank) -> None:
@@ -74,7 +79,8 @@ class PrefillRank:
         manager = self._manager
         with self._lock:
             status = manager.request_status.get(note.room)
-            if status in (None, KVPoll.Bootstrapping):
+            dropped = self._dropped.get(note.room) if status is None else None
+            if dropped is None and status in (None, KVPoll.Bootstrapping):
                 known = manager.transfer_infos.setdefault(note.room, {})
                 known[note.endpoint, note.dst_port] = note
                 if len(known) < note.required_dst_info_num:
@@ -84,7 +90,22 @@ class PrefillRank:
                 manager.update_status(note.room, KVPoll.WaitingForInput)
                 return
         reason = "it had failed before" if status == KVPoll.Failed else "another request has its room"
+        if dropped is not None:
+            reason = dropped
         manager.tell(note.endpoint, note.dst_port, AttemptFailed(note.room, note.attempt, reason))
+
+    def expect(self, room: int) -> None:
+        """Record that a request begins, whose room may have been that of another."""
+        with self._lock:
+            self._dropped.pop(room, None)
+
+    def drop(self, room: int, reason: str) -> None:
+        """Give a request up, and tell it to decode ranks that ask for it from now on."""
+        self.withdraw(room, reason)
+        with self._lock:
+            self._dropped[room] = reason
+            if len(self._dropped) > MOST_DROPPED:
+                del self._dropped[next(iter(self._dropped))]
 
     def begin(self, room: int, pages: int) -> None:
         """Name the transfer of a request, of which ``pages`` pages are to be sent.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -14,8 +15,8 @@ __all__ = ["EngineRank"]
 
 log = logger("kvxfer.sglang")
 
-TURN_S = 1.0
-"""How long the thread waits for an event before it checks whether it is to end."""
+JOIN_S = 2.0
+"""How long the thread may take to end, once it is told to."""
 
 
 class EngineRank:
@@ -44,9 +45,11 @@ class EngineRank:
         heard: Callable[[Event], None],
     ) -> None:
         self._heard, self._closed = heard, False
+        self._woken = threading.Event()  # there are events, or the thread is to end
         with ExitStack() as opened:
             self.agent = Agent(cache, config, name, facts)
             opened.callback(self.agent.close)
+            self.agent.listen(self._woken.set)
             self._directory = Directory(config, name, facts) if cache.rank == Rank() else None
             if self._directory is not None:
                 opened.callback(self._directory.close)
@@ -60,7 +63,9 @@ class EngineRank:
 
     def _run(self) -> None:
         while not self._closed:
-            for event in self.agent.events(timeout=TURN_S):
+            self._woken.wait()
+            self._woken.clear()
+            for event in self.agent.events():
                 try:
                     self._heard(event)
                 except Exception:
@@ -70,7 +75,8 @@ class EngineRank:
         """Stop; return whether the pool's memory is quiet (``kvxfer.Agent.close``)."""
         quiet = self.agent.close()
         self._closed = True
-        self._thread.join(2 * TURN_S)
+        self._woken.set()
+        self._thread.join(JOIN_S)
         if self._directory is not None:
             self._directory.close()
         return quiet

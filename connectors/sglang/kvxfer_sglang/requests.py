@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 
 from kvxfer import KvxferError
@@ -65,6 +65,7 @@ class TransferSender(_Tenant, CommonKVSender):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._take_room()
+        self.kv_mgr.prefill.expect(self.bootstrap_room)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Record how many pages are to be sent, and which row of the metadata is the request's."""
@@ -79,7 +80,7 @@ class TransferSender(_Tenant, CommonKVSender):
         if status == KVPoll.Success:
             self.kv_mgr.prefill.forget(room)
         else:
-            self.kv_mgr.prefill.withdraw(room, self.kv_mgr.failure_records.get(room, "the prefill server let it go"))
+            self.kv_mgr.prefill.drop(room, self.kv_mgr.failure_records.get(room, "the prefill server let it go"))
         super().clear()
 
     def abort(self) -> None:
@@ -99,24 +100,31 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
         super().__init__(*args, **named)
         self._take_room()
 
+    @property
+    def supports_host_destination(self) -> bool:
+        """Whether the pages may be those of the host pool: if there is one, whatever the prefill server has."""
+        return bool(self.kv_mgr.supports_host_destination)
+
     def send_metadata(
         self,
         kv_indices: Any,
         aux_index: int | None = None,
         state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
         **told: Any,
     ) -> None:
         """Tell the prefill ranks that there are pages for the request's KV."""
+        to_host = destination == KVTransferDestination.HOST
         try:
             rows = self.kv_mgr.states.rows(np.asarray(kv_indices).tolist(), state_indices or [])
+            self._attempt = self.kv_mgr.decode.expect(
+                self.bootstrap_room, rows, aux_index, decode_prefix_len or 0, self._tell_all, to_host
+            )
         except KvxferError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
             self.ensure_abort_notified()
             return
-        self._attempt = self.kv_mgr.decode.expect(
-            self.bootstrap_room, rows, aux_index, decode_prefix_len or 0, self._tell_all
-        )
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **told)
 
     def is_abort_release_safe(self) -> bool:

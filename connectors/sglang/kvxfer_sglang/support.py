@@ -82,8 +82,6 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
         yield "--enable-hisparse"
     if disagg.disaggregation_decode_allocation_policy != "early":
         yield f"--disaggregation-decode-allocation-policy {disagg.disaggregation_decode_allocation_policy}"
-    if disagg.enable_pd_role_switch:
-        yield "--enable-pd-role-switch"
     if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
         yield "SGLANG_DISAGG_STAGING_BUFFER: the servers may have different numbers of ranks without it"
     if envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() == "INTRA_NODE_NVLINK":

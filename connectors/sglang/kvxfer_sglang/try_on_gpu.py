@@ -53,6 +53,7 @@ def compare_servers() -> None:
         "kvxfer",
         "--disaggregation-bootstrap-port",
         str(bootstrap),
+        "--disaggregation-enable-kv-checksum",
         *further,
     ]
     with (
@@ -112,9 +113,12 @@ def _generate(port: int, prompt: str, room: dict[str, Any] | None = None) -> str
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        return int(sock.getsockname()[1])
+    """Return a port that is free now, below those that the kernel hands out: a server binds it only a minute later."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((HOST, port))
+            return port
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 A consumer computes the last prompt token itself, for its logits. Where a cache is a state and not a row of tokens, that is
 right only on the state *before* that token; so the producer computes all tokens of the prompt but the last.
 
-Where the state lies: without prefix caching (vLLM's ``mamba_cache_mode`` "none") in a request's first block, which counts as
-long as the longest request; with it ("align") in the block of the token that was computed last, as if it were KV. Blocks
+Where the state lies: without prefix caching (vLLM's ``mamba_cache_mode`` "none") in a request's first block, which counts as long
+as the longest request. With it ("align") it lies in the block of the token that was computed last, as if it were KV. Blocks
 before that one are null or hold states of fewer tokens, for vLLM's prefix cache alone. Blocks after it, one for each
 draft token, hold what drafts leave behind until they are accepted, of which there is nothing after a prompt.
 """

@@ -87,9 +87,13 @@ class Server:
 
     Attributes:
         program: the module that its interpreter runs.
+        usual: the flags of every server of this kind.
+        environment: environment variables of every server of this kind.
     """
 
     program = "vllm.entrypoints.openai.api_server"
+    usual: Sequence[str] = ("--served-model-name", MODEL_NAME, *_FLAGS)
+    environment: Mapping[str, str] = ENVIRONMENT
 
     def __init__(
         self,
@@ -107,20 +111,10 @@ class Server:
         self.log = logs / f"{name}.log"
         port = free_port() if port is None else port
         self.url = f"http://{host}:{port}"
-        arguments = [
-            "--host",
-            host,
-            "--port",
-            str(port),
-            "--model",
-            str(model),
-            "--served-model-name",
-            MODEL_NAME,
-            *_FLAGS,
-        ]
+        arguments = ["--host", host, "--port", str(port), "--model", str(model), *self.usual]
         if kv_transfer is not None:
             arguments += ["--kv-transfer-config", json.dumps(kv_transfer)]
-        self._process = self._begin(before, [*arguments, *flags], {**os.environ, **ENVIRONMENT, **(env or {})})
+        self._process = self._begin(before, [*arguments, *flags], {**os.environ, **self.environment, **(env or {})})
 
     def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as output:  # its predecessor of the same name may have written to it

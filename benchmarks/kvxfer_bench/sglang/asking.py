@@ -1,0 +1,160 @@
+"""Requests to SGLang servers as a router makes them: the same one to a prefill and to a decode server, with a room."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer_bench.sglang.servers import HOST, SglangPair
+from kvxfer_vllm.demo.servers import Server, ServerError
+
+__all__ = ["Asked", "Streamed", "abort", "ask_pair", "ask_streaming", "generate", "generated", "room_of", "sampling"]
+
+ANSWER_S = 120.0
+_NUMBERS = itertools.count()
+
+
+def sampling(ids: Sequence[int] | Sequence[Sequence[int]], tokens: int, **more: Any) -> dict[str, Any]:
+    """Return the body of a request that generates tokens greedily behind a prompt or several."""
+    settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": ids, "sampling_params": settings, **more}
+
+
+def generate(server: Server, body: dict[str, Any], timeout: float = ANSWER_S) -> Any:
+    """Return a server's answer: an object, or a list of them where there are several prompts.
+
+    Raises:
+        ServerError: It has none.
+    """
+    request = urllib.request.Request(
+        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise server.error(f"answered {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+    except OSError as error:
+        raise server.error(f"did not answer: {error}") from None
+
+
+def generated(answer: dict[str, Any]) -> list[int]:
+    """Return the tokens of an answer.
+
+    Raises:
+        ServerError: The request was aborted.
+    """
+    reason = answer["meta_info"].get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        raise ServerError(f"the request was aborted: {reason.get('message')}")
+    return [int(token) for token in answer["output_ids"]]
+
+
+@dataclass
+class Asked:
+    """One request at both servers.
+
+    Attributes:
+        rid: Its name; that at prefill ends in ``-p`` and that at decode in ``-d``.
+        prefill: The answer of the prefill server, which a router throws away.
+        decode: The answer of the decode server.
+    """
+
+    rid: str
+    prefill: Future[Any]
+    decode: Future[Any]
+
+    def tokens(self) -> list[int]:
+        """Return the tokens of the decode server's answer.
+
+        Raises:
+            ServerError: There is none.
+        """
+        return generated(self.decode.result())
+
+
+def ask_pair(
+    threads: ThreadPoolExecutor,
+    pair: SglangPair,
+    ids: Sequence[int] | Sequence[Sequence[int]],
+    tokens: int,
+    timeout: float = ANSWER_S,
+) -> Asked:
+    """Send a request to both servers at the same time; it needs two of the threads."""
+    batch = len(ids) if ids and isinstance(ids[0], Sequence) else 0
+    rid = f"kvxfer-{os.getpid()}-{next(_NUMBERS)}"
+
+    def body(end: str) -> dict[str, Any]:
+        named = [f"{rid}-{end}-{n}" for n in range(batch)] if batch else f"{rid}-{end}"
+        return sampling(ids, tokens, rid=named, **room)
+
+    room = room_of(pair, batch)
+    return Asked(
+        rid,
+        threads.submit(generate, pair.prefill, body("p"), timeout),
+        threads.submit(generate, pair.decode, body("d"), timeout),
+    )
+
+
+def abort(server: Server, rid: str) -> None:
+    """Have a server abort a request."""
+    data = json.dumps({"rid": rid}).encode()
+    request = urllib.request.Request(f"{server.url}/abort_request", data, {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A streamed answer.
+
+    Attributes:
+        first_s: Seconds until its first token.
+        all_s: Seconds until its last one.
+        tokens: How many there were.
+    """
+
+    first_s: float
+    all_s: float
+    tokens: int
+
+
+def ask_streaming(threads: ThreadPoolExecutor, pair: SglangPair, ids: Sequence[int], tokens: int) -> Streamed:
+    """Send a request to both servers, and read the decode server's answer token by token.
+
+    Raises:
+        ServerError: It has none.
+    """
+    body = sampling(ids, tokens, **room_of(pair))
+    begun, first, count = time.monotonic(), 0.0, 0
+    threads.submit(generate, pair.prefill, body)
+    request = urllib.request.Request(
+        f"{pair.decode.url}/generate",
+        json.dumps({**body, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as lines:
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                count = len(generated(json.loads(line[6:])))
+                first = first or time.monotonic() - begun
+    except OSError as error:
+        raise pair.decode.error(f"did not answer: {error}") from None
+    return Streamed(first, time.monotonic() - begun, count)
+
+
+def room_of(pair: SglangPair, batch: int = 0) -> dict[str, Any]:
+    """Return what tells a request of both servers from all others; with `batch`, one for each of its prompts."""
+    rooms = [int.from_bytes(os.urandom(7)) or 1 for _ in range(batch or 1)]
+    if not batch:
+        return {"bootstrap_host": HOST, "bootstrap_port": pair.bootstrap, "bootstrap_room": rooms[0]}
+    return {"bootstrap_host": [HOST] * batch, "bootstrap_port": [pair.bootstrap] * batch, "bootstrap_room": rooms}
