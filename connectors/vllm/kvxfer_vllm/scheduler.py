@@ -145,19 +145,19 @@ class SchedulerHooks:
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
             self._takes_no_part(params, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
-        self._follow_prefix(request, said, asks=not p.is_load(params))
+        self._follow_prefix(request, said, params)
 
-    def _follow_prefix(self, request: Request, said: Mapping[str, Any], asks: bool) -> None:
+    def _follow_prefix(self, request: Request, said: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         """Let other engines find what is computed for a request, and look for a prefix of it at those that its router names."""
         name, facts = request.request_id, self._requests[request.request_id]
-        facts.answers = bool(said) and not p.is_offer(said) and self._config.decode_answers
+        facts.answers = bool(params) and not p.is_offer(params) and self._config.decode_answers
         hints = self._hints.read(said)
         try:
             named = self._content.named(request)
             if named is None:
                 return
             self._cached.arrived(request, lambda tokens: Prefix(tokens, model=self._facts, **named))
-            if hints.sources and asks and not self._replayed and not request.skip_reading_prefix_cache:
+            if hints.sources and not p.is_load(params) and not self._replayed and not request.skip_reading_prefix_cache:
                 self._ask(request, Prefix(request.prompt_token_ids or (), model=self._facts, **named), hints)
         except KvxferError as e:
             log.debug("request %s is not looked for at other engines, nor found by them: %s", printable(name), e)
