@@ -40,11 +40,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     return CollectorRegistry()
 
 
-def metrics(registry: CollectorRegistry, connector: str = "KVXferConnector") -> KVXferPromMetrics:
+def metrics(registry: CollectorRegistry) -> KVXferPromMetrics:
     def of(kind: Any) -> Any:
         return lambda **arguments: kind(registry=registry, **arguments)
 
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=connector))
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="KVXferConnector"))
     kinds = {Counter: of(Counter), Gauge: of(Gauge), Histogram: of(Histogram)}
     return KVXferPromMetrics(config, kinds, LABELS, {0: VALUES})
 
@@ -198,11 +198,53 @@ def test_names_and_units_of_nixl(registry: CollectorRegistry) -> None:
     theirs.NixlPromMetrics(config, kinds, LABELS, {0: VALUES})
     known = {family.name: family for family in nixl.collect()}
     ours = {family.name: family for family in registry.collect() if family.name.startswith("vllm:")}
-    assert len(ours) == 4
+    assert len(ours) == 6 and ours.keys() <= SINCE_033
     for name, family in ours.items():
+        if name not in known:  # vLLM before 0.33
+            assert family.type == "counter"
+            continue
         assert family.type == known[name].type
         edges = [{s.labels["le"] for s in f.samples if "le" in s.labels} for f in (family, known[name])]
         assert edges[0] == edges[1], name
+
+
+SINCE_033 = {
+    f"vllm:nixl_{name}"
+    for name in (
+        *("xfer_time_seconds", "post_time_seconds", "bytes_transferred", "num_descriptors", "num_failed_transfers"),
+        *("num_failed_notifications", "num_kv_expired_reqs", "num_notifications_after_expiry"),
+    )
+}
+"""What NixlConnector of vLLM 0.33 exports."""
+
+
+def test_each_name_of_nixl_s_is_exported_or_explained(registry: CollectorRegistry) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import stats as theirs
+
+    nixl = CollectorRegistry()
+    kinds: dict[Any, Any] = {
+        kind: (lambda made: lambda **arguments: made(registry=nixl, **arguments))(kind)
+        for kind in (Counter, Gauge, Histogram)
+    }
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    theirs.NixlPromMetrics(config, kinds, LABELS, {0: VALUES})
+    known = {family.name for family in nixl.collect()}
+    assert known <= SINCE_033, "a newer vLLM has more"
+    metrics(registry)
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    missing = SINCE_033 - {family.name for family in registry.collect()}
+    assert all(f"`{name.removeprefix('vllm:')}`" in page for name in missing)
+
+
+def test_what_nixl_counts_apart_has_failed_here_too(registry: CollectorRegistry) -> None:
+    """Since 0.33 a handshake that failed is a failed transfer: here a link that could not be made always was one."""
+    stats = KVXferStats()
+    for kind in (FailureKind.INCOMPATIBLE, FailureKind.NO_SUCH_ENGINE, FailureKind.PEER_LOST):
+        stats.record(Ended("consumer", T, "r", Outcome(Failure(kind, "why")), 0, 0.1, 1, 0.0))
+    metrics(registry).observe(stats.data)
+    assert value(registry, "vllm:nixl_num_failed_transfers_total") == 3
+    for never in ("num_failed_notifications", "num_notifications_after_expiry"):
+        assert value(registry, f"vllm:nixl_{never}_total") == 0
 
 
 def test_grafana_s_own_model_knows_all_of_the_dashboard() -> None:
@@ -228,11 +270,6 @@ def test_grafana_s_own_model_knows_all_of_the_dashboard() -> None:
     assert not lost(json.loads(text), known(json.loads(text)))
     wrong = {**json.loads(text), "panel": []}
     assert lost(wrong, known(wrong)) == ["/panel"]
-
-
-def test_beside_nixl_its_names_are_left_to_it(registry: CollectorRegistry) -> None:
-    metrics(registry, "MultiConnector").observe(counted().data)
-    assert not [family.name for family in registry.collect() if "nixl" in family.name]
 
 
 def test_every_query_of_the_dashboard_names_what_is_exported(registry: CollectorRegistry) -> None:
@@ -267,6 +304,28 @@ def test_alerts_name_what_is_exported_and_fire_where_they_should(registry: Colle
         shutil.copy(source, tmp_path)
     ran = subprocess.run([promtool, "test", "rules", "alerts_test.yml"], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_our_names_are_as_prometheus_wants_them(registry: CollectorRegistry) -> None:
+    """Of what is exported; names with a colon are those of vLLM's NixlConnector."""
+    metrics(registry).observe(counted().data)
+    blocks = re.split(r"(?=^# HELP )", generate_latest(registry).decode(), flags=re.M)
+    page = "".join(block for block in blocks if block.startswith("# HELP kvxfer_"))
+    assert page.count("# TYPE kvxfer_") > 15
+    require("system_libraries")
+    promtool = ROOT / ".venv" / "system" / "packages" / "usr" / "bin" / "promtool"
+    ran = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True)
+    assert ran.returncode == 0 and not ran.stderr, ran.stdout + ran.stderr
+
+
+def test_params_that_lack_what_a_load_needs_are_counted(make: Make, registry: CollectorRegistry) -> None:
+    p, d = make(), make()
+    text = prompt(49)
+    told = prefill(p, text)
+    for lost in ("kvxfer_transfer", "do_remote_prefill"):
+        decode(d, text, {key: value for key, value in told.items() if key != lost}, p)
+    decode(d, text, told, p)  # after which P holds nothing
+    assert sum(stats["not_loaded"].get("params", 0) for stats in d.stats) == 2
 
 
 def test_the_page_of_metrics_lists_what_is_exported(registry: CollectorRegistry) -> None:
@@ -309,13 +368,30 @@ def test_top_shows_an_engine(server: str) -> None:
         "loads_in_hand": 2,
         "offers_in_hand": 3,
         "quarantined_bytes": 7,
-        "loads": {"cancelled": 1, "delivered": 1, "timed_out": 1},
-        "offers": {"delivered": 1, "timed_out": 1, "unfetched": 1},
+        "loads": {"cancelled": 2, "delivered": 2, "timed_out": 2},
+        "offers": {"delivered": 2, "timed_out": 2, "unfetched": 2},
         "corrupt": 0,
-        "failed": 3,
+        "failed": 6,
+        "loads_per_s": row["loads_per_s"],
+        "mb_per_s": row["mb_per_s"],
+        "failing_per_s": row["failing_per_s"],
+    }
+    assert row["loads_per_s"] > 0 and row["failing_per_s"].keys() == {
+        *("load timed_out from unknown", "offer timed_out", "offer unfetched")
     }
     shown = CliRunner().invoke(build(), ["top", server, "--once"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0 and "2 consumer/zmq" in shown.stdout and "load timed_out" in shown.stdout
+
+
+def test_top_does_not_take_what_is_over_for_what_is_now(registry: CollectorRegistry) -> None:
+    from kvxfer.cli.top import Seen, row
+
+    then = {
+        "kvxfer_transfers_total": [({"outcome": "timed_out"}, 7.0)],
+        "kvxfer_failures_total": [({"outcome": "timed_out", "peer": "h"}, 7.0)],
+    }
+    shown = row(Seen("e", 2.0, then), Seen("e", 1.0, then))
+    assert shown["failed"] == 7 and shown["failing_per_s"] == {}
 
 
 def test_top_takes_rates_between_two_looks(server: str) -> None:

@@ -23,6 +23,8 @@ from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
+from kvxfer_vllm.enclosing import enclosed, loads_safely
+from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.held import HeldPrefixes
 from kvxfer_vllm.hints import HintNotes, Hints
 from kvxfer_vllm.identity import facts_of, updated
@@ -30,6 +32,7 @@ from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.kept import KeptAnswers
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
+from kvxfer_vllm.no_part import NoPart
 from kvxfer_vllm.pages import replays
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.prefix_metrics import PrefixNews
@@ -38,10 +41,10 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
+from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.settings import groups_of
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats, Reason
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
-from kvxfer_vllm.unoffered import Unoffered
 from kvxfer_vllm.wake import waker
 
 if TYPE_CHECKING:
@@ -59,6 +62,9 @@ log = logger("kvxfer.vllm")
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
+FIRST_STEPS = 100
+"""So many steps are made without a request until the workers have said where they listen."""
+
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
 has aborted, refused as too long or ended after an error."""
@@ -71,13 +77,9 @@ class SchedulerHooks:
         self._config = config
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         assert transfer is not None
-        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
-        if self._consumes and getattr(transfer, "kv_load_failure_policy", None) == "fail":
-            log.warning(
-                "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); "
-                "with 'recompute' this engine computes the prompt instead"
-            )
+        config = enclosed(config, vllm_config)
         self._content, self._warned = RequestContent(vllm_config), set[str]()
         groups = groups_of(kv_cache_config, vllm_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
@@ -111,11 +113,12 @@ class SchedulerHooks:
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._requests: dict[str, RequestFacts] = {}  # by name, until they are over
         self._held: dict[str, RequestFacts] = {}  # those that are over, and whose blocks are held for others
+        self._frees = PendingFrees()
         self._numbers = itertools.count()
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
         self._batches, self._spread = Batches(), spread_over_ranks(self._engine, parallel)
-        self._unoffered = Unoffered(self._outcomes)
+        self._no_part = NoPart(self._outcomes, self.side.takes_no_part)
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
         self._steps = 1
@@ -135,7 +138,7 @@ class SchedulerHooks:
         said: Mapping[str, Any] = request.kv_transfer_params or {}
         params: Mapping[str, Any] = {}
         try:
-            params = p.translated(said or self._legacy(request) or {})
+            params = translated(said or self._legacy(request) or {})
             if params:
                 self._take_up(request, params)
         except UnknownAdapterError as e:
@@ -145,6 +148,7 @@ class SchedulerHooks:
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
             self._takes_no_part(params, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
+            self.side.takes_no_part(name, f"it takes no part in KV transfer: {e}")
         self._follow_prefix(request, said, params)
 
     def _follow_prefix(self, request: Request, said: Mapping[str, Any], params: Mapping[str, Any]) -> None:
@@ -175,7 +179,7 @@ class SchedulerHooks:
 
     def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
         if self._produces and p.is_offer(params):
-            self._unoffered.count(reason)
+            self._no_part.count(reason)
 
     def _legacy(self, request: Request) -> dict[str, Any] | None:
         """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
@@ -188,13 +192,17 @@ class SchedulerHooks:
         )
 
     def _take_up(self, request: Request, params: Mapping[str, Any]) -> None:
-        offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
         name, whole = request.request_id, request.num_prompt_tokens
+        offers = self._produces and p.is_offer(params)
+        loads = p.is_given_up(params, whole) or (self._consumes and p.is_load(params))
         if not offers and not loads:
             if (why := p.wrong_role(params)) is not None:
                 log.warning("request %s %s", printable(name), why)
+                self.side.takes_no_part(name, f"it {why}")
+            elif self._consumes and p.says_nothing(params):
+                self._no_part.not_loaded(name, Reason.PARAMS, p.NO_VERB)
             if p.is_offer(params):
-                self._unoffered.count(Reason.WRONG_ROLE)
+                self._no_part.count(Reason.WRONG_ROLE)
             return
         external, content = external_id(name), self._digest(request)  # of the whole prompt, before it may be cut
         if offers:
@@ -219,19 +227,19 @@ class SchedulerHooks:
         transfer = p.offered_id(params, self.side.source.epoch, external, content)
         if request.resumable:
             why = "vLLM tells nobody of it, because more of its prompt may come (streaming input)"
-            self._unoffered.say(name, Reason.STREAMING_INPUT, why)
+            self._no_part.not_offered(name, Reason.STREAMING_INPUT, why)
             return
         if self._spread and (external.prompt or external.child is not None):
             # The answer will tell of one of them, and that is offered by one rank.
             why = "vLLM spreads the prompts and samples of one HTTP request over its data-parallel ranks; send prefill one of them"
-            self._unoffered.say(name, Reason.DATA_PARALLEL, why)
+            self._no_part.not_offered(name, Reason.DATA_PARALLEL, why)
             return
         if request.num_prompt_tokens < 1 + self._recurrent:
             # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
             # that is this one.
             if may_be_of_batch(name):
                 self._requests[name].nothing = Ticket(transfer, content, self.side.source)
-            self._unoffered.say(
+            self._no_part.not_offered(
                 name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
             )
             return
@@ -246,13 +254,13 @@ class SchedulerHooks:
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
         if not self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
             why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
-            self._unoffered.say(name, Reason.OTHER_CONTENT, why)
+            self._no_part.not_offered(name, Reason.OTHER_CONTENT, why)
 
     def _load(self, request: Request, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
         """Load this part of a prompt from where the params say, unless that is known to be in vain."""
         name, want = request.request_id, p.wanted(params, external, part.digest)
         if isinstance(want, str):
-            log.warning("request %s is computed here: %s", printable(name), want)
+            self._no_part.not_loaded(name, Reason.PARAMS, want)
             return
         transfer, source = want
         facts = self._requests[name]
@@ -260,9 +268,10 @@ class SchedulerHooks:
             self.side.decline(transfer, part.digest, source, p.answer_of(params) or "")
             self._outcomes.expect(facts, request, str(transfer), None)
             return
-        key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
+        key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
         if key in self._outcomes.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
+            self.side.takes_no_part(name, "it is computed here: an earlier request has used the offer of its params")
             self._outcomes.expect(facts, request, str(transfer), None)
             self._outcomes.ended(facts, COMPUTED)
             return
@@ -275,6 +284,7 @@ class SchedulerHooks:
             log.warning(
                 "request %s is computed here: its prompt does not begin with that of its params", printable(name)
             )
+            self.side.takes_no_part(name, "it is computed here: its prompt does not begin with that of its params")
             self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
         if self._hits is not None and not self._replayed and not request.skip_reading_prefix_cache:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
@@ -293,6 +303,7 @@ class SchedulerHooks:
             self._asked(facts)
             return 0, False
         tokens = self.side.loadable(request.request_id, computed)
+        facts.promised = tokens or 0
         if tokens is not None:
             self._asked(facts)
         if tokens and facts.asking is not None:
@@ -330,7 +341,7 @@ class SchedulerHooks:
                 self._next.asked += (name,)
             self._retained.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.here(name):
-            self._outcomes.ended(facts, DELIVERED if external else COMPUTED)
+            self._outcomes.ended(facts, DELIVERED if external else ELSEWHERE if facts.promised else COMPUTED)
             self._retained.cached(facts)
         try:
             self.side.allocated(name, table, external)
@@ -366,12 +377,13 @@ class SchedulerHooks:
             self.side.unanswered(last_of)
         if held:
             self._held[name] = facts
+            self._frees.held(name)
         else:
             self._batches.over(facts)
         if ticket is None or not self.side.offers(ticket):
             if ticket is not None and whole:
                 why = f"{printable(ticket.transfer)} is given up, as the line of its withdrawal explains"
-                self._unoffered.say(name, Reason.GIVEN_UP, why)
+                self._no_part.not_offered(name, Reason.GIVEN_UP, why)
             ticket = facts.nothing if whole else None
         if ticket is None:
             return held, self._held_answer(request, len(block_ids)) if whole and facts.answers else None
@@ -415,7 +427,7 @@ class SchedulerHooks:
         """Offer nothing of requests whose adapter was replaced on the way: a part may be computed with the weights of before."""
         for name in self._content.adapters.take_outdated():
             if self.side.ticket(name) is not None:
-                self._unoffered.count(Reason.ADAPTER)
+                self._no_part.count(Reason.ADAPTER)
             self.side.withdraw(name, "its adapter was loaded again with other weights")
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -490,6 +502,7 @@ class SchedulerHooks:
         """Forget a request whose blocks are no longer held for others."""
         facts = self._held.pop(name, None)
         if facts is not None:
+            self._frees.released(name)
             self._batches.over(facts)
             facts.end_span()
 
@@ -499,9 +512,16 @@ class SchedulerHooks:
         return self._outcomes.stats()
 
     @property
+    def frees_soon(self) -> bool:
+        """Whether vLLM should wait for blocks that are held for others, rather than preempt a request."""
+        return self._frees.soon()
+
+    @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
-        return self.side.waiting or bool(self._next.doomed or self._next.partial)
+        # Inside MultiConnector our workers may say only with a step where they listen; until then nobody finds this engine.
+        unknown = not self.side.ready and self._steps < FIRST_STEPS
+        return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
 

@@ -17,17 +17,18 @@ from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.nixl_metrics import NixlNamedMetrics
 from kvxfer_vllm.prefix_metrics import PrefixMetrics
 
-__all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferStats", "Reason"]
+__all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "ELSEWHERE", "KVXferPromMetrics", "KVXferStats", "Reason"]
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
-DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
+DELIVERED, COMPUTED, CANCELLED, ELSEWHERE = "delivered", "computed", "cancelled", "elsewhere"
 """What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, because all was
-cached, or what was fetched ahead of its step failed."""
+cached, or what was fetched ahead of its step failed. Of one that ends as ``elsewhere``, vLLM has loaded a part from another connector of
+its ``MultiConnector``, and so nothing from here."""
 
 COUNTS = ("corrupt", "direct", "staged")
 """The agent's stats that only ever grow."""
-TALLIES = ("offers", "unclaimed", "not_offered", "failures", "counts", "prefixes")
+TALLIES = ("offers", "unclaimed", "not_offered", "not_loaded", "failures", "counts", "prefixes")
 """The parts of what vLLM is told that are numbers by name, which add up."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
 """The agent's stats that go up and down, and their names here."""
@@ -40,7 +41,7 @@ _ADDRESS = re.compile(r"(?:tcp://)?(\[[^\]]*\]|[^\s,:]+):\d+")
 
 
 class Reason(enum.StrEnum):
-    """Why a request is not offered: a closed set, the same in metrics and in the log."""
+    """Why a request is not offered, or not loaded: a closed set, the same in metrics and in the log."""
 
     WRONG_ROLE = "wrong_role"
     INVALID = "invalid"
@@ -50,6 +51,7 @@ class Reason(enum.StrEnum):
     NOTHING = "nothing"
     OTHER_CONTENT = "other_content"
     GIVEN_UP = "given_up"
+    PARAMS = "params"
 
 
 class KVXferStats(KVConnectorStats):
@@ -64,6 +66,7 @@ class KVXferStats(KVConnectorStats):
     - ``offers``: how many offers have ended with each outcome.
     - ``unclaimed``: how many of them nobody had asked for when their lease ended, under the key ``offers``.
     - ``not_offered``: how many requests were to be offered and are not, by reason; see ``Reason``.
+    - ``not_loaded``: how many requests were to load and do not, by reason; see ``Reason``.
     - ``prefixes``: by how much the counts of prefixes have grown; see ``prefix_metrics``.
     - ``counts``: by how much the agents' counts have grown.
     - ``gauges``: for each rank where one of them has changed, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``,
@@ -97,6 +100,10 @@ class KVXferStats(KVConnectorStats):
     def not_offered(self, reason: str) -> None:
         """Record that a request was to be offered, and is not."""
         self._count("not_offered", reason, 1)
+
+    def not_loaded(self, reason: str) -> None:
+        """Record that a request was to load, and does not."""
+        self._count("not_loaded", reason, 1)
 
     def prefixes(self, news: Mapping[str, int]) -> None:
         """Record by how much the counts of prefixes have grown."""
@@ -139,6 +146,7 @@ class KVXferStats(KVConnectorStats):
             "not delivered": len(loads) - len(good),
             **bad,
             **{f"not offered, {reason}": n for reason, n in self.data["not_offered"].items()},
+            **{f"not loaded, {reason}": n for reason, n in self.data["not_loaded"].items()},
             **{f"{of} that nobody asked for": n for of, n in self.data["unclaimed"].items()},
             "MB": round(sum(x[1] for x in good) / 1e6, 3),
             "mean ms": round(1e3 * seconds / max(len(good), 1), 3),
@@ -185,7 +193,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         )
         self._requests = counter(
             "kvxfer_requests",
-            "Requests whose load has ended on all ranks, by outcome: delivered, computed here, or the kind of failure.",
+            "Requests whose load has ended on all ranks, by outcome: delivered, computed here, loaded elsewhere, or the kind of failure.",
             "outcome",
         )
         self._request_seconds = histogram(
@@ -201,6 +209,11 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         )
         self._not_offered = counter(
             "kvxfer_not_offered", "Requests that were to be offered to other engines and are not, by reason.", "reason"
+        )
+        self._not_loaded = counter(
+            "kvxfer_not_loaded",
+            "Requests that were to load from another engine and are computed here, by reason.",
+            "reason",
         )
         self._parts = counter("kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
         self._corrupt = counter(
@@ -223,9 +236,10 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 metric.labels(*values)
             for reason in Reason:
                 self._not_offered.labels(*values, str(reason))
+            self._not_loaded.labels(*values, str(Reason.PARAMS))
             for way in ("direct", "staged"):
                 self._parts.labels(*values, way)
-            for outcome in (DELIVERED, COMPUTED, *FailureKind):
+            for outcome in (DELIVERED, COMPUTED, ELSEWHERE, *FailureKind):
                 self._requests.labels(*values, str(outcome))
             for outcome in (DELIVERED, *FailureKind):
                 self._loads.labels(*values, str(outcome))
@@ -250,6 +264,8 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._unclaimed.labels(*values).inc(data["unclaimed"].get("offers", 0))
         for reason, n in data["not_offered"].items():
             self._not_offered.labels(*values, reason).inc(n)
+        for reason, n in data["not_loaded"].items():
+            self._not_loaded.labels(*values, reason).inc(n)
         for key, n in data["failures"].items():
             outcome, _, peer = key.partition("/")
             if len(self._peers) < MOST_PEERS:
