@@ -123,7 +123,7 @@ def _bidirectional(params: Mapping[str, Any]) -> Iterator[Address]:
         return
     if params.get(ADDRESS) is not None:
         yield _parsed(params[ADDRESS])
-    elif params.get("remote_host") is not None or params.get("remote_port") is not None:
+    elif params.get("remote_port") is not None:  # which other schemas do not give to a prefill engine
         yield _directory(params.get("remote_host"), params.get("remote_port"))
 
 
