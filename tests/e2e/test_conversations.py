@@ -152,6 +152,32 @@ def test_sources_that_are_not_there(servers: Cluster) -> None:
     assert "kv_hint names no engine to ask" in servers.prefill.log.read_text()
 
 
+def test_sources_of_two_ranks_and_with_longer_blocks(servers: Cluster, model: Path, tmp_path: Path) -> None:
+    """On processors only blocks of one size fit each other: what the other engine holds cannot be loaded, and is computed."""
+    with ended_together() as begun:
+
+        def start(name: str, *flags: str) -> Server:
+            begun.append(server := Forked(name, model, tmp_path, connector("kv_both", SETTINGS), [*FLAGS, *flags]))
+            return server
+
+        d, other = start("tp-2", "--tensor-parallel-size", "2"), start("blocks", "--block-size", str(2 * BLOCK))
+        await_ready(begun, 300)
+        talk, text, had = Conversation(servers.prefill, d, "remote_kv_source"), ids(150, 90), 0
+        for number in range(3):
+            turn = talk.turn(text, 70)
+            assert turn.decode.tokens == reply_of(servers.plain, text, 70).tokens
+            if number:
+                assert turn.prefill.computed <= len(text) - had + BLOCK
+            had = len(text) + 70
+            text = text + turn.decode.tokens + ids(21, number)
+        text = ids(200, 95)
+        held = reply_of(other, text, 50, {"kvxfer_sources": []})
+        assert held.params is not None and held.tokens == reply_of(servers.plain, text, 50).tokens
+        longer = text + held.tokens + ids(21, 96)
+        found = reply_of(servers.prefill, longer, 4, SCHEMAS["kvxfer_sources"](held.params))
+        assert found.tokens == reply_of(servers.plain, longer, 4).tokens
+
+
 def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> None:
     """It was restarted, and is killed amid the load; with vLLM's default policy, by which failed loads fail their requests."""
     with ended_together() as begun:

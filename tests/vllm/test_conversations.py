@@ -415,7 +415,7 @@ def test_answers_that_are_kept_for_a_while(make: Make) -> None:
     text = prompt(100)
     _, told = turn(p, d, text, OFFER)
     p.scheduler.reset_prefix_cache()
-    for seed in range(6):  # of which each would evict the answer
+    for seed in range(3):  # which would evict the answer
         ask(d, prompt(700, seed=30 + seed), {}, n=4)
     longer = text + answer(text, 20) + prompt(5)
     name = ask(p, longer, nixl(d, told), d)

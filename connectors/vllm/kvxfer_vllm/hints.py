@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from kvxfer.arguments import shown
 from kvxfer.identity import Address, IdentityError, canonical_host, parse_address
 from kvxfer.logs import logger
+from kvxfer.security import Repeats
 from kvxfer.text import printable
 from kvxfer_vllm.params import ADDRESS, LONGEST, OURS, is_offer
 from kvxfer_vllm.schemas import OTHERS
@@ -54,6 +55,8 @@ HEARD = frozenset(
 )
 """The keys that mean something here, or that are known to need no meaning."""
 
+EVERY_S = 10.0
+"""Seconds from one log line about loads to the next, for each kind of hint."""
 MOST_SAID = 100
 """Keys of which the log says that they are not used; clients can make up as many as they like."""
 
@@ -120,7 +123,7 @@ def _bidirectional(params: Mapping[str, Any]) -> Iterator[Address]:
         return
     if params.get(ADDRESS) is not None:
         yield _parsed(params[ADDRESS])
-    elif params.get("remote_host") is not None or params.get("remote_port") is not None:
+    elif params.get("remote_port") is not None:  # which other schemas do not give to a prefill engine
         yield _directory(params.get("remote_host"), params.get("remote_port"))
 
 
@@ -175,6 +178,7 @@ class HintNotes:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self._repeats = Repeats(EVERY_S)
 
     def read(self, params: Mapping[str, Any]) -> Hints:
         """Return the hints of a request's ``kv_transfer_params``."""
@@ -184,6 +188,14 @@ class HintNotes:
         for key, why in hints.notes:
             self.unused(key, why)
         return hints
+
+    def loads(self, request: str, kind: str, tokens: int, of: int) -> None:
+        """Say that a request loads a prefix because of a hint, but not of each."""
+        held = self._repeats.logged(kind)
+        if held is not None:
+            more = f" ({held} more have been left out here)" if held else ""
+            what = "request %s loads %d of the %d tokens of its prompt from another engine, which its %s names%s"
+            log.info(what, printable(request), tokens, of, kind, more)
 
     def unused(self, key: str, why: str) -> None:
         """Say, if it is the first time, that a key of ``kv_transfer_params`` is not used."""

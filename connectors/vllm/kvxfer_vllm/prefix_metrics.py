@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -24,9 +25,13 @@ class PrefixNews:
 
     def __init__(self) -> None:
         self._told: dict[str, int] = {}
+        self._answered, self._asked = AnswerCounts(), dict[str, AskCounts]()
 
     def take(self, asked: Mapping[str, AskCounts], answered: AnswerCounts) -> dict[str, int]:
         """Return the growth of each count, by ``"kind/field"``; what others have asked has an empty kind. Leaves out zeros."""
+        if answered == self._answered and asked == self._asked:  # as in most steps
+            return {}
+        self._answered, self._asked = copy(answered), {kind: copy(counts) for kind, counts in asked.items()}
         now = {f"/{field}": n for field, n in msgspec.structs.asdict(answered).items()}
         for kind, counts in asked.items():
             now |= {f"{kind}/{field}": n for field, n in msgspec.structs.asdict(counts).items()}

@@ -65,6 +65,7 @@ class RequestFacts:
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
         asking: The request itself, if other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
+        kind: Who has named these engines: a router's schema.
         lost: Whether its load has failed.
         answers: Whether its router is told, when it ends, where the KV is.
         batch: The HTTP request that it belongs to, if it offers.
@@ -84,6 +85,7 @@ class RequestFacts:
     key: bytes | None = None
     passers: set[str] | None = None
     asking: Any = None
+    kind: str = ""
     lost: bool = False
     answers: bool = False
     batch: HttpBatch | None = None

@@ -149,19 +149,19 @@ class SchedulerHooks:
             self._takes_no_part(params, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
             self.side.takes_no_part(name, f"it takes no part in KV transfer: {e}")
-        self._follow_prefix(request, said, asks=not p.is_load(params))
+        self._follow_prefix(request, said, params)
 
-    def _follow_prefix(self, request: Request, said: Mapping[str, Any], asks: bool) -> None:
+    def _follow_prefix(self, request: Request, said: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         """Let other engines find what is computed for a request, and look for a prefix of it at those that its router names."""
         name, facts = request.request_id, self._requests[request.request_id]
-        facts.answers = bool(said) and not p.is_offer(said) and self._config.decode_answers
+        facts.answers = bool(params) and not p.is_offer(params) and self._config.decode_answers
         hints = self._hints.read(said)
         try:
             named = self._content.named(request)
             if named is None:
                 return
             self._cached.arrived(request, lambda tokens: Prefix(tokens, model=self._facts, **named))
-            if hints.sources and asks and not self._replayed and not request.skip_reading_prefix_cache:
+            if hints.sources and not p.is_load(params) and not self._replayed and not request.skip_reading_prefix_cache:
                 self._ask(request, Prefix(request.prompt_token_ids or (), model=self._facts, **named), hints)
         except KvxferError as e:
             log.debug("request %s is not looked for at other engines, nor found by them: %s", printable(name), e)
@@ -174,7 +174,8 @@ class SchedulerHooks:
             return
         sources = [Source(where.host, where.port, 0) for where in hints.sources]
         if self.side.ask(request.request_id, prompt, sources, request.num_prompt_tokens - 1, kind=hints.kind):
-            self._requests[request.request_id].asking = request
+            facts = self._requests[request.request_id]
+            facts.asking, facts.kind = request, hints.kind
 
     def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
         if self._produces and p.is_offer(params):
@@ -309,6 +310,7 @@ class SchedulerHooks:
             facts.end = computed + tokens
             if facts.since is None:
                 self._outcomes.expect(facts, request, "a prefix", None)
+                self._hints.loads(request.request_id, facts.kind, tokens, request.num_prompt_tokens)
         beside = bool(tokens) and not self.side.here(request.request_id)
         if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
