@@ -89,7 +89,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer_timeout: Seconds = 30.0
     start_timeout: Seconds | None = None
     step_budget: Budget = 0.005
-    lease: Seconds = 60.0
+    lease: Seconds = 30.0
     control_ports: NonEmpty | None = None
     peer_timeout: Seconds = 10.0
     abort_timeout: Seconds = 10.0

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
+from typing import TypeVar
 
 import msgspec
 
@@ -79,6 +80,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 Notice = m.Renew | m.Decline | m.Begun | Answered | Unheard
 """A notice about a transfer between another engine and this one."""
+N = TypeVar("N", bound=m.Renew | m.Decline | m.Await)
 
 
 class Directory:
@@ -343,14 +345,21 @@ class Directory:
                 connection.send(self._explained(msg))
             case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
                 with self._lock:
-                    self._notice(msg, connection, len(frame))
+                    self._notice(self._placed(msg), connection, len(frame))
             case m.Await() if msg.epoch in (self.epoch, ANY_EPOCH):
-                for named in msg.transfers:
+                for named in self._placed(msg).transfers:
                     self._await(connection, named)
             case m.Inquire():
                 self._inquire(connection, msg)
             case _:
                 pass  # for an engine that was here before, or not for a directory
+
+    def _placed(self, notice: N) -> N:
+        """Return a notice with this engine's own names for transfers of which a consumer does not know the epoch."""
+        if notice.epoch != ANY_EPOCH:
+            return notice
+        named = tuple(m.Named(one.transfer.of(self.epoch), one.digest) for one in notice.transfers)
+        return msgspec.structs.replace(notice, transfers=named)
 
     def _explained(self, asked: m.Explain) -> m.Explained | m.Refused:
         """Answer an operator's question. It looks at thousands of records, so whoever repeats it may not keep others waiting."""

@@ -51,7 +51,7 @@ class PrefixMetrics:
             "counter",
             "kvxfer_prefix_tokens",
             "Tokens that other engines held of prompts of this engine: found beyond what was cached here, and of these "
-            "loaded, refused since no load would have ended sooner, or recomputed since the load failed.",
+            "loaded, refused because no load would have ended sooner, or recomputed because the load failed.",
             "outcome",
             "source",
         )
