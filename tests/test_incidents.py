@@ -143,8 +143,7 @@ def test_nobody_answers(play: Play) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Source("127.0.0.1", silent.getsockname()[1], ticket.source.epoch)
         said = play.load(d, Ticket(ticket.transfer, ticket.digest, source))
-        assert "peer_unreachable (peer " in said
-        assert play.counted() == {"peer_unreachable/127.0.0.1"}
+        check(play, "a firewall that lets one direction through", said)
         code, text = play.why(d)
     assert code == 1 and "peer_unreachable" in text and "problem:" in text
 
@@ -154,8 +153,7 @@ def test_a_peer_that_is_gone(play: Play) -> None:
     ticket = p.offer("q", TOKENS)
     p.close()
     said = play.load(d, ticket)
-    assert re.search(r": (peer_lost|peer_unreachable|no_such_engine) \(peer ", said)
-    assert [key.rpartition("/")[2] for key in play.counted()] == ["127.0.0.1"]
+    check(play, "dead peer", said)
     assert play.why(d)[0] == 1
 
 
@@ -174,8 +172,8 @@ def test_the_port_of_something_else(play: Play) -> None:
     ticket = p.offer("q", TOKENS)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    said = play.load(d, Ticket(ticket.transfer, ticket.digest, Source("127.0.0.1", port, ticket.source.epoch)))
-    assert f"peer_unreachable (peer directory 127.0.0.1:{port})" in said or f"127.0.0.1:{port}" in said
+    elsewhere = Source("127.0.0.1", port, 0)  # as a router names an engine, which does not know its epoch
+    check(play, "wrong port", play.load(d, Ticket(ticket.transfer, ticket.digest, elsewhere)))
     code, text = play.why(d)
     assert code == 1 and "peer_unreachable" in text
 

@@ -98,6 +98,7 @@ def test_the_last_that_failed(make: Any) -> None:
     assert code == 1
     assert [found["decode"]["request"] for found in told["requests"]] == ["r-2", "r-1"], "the latest first"
     verdict = told["requests"][0]["verdict"]
+    assert not {"announced", "heard", "arrived"} & told["requests"][0]["decode"]["stages"].keys()
     assert "nothing came within 0.5 s" in verdict["says"] and "still had it in its queue" in verdict["says"]
     assert "start_timeout" in verdict["do"]
 

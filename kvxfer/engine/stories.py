@@ -121,6 +121,8 @@ def _of_load(load: Load, failure: Failure | None, stages: Stages | None, now: fl
     over = stages is not None or failure is not None or load.traced
     reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
     times = {"found": load.found_at, "fetched": load.fetched_at, **reached, **({"seen": now} if over else {"now": now})}
+    if not times.get("announced"):
+        times["heard"] = 0.0  # of a fetch that has heard nothing it is the beginning
     outcome = "delivered" if failure is None else str(failure.kind)
     return Story(
         "consumer",

@@ -147,3 +147,15 @@ def test_another_peer_is_none_the_worse(node: Make) -> None:
         deliver(p, d, "alive")
         d.settled(name("dead"))
         deliver(p, d, "alive still")
+
+
+def test_a_silent_peer_says_so_in_the_words_of_the_runbook(node: Make) -> None:
+    p, d = node(seed=1), node()
+    deliver(p, d, "met")
+    p.offer(name("half"), [13], 4, 1, False)
+    d.fetch(name("half"), p.source, [15, 12], 8)
+    until(lambda: d.blocks([15]) == p.blocks([13]))
+    with p.stopped():
+        failure = d.settled(name("half")).outcome.failure
+    assert failure is not None and failure.kind is K.PEER_LOST and "127.0.0.1" in failure.peer
+    assert "it was silent for " in failure.detail and " had come in " in failure.detail

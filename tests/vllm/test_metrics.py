@@ -22,12 +22,13 @@ from kvxfer.cli.main import build
 from kvxfer.control.link import LinkStatus
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
+from kvxfer.protocol.messages import Explain
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.stats import Gauges, KVXferPromMetrics, KVXferStats
 from tests.conftest import require
 from tests.vllm.cases import decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import prompt
+from tests.vllm.engine import ours, prompt
 from tests.vllm.wire import Wire
 
 ROOT = Path(__file__).parents[2]
@@ -318,12 +319,16 @@ def test_our_names_are_as_prometheus_wants_them(registry: CollectorRegistry) -> 
     assert ran.returncode == 0 and not ran.stderr, ran.stdout + ran.stderr
 
 
-def test_params_that_lack_what_a_load_needs_are_counted(make: Make, registry: CollectorRegistry) -> None:
+def test_params_that_lack_what_a_load_needs_are_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     p, d = make(), make()
     text = prompt(49)
     told = prefill(p, text)
     for lost in ("kvxfer_transfer", "do_remote_prefill"):
-        decode(d, text, {key: value for key, value in told.items() if key != lost}, p)
+        name = decode(d, text, {key: value for key, value in told.items() if key != lost}, p)
+        (story,) = ours(d.scheduler.connector)._sched.side.directory.explain(Explain(name)).stories
+        words = "the router must forward the prefill engine's params whole"
+        assert words in story.text and story.role == "none"
+        assert words in caplog.text
     decode(d, text, told, p)  # after which P holds nothing
     assert sum(stats["not_loaded"].get("params", 0) for stats in d.stats) == 2
 

@@ -219,8 +219,8 @@ def wrong_role(params: Mapping[str, Any]) -> str | None:
 
 
 NO_VERB = (
-    "its kv_transfer_params name an engine, and have neither do_remote_prefill nor do_remote_decode: the router must forward the "
-    "prefill engine's params whole"
+    "its kv_transfer_params name an engine, and have neither do_remote_prefill nor do_remote_decode: the router must forward "
+    "the prefill engine's params whole"
 )
 
 
