@@ -6,6 +6,7 @@
 #   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
 #   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.30 and 0.31, and all tests without servers on Python 3.11 to 3.13
+#   make test-upgrade prefill and decode servers of two releases of vLLM, each way round
 #   make coverage    a report of the lines that tests reach
 #   make gpu         on a machine with GPUs: tests, transfers, and first tokens on real servers, with tables in build/gpu
 #   make gpu-sglang  the same figures on real SGLang servers, beside SGLang's own transfers, where SGLang is installed
@@ -68,6 +69,12 @@ pythons:
 test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/vllm tests/e2e/test_pair.py tests/e2e/test_faults.py $(ARGS)
 
+# Prefill and decode servers of two releases, of those that have a build for CPUs: the last one before, and the one that is installed.
+OLD := .venv-$(lastword $(RELEASES))
+test-upgrade: $(READY)
+	$(MAKE) VENV=$(OLD) VLLM=$(lastword $(RELEASES)) $(OLD)/.ready
+	KVXFER_OTHER_VLLM=$(abspath $(OLD))/bin/python $(BIN)/python -m pytest tests/e2e/test_releases.py $(ARGS)
+
 test-python: $(READY)
 	$(UCX_TESTS)
 	$(MOONCAKE_TESTS)
@@ -81,7 +88,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-system test-matrix test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
+.PHONY: demo test test-system test-matrix test-upgrade test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)

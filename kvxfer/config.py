@@ -85,7 +85,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer_timeout: Seconds = 30.0
     start_timeout: Seconds | None = None
     step_budget: Budget = 0.005
-    lease: Seconds = 60.0
+    lease: Seconds = 30.0
     peer_timeout: Seconds = 10.0
     staging_bytes: Staging | None = None
     key_file: NonEmpty | None = None

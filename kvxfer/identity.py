@@ -25,6 +25,9 @@ Generation: TypeAlias = int
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[0-9]{1,5}")
+_OWN, _ANY = "own/", f"own/{0:016x}/"
+_PLACE = len(_ANY) - 1
+"""Where the name begins in an id that a producer has made, behind its epoch."""
 _MOST_EMBEDS = 1 << 20
 _LONGEST = 1 << 14
 """The most characters of a transfer's name."""
@@ -68,10 +71,28 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=T
     def mint(cls, epoch: int, base: str, prompt: int = 0) -> TransferId:
         """Make one at a producer, from its epoch and its own name for the request; the consumer has to be told the result.
 
-        A retry under the same name gets the same id; another producer never makes it.
+        A retry under the same name gets the same id; another producer never makes it. A consumer that does not know the epoch, but
+        the name, takes epoch 0, and learns the rest from the producer's directory (`of`).
         """
         number = arguments.integer("epoch", epoch, 0)
         return cls(f"own/{number:016x}/{_named('base', base)}", prompt)
+
+    def of(self, epoch: int) -> TransferId:
+        """Return what the producer of this epoch calls it, if this was made for epoch 0, which no producer has; else itself."""
+        return self._with(epoch) if self.unplaced else self
+
+    @property
+    def unplaced(self) -> bool:
+        """Whether it was made for epoch 0: only the producer's directory can say what it is called there."""
+        return self.base.startswith(_ANY)
+
+    @property
+    def anywhere(self) -> TransferId:
+        """What a consumer calls it that does not know the producer's epoch."""
+        return self._with(0) if self.base.startswith(_OWN) else self
+
+    def _with(self, epoch: int) -> TransferId:
+        return TransferId(f"{_OWN}{epoch:016x}{self.base[_PLACE:]}", self.prompt)
 
     def __str__(self) -> str:
         return f"{self.base}#{self.prompt}"

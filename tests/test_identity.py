@@ -235,3 +235,12 @@ class TestKey:
     def test_other_parts_are_refused(self, part: Any) -> None:
         with pytest.raises(IdentityError):
             key("t", part)
+
+
+def test_an_id_without_its_producer_s_epoch() -> None:
+    """What a consumer knows of it but the epoch; the producer's directory fills that in, and in nothing else."""
+    own, anywhere = TransferId.mint(7, "own/x", 3), TransferId.mint(0, "own/x", 3)
+    assert own.anywhere == anywhere == anywhere.anywhere and anywhere.of(7) == own and own.of(8) == own
+    assert anywhere.unplaced and not own.unplaced
+    for other in (TransferId.derived("own/x"), TransferId.routed(f"own/{0:016x}/x")):
+        assert other.of(7) == other == other.anywhere and not other.unplaced

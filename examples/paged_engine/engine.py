@@ -21,7 +21,7 @@ class Request:
     goal: int
     table: list[int] = field(default_factory=list)
     computed: int = 0
-    loading: bool = False
+    loading: int = 0
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
         if external is None or not self.grow(request, max(request.computed + external, 1)):
             return self.drop(request)  # and again in the next step
         self.side.allocated(request.name, BlockTable.of([request.table]), external)
-        request.loading = external > 0
+        request.loading = external
         self.counts["cached"] += request.computed
 
     def grow(self, request: Request, tokens: int) -> bool:
@@ -74,7 +74,7 @@ class Engine:
 
     def drop(self, request: Request) -> None:
         self.pool.free(request.table[::-1])
-        request.table, request.computed, request.loading = [], 0, False
+        request.table, request.computed, request.loading = [], 0, 0
 
     def step(self) -> bool:
         """Plan a step and have it computed, if there is anything to do; then take in what has ended."""
@@ -105,7 +105,7 @@ class Engine:
             update = self.side.report(pipe.recv())
             for request in self.requests:
                 if request.name in update.loaded:
-                    request.computed, request.loading = len(request.tokens) - 1, False
+                    request.computed, request.loading = request.computed + request.loading, 0
                     self.counts["loaded"] += 1
                 elif request.name in update.failed:  # our policy: compute it here, in other blocks
                     self.drop(request)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
+from typing import TypeVar
 
 import msgspec
 
@@ -76,6 +77,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 Notice = m.Renew | m.Decline | m.Begun | Answered | Unheard
 """A notice about a transfer between another engine and this one."""
+N = TypeVar("N", bound=m.Renew | m.Decline | m.Await)
 
 
 class Directory:
@@ -334,14 +336,21 @@ class Directory:
                 connection.send_frame(self._descriptor or _UNPUBLISHED)
             case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
                 with self._lock:
-                    self._notice(msg, connection, len(frame))
+                    self._notice(self._placed(msg), connection, len(frame))
             case m.Await() if msg.epoch in (self.epoch, ANY_EPOCH):
-                for named in msg.transfers:
+                for named in self._placed(msg).transfers:
                     self._await(connection, named)
             case m.Inquire():
                 self._inquire(connection, msg)
             case _:
                 pass  # for an engine that was here before, or not for a directory
+
+    def _placed(self, notice: N) -> N:
+        """Return a notice with this engine's own names for transfers of which a consumer does not know the epoch."""
+        if notice.epoch != ANY_EPOCH:
+            return notice
+        named = tuple(m.Named(one.transfer.of(self.epoch), one.digest) for one in notice.transfers)
+        return msgspec.structs.replace(notice, transfers=named)
 
     def _take(self, connection: sockets.ControlConnection, frame: bytes) -> None:
         """Handle the answer of a directory that was told something; what is none is dropped."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import HalfShares
+from kvxfer.protocol.budgets import NewcomerShares
 
 __all__ = ["Inquiries", "PeerInquiry"]
 
@@ -40,7 +40,7 @@ class Inquiries:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._shares: HalfShares[Hashable] = HalfShares(MOST_INQUIRIES)
+        self._shares: NewcomerShares[Hashable] = NewcomerShares(MOST_INQUIRIES)
         self._turns: OrderedDict[Hashable, deque[PeerInquiry]] = OrderedDict()
 
     def put(self, inquiry: PeerInquiry) -> bool:

@@ -16,7 +16,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import HalfShares
+from kvxfer.protocol.budgets import NewcomerShares
 from kvxfer.schedule import Chain, OfferSchedule
 from kvxfer.security import Complaints
 from kvxfer.values import MOST_TOKENS, BlockTable, Group
@@ -97,7 +97,7 @@ class _Taken:
 class PrefixAnswers:
     """Answers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
 
-    What is held for them is bounded by the limit of ``BlockPins``, of which each peer may have half of what the others leave. It is
+    What is held for them is bounded by the limit of ``BlockPins``. Each peer may have three quarters of what the others leave. It is
     given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).
 
     Attributes:
@@ -109,7 +109,7 @@ class PrefixAnswers:
     ) -> None:
         self._directory, self._offers, self._schedule, self._groups = directory, offers, schedule, tuple(groups)
         self._exact = any(group.kind == "state" for group in groups)
-        self._shares: HalfShares[Hashable] = HalfShares(limit)
+        self._shares: NewcomerShares[Hashable] = NewcomerShares(limit)
         self._taken: dict[TransferId, _Taken] = {}
         self._complain = Complaints(log)
         self.counts = AnswerCounts()

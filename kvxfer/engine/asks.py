@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import count
 
 import msgspec
@@ -73,6 +73,7 @@ class Asks:
         self._config, self._directory, self._notices = config, directory, notices
         self._schedule, self._loads, self._benefit = schedule, loads, benefit
         self._asks: dict[str, Ask] = {}  # by request
+        self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
         self._open: dict[TransferId, Ask] = {}  # by each name that has yet to be answered
         self._late: Recent[TransferId, Source] = Recent(config.lease, MOST_LATE)
         self._numbers = count(1)
@@ -93,12 +94,17 @@ class Asks:
         chain = prefix.chain(tokens)
         if not len(chain) or self._schedule.named(request) is not None:
             return False
-        names = {self._name(): source for source in list(others)[:MOST_SOURCES]}
-        ask = self._asks[request] = Ask(request, kind, chain, names, time.monotonic())
+        what = chain, tuple(others)
+        ask = self._alike.get(what)
+        if ask is None or ask.state is _S.CLOSED:
+            names = {self._name(): source for source in list(others)[:MOST_SOURCES]}
+            ask = self._alike[what] = Ask(kind, chain, tuple(others), names, time.monotonic())
+            for name, source in names.items():
+                self._open[name] = ask
+                self._directory.inquire(source, m.Inquire(source.epoch, name, chain.step, chain.links))
+        self._asks[request] = ask
+        ask.requests.add(request)
         self._counts(ask).requests += 1
-        for name, source in names.items():
-            self._open[name] = ask
-            self._directory.inquire(source, m.Inquire(source.epoch, name, chain.step, chain.links))
         return True
 
     def _name(self) -> TransferId:
@@ -110,7 +116,13 @@ class Asks:
     def awaits(self, request: str, computed: int) -> bool:
         """Return whether answers are still to come. If not, the load of the best one begins, if that pays."""
         ask = self._asks.get(request)
-        if ask is None or ask.state is not _S.OUT:
+        if ask is None or ask.state is _S.CLOSED:
+            return False
+        if ask.taken is not None:
+            if self._schedule.named(request) is None and computed < ask.taken.tokens:
+                self._load(
+                    request, ask, ask.taken
+                )  # it waits for the one that fetches, and finds the blocks in the cache
             return False
         self._notices.take_in()
         wanted = ask.chain.tokens - computed
@@ -118,7 +130,7 @@ class Asks:
             patience = min(self._config.ask_timeout, self._benefit.computing(wanted, self._config.ask))
             if time.monotonic() < ask.asked_at + patience:
                 return True
-        self._decide(ask, computed)
+        self._decide(request, ask, computed)
         return False
 
     def asking(self, request: str) -> bool:
@@ -126,7 +138,7 @@ class Asks:
         ask = self._asks.get(request)
         return ask is not None and ask.state is _S.OUT
 
-    def _decide(self, ask: Ask, computed: int) -> None:
+    def _decide(self, request: str, ask: Ask, computed: int) -> None:
         ask.decided_at = time.monotonic()
         counts = self._counts(ask)
         if not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
@@ -134,7 +146,7 @@ class Asks:
         most = max((one.tokens - computed for one in ask.answers), default=0)
         counts.found += max(most, 0)
         best = self._best(ask, computed)
-        if best is not None and self._load(ask, best):
+        if best is not None and self._load(request, ask, best):
             ask.taken = best
             ask.on(_E.TAKE)
         else:
@@ -152,11 +164,11 @@ class Asks:
         seconds, best = max(saves, key=lambda pair: (pair[0], pair[1].tokens), default=(0.0, None))
         return best if seconds > 0 else None
 
-    def _load(self, ask: Ask, best: PrefixOffer) -> bool:
-        what = ask.request, best.transfer, best.digest, best.source, best.tokens
+    def _load(self, request: str, ask: Ask, best: PrefixOffer) -> bool:
+        what = request, best.transfer, best.digest, best.source, best.tokens
         if not self._loads.load(*what, begun=True, offered=True, progress=0, enough=0, answer=None):
             return False
-        load = self._schedule.of(ask.request)
+        load = self._schedule.of(request)
         assert load is not None
         load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind
         return True
@@ -175,19 +187,30 @@ class Asks:
         ask.asked.clear()
 
     def finished(self, request: str) -> None:
-        """Record that a request is over, or goes on without an answer."""
+        """Record that a request is over."""
         ask = self._asks.pop(request, None)
-        if ask is not None and ask.on(_E.GIVE_UP):
-            self._close(ask, "the consumer's request is over")
+        if ask is None:
+            return
+        self._leave(request, ask)
+        what = ask.chain, ask.sources
+        if not ask.requests and self._alike.get(what) is ask:
+            del self._alike[what]
+
+    def _leave(self, request: str, ask: Ask) -> None:
+        """Let a request have nothing to do with a question any more; that of the last one is given up."""
+        ask.requests.discard(request)
+        load = self._schedule.named(request)
+        fetches = load is not None and load.fetched is not None
+        if (fetches or not ask.requests) and ask.on(_E.GIVE_UP):
+            self._close(ask, "the consumer does not need it")
 
     def admitted(self, request: str, external: int) -> None:
         """Record that a request is about to be given blocks, and counts on ``external`` tokens from outside."""
         ask, load = self._asks.get(request), self._schedule.of(request)
-        if ask is None or ask.state not in (_S.OUT, _S.LOADING):
+        if ask is None or ask.state is _S.CLOSED:
             return
-        if load is None or ask.state is _S.OUT:
-            ask.on(_E.GIVE_UP)
-            self._close(ask, "the consumer computes the prompt")
+        if load is None:
+            self._leave(request, ask)
         elif load.is_sync and external:
             self._end(ask, _E.DELIVERED, external)
         elif not external and load.fetched is not None:
@@ -197,7 +220,7 @@ class Asks:
         """Count the loads whose end the engine is told."""
         for request in (update.loaded | update.failed.keys()) & self._asks.keys():
             ask, load = self._asks[request], self._schedule.named(request)
-            if ask.state is _S.LOADING and load is not None:
+            if ask.state is _S.LOADING and load is not None and load.fetched is not None:
                 self._end(ask, _E.DELIVERED if request in update.loaded else _E.FAILED, load.end - load.start)
 
     def _end(self, ask: Ask, event: AskEvent, tokens: int) -> None:
@@ -226,7 +249,7 @@ class Asks:
         if ask.answered(told.transfer, told.epoch, told.tokens, told.digest) is None and told.tokens:
             self._complain(
                 "request %s takes nothing from %s: it has answered with tokens that the request does not have",
-                printable(ask.request),
+                printable(min(ask.requests, default="")),
                 source,
             )
 

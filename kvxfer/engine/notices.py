@@ -118,6 +118,7 @@ class Notices:
         for notice in self._directory.notices():
             if isinstance(notice, Begun):
                 for named in notice.transfers:
+                    self._schedule.consumer.found(named.transfer, named.digest)
                     for load in self._schedule.consumer.wanting(named.transfer):
                         if load.wanted.digest == named.digest:
                             load.on(LoadEvent.BEGUN)
@@ -128,7 +129,12 @@ class Notices:
             if isinstance(notice, Unheard):
                 self.unheard(notice)
                 for load in self._schedule.consumer:
-                    if (load.wanted.source.host, load.wanted.source.port) == (notice.host, notice.port):
+                    wanted = load.wanted
+                    if (wanted.source.host, wanted.source.port) != (notice.host, notice.port):
+                        continue
+                    if wanted.transfer.unplaced:
+                        self._schedule.consumer.give_up(load, "the producer's directory cannot be reached")
+                    else:
                         load.on(LoadEvent.BEGUN)
                 continue
             for named in notice.transfers:

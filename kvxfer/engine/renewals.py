@@ -16,7 +16,7 @@ __all__ = ["RENEWED", "Renewals"]
 
 log = logger("kvxfer.engine")
 
-RENEWED = 10
+RENEWED = 20
 """The leases for which a transfer is renewed that no worker begins to fetch. Then its producer may free the blocks. Otherwise two
 engines whose caches are full of blocks that each holds for the other would wait for ever."""
 

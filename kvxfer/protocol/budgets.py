@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 
-__all__ = ["HalfShares", "IndexedKeep", "Keep", "PeerBudgets"]
+__all__ = ["NewcomerShares", "IndexedKeep", "Keep", "PeerBudgets"]
 
 Owner = TypeVar("Owner", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
@@ -149,8 +149,8 @@ class PeerBudgets(Generic[Owner, K]):
         return share
 
 
-class HalfShares(Generic[Owner]):
-    """A bounded amount, of which each owner may have half of what the others leave: some is left for a newcomer, whatever they take.
+class NewcomerShares(Generic[Owner]):
+    """A bounded amount, of which each owner may have three quarters of what the others leave. So some is left for a newcomer.
 
     Args:
         total: How much there is.
@@ -162,7 +162,7 @@ class HalfShares(Generic[Owner]):
     def room(self, owner: Owner) -> int:
         """Return how much more an owner may take."""
         mine = self._taken.get(owner, 0)
-        return max((self._total - (self._all - mine) + 1) // 2 - mine, 0)
+        return max(-(-3 * (self._total - (self._all - mine)) // 4) - mine, 0)
 
     def take(self, owner: Owner, n: int) -> bool:
         """Give an owner ``n`` more; return False if it may not take so much, and gets nothing."""

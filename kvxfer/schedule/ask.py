@@ -63,27 +63,29 @@ class PrefixOffer:
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """One request's question.
+    """One question, of a request or of several that ask the same: samples of one prompt. One of them loads the answer.
 
     Attributes:
-        request: The engine's name of the request.
         kind: Who has named the sources.
         chain: The tokens that are of use.
+        sources: Who is asked.
         state: Where it is; see ``ASK``.
         asked: The sources that have yet to answer, by the name that each was given for the transfer.
         answers: What the others offer.
+        requests: The engine's names of the requests that are not over.
         heard: How many have answered, if only "nothing".
         taken: The answer that is loaded.
         asked_at, decided_at: When they were asked, and when it was decided what to do.
     """
 
-    request: str
     kind: str
     chain: Chain
+    sources: tuple[Source, ...]
     asked: dict[TransferId, Source]
     asked_at: float
     state: AskState = _S.OUT
     answers: list[PrefixOffer] = field(default_factory=list)
+    requests: set[str] = field(default_factory=set)
     heard: int = 0
     taken: PrefixOffer | None = None
     decided_at: float = 0.0

@@ -33,6 +33,7 @@ class FetchSchedule:
         self._loads: dict[LoadNumber, Load] = {}
         self._live: dict[str, LoadNumber] = {}  # by the engine's name of the request
         self._wanted: dict[TransferId, Wanted] = {}
+        self._found: dict[TransferId, TransferId] = {}  # what their producers call transfers whose epoch was not known
         self._working: dict[LoadNumber, Load] = {}
         self._numbers = 0
         self.fetched = 0
@@ -66,6 +67,15 @@ class FetchSchedule:
         wanted = self._wanted.get(transfer)
         return () if wanted is None else wanted.loads
 
+    def found(self, transfer: TransferId, digest: bytes) -> None:
+        """Learn what a producer calls a transfer that was wanted without its epoch (``TransferId.anywhere``)."""
+        asked = transfer.anywhere
+        wanted = self._wanted.get(asked)
+        if wanted is None or asked == transfer or wanted.digest != digest or transfer in self._wanted:
+            return
+        del self._wanted[asked]
+        wanted.transfer, self._wanted[transfer], self._found[asked] = transfer, wanted, transfer
+
     # --- a request's way -----------------------------------------------------------------------------------------------
 
     def arrive(
@@ -97,6 +107,7 @@ class FetchSchedule:
         Raises:
             ScheduleError: The request loads another transfer.
         """
+        transfer = self._found.get(transfer, transfer)
         wanted, known = self._wanted.get(transfer), self.named(request)
         if known is not None and not known.over:
             if known.wanted is not wanted:
@@ -323,6 +334,7 @@ class FetchSchedule:
         load.wanted.loads.remove(load)
         if not load.wanted.loads:
             del self._wanted[load.wanted.transfer]
+            self._found.pop(load.wanted.transfer.anywhere, None)
 
     # --- once a step ---------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class World:
         for engine in self.engines:
             engine.verify()
             assert not len(engine.scheduler._asks) and not engine.scheduler._asks._open
+            assert not engine.scheduler._asks._alike
             assert not engine.scheduler._answers._shares._all
 
 
@@ -297,6 +298,33 @@ def test_a_request_that_ends_while_others_are_asked(world: World) -> None:
         world.idle.clear()
         world.until(lambda: d.scheduler.answered.held == 1 + admitted)  # noqa: B023
         world.over()
+
+
+@pytest.mark.parametrize("ends", ["none", "the first, while others are asked", "the one that loads"])
+def test_samples_of_one_prompt_ask_once_and_one_of_them_loads(ends: str, world: World) -> None:
+    d, p = world.holder(), world.engine(blocks=128)
+    world.idle = {d}
+    turns = [p.begin(f"r{n}", [*PROMPT, 99], [n], [d.scheduler.source]) for n in range(4)]
+    gone: list[Turn] = []
+
+    def end(turn: Turn) -> None:
+        del p.open[turn.request]
+        p.scheduler.finished(turn.request, BlockTable.of([turn.table]), complete=False)
+        p._give_back(turn.request)
+        gone.append(turn)
+
+    if ends == "the first, while others are asked":
+        end(turns[0])
+    until(lambda: (d.step(timeout=0.001), p.scheduler.directory.noticed)[1])
+    if ends == "the one that loads":
+        assert p.scheduler.loadable("r0", 0) == WHOLE
+        end(turns[0])
+    world.idle.clear()
+    world.until(lambda: all(turn.done for turn in turns if turn not in gone))
+    assert d.scheduler.answered.inquiries == 1
+    loaded = [turn.loaded for turn in turns if turn not in gone]
+    assert sum(loaded) == (0 if ends == "the one that loads" else WHOLE), loaded
+    world.over()
 
 
 # --- whether it pays ---------------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer.engine import BlockPins, HeldPrefix, Prefix
 from kvxfer.identity import Source
-from kvxfer.testing.engine import ConversationEngine, Turn, until
+from kvxfer.testing.engine import ConversationEngine, PagedEngine, PagedMemory, Turn, until
+from kvxfer.values import BlockTable, Group
 
 STEP = 16
 EAGER = {"ask_tokens": 1, "ask_timeout": 5.0}
@@ -176,3 +178,54 @@ def test_any_conversations_anywhere(seed: int, shape: str) -> None:
             until(lambda: [e.step(timeout=0.001) for e in engines] and not any(len(e.scheduler) for e in engines))
             engine.verify()
             assert not engine.pool.used()
+
+
+@pytest.mark.parametrize(
+    ("group", "held"),
+    [(Group(4, "window", 10), [-1] * 5 + [3, 7, 1]), (Group(64, "state"), [5])],
+    ids=["window", "state"],
+)
+def test_windows_and_states_are_loaded_as_far_as_the_cache_has_them(group: Group, held: list[int]) -> None:
+    """A holder has given up what is behind its window, or has one state: they are of use after exactly these tokens."""
+    tokens, size = 32, 4 if group.window else 64
+    axes = None if group.window else "layer block unit unit unit"
+    with ExitStack() as stack:
+        p, d = (
+            stack.enter_context(
+                PagedEngine(
+                    EAGER,
+                    PagedMemory(tokens=size, group=group, seed=i, described=axes),
+                    name=f"e{i}",
+                    pins=BlockPins(8, Everything()),
+                )
+            )
+            for i in range(2)
+        )
+        p.step(), d.step()
+        prefix = Prefix(range(50), model="m")
+        content = p.memory.read([block for block in held if block >= 0])
+        p.scheduler.holds = lambda inquiry: HeldPrefix(tokens, BlockTable.of([held]))
+        assert d.scheduler.ask("r", prefix, [p.scheduler.source], 49)
+        until(lambda: p.step(timeout=0.001) and False or d.scheduler.loadable("r", 0) is not None)
+        assert d.scheduler.loadable("r", 0) == tokens
+        row = [-1] * 5 + [8, 9, 10] if group.window else [8]
+        d.scheduler.allocated("r", BlockTable.of([row]), tokens)
+        until(lambda: p.step(timeout=0.001) and False or "r" in d.step(timeout=0.001).loaded)
+        found = d.memory.read([block for block in row if block >= 0])
+        first = 3 if group.window else 0  # the window of the next token begins within the first block
+        assert (found[:, 0, first:] == content[:, 0, first:]).all() and (found[:, 1:] == content[:, 1:]).all()
+        assert not d.scheduler.finished("r", BlockTable.of([row]), complete=True)
+        until(lambda: p.step(timeout=0.001) and False or not len(p.scheduler) + len(d.scheduler))
+
+
+class Everything:
+    """A pool in which every block is in use."""
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Nothing to do."""
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Nothing to do."""
+
+    def used(self) -> int:
+        return 1

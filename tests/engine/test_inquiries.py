@@ -18,7 +18,7 @@ from kvxfer.control.inquiries import MOST_INQUIRIES, Inquiries, PeerInquiry
 from kvxfer.engine import BlockPins, HeldPrefix, Prefix, SchedulerSide
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import HalfShares
+from kvxfer.protocol.budgets import NewcomerShares
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.security import make_key
 from kvxfer.testing.engine import ConversationEngine, until
@@ -140,7 +140,7 @@ def test_a_flood_of_inquiries_costs_each_step_little_and_others_their_turn_only(
         return waiting.put(PeerInquiry(inquire(number), connections[name]))  # type: ignore[arg-type]
 
     taken = sum(asks("a", n) for n in range(1000))
-    assert taken == MOST_INQUIRIES // 2, "half of all places are left to others"
+    assert taken == MOST_INQUIRIES * 3 // 4, "the other places are left to others"
     assert asks("b", 1)
     first, second = waiting.get(), waiting.get()
     assert {first and first.peer, second and second.peer} == {("", "a"), ("", "b")}, "each in its turn"
@@ -173,30 +173,30 @@ def test_a_step_spends_a_bounded_time_on_inquiries(holder: Holder, monkeypatch: 
 
 def test_beyond_its_places_a_peer_is_told_nothing_at_once(holder: Holder) -> None:
     with Stranger(holder.where) as stranger:
-        for n in range(MOST_INQUIRIES // 2 + 1):
+        for n in range(MOST_INQUIRIES * 3 // 4 + 1):
             stranger.say(inquire(n))
         answer = stranger.answer()
         assert isinstance(answer, m.InquiryAnswer) and not answer.tokens and "more inquiries" in answer.reason
 
 
-def test_a_peer_may_hold_half_of_the_blocks_that_others_leave(holder: Holder) -> None:
+def test_a_peer_may_hold_three_quarters_of_the_blocks_that_others_leave(holder: Holder) -> None:
     blocks = holder.blocks
     with Stranger(holder.where) as stranger, Stranger(holder.where, source="127.0.0.2") as other:
-        for n in range(5):
+        for n in range(7):
             holder.held = HeldPrefix(64, BlockTable.of([blocks[4 * n : 4 * n + 4]]))
             stranger.say(inquire(n))
             assert holder.answers(stranger).tokens == 64
-        holder.held = HeldPrefix(64, BlockTable.of([blocks[20:24]]))
-        stranger.say(inquire(5))
+        holder.held = HeldPrefix(64, BlockTable.of([blocks[28:32]]))
+        stranger.say(inquire(7))
+        assert holder.answers(stranger).tokens == 32, "as many as there is room for: 30 of the 40 blocks"
+        stranger.say(inquire(8))
         answer = holder.answers(stranger)
         assert not answer.tokens and answer.reason
-        assert holder.side.answered.refused == 1
-        for n in range(6, 8):
+        assert holder.side.answered.refused == 2
+        holder.held = HeldPrefix(64, BlockTable.of([blocks[32:36]]))
+        for n, tokens in ((9, 64), (10, 64), (11, 0)):
             other.say(inquire(n))
-            assert holder.answers(other).tokens == 64
-        holder.held = HeldPrefix(64, BlockTable.of([blocks[24:28]]))
-        other.say(inquire(8))
-        assert holder.answers(other).tokens == 32, "as many as there is room for"
+            assert holder.answers(other).tokens == tokens, "three quarters of ten blocks"
 
 
 def test_what_is_held_for_a_peer_that_hangs_up_is_given_up(holder: Holder) -> None:
@@ -316,7 +316,7 @@ def test_an_engine_that_makes_no_steps_is_woken() -> None:
 
 @given(total=st.integers(0, 60), calls=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 20), st.booleans())))
 def test_some_is_left_for_a_newcomer_whatever_others_take(total: int, calls: list[tuple[str, int, bool]]) -> None:
-    shares: HalfShares[str] = HalfShares(total)
+    shares: NewcomerShares[str] = NewcomerShares(total)
     taken: dict[str, list[int]] = {name: [] for name in "abcd"}
     for name, n, back in calls:
         if back and taken[name]:
@@ -325,8 +325,8 @@ def test_some_is_left_for_a_newcomer_whatever_others_take(total: int, calls: lis
             taken[name].append(n)
         everything = sum(map(sum, taken.values()))
         assert everything <= total
-        assert shares.room("newcomer") == (total - everything + 1) // 2
+        assert shares.room("newcomer") == -(-3 * (total - everything) // 4)
     for name, all_of in taken.items():
         for n in all_of:
             shares.give(name, n)
-    assert shares.room("x") == (total + 1) // 2 and not shares._taken
+    assert shares.room("x") == -(-3 * total // 4) and not shares._taken

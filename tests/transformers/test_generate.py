@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from kvxfer import FailureKind, KvxferError
 from kvxfer_transformers import CacheExchange
 from kvxfer_transformers.demo.models import MODELS, WINDOW
 from tests.transformers.conftest import Pair, batch, plain, prefilled
@@ -81,6 +82,34 @@ def test_several_generated_tokens_go_along(full: Pair) -> None:
     made = prefilled(full.model, prompts, tokens=4)
     ticket = full.producer.offer(made.past_key_values, made.sequences)
     assert go_on(full, ticket, {"input_ids": made.sequences}, tokens=4) == plain(full.model, prompts)
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_a_conversation_goes_on_in_the_other_process(pairs, kind: str) -> None:
+    """Three turns, each in the process that has not generated the last answer, which computes only what is new."""
+    pair = pairs(kind)
+    here, there, history = pair.producer, pair.consumer, batch(WINDOW + 3)["input_ids"]
+    made = prefilled(pair.model, {"input_ids": history}, tokens=6)
+    for turn in range(2):
+        ticket = here.offer(made.past_key_values, made.sequences)
+        history = torch.cat([made.sequences, batch(4, seed=turn + 1)["input_ids"]], 1)
+        fetched = there.fetch(ticket, history)
+        assert torch.equal(fetched["input_ids"], history)
+        assert fetched["past_key_values"].get_seq_length() == made.sequences.shape[1] - 1
+        made = pair.model.generate(**fetched, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+        assert made.sequences.tolist() == plain(pair.model, {"input_ids": history}, 6)
+        here, there = there, here
+
+
+def test_a_history_that_was_edited_is_not_fetched(full: Pair) -> None:
+    made = prefilled(full.model, batch(40), tokens=6)
+    edited = torch.cat([made.sequences, batch(4, seed=1)["input_ids"]], 1)
+    edited[0, 20] += 1
+    ticket = full.producer.offer(made.past_key_values, made.sequences)
+    with pytest.raises(KvxferError) as caught:
+        full.consumer.fetch(ticket, edited)
+    assert caught.value.kind is FailureKind.DIGEST_DIFFERS
+    assert full.consumer.fetch(ticket, made.sequences), "it is there for those whose history it is"
 
 
 def test_sampling_goes_on_as_well(full: Pair) -> None:

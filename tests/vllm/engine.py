@@ -25,6 +25,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     LoadConfig,
     LoRAConfig,
@@ -207,6 +208,7 @@ def vllm_config(
     media_cache: float = 4,
     media: dict[str, Any] | None = None,
     adapters: dict[str, Any] | None = None,
+    events: KVEventsConfig | None = None,
 ) -> VllmConfig:
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = VllmConfig(
@@ -222,6 +224,7 @@ def vllm_config(
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
         load_config=LoadConfig(load_format=weights),
         kv_transfer_config=transfer,
+        kv_events_config=events,
         device_config=DeviceConfig("cpu"),
     )
     config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=media_cache, **(media or {}))
@@ -610,9 +613,11 @@ class _Layout:
 
 def ours(connector: Any) -> KVXferConnector:
     """Our connector, also if another holds it."""
-    if isinstance(connector, KVXferConnector):
-        return connector
-    return next(c for c in connector.sub_connectors if isinstance(c, KVXferConnector))
+    while not isinstance(connector, KVXferConnector):
+        connector = next(
+            c for c in connector.sub_connectors if isinstance(c, KVXferConnector) or hasattr(c, "sub_connectors")
+        )
+    return connector
 
 
 def _layers(groups: Sequence[Group]) -> dict[str, int]:

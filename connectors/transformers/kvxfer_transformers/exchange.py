@@ -169,14 +169,15 @@ class CacheExchange:
 
         Args:
             ticket: What ``offer`` returned in the other process.
-            input_ids: The same prompt as on the other side, int [batch, tokens].
+            input_ids: The same prompt as on the other side, int [batch, tokens]. It may go on behind the ids that the other side has
+                generated, as the next turn of a conversation does.
             attention_mask: The same as on the other side.
             cache: An empty cache of this model to fill, such as a ``StaticCache``; by default a new ``DynamicCache``.
             salt: The same as on the other side.
 
         Returns:
-            ``input_ids``, in which the ids that the other side has generated follow the prompt; ``attention_mask``;
-            and ``past_key_values``.
+            ``input_ids``, in which the ids that the other side has generated follow the prompt, and those with which it goes on follow
+            these; ``attention_mask``; and ``past_key_values``.
 
         Raises:
             ArgumentError: The ticket or the prompt is invalid, or they do not fit each other.
@@ -189,7 +190,8 @@ class CacheExchange:
         self._check(told, ids, pads)
         target = DynamicCache(config=self._model.config) if cache is None else cache
         _check_empty(target, told.tokens)
-        full = torch.cat([ids[:, : told.tokens], torch.tensor(told.tail)], 1)
+        told_ids = torch.cat([ids[:, : told.tokens], torch.tensor(told.tail)], 1)
+        full = ids if ids.shape[1] > told_ids.shape[1] else told_ids
         prompts = [ids[row, pad : told.tokens].tolist() for row, pad in enumerate(pads)]
         digests = prompt_digests(self._model, self._facts, prompts, salt)
         rows: list[_Row | None] = []
@@ -264,9 +266,12 @@ class CacheExchange:
         for row, pad in enumerate(pads):
             if (told.tokens - pad <= 0) != (told.rows[row] is None):
                 raise ArgumentError(f"attention_mask must be as the other side had it: row {row} is padded differently")
-            behind = ids[row, told.tokens :].tolist()
-            if behind != list(told.tail[row][: len(behind)]):
-                raise ArgumentError(f"input_ids must be the ticket's prompt: row {row} ends in other ids")
+            behind, tail = ids[row, told.tokens :].tolist(), list(told.tail[row])
+            both = min(len(behind), len(tail))
+            if behind[:both] != tail[:both]:
+                raise ArgumentError(
+                    f"input_ids must begin with the ids that were offered: row {row} has other ids behind the first {told.tokens}"
+                )
 
     def _store(self, contents: list[list[torch.Tensor]], blocks: list[int], tokens: int) -> None:
         """Copy what a row of ``tokens`` tokens keeps, keys and values of each layer, into its blocks."""

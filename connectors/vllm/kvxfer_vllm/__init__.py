@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +20,19 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "kvxfer_vllm.connector", NAME)
+        _warn_if_replaced(sys.argv)
+
+
+def _warn_if_replaced(command: Sequence[str]) -> None:
+    """Warn of a command line by which vLLM puts a store in the place of kvxfer, and says nothing itself."""
+    offloads = any(word.replace("_", "-").startswith("--kv-offloading-size") for word in command)
+    if offloads and any(NAME in word or "kvxfer_vllm" in word for word in command):
+        from kvxfer.logs import logger
+
+        logger("kvxfer.vllm").warning(
+            "--kv-offloading-size replaces the connector of --kv-transfer-config, so kvxfer is not used: name both in 'connectors' of a "
+            "MultiConnector instead"
+        )
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +41,14 @@ def __getattr__(name: str) -> Any:
         from kvxfer_vllm.connector import KVXferConnector
 
         return KVXferConnector
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_replaced(name)}")
+
+
+def _replaced(name: str) -> str:
+    """Return why vLLM looks for another connector here, if it does."""
+    if not name.endswith(("Connector", "ConnectorV1")):
+        return ""
+    return (
+        ": if --kv-offloading-size is set, vLLM replaces 'kv_connector' by that connector; name both in 'connectors' of a "
+        "MultiConnector instead"
+    )

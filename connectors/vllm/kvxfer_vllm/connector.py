@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvxfer_vllm import compat, logs
+from kvxfer_vllm import compat, logs, register
+from kvxfer_vllm.enclosing import loads_safely
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import translate
 from kvxfer_vllm.scheduler import SchedulerHooks
@@ -51,7 +52,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         config = settings_of(vllm_config, self._translate)
         groups = groups_of(kv_cache_config, vllm_config)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
-        self._hits_may_differ = self._kv_transfer_config.is_kv_consumer and hits_may_differ(kv_cache_config)
+        self._hits_may_differ = loads_safely(vllm_config) and hits_may_differ(kv_cache_config)
         self._scheduler: SchedulerHooks | None = None
         self._worker: WorkerHooks | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -109,6 +110,10 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._sched.bind(gpu_block_pool)
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks will be free so soon that vLLM should wait for them rather than preempt (0.32 and later)."""
+        return self._sched.frees_soon
 
     def has_pending_push_work(self) -> bool:
         return self._sched.waiting
@@ -221,3 +226,6 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[Any]]
     ) -> KVXferPromMetrics:
         return KVXferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+register()  # MultiConnector finds what rebuilds statistics by name alone, also where VLLM_PLUGINS leaves kvxfer's plug-in out

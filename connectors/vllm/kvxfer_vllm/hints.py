@@ -21,6 +21,7 @@ from kvxfer.identity import Address, IdentityError, canonical_host, parse_addres
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer_vllm.params import ADDRESS, LONGEST, OURS, is_offer
+from kvxfer_vllm.schemas import OTHERS
 
 __all__ = ["MOST_SOURCES", "SOURCES", "HintNotes", "Hints", "hints_of"]
 
@@ -33,6 +34,7 @@ MOST_SOURCES = 8
 HEARD = frozenset(
     {
         *OURS,
+        *OTHERS,
         SOURCES,
         *("do_remote_prefill", "do_remote_decode", "transfer_id"),
         *(
@@ -114,7 +116,7 @@ def _tier(params: Mapping[str, Any]) -> Iterator[Address]:
 
 def _bidirectional(params: Mapping[str, Any]) -> Iterator[Address]:
     """Read what the decode engine of the last turn answered. The example router replaces its host, but not our own key."""
-    if not is_offer(params):
+    if not is_offer(params) or params.keys() & OTHERS:  # MoRIIO's tells a prefill engine where to write
         return
     if params.get(ADDRESS) is not None:
         yield _parsed(params[ADDRESS])

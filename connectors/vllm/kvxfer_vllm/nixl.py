@@ -2,6 +2,9 @@
 
 Set ``"kv_connector": "NixlConnector", "kv_connector_module_path": "kvxfer_vllm.nixl"``: the path takes precedence over vLLM's own
 connector of that name. Both engines must do so: the protocol is kvxfer's, which NIXL's own connector does not speak.
+
+What is found under the name is a class called ``KVXferConnector``. Inside ``MultiConnector`` vLLM keys statistics by that, and rebuilds
+them with whatever it has registered for it: under ``NixlConnector``, by its own connector.
 """
 
 from __future__ import annotations
@@ -12,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvxfer.logs import logger
-from kvxfer_vllm import compat
+from kvxfer_vllm import NAME
 from kvxfer_vllm.connector import KVXferConnector
-from kvxfer_vllm.stats import KVXferStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["NixlConnector"]
+__all__ = ["NixlConnector", "NixlPullConnector", "NixlPushConnector"]
 
 log = logger("kvxfer.vllm")
 
@@ -41,7 +43,7 @@ _RENAMED = {
 
 
 class NixlConnector(KVXferConnector):
-    """kvxfer, whatever the name says."""
+    """kvxfer, whatever the name says under which it was asked for."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         log.warning(
@@ -63,6 +65,6 @@ class NixlConnector(KVXferConnector):
             settings["ask_tokens"] = 1
         return settings, tuple(notes)
 
-    def get_kv_connector_stats(self) -> KVXferStats | None:
-        """Return None inside another connector, where vLLM's own class of this name would be used to read them."""
-        return super().get_kv_connector_stats() if compat.stands_alone(self) else None
+
+NixlConnector.__name__ = NAME
+NixlPullConnector = NixlPushConnector = NixlConnector

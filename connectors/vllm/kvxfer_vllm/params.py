@@ -4,9 +4,7 @@ P is the prefill engine, D the decode engine. A router sends ``do_remote_decode`
 address of its directory, and under kvxfer's keys that address again, the transfer's base id and digest, P's epoch and a hash of
 its facts; the router forwards it to D unchanged. Some routers overwrite ``remote_host`` with the address of P's HTTP server, which
 this rank may not share, so the address under kvxfer's key takes precedence. A router that sends to both at once names the
-transfer itself: it sends ``transfer_id`` to both, and P's ``remote_host`` and ``remote_port`` to D. llm-d's ``offloading`` does
-the same in the schema of vLLM's peer-to-peer tier, ``remote_decoder`` and ``remote_prefiller``, which ``translated`` maps to
-these keys.
+transfer itself, and tells D where P is, in one of several schemas (``schemas.py``).
 
 The input is untrusted: its length is bounded before it is used or shown.
 """
@@ -22,6 +20,7 @@ from kvxfer.engine import Ticket
 from kvxfer.identity import Address, IdentityError, Source, TransferId, parse_address
 from kvxfer.values import MOST_DIGEST, MOST_TOKENS
 from kvxfer_vllm.ids import ExternalId
+from kvxfer_vllm.schemas import HOST, PORT, request_name
 
 __all__ = [
     "OURS",
@@ -31,45 +30,25 @@ __all__ = [
     "content_name",
     "digest_of",
     "held_answer",
+    "is_answer",
+    "is_given_up",
     "is_load",
     "is_offer",
     "is_routed",
     "offer_key",
     "offered_id",
     "told_of",
-    "translated",
     "wanted",
 ]
 
 TRANSFER, EPOCH, DIGEST, ADDRESS = "kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address"
 FACTS, TOKENS, REQUEST = "kvxfer_facts", "remote_num_tokens", "remote_request_id"
 ALONE = "kvxfer_alone"
+ROUTED = TransferId.routed("x").base.removesuffix("x")
 OURS = frozenset({TRANSFER, EPOCH, DIGEST, ADDRESS, FACTS, ALONE})
 """Keys of kvxfer's own."""
 LONGEST = 4096
 """Characters that a text in params may have; vLLM's request ids are far shorter."""
-
-
-def translated(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Translate ``remote_decoder`` (P gets it, with the transfer's name) and ``remote_prefiller`` (D, also with P's address).
-
-    Params without either key are returned as they are.
-
-    Raises:
-        IdentityError: The key does not name the transfer, or both keys are there.
-    """
-    named = [key for key in ("remote_decoder", "remote_prefiller") if params.get(key) is not None]
-    if not named:
-        return params
-    (party, *more) = named
-    said = params[party]
-    if more or not isinstance(said, Mapping) or not said.get("kv_request_id"):
-        what = "both are there" if more else f"{party} has no kv_request_id: {shown(said)}"
-        raise IdentityError(f"remote_decoder or remote_prefiller must name the transfer, and {what}")
-    if party == "remote_decoder":
-        return {"do_remote_decode": True, "transfer_id": said["kv_request_id"]}
-    where = {key: said.get(key) for key in ("remote_host", "remote_port")}
-    return {"do_remote_prefill": True, "transfer_id": said["kv_request_id"], **where}
 
 
 def is_offer(params: Mapping[str, Any] | None) -> bool:
@@ -85,6 +64,11 @@ def is_load(params: Mapping[str, Any] | None) -> bool:
 def is_routed(params: Mapping[str, Any]) -> bool:
     """Return whether the router has named the transfer, so that P may not have started on it yet."""
     return bool(params.get("transfer_id"))
+
+
+def is_answer(params: Mapping[str, Any]) -> bool:
+    """Return whether these are P's answer, so that P has computed the prompt."""
+    return not is_routed(params) and params.get(TRANSFER) is not None
 
 
 def offered_id(params: Mapping[str, Any], epoch: int, external: ExternalId, digest: bytes) -> TransferId:
@@ -217,6 +201,11 @@ def offer_key(params: Mapping[str, Any], transfer: TransferId) -> bytes | None:
     ).digest()
 
 
+def is_given_up(params: Mapping[str, Any], prompt_tokens: int) -> bool:
+    """Return whether a router gives up what P's answer tells of: it sends the answer with a prompt of one token, to any engine."""
+    return is_load(params) and prompt_tokens == 1 and bool(digest_of(params))
+
+
 def wrong_role(params: Mapping[str, Any]) -> str | None:
     """Return what params ask of an engine whose ``kv_role`` does not allow it, and what that would have to be; None for nothing."""
     asked = "offer its prompt's KV" if is_offer(params) else "load its prompt's KV" if is_load(params) else None
@@ -250,12 +239,20 @@ def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes = b"")
     base, epoch = params.get(TRANSFER), params.get(EPOCH)
     if external.prompt and params.get(ALONE):
         return "of its list of prompts the prefill engine has offered the first"
+    if base is None and epoch is None and (shared := request_name(params.get(REQUEST))) is not None:
+        # P was told nothing, and names what it offers by the request's id, and by its epoch, which its directory knows.
+        return TransferId.mint(0, content_name(shared, digest), external.prompt), Source(where.host, where.port, 0)
     if not isinstance(base, str) or not isinstance(epoch, str):
-        return f"{TRANSFER} or {EPOCH} is missing: the router must forward the prefill engine's params whole"
+        return (
+            f"{TRANSFER} or {EPOCH} is missing: the router must forward the prefill engine's params whole, or send transfer_id to both "
+            f"engines, or {REQUEST}, the X-Request-Id of both, to the decode engine"
+        )
     if len(base) > LONGEST:
         return f"{TRANSFER} has {len(base)} characters, more than {LONGEST}: {shown(base)}"
     try:
-        base = content_name(base, told_of(params, external).digest or digest)
+        named = told_of(params, external).digest or digest
+        if not base.startswith(ROUTED):  # a router's name is the whole of it
+            base = content_name(base, named)
         return TransferId(base, external.prompt), Source(where.host, where.port, int(epoch[:LONGEST], 16))
     except ValueError:
         return f"{EPOCH} is not a hexadecimal number of up to 63 bits: {shown(epoch)}"
@@ -279,7 +276,13 @@ def _address(params: Mapping[str, Any]) -> Address | str:
             return parse_address(ours)
         except IdentityError:
             return f"{ADDRESS} is not an address: {shown(ours)}"
-    host, port = params.get("remote_host"), params.get("remote_port")
+    host, port = params.get(HOST), params.get(PORT)
     if isinstance(host, str) and 0 < len(host) <= LONGEST and isinstance(port, int) and 0 < port < 65536:
         return Address(host, port)
-    return f"remote_host and remote_port do not name a directory ({shown(host)}, {shown(port)})"
+    lacking = [key for key, value in ((HOST, host), (PORT, port)) if value is None]
+    if lacking:
+        return (
+            f"{' and '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} missing: the router must forward the prefill engine's params "
+            f"whole, or send the decode engine the host and the port of the prefill engine's directory, its setting 'port'"
+        )
+    return f"{HOST} and {PORT} do not name a directory ({shown(host)}, {shown(port)})"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.engine import Ticket
 from kvxfer.failures import FailureKind as K
 from kvxfer.values import BlockTable
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats
 from kvxfer_vllm.tracing import LOAD, RequestSpans
 from kvxfer_vllm.used import UsedOffers
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadOutcomes", "RequestFacts"]
 
 GONE = {
-    *(DELIVERED, COMPUTED, CANCELLED),
+    *(DELIVERED, COMPUTED, ELSEWHERE, CANCELLED),
     *map(str, (K.NEVER_OFFERED, K.WITHDRAWN, K.DIGEST_DIFFERS, K.NO_SUCH_ENGINE)),
 }
 """The outcomes after which the producer does not offer it any more."""
@@ -57,6 +57,7 @@ class RequestFacts:
         asked_in: The step for which vLLM has asked about it, and has no blocks for it so far.
         table: Its whole block table, where vLLM tells increments only.
         nothing: What is told of it although it has nothing to offer.
+        promised: How many tokens vLLM was last told that it can load.
         end: Up to which token its load is to bring its prompt.
         into: The blocks of its load, if that may be here in part.
         behind: Blocks of its load that lie behind a window, and are left unfilled.
@@ -75,6 +76,7 @@ class RequestFacts:
     asked_in: int = 0
     table: list[list[int]] | None = None
     nothing: Ticket | None = None
+    promised: int = 0
     end: int = 0
     into: BlockTable | None = None
     behind: set[int] = field(default_factory=set)

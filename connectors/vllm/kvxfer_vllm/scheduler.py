@@ -23,6 +23,8 @@ from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
+from kvxfer_vllm.enclosing import enclosed, loads_safely
+from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.held import HeldPrefixes
 from kvxfer_vllm.hints import HintNotes, Hints
 from kvxfer_vllm.identity import facts_of, updated
@@ -38,8 +40,9 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
+from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.settings import groups_of
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, KVXferStats, Reason
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
 from kvxfer_vllm.unoffered import Unoffered
 from kvxfer_vllm.wake import waker
@@ -71,13 +74,9 @@ class SchedulerHooks:
         self._config = config
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         assert transfer is not None
-        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
-        if self._consumes and getattr(transfer, "kv_load_failure_policy", None) == "fail":
-            log.warning(
-                "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); "
-                "with 'recompute' this engine computes the prompt instead"
-            )
+        config = enclosed(config, vllm_config)
         self._content, self._warned = RequestContent(vllm_config), set[str]()
         groups = groups_of(kv_cache_config, vllm_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
@@ -111,6 +110,7 @@ class SchedulerHooks:
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._requests: dict[str, RequestFacts] = {}  # by name, until they are over
         self._held: dict[str, RequestFacts] = {}  # those that are over, and whose blocks are held for others
+        self._frees = PendingFrees()
         self._numbers = itertools.count()
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
@@ -135,7 +135,7 @@ class SchedulerHooks:
         said: Mapping[str, Any] = request.kv_transfer_params or {}
         params: Mapping[str, Any] = {}
         try:
-            params = p.translated(said or self._legacy(request) or {})
+            params = translated(said or self._legacy(request) or {})
             if params:
                 self._take_up(request, params)
         except UnknownAdapterError as e:
@@ -187,8 +187,9 @@ class SchedulerHooks:
         )
 
     def _take_up(self, request: Request, params: Mapping[str, Any]) -> None:
-        offers, loads = self._produces and p.is_offer(params), self._consumes and p.is_load(params)
         name, whole = request.request_id, request.num_prompt_tokens
+        offers = self._produces and p.is_offer(params)
+        loads = p.is_given_up(params, whole) or (self._consumes and p.is_load(params))
         if not offers and not loads:
             if (why := p.wrong_role(params)) is not None:
                 log.warning("request %s %s", printable(name), why)
@@ -259,7 +260,7 @@ class SchedulerHooks:
             self.side.decline(transfer, part.digest, source, p.answer_of(params) or "")
             self._outcomes.expect(facts, request, str(transfer), None)
             return
-        key, answered = p.offer_key(params, transfer), not p.is_routed(params)  # else P may not have begun
+        key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
         if key in self._outcomes.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
             self._outcomes.expect(facts, request, str(transfer), None)
@@ -292,6 +293,7 @@ class SchedulerHooks:
             self._asked(facts)
             return 0, False
         tokens = self.side.loadable(request.request_id, computed)
+        facts.promised = tokens or 0
         if tokens is not None:
             self._asked(facts)
         if tokens and facts.asking is not None:
@@ -328,7 +330,7 @@ class SchedulerHooks:
                 self._next.asked += (name,)
             self._retained.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.here(name):
-            self._outcomes.ended(facts, DELIVERED if external else COMPUTED)
+            self._outcomes.ended(facts, DELIVERED if external else ELSEWHERE if facts.promised else COMPUTED)
             self._retained.cached(facts)
         try:
             self.side.allocated(name, table, external)
@@ -364,6 +366,7 @@ class SchedulerHooks:
             self.side.unanswered(last_of)
         if held:
             self._held[name] = facts
+            self._frees.held(name)
         else:
             self._batches.over(facts)
         if ticket is None or not self.side.offers(ticket):
@@ -488,6 +491,7 @@ class SchedulerHooks:
         """Forget a request whose blocks are no longer held for others."""
         facts = self._held.pop(name, None)
         if facts is not None:
+            self._frees.released(name)
             self._batches.over(facts)
             facts.end_span()
 
@@ -495,6 +499,11 @@ class SchedulerHooks:
         """Return what there is to tell of requests since the last call, if anything."""
         self._outcomes.prefixes(self._news.take(self.side.asked, self.side.answered))
         return self._outcomes.stats()
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether vLLM should wait for blocks that are held for others, rather than preempt a request."""
+        return self._frees.soon()
 
     @property
     def waiting(self) -> bool:

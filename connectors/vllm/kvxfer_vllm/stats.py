@@ -17,13 +17,14 @@ from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.nixl_metrics import NixlNamedMetrics
 from kvxfer_vllm.prefix_metrics import PrefixMetrics
 
-__all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "KVXferPromMetrics", "KVXferStats", "Reason"]
+__all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "ELSEWHERE", "KVXferPromMetrics", "KVXferStats", "Reason"]
 
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
-DELIVERED, COMPUTED, CANCELLED = "delivered", "computed", "cancelled"
+DELIVERED, COMPUTED, CANCELLED, ELSEWHERE = "delivered", "computed", "cancelled", "elsewhere"
 """What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, because all was
-cached, or what was fetched ahead of its step failed."""
+cached, or what was fetched ahead of its step failed. Of one that ends as ``elsewhere``, vLLM has loaded a part from another connector of
+its ``MultiConnector``, and so nothing from here."""
 
 COUNTS = ("corrupt", "direct", "staged")
 """The agent's stats that only ever grow."""
@@ -185,7 +186,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         )
         self._requests = counter(
             "kvxfer_requests",
-            "Requests whose load has ended on all ranks, by outcome: delivered, computed here, or the kind of failure.",
+            "Requests whose load has ended on all ranks, by outcome: delivered, computed here, loaded elsewhere, or the kind of failure.",
             "outcome",
         )
         self._request_seconds = histogram(
@@ -225,7 +226,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 self._not_offered.labels(*values, str(reason))
             for way in ("direct", "staged"):
                 self._parts.labels(*values, way)
-            for outcome in (DELIVERED, COMPUTED, *FailureKind):
+            for outcome in (DELIVERED, COMPUTED, ELSEWHERE, *FailureKind):
                 self._requests.labels(*values, str(outcome))
             for outcome in (DELIVERED, *FailureKind):
                 self._loads.labels(*values, str(outcome))

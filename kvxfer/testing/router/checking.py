@@ -15,7 +15,7 @@ from kvxfer.testing.router.http import HttpAnswer, HttpServer, NoServerError
 
 __all__ = ["Deployment", "RouterResult", "check"]
 
-WORKED = ("delivered", "computed", "cancelled")
+WORKED = ("delivered", "computed", "elsewhere", "cancelled")
 STEP: dict[str, Any] = {"prompt": [65], "max_tokens": 1}
 
 
