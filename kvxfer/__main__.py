@@ -1,6 +1,6 @@
 """``python -m kvxfer``: the program, where no script of its name is on the path."""
 
-if __name__ == "__main__":
-    from kvxfer.cli.main import app
+from kvxfer.cli import run
 
-    app(prog_name="kvxfer")
+if __name__ == "__main__":
+    run(name="kvxfer")

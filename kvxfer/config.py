@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from kvxfer import identity
 from kvxfer.errors import ConfigError
 from kvxfer.facts import TEXT
-from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address
+from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address, port_range
 
 SLOTS, LEAST_PIECE = 4, 4096
 """The slots into which staging memory is cut. They are enough to overlap packing, moving and unpacking. They are few, because a piece
@@ -51,7 +51,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             that their requests run in that same step. A load counts as short if both should fit, judging by the recent
             speed of its link and of the copies. 0 turns this off.
         lease: Seconds for which a producer keeps offered blocks that nobody fetches or renews.
-        peer_timeout: Seconds of silence after which a peer counts as dead.
+        control_ports: Ports for the control sockets of this host's workers, as in `20000-20099`: each worker takes the first that is
+            free. None takes any free port.
+        peer_timeout: Seconds of silence after which a peer counts as dead. It ends no transfer whose peer answers.
+        abort_timeout: Seconds that the back end may take to let go of an aborted transfer's memory; after that the link is closed,
+            and after as many again the back end is opened anew.
         staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
             host memory, or 512 MiB of a CUDA device where the back end moves such memory.
         key_file: Path of the file with the key that this engine presents and those that it accepts (`kvxfer keys` makes one);
@@ -86,7 +90,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     start_timeout: Seconds | None = None
     step_budget: Budget = 0.005
     lease: Seconds = 30.0
+    control_ports: NonEmpty | None = None
     peer_timeout: Seconds = 10.0
+    abort_timeout: Seconds = 10.0
     staging_bytes: Staging | None = None
     key_file: NonEmpty | None = None
     peers: tuple[NonEmpty, ...] | None = None
@@ -103,6 +109,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         hold(self, NAMING)
         msgspec.structs.force_setattr(self, "listen", bare(self.listen))
         check_dialable(self.listen, self.advertise, NAMING)
+        port_range(self.control_ports, NAMING.format("control_ports"))
         if self.advertise is not None:
             try:
                 msgspec.structs.force_setattr(self, "advertise", identity.canonical_host(self.advertise))

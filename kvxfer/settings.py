@@ -32,6 +32,7 @@ __all__ = [
     "named",
     "near",
     "own_address",
+    "port_range",
     "read",
     "unmapped",
 ]
@@ -144,6 +145,24 @@ def own_address() -> str:
             s.connect((target, 9))
             return str(s.getsockname()[0])
     raise ConfigError("this host's own address cannot be found, because no route leads out of it: set 'advertise'")
+
+
+def port_range(text: str | None, what: str) -> range:
+    """Return the ports of ``FIRST-LAST``; for ``None`` port 0 alone, which stands for any free one.
+
+    Raises:
+        ConfigError: It is no such range.
+    """
+    if text is None:
+        return range(1)
+    first, dash, last = text.partition("-")
+    try:
+        out = range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        out = range(0)
+    if not out or out[0] < 1 or out[-1] > 65535:
+        raise ConfigError(f"{what} cannot be {text!r}: expected ports as in '20000-20099'")
+    return out
 
 
 def bare(address: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LONGEST_SHOWN", "escaped", "printable"]
+__all__ = ["LONGEST_SHOWN", "escaped", "printable", "size"]
 
 LONGEST_SHOWN = 200
 """The most characters of a name in the log."""
@@ -18,3 +18,11 @@ def escaped(text: str) -> str:
 def printable(name: object) -> str:
     """Return a request's or transfer's name cut and escaped for the log, because clients choose it freely."""
     return escaped(str(name)[:LONGEST_SHOWN])
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes for people: 512 B, 64.0 kB, 12.5 MB, 3.20 GB."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= one:
+            return f"{nbytes / one:.{1 if nbytes >= 10 * one or unit != 'GB' else 2}f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -27,6 +27,7 @@ __all__ = [
     "Group",
     "Ints",
     "Offer",
+    "OfferEnd",
     "Outcome",
     "Rank",
     "Stages",
@@ -228,6 +229,20 @@ def _named(value: Offer | Fetch) -> None:
     arguments.instance("blocks", value.blocks, BlockTable)
 
 
+class OfferEnd(msgspec.Struct, frozen=True, gc=False):
+    """How an offer has ended on one rank.
+
+    Attributes:
+        failure: Why nobody has it, or not all for whom it was; ``None`` if they have.
+        nbytes: The bytes that consumers have confirmed.
+        at: When, by ``time.monotonic``.
+    """
+
+    failure: Failure | None
+    nbytes: int
+    at: float
+
+
 class Stages(msgspec.Struct, frozen=True, gc=False):
     """When a fetch reached its stages on one rank, by ``time.monotonic``, which all processes of a host share; 0: never.
 
@@ -240,6 +255,9 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
         ended: It had its outcome.
         moving: Not a time, but the seconds in which announced parts were on their way or being checked. Waits between the parts
             of a producer that sends as it computes do not count.
+        last: When bytes had last come, as far as is known: of a part that takes long, that is looked at twice a second.
+        came: The bytes that had come.
+        announced_bytes: The bytes that had been announced.
     """
 
     began: float = 0.0
@@ -249,6 +267,9 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
     arrived: float = 0.0
     ended: float = 0.0
     moving: float = 0.0
+    last: float = 0.0
+    came: int = 0
+    announced_bytes: int = 0
 
     @property
     def unasked(self) -> bool:
@@ -256,5 +277,8 @@ class Stages(msgspec.Struct, frozen=True, gc=False):
         return bool(self.began) and not self.asked
 
     def slowest(self, other: Stages) -> Stages:
-        """Return the later time of each stage of two ranks, and the longer ``moving``."""
-        return Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
+        """Return the later time of each stage of two ranks, the longer ``moving``, and the bytes of both."""
+        out = Stages(*(max(getattr(self, stage), getattr(other, stage)) for stage in self.__struct_fields__))
+        force_setattr(out, "came", self.came + other.came)
+        force_setattr(out, "announced_bytes", self.announced_bytes + other.announced_bytes)
+        return out

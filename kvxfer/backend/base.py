@@ -110,6 +110,10 @@ class Base(Transport, Generic[E, L]):
     def stop(self, number: int, link: L) -> None:
         """Have a batch in flight end soon, by ``complete``; and all others of its link if the capability ``abort`` is ``peer``."""
 
+    def batch_moved(self, number: int, link: L) -> int:
+        """Return how many bytes of a batch in flight have moved so far; 0 if the library does not tell."""
+        return 0
+
     @abstractmethod
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         """Make progress with everything. ``readable``: the keys of those descriptors in ``wakeup`` that are readable."""
@@ -284,6 +288,10 @@ class Base(Transport, Generic[E, L]):
         if batch in self._in_flight:
             self.stop(batch, self._in_flight[batch][0])
             self.wakeup.set()
+
+    def bytes_moved(self, batch: int) -> int:
+        use = self._in_flight.get(batch)
+        return 0 if use is None else self.batch_moved(batch, use[0])
 
     def lost(self, peer: int) -> Failure | None:
         link = self.links.get(peer)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 
+import kvxfer
+
 __all__ = ["run"]
 
 
-def run() -> None:
-    """Run the program, or say how to install what is missing."""
+def run(name: str | None = None) -> None:
+    """Run the program, or say how to install what is missing. The version is printed without the second that importing it takes."""
+    if sys.argv[1:] == ["--version"]:
+        print(kvxfer.__version__)
+        return
     try:
         from kvxfer.cli.main import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"kvxfer: the program needs {error.name}, which is not installed; pip install 'kvxfer[cli]'")
-    app()
+    app(prog_name=name)

@@ -20,6 +20,7 @@ from kvxfer.cli.devices import check_device
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.probing import Found, probe_all
+from kvxfer.cli.progress import Say, status
 from kvxfer.cli.stand_in import StandIn
 from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.cli.visit import show_visit, visit
@@ -68,7 +69,7 @@ def doctor(
 
     Exits with 1 if these settings will not work, 2 if the arguments are wrong.
     """
-    settings = _settings(config)
+    settings = read_settings(config)
     peers = _peers(peer or [])
     if stand_in and (peers or as_json):
         raise typer.BadParameter(
@@ -77,6 +78,19 @@ def doctor(
     if stand_in:
         _stand_in(settings, stand_in)
         return
+    with status() as say:
+        report = _report(settings, peers, say)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(report)
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def _report(settings: Config, peers: Sequence[Address], say: Say) -> dict[str, Any]:
+    """Find everything out, which takes some seconds; ``say`` tells what is being waited for."""
+    say("asking each back end whether it works here ...")
     found = probe_all(_names(settings), settings)
     probes = {name: f.probe for name, f in found.items()}
     classes = _classes(found)
@@ -94,20 +108,19 @@ def doctor(
         "unlisted": _unlisted(used, settings),
         "ports": _ports(found, classes, settings),
     }
+    say("looking for an engine that runs here ...")
     report["running"] = running_engine(settings)
     free = settings if report["running"] is None else msgspec.structs.replace(settings, port=0)
     report["problems"] = [*address_problems(free), *_backend_problems(report, settings)]
-    report["peers"] = [visit(str(at), settings) for at in peers]
+    report["peers"] = []
+    for at in peers:
+        say(f"visiting the engine at {at} ...")
+        report["peers"].append(visit(str(at), settings))
     report["problems"] += [problem for found in report["peers"] for problem in _peer_problems(found)]
     compared = peers if report["running"] is None else [directory_address(settings), *peers]
     if len(compared) > 1:
         report["problems"] += differences(compared[0], compared[1], settings)
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        _show(report)
-    if report["problems"]:
-        raise typer.Exit(1)
+    return report
 
 
 def _stand_in(settings: Config, device: str) -> None:
@@ -185,7 +198,8 @@ def _facts(probe: Probe) -> dict[str, Any]:
     return {"usable": probe.usable, "reason": probe.reason, "memory": sorted(probe.memory), "facts": dict(probe.facts)}
 
 
-def _settings(config: str) -> Config:
+def read_settings(config: str) -> Config:
+    """Return the settings in a JSON text or file, of whichever connector has most of them."""
     try:
         text = config if config.lstrip().startswith("{") else Path(config).read_text()
         values = json.loads(text)
@@ -210,8 +224,11 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
     anybody = "anybody who has the key" if config.key_file else "anybody who can reach it"
     if config.peers is not None:
         anybody += " from the addresses in 'peers'"
+    control = str(Address(config.listen, 0))
+    if config.control_ports is not None:
+        control = control.removesuffix("0") + config.control_ports
     rows = [
-        {"port": str(Address(config.listen, 0)), "opened_by": "control, in each worker", "who": anybody},
+        {"port": control, "opened_by": "control, in each worker", "who": anybody},
         {"port": str(Address(config.listen, config.port)), "opened_by": "directory, in the scheduler", "who": anybody},
         {
             "port": f"unix:@{NAMES}*",

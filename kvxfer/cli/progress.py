@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["Say", "progress", "silent"]
+from rich.console import Console
+
+from kvxfer.cli.terminal import verbatim
+
+__all__ = ["Say", "progress", "silent", "status"]
 
 Say = Callable[[str], None]
 
@@ -15,6 +20,17 @@ def progress() -> Say:
     """Return a function that prints a line after the seconds since now."""
     start = time.monotonic()
     return lambda what: print(f"{time.monotonic() - start:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def status() -> Iterator[Say]:
+    """Yield a function that shows on a terminal what is being waited for, until the block ends; elsewhere it shows nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield silent
+        return
+    with console.status("") as shown:
+        yield lambda what: shown.update(verbatim(what))
 
 
 def silent(what: str) -> None:

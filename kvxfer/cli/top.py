@@ -23,6 +23,8 @@ from kvxfer.prometheus import Samples, read_samples
 __all__ = ["top"]
 
 ANSWER_S = 5.0
+ONCE_S = 1.0
+"""Seconds between the two looks of ``--once``."""
 MOST_BYTES = 64 << 20
 _NO_FAILURES = ("delivered", "cancelled")
 
@@ -34,12 +36,16 @@ def top(
     ],
     every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.1, max=86400)] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Show one update and exit, with 1 if an engine's metrics cannot be read.")
+        bool,
+        typer.Option(
+            "--once", help="Show one update, with the rates of one second, and exit: with 1 if metrics cannot be read."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per update.")] = False,
 ) -> None:
     """Show links, loads, leases, quarantined memory, rates and failures of running engines.
 
+    Rates and `failing now` are about the time since the last update; `failed` counts since the engine's start.
     It only reads each engine's /metrics, as Prometheus does, so engines need no further port. Exits with 2 if the arguments are
     wrong.
     """
@@ -49,13 +55,17 @@ def top(
         except IdentityError as e:
             raise typer.BadParameter(str(e)) from None
     console = make_console()
-    before: dict[str, Seen] = {}
+    before: dict[str, Seen] = {engine: look(engine) for engine in engines} if once else {}
+    if once:
+        time.sleep(ONCE_S)
     live = None if once or as_json else Live(console=console)
     if live is not None:
         live.start()
     try:
         while True:
             seen = {engine: look(engine) for engine in engines}
+            if once:  # one that answers once is shown without rates
+                seen |= {engine: was for engine, was in before.items() if seen[engine].error and not was.error}
             rows = [row(seen[engine], before.get(engine)) for engine in engines]
             before = seen
             if as_json:
@@ -131,18 +141,37 @@ def row(now: Seen, before: Seen | None) -> dict[str, Any]:
         ended = now.total("kvxfer_transfers_total") - before.total("kvxfer_transfers_total")
         moved = now.total("kvxfer_kv_bytes_total") - before.total("kvxfer_kv_bytes_total")
         out |= {"loads_per_s": round(max(ended, 0) / took, 2), "mb_per_s": round(max(moved, 0) / took / 1e6, 3)}
+        out["failing_per_s"] = _failing(now, before, took)
+    return out
+
+
+def _failing(now: Seen, before: Seen, took: float) -> dict[str, float]:
+    """Return how many loads and offers a second have failed between two looks: loads by kind and the peer's host, offers by kind."""
+    out = {}
+    for metric, labels, what in (
+        ("kvxfer_failures_total", ("outcome", "peer"), "load"),
+        ("kvxfer_offers_total", ("outcome",), "offer"),
+        ("kvxfer_not_loaded_total", ("reason",), "not loaded"),
+        ("kvxfer_not_offered_total", ("reason",), "not offered"),
+    ):
+        then = before.by(metric, *labels)
+        for kind, total in now.by(metric, *labels).items():
+            if kind not in _NO_FAILURES and total > then.get(kind, 0.0):
+                out[f"{what} {kind.replace('/', ' from ', 1)}"] = round((total - then.get(kind, 0.0)) / took, 2)
     return out
 
 
 def _table(rows: list[dict[str, Any]]) -> Group:
     """Return a row for each engine that answers, and below them a line for each of the others."""
     engine = Column("engine", overflow="fold")
-    table = Table(engine, "links", "loads", "offers", "quarantine", "loads/s", "MB/s", "not delivered")
+    table = Table(engine, "links", "loads", "offers", "quarantine", "loads/s", "MB/s", "failing now", "failed")
     for r in rows:
         if "error" in r:
             continue
-        ends = [f"load {k} {n}" for k, n in r["loads"].items() if k != "delivered"]
-        ends += [f"offer {k} {n}" for k, n in r["offers"].items() if k != "delivered"]
+        ends = [f"load {k} {n}" for k, n in r["loads"].items() if k not in _NO_FAILURES]
+        ends += [f"offer {k} {n}" for k, n in r["offers"].items() if k not in _NO_FAILURES]
+        now = r.get("failing_per_s")
+        failing = "" if now is None else ", ".join(f"{k} {n}/s" for k, n in now.items()) or "nothing"
         table.add_row(
             verbatim(r["engine"]),
             ", ".join(f"{n} {verbatim(kind)}" for kind, n in r["links"].items()) or "none",
@@ -151,6 +180,7 @@ def _table(rows: list[dict[str, Any]]) -> Group:
             f"{r['quarantined_bytes'] / 1e6:g} MB",
             str(r.get("loads_per_s", "")),
             str(r.get("mb_per_s", "")),
+            verbatim(failing),
             verbatim(", ".join(ends)) or "none",
         )
     errors = [verbatim(f"{r['engine']}: {r['error']}") for r in rows if "error" in r]

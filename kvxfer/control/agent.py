@@ -24,6 +24,7 @@ from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.control.events import EventQueue
 from kvxfer.control.link import LinkStatus
 from kvxfer.control.loop import CLOSE_S, CLOSED, ControlLoop
+from kvxfer.control.ports import listen_within
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.shell import Shell
 from kvxfer.data.commands import Result
@@ -105,7 +106,7 @@ class Agent:
                 self._hasher.get_ready()
             self._data.start(START_S)
             self._data.policy(self._data.candidates[0])  # so that the log tells at start how an elastic cache moves
-            port = self._loop.sockets.listen(config.listen, 0)
+            port = listen_within(self._loop.sockets, config)
             address = sockets.address(config.advertise or config.listen, port)
             self.descriptor = m.RankDescriptor(address, self.epoch, cache.told(), self._data.candidates)
             self._shell = Shell(
@@ -150,7 +151,7 @@ class Agent:
             regions,
             stager(self.cache, self.config.staging_bytes),
             self._post,
-            Limits(grace=self.config.peer_timeout, quarantine=sum(r.nbytes for r in regions) // 4),
+            Limits(grace=self.config.abort_timeout, quarantine=sum(r.nbytes for r in regions) // 4),
             self._security,
         )
 

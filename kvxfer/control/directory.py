@@ -55,6 +55,9 @@ MOST_TOLD = 100_000
 """The most notices that wait to be sent."""
 MOST_AWAITED = 100_000
 """The most transfers whose beginning other engines wait for here."""
+EXPLAIN_SHARE = 10
+"""A question that took so long to answer is followed by so many times as long without another answer."""
+_BUSY = m.Refused(FailureKind.OVERLOADED, "it has just answered another question", again=True)
 _UNPUBLISHED = m.encode(m.Refused(FailureKind.NOT_PUBLISHED, "its ranks are not published yet", again=True))
 TOGETHER, TOGETHER_BYTES = 1000, sockets.GUEST_FRAME // 2
 """The most transfers in one notice, and bytes of them, with room for what else it says; more are sent in several."""
@@ -96,6 +99,8 @@ class Directory:
 
     Attributes:
         source: Where other engines find this one.
+        explain: Answers what operators ask about requests (``kvxfer why``). Called on the directory's thread; may be set at any time. By
+            default it knows of none.
         begun: A function of a transfer and a digest that returns whether the engine has begun with that transfer, or is done
             with it. Called on the directory's thread; may be set at any time. By default it returns True.
         inquiries: What other engines want to know, for this engine to ``answer``. None: they are told that nothing is held.
@@ -123,6 +128,8 @@ class Directory:
             tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.InquiryAnswer]
         ] = deque(maxlen=MOST_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
+        self.explain: Callable[[m.Explain], m.Explained] = lambda asked: m.Explained(self.engine, time.time(), 0)
+        self._explain_at = 0.0  # when the next question may be answered
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
         self._awaited: IndexedKeep[sockets.ControlConnection, TransferId, bytes] = IndexedKeep(
@@ -334,6 +341,8 @@ class Directory:
         match msg:
             case m.Lookup():
                 connection.send_frame(self._descriptor or _UNPUBLISHED)
+            case m.Explain():
+                connection.send(self._explained(msg))
             case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
                 with self._lock:
                     self._notice(self._placed(msg), connection, len(frame))
@@ -351,6 +360,16 @@ class Directory:
             return notice
         named = tuple(m.Named(one.transfer.of(self.epoch), one.digest) for one in notice.transfers)
         return msgspec.structs.replace(notice, transfers=named)
+
+    def _explained(self, asked: m.Explain) -> m.Explained | m.Refused:
+        """Answer an operator's question. It looks at thousands of records, so whoever repeats it may not keep others waiting."""
+        now = time.monotonic()
+        if now < self._explain_at:
+            return _BUSY
+        try:
+            return self.explain(asked)
+        finally:
+            self._explain_at = now + EXPLAIN_SHARE * (time.monotonic() - now)
 
     def _take(self, connection: sockets.ControlConnection, frame: bytes) -> None:
         """Handle the answer of a directory that was told something; what is none is dropped."""

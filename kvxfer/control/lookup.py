@@ -1,9 +1,10 @@
-"""Ask a directory for its engine's descriptor, from a program that is not an engine."""
+"""Ask a directory, from a program that is not an engine: for its engine's descriptor, or what has become of requests."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.sockets import ControlSockets, address
@@ -12,7 +13,9 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security
 
-__all__ = ["LookupAnswer", "look_up"]
+__all__ = ["LookupAnswer", "explain", "look_up"]
+
+T = TypeVar("T")
 
 REPEAT_S = 0.5
 """Seconds after which the question is repeated, because a directory has no answer until its engine's ranks are known."""
@@ -39,29 +42,49 @@ def look_up(host: str, port: int, security: Security, seconds: float, again: int
     Raises:
         PeerError: It cannot be reached, does not answer within ``seconds``, refuses, or is not a directory of this protocol.
     """
-    sockets = ControlSockets(security)
+    sockets, question = ControlSockets(security), m.Lookup(m.PROTOCOL)
     try:
         connection = sockets.dial(address(host, port), None, m.MAX_BYTES)
-        first, engine = _ask(sockets, connection, seconds)
-        trips = [_ask(sockets, connection, seconds)[0] for _ in range(again)]
+        first, answer = _ask(sockets, connection, question, seconds)
+        engine = _engine(answer)
+        trips = [_ask(sockets, connection, question, seconds)[0] for _ in range(again)]
     finally:
         sockets.close()
     return LookupAnswer(engine, first, tuple(trips))
 
 
-def _ask(sockets: ControlSockets, connection: ControlConnection, seconds: float) -> tuple[float, m.EngineDescriptor]:
+def explain(host: str, port: int, security: Security, seconds: float, asked: m.Explain) -> m.Explained:
+    """Ask the directory at this address what has become of requests. Blocks.
+
+    Raises:
+        PeerError: See ``look_up``.
+    """
+    sockets = ControlSockets(security)
+    try:
+        connection = sockets.dial(address(host, port), None, m.MAX_BYTES)
+        return _known(_ask(sockets, connection, asked, seconds)[1], m.Explained)
+    finally:
+        sockets.close()
+
+
+def _ask(
+    sockets: ControlSockets, connection: ControlConnection, question: m.Message, seconds: float
+) -> tuple[float, m.Message]:
+    """Ask until there is an answer other than that it must be asked again; return how long that took, and the answer."""
     began = now = time.monotonic()
     repeat = 0.0
     while now < began + seconds:
         if now >= repeat:
-            connection.send(m.Lookup(m.PROTOCOL))
+            connection.send(question)
             repeat = now + REPEAT_S
         sockets.flush()
         sockets.poll(max(min(repeat, began + seconds) - now, 0.0))
         for ready in sockets.ready():
             frame = ready.receive()
             if frame is not None:
-                return time.monotonic() - began, _engine(frame)
+                answer = m.decode(frame)
+                if not (isinstance(question, m.Explain) and isinstance(answer, m.Refused) and answer.again):
+                    return time.monotonic() - began, answer
         if connection.lost is not None:
             kind = FailureKind.REFUSED if connection.denied else FailureKind.PEER_UNREACHABLE
             raise PeerError(connection.lost, kind=kind)
@@ -69,15 +92,24 @@ def _ask(sockets: ControlSockets, connection: ControlConnection, seconds: float)
     raise PeerError(f"it did not answer within {seconds:g} s", kind=FailureKind.PEER_UNREACHABLE)
 
 
-def _engine(frame: bytes) -> m.EngineDescriptor:
-    engine = m.decode(frame)
-    if isinstance(engine, m.Refused):
-        raise PeerError(f"it refused: {engine.reason}", kind=engine.kind)
-    if not isinstance(engine, m.EngineDescriptor):
+def _known(answer: m.Message, kind: type[T]) -> T:
+    """Return an answer of the kind that was asked for.
+
+    Raises:
+        PeerError: It is another.
+    """
+    if isinstance(answer, m.Refused):
+        raise PeerError(f"it refused: {answer.reason}", kind=answer.kind)
+    if not isinstance(answer, kind):
         raise PeerError(
-            f"it answered with a {type(engine).__name__}; is it the port of an engine's directory?",
+            f"it answered with a {type(answer).__name__}; is it the port of an engine's directory?",
             kind=FailureKind.MISUSE,
         )
+    return answer
+
+
+def _engine(answer: m.Message) -> m.EngineDescriptor:
+    engine = _known(answer, m.EngineDescriptor)
     if engine.protocol != m.PROTOCOL:
         raise PeerError(
             f"it speaks protocol {engine.protocol}, this side {m.PROTOCOL}; update one of them",

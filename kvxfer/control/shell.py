@@ -39,6 +39,7 @@ from kvxfer.protocol.values import (
     Hashed,
     Move,
     Moved,
+    Moving,
     Released,
     RemoteWritesEnded,
     Resolve,
@@ -142,6 +143,8 @@ class Shell(AgentPeers):
         match result:
             case Moved():
                 return self._machine(result.ref.role).moved(result, now)
+            case Moving():
+                self.consumer.moving(result, now)
             case Hashed():
                 return self._machine(result.ref.role).hashed(result, now)
             case EndpointMade() | Connected() | LinkBroken():

@@ -11,7 +11,7 @@ import msgspec
 from kvxfer.failures import Failure
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
-from kvxfer.protocol.values import Abort, LinkId, Move, Moved, PartRef, RemoteWritesEnded, Role
+from kvxfer.protocol.values import Abort, LinkId, Move, Moved, Moving, PartRef, RemoteWritesEnded, Role
 
 __all__ = [
     "Command",
@@ -123,4 +123,4 @@ class Stop(msgspec.Struct, frozen=True):
 
 LinkNews = EndpointMade | Connected | LinkBroken
 Command = MakeEndpoint | Connect | Disconnect | Move | Abort | RemoteWritesEnded | SlotNews | Stop
-Result = EndpointMade | Connected | LinkBroken | Disconnected | Moved | SlotNews | Reset | ThreadDied
+Result = EndpointMade | Connected | LinkBroken | Disconnected | Moved | Moving | SlotNews | Reset | ThreadDied

@@ -23,7 +23,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.logs import logger
 from kvxfer.protocol.parts import most_bytes
-from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
+from kvxfer.protocol.values import LinkId, Move, Moved, Moving, PartRef, Role
 from kvxfer.security import Security
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MOST_ENDPOINT
@@ -31,6 +31,9 @@ from kvxfer.transport.contract import MOST_ENDPOINT
 __all__ = ["Traffic"]
 
 log = logger("kvxfer.data")
+
+PROGRESS_S = 0.5
+"""Seconds from one look at how far parts have got to the next."""
 
 
 class Traffic:
@@ -69,6 +72,8 @@ class Traffic:
         self._short: dict[LinkId, list[Direct]] = {}  # jobs to begin at the end of the turn, those of a link together
         self._batches: dict[int, Sequence[Job]] = {}
         self._aborted: dict[PartRef, float] = {}
+        self._progress_at = 0.0  # when to look next at how far parts have got
+        self._moved: dict[PartRef, int] = {}  # what was told of that
 
     # --- links -----------------------------------------------------------------------------------------------------
 
@@ -352,6 +357,9 @@ class Traffic:
     def _overdue(self) -> Failure | None:
         """Give up links on which batches outlive their abort; return why the back end must be reset if that does not help."""
         now, grace = time.monotonic(), self._limits.grace
+        if now >= self._progress_at:
+            self._progress_at = now + PROGRESS_S
+            self._tell_progress(now - PROGRESS_S)
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
                 job = self._jobs[ref]
@@ -366,6 +374,15 @@ class Traffic:
         if self._ends.needs_reset(self._can, bool(self._jobs), self._will_be_told):
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
+
+    def _tell_progress(self, before: float) -> None:
+        """Tell how far those parts have got that come to this side and began before a moment, if any have got further."""
+        late = [job for ref, job in self._jobs.items() if ref.role == "consumer" and job.begun < before]
+        seen = {job.ref: job.bytes_so_far() for job in late}
+        news = tuple((ref, moved) for ref, moved in seen.items() if moved > self._moved.get(ref, 0))
+        self._moved = seen
+        if news:
+            self._post(Moving(news))
 
     def _will_be_told(self, job: Job) -> bool:
         """Return whether the peer will say when it is done with memory that was lent to it, or else its link will be closed."""

@@ -11,7 +11,7 @@ from kvxfer.failures import Failure
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import StepCommands
-from kvxfer.values import BlockTable, Rank, Stages
+from kvxfer.values import BlockTable, OfferEnd, Rank, Stages
 
 __all__ = ["BlockCopy", "Report", "Step"]
 
@@ -84,6 +84,7 @@ class Report:
         begun: For each rank, the last step with revocations that it has begun.
         channels: Where these ranks' side channels listen; reported once.
         prefetched: The result of each prefetch on each rank; a later one replaces an earlier one.
+        offers_ended: How offers have ended on each rank.
         copied: For requests whose prefetched blocks have been copied, the seconds that each rank took.
     """
 
@@ -104,6 +105,7 @@ class Report:
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
     prefetched: dict[tuple[str, Rank], RankResult] = field(default_factory=dict)
     copied: dict[str, dict[Rank, float]] = field(default_factory=dict)
+    offers_ended: dict[TransferId, dict[Rank, OfferEnd]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:
         """Return both reports as one. If both have a report of the same rank, that in ``later`` must be the later one."""
@@ -126,11 +128,20 @@ class Report:
             self.channels | later.channels,
             self.prefetched | later.prefetched,
             _join(self.copied, later.copied),
+            _join(self.offers_ended, later.offers_ended),
         )
 
     def __bool__(self) -> bool:
         ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet or self.arrived
-        return bool(ends or self.descriptors or self.channels or self.begun or self.prefetched or self.copied)
+        return bool(
+            ends
+            or self.descriptors
+            or self.channels
+            or self.begun
+            or self.prefetched
+            or self.copied
+            or self.offers_ended
+        )
 
 
 def _join(a: dict[K, dict[Rank, T]], b: dict[K, dict[Rank, T]]) -> dict[K, dict[Rank, T]]:

@@ -11,6 +11,7 @@ from kvxfer.engine.exchange import BlockCopy, Report
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
+from kvxfer.engine.stories import Stories
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
@@ -42,7 +43,9 @@ class Loads:
         dispatch: Dispatch,
         notices: Notices,
         trace: Trace,
+        stories: Stories,
     ) -> None:
+        self._stories = stories
         self._schedule, self._dispatch, self._notices, self._tables = schedule, dispatch, notices, tables
         self._prefetches = Prefetches(
             schedule, ledger, pins, tables.groups, ranks, config.step_budget, self._hear, trace
@@ -146,6 +149,9 @@ class Loads:
         """Record that the request is over, at whatever point."""
         load = self._schedule.of(request)
         if load is not None:
+            if load.fetched is None and not load.traced:
+                load.traced = True
+                self._stories.load_dropped(load)
             if load.is_sync:
                 load.over = True
                 self._prefetches.end(load, _E.GIVE_UP, "the consumer's request is over")

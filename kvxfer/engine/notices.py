@@ -9,6 +9,7 @@ from kvxfer.config import Config
 from kvxfer.control.directory import Answered, Directory, Unheard
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.starts import AGAIN_S, Starts
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol.messages import Begun, Decline, Named, Renew
@@ -66,6 +67,7 @@ class Notices:
         if load.state is LoadState.WAITING and self._starts.is_late(load):
             why = f"the producer has not begun within {self._starts.patience:g} s"
             log.warning("request %s is computed here: %s", printable(load.request), why)
+            load.failure = Failure(FailureKind.NEVER_OFFERED, why, str(load.wanted.source))
             self._schedule.consumer.give_up(load, why)
         return load.state is LoadState.WAITING
 

@@ -15,15 +15,17 @@ Others may be reading blocks when the engine lets go of them. They are kept unti
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Hashable, Mapping, Sequence
 
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
+from kvxfer.engine.stories import Stories
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
 from kvxfer.ticket import Ticket
-from kvxfer.values import NULL, BlockTable, Group, Rank
+from kvxfer.values import NULL, BlockTable, Group, OfferEnd, Rank
 
 __all__ = ["Offers", "kept_blocks", "lacks_window"]
 
@@ -41,6 +43,7 @@ class Offers:
         ranks: How many workers it has.
         writes_early: Whether workers may write to a step's new blocks before they know of its revocations.
         notices: Tells other engines.
+        stories: Remembers how offers end.
 
     Attributes:
         elastic: Whether a block may lose its memory when it is not in use.
@@ -55,9 +58,10 @@ class Offers:
         ranks: int,
         writes_early: bool,
         notices: Notices,
+        stories: Stories,
     ) -> None:
         self._schedule, self._pins, self._tables, self._notices = schedule, pins, tables, notices
-        self._ranks, self._writes_early = ranks, writes_early
+        self._ranks, self._writes_early, self._stories = ranks, writes_early, stories
         self._groups = tuple(groups)
         self._windows = any(group.window for group in groups)
         self.elastic = False
@@ -79,6 +83,9 @@ class Offers:
         """Accept an offer; see ``SchedulerSide.offer``."""
         taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
         if taken:
+            found = self._schedule.of(request)
+            if found is not None and not found.came_at:
+                found.came_at = time.monotonic()
             self._notices.offered(transfer, digest)
         return taken
 
@@ -105,6 +112,8 @@ class Offers:
                 return None
             try:
                 known = self._schedule.computed(transfer, digest, tokens, table, consumers)
+                if known is not None:
+                    known.came_at = known.begun_at = known.whole_at = time.monotonic()
             except ScheduleError:
                 self._pins.drop(("computed", transfer))
                 raise
@@ -141,7 +150,10 @@ class Offers:
             self._schedule.step(request, computed, scheduled, table, found.end)
             if self.elastic or self._writes_early:
                 self._pin(found)
+        if found.final and not found.whole_at:
+            found.whole_at = time.monotonic()
         if not begun and found.progress > 0:
+            found.begun_at = time.monotonic()
             self._notices.begins(found.transfer, found.digest)
 
     def _pin(self, found: Offering) -> None:
@@ -234,6 +246,13 @@ class Offers:
                     found.revoked = None
                     self._pins.drop(("revoked", found.number))
                     self._schedule.forget(found)
+
+    def ended(self, transfer: TransferId, ranks: Mapping[Rank, OfferEnd]) -> None:
+        """Record how an offer has ended on some ranks. What one rank says is told of all, and a failure rather than a delivery."""
+        found = next((one for one in self._schedule.under(transfer) if one.ended is None), None)
+        if found is not None:
+            found.ended = next((end for end in ranks.values() if end.failure is not None), next(iter(ranks.values())))
+            self._stories.offer_ended(found, found.ended)
 
     def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> str | None:
         """Record that some ranks are done with an offer, up to a generation; return a held request that may be freed."""

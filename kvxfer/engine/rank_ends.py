@@ -11,7 +11,7 @@ from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
-from kvxfer.values import Fetch, Rank, Stages
+from kvxfer.values import Fetch, OfferEnd, Rank, Stages
 
 __all__ = ["RankEnds"]
 
@@ -63,6 +63,8 @@ class RankEnds:
         if event.role == "producer":
             if isinstance(event, Ended):
                 self._ended.append(event)
+                end = OfferEnd(event.outcome.failure, event.nbytes, time.monotonic())
+                self.report.offers_ended.setdefault(event.transfer, {})[self._rank] = end
             if isinstance(event, Released) and event.generation is not None:
                 self._offer_released(event.transfer, event.generation)
             if isinstance(event, GenerationReleased):

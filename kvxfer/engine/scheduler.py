@@ -24,6 +24,7 @@ from kvxfer.engine.paces import Benefit
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
+from kvxfer.engine.stories import Stories
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import ClosedError
 from kvxfer.geometry.spaces import block_spaces
@@ -94,7 +95,8 @@ class SchedulerSide:
         groups = arguments.several("groups", groups, Group, 1)
         if pins is not None:
             arguments.instance("pins", pins, BlockPins)
-        trace = Trace(config.trace, engine)
+        self._stories = Stories(engine, lambda: self._schedule)
+        trace = Trace(config.trace, engine, self._stories)
         self._ranks = ranks
         self.facts = f.check(facts)
         self._tables = TableCheck(groups)
@@ -107,12 +109,22 @@ class SchedulerSide:
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = Notices(config, self.directory, self._schedule)
         self._offers = Offers(
-            self._schedule.producer, self._pins, self._tables, groups, ranks, writes_early, self._notices
+            self._schedule.producer, self._pins, self._tables, groups, ranks, writes_early, self._notices, self._stories
         )
+        self.directory.explain = self._stories.explain
         self._descriptors: dict[Rank, RankDescriptor] = {}
         consumer, ledger = self._schedule.consumer, self._schedule.ledger
         self._loads = Loads(
-            config, consumer, ledger, self._pins, self._tables, ranks, self._dispatch, self._notices, trace
+            config,
+            consumer,
+            ledger,
+            self._pins,
+            self._tables,
+            ranks,
+            self._dispatch,
+            self._notices,
+            trace,
+            self._stories,
         )
         self._standstill = Standstill(self._schedule.producer)
         self._drains_until = 0.0
@@ -257,6 +269,16 @@ class SchedulerSide:
         if answer is not None:
             arguments.string("answer", answer)
         return self._loads.load(request, transfer, digest, source, tokens, begun, offered, progress, enough, answer)
+
+    def takes_no_part(self, request: str, why: str) -> None:
+        """Record why a request that was to load or to offer does not, for `kvxfer why`; changes nothing else.
+
+        Args:
+            request: The engine's id of the request.
+            why: In words for an operator.
+        """
+        _request(request)
+        self._stories.takes_no_part(request, arguments.string("why", why, MOST_REASON))
 
     def _check_open(self, call: str) -> None:
         if self._closed:
@@ -507,6 +529,8 @@ class SchedulerSide:
         self._dispatch.begun(report.begun)
         for transfer, revoked in report.revoked.items():
             self._offers.unread(transfer, revoked)
+        for transfer, ended in report.offers_ended.items():
+            self._offers.ended(transfer, ended)
         free = {self._offers.released(transfer, ranks) for transfer, ranks in report.released.items()}
         update = self._loads.report(report)
         self._asks.ended(update)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 
+from kvxfer.engine.stories import STAGES, Stories
 from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
@@ -15,8 +16,6 @@ from kvxfer.text import printable
 from kvxfer.values import Stages
 
 __all__ = ["Trace"]
-
-STAGES = [name for name in Stages.__struct_fields__ if name != "moving"]
 
 log = logger("kvxfer.engine")
 
@@ -30,8 +29,8 @@ LOG_EVERY_S = 10.0
 class Trace:
     """The trace of one engine's loads. One thread.
 
-    A line has ``engine``, ``request``, ``transfer``, ``source``, ``kind``, ``way``, ``tokens``, ``failure`` (null if it was delivered),
-    ``at`` (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
+    A line has ``engine``, ``request``, ``transfer``, ``source``, ``kind``, ``way``, ``tokens``, ``bytes``, ``failure`` (null if it was
+    delivered), ``at`` (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
     ``kind``: for a load that was asked for (``SchedulerSide.ask``), who has named the source; null for others.
 
     ``found``: the best answer to the question was known. ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see
@@ -41,12 +40,13 @@ class Trace:
     Args:
         path: The file that lines are appended to; None writes nothing.
         engine: The engine's name.
+        stories: Remembers how loads end.
 
     Raises:
         ConfigError: That file cannot be written, or is a folder, pipe or device.
     """
 
-    def __init__(self, path: str | None, engine: str) -> None:
+    def __init__(self, path: str | None, engine: str, stories: Stories) -> None:
         if path is not None:
             try:
                 # A pipe would hold the scheduler up until a program reads.
@@ -55,14 +55,17 @@ class Trace:
                 open(path, "a", encoding="utf-8").close()
             except OSError as e:
                 raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e
-        self._path, self._engine = path, engine
+        self._path, self._engine, self._stories = path, engine, stories
         self._repeats = Repeats(LOG_EVERY_S)
 
     def write(self, load: Load, failure: Failure | None, stages: Stages | None) -> None:
-        """Tell of a load that is over, once; not of one whose request is over."""
-        if load.traced or load.over:
+        """Tell of a load that is over, once. Of one whose request is over only ``kvxfer why`` is told."""
+        if load.traced:
             return
         load.traced = True
+        self._stories.load_ended(load, failure, stages)
+        if load.over:
+            return
         if failure is not None and failure.kind is not FailureKind.CANCELLED:
             self._log(load, failure)
         if self._path is not None:
@@ -86,6 +89,7 @@ class Trace:
             "kind": load.kind,
             "way": SYNC if load.is_sync else ASYNC,
             "tokens": load.end - load.start,
+            "bytes": 0 if stages is None else stages.came,
             "failure": None if failure is None else str(failure),
             "at": round(time.time() - (now - load.came_at), 6),
             "us": {stage: round(1e6 * (t - load.came_at)) for stage, t in times.items() if t},

@@ -28,6 +28,7 @@ from kvxfer.protocol.values import (
     LinkId,
     LinkInfo,
     Moved,
+    Moving,
     Released,
     Resolved,
     Send,
@@ -196,6 +197,7 @@ class ConsumerMachine:
         plan = rank.came(done)
         if done.failure is None:
             f.nbytes += done.nbytes
+            f.last = now
             self._routes.moved(done.ref.link, done.nbytes, done.seconds, now)
             if plan is not None:
                 return [Hash(done.ref, plan, "destination")]
@@ -212,6 +214,13 @@ class ConsumerMachine:
                 rank.error = done.failure
                 self._attempts.expect(rank, now)
         return out + self._attempts.resume(f, rank, now) + self._release(f)
+
+    def moving(self, news: Moving, now: float) -> None:
+        """Record how far parts have got that are still on their way."""
+        for ref, nbytes in news.parts:
+            f, rank = self._attempts.tries.get(ref.attempt, (None, None))
+            if f is not None and rank is not None and ref in rank.flight:
+                rank.coming[ref], f.last = nbytes, now
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
         """Handle the checksum of what has arrived with a part."""
@@ -285,6 +294,8 @@ class ConsumerMachine:
         out = self._newest(f, msg.generation, now)
         if info.mode == "write" and not msg.piece_bytes:
             f.nbytes += plan.nbytes
+            rank.came_bytes += plan.nbytes
+            f.last = now
         return out + (rank.take(msg, info, plan) or self._complete(f, rank, now))
 
     def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
@@ -378,7 +389,7 @@ class ConsumerMachine:
         return self._attempts.resume(f, rank, now) + self._release(f)
 
     def _fail(self, f: FetchRecord, why: Failure, now: float) -> list[Action]:
-        return self._end(f, Outcome(why), now)
+        return [] if f.outcome is not None else self._end(f, Outcome(f.explain(why, now)), now)
 
     def _end(self, f: FetchRecord, outcome: Outcome, now: float) -> list[Action]:
         """Set the outcome, unless it is set already, and stop whatever still moves."""

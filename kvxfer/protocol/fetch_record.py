@@ -12,6 +12,7 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import PIECE_LEAST, Span, placed, plan_part, reached, to_hash
+from kvxfer.protocol.progress import enriched
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
     Abort,
@@ -59,6 +60,9 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     banded: bool = False  # parts of single bands are asked for
     flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
+    came_bytes: int = 0  # of the attempt's parts that have arrived
+    announced_bytes: int = 0  # of all of its parts
+    coming: dict[PartRef, int] = field(default_factory=dict)  # of parts that take long: the bytes that have come
     checksum: int = 0  # of all that has been hashed; checksums add up
     sum: bytes = b""  # the producer's, if it has said so
     payload: bytes = b""  # what came with the final part
@@ -85,8 +89,10 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         self.least, self.counted = least, False
         self.attempt, self.generation, self.revocations, self.end, self.error = attempt, None, None, None, None
         self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
+        self.came_bytes = self.announced_bytes = 0
         self.spans.clear()
         self.to_hash.clear()
+        self.coming.clear()
 
     def misuse(self, msg: m.PartReady, info: LinkInfo) -> Failure | None:
         """Return how an announcement breaks the protocol, or ``None`` if it does not."""
@@ -112,6 +118,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     def take(self, msg: m.PartReady, info: LinkInfo, plan: CopyPlan) -> list[Action]:
         """Return the actions by which an announced part arrives; none if it has arrived."""
         ref = PartRef("consumer", self.spec.link, msg.transfer, self.attempt, msg.part)
+        self.announced_bytes += plan.nbytes
         hashed = to_hash(plan, info, ref)
         if info.mode == "write" and not msg.piece_bytes:
             if hashed is None:
@@ -128,6 +135,9 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         plan = self.to_hash.pop(done.ref, None)
         if done.failure is not None:
             return None
+        if self.coming:
+            self.coming.pop(done.ref, None)
+        self.came_bytes += done.nbytes
         self.checksum += done.checksum or 0
         return plan if done.checksum is None and self.state is RankFetchState.MOVING else None
 
@@ -183,6 +193,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     asked: float = 0.0  # when a rank was last asked
     announced: float = 0.0  # when the first part was announced
     arrived_at: float = 0.0  # when everything had arrived from all ranks
+    last: float = 0.0  # when bytes had last come
     moving_since: float | None = None  # since when something has been on its way, or being checked; None: nothing is
     moved: float = 0.0  # the seconds before that in which something was
     begun: bool = False  # a part has been announced; the deadline was for that before, and is now for the outcome
@@ -218,7 +229,29 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     def stages(self, now: float) -> Stages:
         """Return when it reached each stage, if it ends now."""
         moving = self.moved if self.moving_since is None else self.moved + now - self.moving_since
-        return Stages(self.began, self.asked, self.announced, self.heard, self.arrived_at, now, moving)
+        whole = self.outcome is None or self.outcome.failure is None
+        came, announced = (self.nbytes, self.nbytes) if whole else self._bytes()
+        times = self.began, self.asked, self.announced, self.heard, self.arrived_at, now
+        return Stages(*times, moving, self.last, came, announced)
+
+    def _bytes(self) -> tuple[int, int]:
+        """Return how many bytes have come, of those parts too that are on their way, and how many were announced."""
+        came = announced = 0
+        for rank in self.rank_fetches:
+            came += rank.came_bytes
+            announced += rank.announced_bytes
+            if rank.coming:
+                came += sum(rank.coming.values())
+        return came, announced
+
+    def explain(self, why: Failure, now: float) -> Failure:
+        """Return why it fails now, with how far it has got."""
+        came, announced = self._bytes()
+        if not announced:
+            return why
+        more, still = any(rank.end is None for rank in self.rank_fetches), now - (self.last or self.announced)
+        seen = any(rank.coming.keys() & rank.flight for rank in self.rank_fetches)
+        return enriched(why, came, announced, more, self.stages(now).moving, still, seen)
 
     @property
     def enough(self) -> int:
@@ -288,7 +321,10 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         payload, short = (self.payload, self.short) if delivered else (b"", None)
         seconds, stages = now - self.began, self.stages(now)
         more = self.generation, seconds - stages.moving if self.begun else 0.0, payload, stages, short
-        return Ended("consumer", s.transfer, s.handle, self.outcome, self.nbytes, seconds, *more)
+        nbytes = (
+            self.nbytes if delivered else self.nbytes + sum([n for x in self.rank_fetches for n in x.coming.values()])
+        )
+        return Ended("consumer", s.transfer, s.handle, self.outcome, nbytes, seconds, *more)
 
     def overdue(self, start: float, timeout: float) -> Failure:
         """Return the failure if the deadline passes now: ``start`` seconds for the first part, then ``timeout`` for the outcome."""

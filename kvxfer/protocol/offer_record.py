@@ -129,7 +129,8 @@ class RankServe(msgspec.Struct, eq=False):
             return Failure(FailureKind.WITHDRAWN, why), False
         waited = self.state is ServeState.WAITING
         kind = FailureKind.NEVER_OFFERED if waited else FailureKind.TIMED_OUT
-        return Failure(kind, "the consumer's time for it is over"), self.lent and waited
+        why = f"the consumer's time for it is over, with {min(self.sent, default=0)} of {self.request.tokens} tokens announced"
+        return Failure(kind, why), self.lent and waited
 
     @property
     def live(self) -> bool:

@@ -37,6 +37,7 @@ __all__ = [
     "Mode",
     "Move",
     "Moved",
+    "Moving",
     "Outcome",
     "PartRef",
     "Progress",
@@ -341,6 +342,12 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     collateral: bool = False
     seconds: float = 0.0
     checksum: int | None = None
+
+
+class Moving(msgspec.Struct, frozen=True):
+    """How far parts have got that take long: the bytes of each that have come since it began. Comes about once a second."""
+
+    parts: tuple[tuple[PartRef, int], ...]
 
 
 class Hashed(msgspec.Struct, frozen=True):

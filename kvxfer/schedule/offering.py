@@ -12,7 +12,7 @@ from typing import NewType
 
 from kvxfer.identity import Generation, TransferId
 from kvxfer.transitions import Transitions, pairs
-from kvxfer.values import BlockTable, Rank
+from kvxfer.values import BlockTable, OfferEnd, Rank
 
 __all__ = ["OFFERING", "Offering", "OfferingEvent", "OfferingNumber", "OfferingState"]
 
@@ -102,6 +102,11 @@ class Offering:
         read: The blocks that are pinned while its request runs, because others may be reading them, and their generation.
         revoked: The last generation whose blocks are pinned though they were taken away, and the ranks that read them no more.
         done: The ranks that are done with it, and up to which generation.
+
+        came_at: When it was offered first.
+        begun_at: When the first tokens of it were computed.
+        whole_at: When all of it was.
+        ended: How it has ended, once a rank has said so.
     """
 
     number: OfferingNumber
@@ -128,6 +133,11 @@ class Offering:
     read: tuple[Generation, set[int]] | None = None
     revoked: tuple[Generation, set[Rank]] | None = None
     done: dict[Rank, Generation] = field(default_factory=dict)
+
+    came_at: float = 0.0
+    begun_at: float = 0.0
+    whole_at: float = 0.0
+    ended: OfferEnd | None = None
 
     def on(self, event: OfferingEvent) -> bool:
         """Make the move that an event leads to; return False if it is ignored.

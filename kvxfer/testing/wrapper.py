@@ -62,6 +62,9 @@ class Wrapper(Transport):
     def poll(self) -> Sequence[Completion | Quieted]:
         return self.inner.poll()
 
+    def bytes_moved(self, batch: int) -> int:
+        return self.inner.bytes_moved(batch)
+
     def lost(self, peer: int) -> Failure | None:
         return self.inner.lost(peer)
 

@@ -352,6 +352,14 @@ class Transport(ABC):
             TransportError: The library has not let go of some memory, which nobody will use again.
         """
 
+    def bytes_moved(self, batch: int) -> int:
+        """Return how many bytes of a batch in flight have moved so far, if that is known; 0 if not.
+
+        The agent asks about once a second, for batches that take longer than that, so that a transfer that is late can say how far
+        it got.
+        """
+        return 0
+
     def lost(self, peer: int) -> Failure | None:
         """Return why all further batches of a link will fail, or ``None`` while that is not known.
 

@@ -40,6 +40,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
         **config: Any,
     ) -> Engine:
         config = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
+        config.setdefault("abort_timeout", config["peer_timeout"])
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         memory = PagedMemory(blocks=blocks, ranks=tp, seed=seed, unit=caches.UNIT)
         made.append(

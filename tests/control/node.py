@@ -147,6 +147,7 @@ class Node:
         **config: Any,
     ) -> None:
         config = {"transfer_timeout": 6.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
+        config.setdefault("abort_timeout", config["peer_timeout"])
         self._pipe, theirs = _spawn.Pipe()
         args = (backend, options or {}, port, blocks, seed, config)
         self.process = _spawn.Process(target=_serve, args=(theirs, args), daemon=True)

@@ -15,7 +15,7 @@ EXAMPLE = PAGE.parents[1] / "examples" / "paged_engine"
 
 
 def test_the_program_on_the_page_runs() -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    (program,) = re.findall(r"(?<!-->\n\n)```python\n(.*?)```", PAGE.read_text(), re.S)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "moved" in done.stdout
@@ -24,7 +24,9 @@ def test_the_program_on_the_page_runs() -> None:
 def test_the_snippets_are_whole_and_show_all_that_uses_the_library() -> None:
     """Lines by number move when the example is edited: together they must be just these functions, and each whole statements."""
     shown: dict[str, list[int]] = {"engine.py": [], "worker.py": []}
-    for name, first, last in re.findall(r'^--8<-- "examples/paged_engine/(.*):(\d+):(\d+)"$', PAGE.read_text(), re.M):
+    for name, first, last in re.findall(
+        r"^<!-- snippet: examples/paged_engine/(.*):(\d+):(\d+) -->$", PAGE.read_text(), re.M
+    ):
         lines = (EXAMPLE / name).read_text().splitlines()[int(first) - 1 : int(last)]
         ast.parse(textwrap.dedent("\n".join(lines)))
         shown[name] += [n for n, line in enumerate(lines, int(first)) if line.strip()]

@@ -69,3 +69,10 @@ def test_what_a_page_names_in_the_code_is_there(page: str) -> None:
         for name in named
         if not set(name.split(".")) - {"py", "md"} <= identifiers and not name.endswith((".yml", ".toml"))
     }
+
+
+@pytest.mark.parametrize("page", ["library.md", "writing-a-backend.md", "write-a-memory-space.md"])
+def test_a_snippet_is_what_its_file_says(page: str) -> None:
+    text = (DOCS / page).read_text()
+    assert text.count("<!-- snippet: ") > 1 and '--8<-- "' not in text
+    assert text == _script("snippets").page(text), "run python docs/snippets.py"

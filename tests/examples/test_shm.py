@@ -30,7 +30,7 @@ class TestShm(test_kvxfer_shm.TestShm):
 
 
 def test_the_page_shows_all_of_it_in_order() -> None:
-    shown = re.findall(rf'^--8<-- "{SOURCE.relative_to(ROOT)}:(.*)"$', PAGE.read_text(), re.M)
+    shown = re.findall(rf"^<!-- snippet: {SOURCE.relative_to(ROOT)}:(.*) -->$", PAGE.read_text(), re.M)
     [module] = ast.parse(source := SOURCE.read_text()).body[:1]
     marked: list[str] = []
     inside = False
@@ -41,7 +41,7 @@ def test_the_page_shows_all_of_it_in_order() -> None:
         else:
             assert inside or not line.strip(), f"{line!r} is not on the page"
     assert shown == marked
-    assert '--8<-- "examples/kvxfer-shm/test_kvxfer_shm.py"' in PAGE.read_text()
+    assert "<!-- snippet: examples/kvxfer-shm/test_kvxfer_shm.py -->" in PAGE.read_text()
 
 
 def test_it_stays_small() -> None:

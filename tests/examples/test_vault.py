@@ -25,8 +25,8 @@ class TestVault(test_kvxfer_vault.TestVault):
 
 def test_the_page_shows_it() -> None:
     page = (ROOT / "docs" / "write-a-memory-space.md").read_text()
-    assert '--8<-- "examples/kvxfer-vault/kvxfer_vault/__init__.py:space"' in page
-    assert '--8<-- "examples/kvxfer-vault/test_kvxfer_vault.py"' in page
+    assert "<!-- snippet: examples/kvxfer-vault/kvxfer_vault/__init__.py:space -->" in page
+    assert "<!-- snippet: examples/kvxfer-vault/test_kvxfer_vault.py -->" in page
     source = (EXAMPLE / "kvxfer_vault" / "__init__.py").read_text()
     assert len(source.splitlines()) < 60, "it stays small"
 

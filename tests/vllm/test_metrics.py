@@ -306,6 +306,28 @@ def test_alerts_name_what_is_exported_and_fire_where_they_should(registry: Colle
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def test_our_names_are_as_prometheus_wants_them(registry: CollectorRegistry) -> None:
+    """Of what is exported; names with a colon are those of vLLM's NixlConnector."""
+    metrics(registry).observe(counted().data)
+    blocks = re.split(r"(?=^# HELP )", generate_latest(registry).decode(), flags=re.M)
+    page = "".join(block for block in blocks if block.startswith("# HELP kvxfer_"))
+    assert page.count("# TYPE kvxfer_") > 15
+    require("system_libraries")
+    promtool = ROOT / ".venv" / "system" / "packages" / "usr" / "bin" / "promtool"
+    ran = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True)
+    assert ran.returncode == 0 and not ran.stderr, ran.stdout + ran.stderr
+
+
+def test_params_that_lack_what_a_load_needs_are_counted(make: Make, registry: CollectorRegistry) -> None:
+    p, d = make(), make()
+    text = prompt(49)
+    told = prefill(p, text)
+    for lost in ("kvxfer_transfer", "do_remote_prefill"):
+        decode(d, text, {key: value for key, value in told.items() if key != lost}, p)
+    decode(d, text, told, p)  # after which P holds nothing
+    assert sum(stats["not_loaded"].get("params", 0) for stats in d.stats) == 2
+
+
 def test_the_page_of_metrics_lists_what_is_exported(registry: CollectorRegistry) -> None:
     metrics(registry)
     page = (ROOT / "docs" / "metrics.md").read_text()
@@ -346,13 +368,30 @@ def test_top_shows_an_engine(server: str) -> None:
         "loads_in_hand": 2,
         "offers_in_hand": 3,
         "quarantined_bytes": 7,
-        "loads": {"cancelled": 1, "delivered": 1, "timed_out": 1},
-        "offers": {"delivered": 1, "timed_out": 1, "unfetched": 1},
+        "loads": {"cancelled": 2, "delivered": 2, "timed_out": 2},
+        "offers": {"delivered": 2, "timed_out": 2, "unfetched": 2},
         "corrupt": 0,
-        "failed": 3,
+        "failed": 6,
+        "loads_per_s": row["loads_per_s"],
+        "mb_per_s": row["mb_per_s"],
+        "failing_per_s": row["failing_per_s"],
+    }
+    assert row["loads_per_s"] > 0 and row["failing_per_s"].keys() == {
+        *("load timed_out from unknown", "offer timed_out", "offer unfetched")
     }
     shown = CliRunner().invoke(build(), ["top", server, "--once"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0 and "2 consumer/zmq" in shown.stdout and "load timed_out" in shown.stdout
+
+
+def test_top_does_not_take_what_is_over_for_what_is_now(registry: CollectorRegistry) -> None:
+    from kvxfer.cli.top import Seen, row
+
+    then = {
+        "kvxfer_transfers_total": [({"outcome": "timed_out"}, 7.0)],
+        "kvxfer_failures_total": [({"outcome": "timed_out", "peer": "h"}, 7.0)],
+    }
+    shown = row(Seen("e", 2.0, then), Seen("e", 1.0, then))
+    assert shown["failed"] == 7 and shown["failing_per_s"] == {}
 
 
 def test_top_takes_rates_between_two_looks(server: str) -> None:

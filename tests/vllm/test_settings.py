@@ -120,9 +120,28 @@ def test_what_dynamo_is_told_of_an_engine(ports: Any, said: bool, caplog: pytest
 def test_doctor_reads_the_settings_of_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [SimpleNamespace(load=lambda: ConnectorConfig)]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == "kvxfer.settings" else [])
-    read = doctor._settings('{"legacy_hosts": ["10.0.0.0/8"], "port": 7}')
+    read = doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "port": 7}')
     assert isinstance(read, ConnectorConfig) and read.port == 7
     with pytest.raises(ConfigError, match="did you mean 'port'"):
-        doctor._settings('{"ports": 7}')
+        doctor.read_settings('{"ports": 7}')
     with pytest.raises(ConfigError, match="'ports'.*did you mean 'port'"):
-        doctor._settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')
+        doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')
+
+
+@pytest.mark.parametrize("asked", ["as arguments are read", "before weights are loaded", "as a side is made"])
+def test_a_back_end_that_is_not_installed_is_found_at_once(asked: str) -> None:
+    extra = {"backend": "nixel"}
+    with pytest.raises(ConfigError, match="unknown back end 'nixel'; did you mean 'nixl'"):
+        match asked:
+            case "as arguments are read":
+                KVXferConnector.requires_piecewise_for_cudagraph(extra)
+            case "before weights are loaded":
+                KVXferConnector.get_required_kvcache_layout(config(extra))
+            case _:
+                settings_of(config(extra))
+
+
+def test_a_back_end_that_is_there_is_no_question() -> None:
+    for extra in ({}, {"backend": "auto"}, {"backend": "tcp"}, {"backend": "kvxfer.testing.fake:FakeTransport"}):
+        assert KVXferConnector.requires_piecewise_for_cudagraph(extra) is False
+        assert KVXferConnector.get_required_kvcache_layout(config(extra)) is None

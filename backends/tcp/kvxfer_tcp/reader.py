@@ -202,6 +202,15 @@ class Reader:
                 self._end(ask.read, None)
             self.ask()
 
+    def moved(self, number: int) -> int:
+        """Return how many bytes of a batch have come. What the kernel still has is counted for the oldest one."""
+        read = self._reads.get(number)
+        if read is None:
+            return 0
+        out = read.nbytes - read.left + sum(c.part_of(read) for c in self._connections)
+        oldest = next((ask.read for ask in self._open.values()), None)
+        return out + sum(c.pipe.waiting for c in self._connections) if read is oldest else out
+
     def refused(self, request: int, why: str) -> None:
         """End the batch of a request that the peer does not serve.
 
@@ -330,6 +339,11 @@ class _Incoming(Connection):
             if self._left > FRAME_BYTES:
                 self._skip = self._left - FRAME_BYTES
                 self._expect_head()
+
+    def part_of(self, read: Read) -> int:
+        """Return how many bytes have come of the chunk that it is receiving, if that belongs to this batch."""
+        whose = None if self._ask is None else self._ask.read
+        return self._nbytes - max(self._left - FRAME_BYTES, 0) if whose is read else 0
 
     def _expect_head(self) -> None:
         self._head.empty(FRAME_BYTES)

@@ -143,6 +143,9 @@ class TcpTransport(Base[Endpoint, Link]):
     def stop(self, number: int, link: Link) -> None:
         link.reader.stop(number)
 
+    def batch_moved(self, number: int, link: Link) -> int:
+        return link.reader.moved(number)
+
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
         if "door" in readable:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import socket
+import sys
+import termios
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,6 +182,14 @@ class Pipe:
     def held(self) -> int:
         """Bytes that have come and that no method has returned yet."""
         return 0
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that have come and that the kernel still has."""
+        try:
+            return int.from_bytes(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+        except OSError:
+            return 0
 
     def flush(self) -> bool:
         """Send what is ``unsent``; returns whether nothing is."""

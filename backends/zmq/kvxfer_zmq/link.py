@@ -128,6 +128,10 @@ class Link:
             if post.number == number:
                 self._end_early(post, "aborted here", "the other side aborted it")
 
+    def moved(self, number: int) -> int:
+        """Return how many bytes of a half have gone or come."""
+        return next((p.passed for p in (*self._sends.values(), *self._recvs.values()) if p.number == number), 0)
+
     def advance(self, now: float, until: float) -> bool:
         """Do what can be done without waiting, sending no longer than ``until``.
 

@@ -110,6 +110,9 @@ class ZmqTransport(Base[Endpoint, Link]):
         link.post(Post(number, batch.verb, batch.stream, ByteStream(addresses, batch.lengths), after))
         self._hot.add(batch.peer)
 
+    def batch_moved(self, number: int, link: Link) -> int:
+        return link.moved(number)
+
     def stop(self, number: int, link: Link) -> None:
         link.abort(number)
         self._hot.add(link.number)

@@ -25,7 +25,7 @@ from kvxfer_vllm.enclosing import loads_safely
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import translate
 from kvxfer_vllm.scheduler import SchedulerHooks
-from kvxfer_vllm.settings import groups_of, hits_may_differ, settings_of
+from kvxfer_vllm.settings import check_backend, check_installed, groups_of, hits_may_differ, settings_of
 from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats
 from kvxfer_vllm.worker import WorkerHooks
 
@@ -205,7 +205,12 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return None: any layout will do, and the engines may differ in it."""
+        """Return None: any layout will do, and the engines may differ in it. vLLM asks before it loads weights.
+
+        Raises:
+            ConfigError: The back end of the settings is not installed, which is better said now than once the weights are loaded.
+        """
+        check_backend(vllm_config.kv_transfer_config, cls._translate)
         return None
 
     @classmethod
@@ -215,6 +220,12 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return False. vLLM asks in the process that reads its arguments.
+
+        Raises:
+            ConfigError: As of ``get_required_kvcache_layout``.
+        """
+        check_installed((extra_config or {}).get("backend"))
         return False
 
     @classmethod

@@ -23,6 +23,7 @@ from kvxfer_vllm.ids import ExternalId
 from kvxfer_vllm.schemas import HOST, PORT, request_name
 
 __all__ = [
+    "NO_VERB",
     "OURS",
     "Told",
     "answer",
@@ -37,6 +38,7 @@ __all__ = [
     "is_routed",
     "offer_key",
     "offered_id",
+    "says_nothing",
     "told_of",
     "wanted",
 ]
@@ -214,6 +216,17 @@ def wrong_role(params: Mapping[str, Any]) -> str | None:
         f"asks this engine to {asked}, which its kv_role does not allow: the router sent it to the wrong engine, or "
         f"kv_role must be {needed} or kv_both"
     )
+
+
+NO_VERB = (
+    "its kv_transfer_params name an engine, and have neither do_remote_prefill nor do_remote_decode: the router must forward the "
+    "prefill engine's params whole"
+)
+
+
+def says_nothing(params: Mapping[str, Any]) -> bool:
+    """Return whether params look like a prefill engine's answer, and do not say that anything is to be loaded."""
+    return "do_remote_prefill" not in params and any(params.get(key) for key in (TRANSFER, ADDRESS, "remote_host"))
 
 
 def answer_of(params: Mapping[str, Any]) -> str | None:

@@ -129,6 +129,10 @@ class LoadOutcomes:
         """Record that a request was to be offered to other engines, and is not, and why."""
         self._stats.not_offered(reason)
 
+    def not_loaded(self, reason: str) -> None:
+        """Record that a request was to load from another engine, and does not, and why."""
+        self._stats.not_loaded(reason)
+
     def prefixes(self, news: Mapping[str, int]) -> None:
         """Record by how much the counts of prefixes have grown."""
         self._stats.prefixes(news)

@@ -32,6 +32,7 @@ from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.kept import KeptAnswers
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig, params_of
+from kvxfer_vllm.no_part import NoPart
 from kvxfer_vllm.pages import replays
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.prefix_metrics import PrefixNews
@@ -44,7 +45,6 @@ from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.settings import groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
-from kvxfer_vllm.unoffered import Unoffered
 from kvxfer_vllm.wake import waker
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ log = logger("kvxfer.vllm")
 
 NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
+
+FIRST_STEPS = 100
+"""So many steps are made without a request until the workers have said where they listen."""
 
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
@@ -115,7 +118,7 @@ class SchedulerHooks:
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
         self._batches, self._spread = Batches(), spread_over_ranks(self._engine, parallel)
-        self._unoffered = Unoffered(self._outcomes)
+        self._no_part = NoPart(self._outcomes, self.side.takes_no_part)
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
         self._steps = 1
@@ -145,6 +148,7 @@ class SchedulerHooks:
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
             self._takes_no_part(params, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(request.request_id), e)
+            self.side.takes_no_part(name, f"it takes no part in KV transfer: {e}")
         self._follow_prefix(request, said, asks=not p.is_load(params))
 
     def _follow_prefix(self, request: Request, said: Mapping[str, Any], asks: bool) -> None:
@@ -174,7 +178,7 @@ class SchedulerHooks:
 
     def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
         if self._produces and p.is_offer(params):
-            self._unoffered.count(reason)
+            self._no_part.count(reason)
 
     def _legacy(self, request: Request) -> dict[str, Any] | None:
         """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
@@ -193,8 +197,11 @@ class SchedulerHooks:
         if not offers and not loads:
             if (why := p.wrong_role(params)) is not None:
                 log.warning("request %s %s", printable(name), why)
+                self.side.takes_no_part(name, f"it {why}")
+            elif self._consumes and p.says_nothing(params):
+                self._no_part.not_loaded(name, Reason.PARAMS, p.NO_VERB)
             if p.is_offer(params):
-                self._unoffered.count(Reason.WRONG_ROLE)
+                self._no_part.count(Reason.WRONG_ROLE)
             return
         external, content = external_id(name), self._digest(request)  # of the whole prompt, before it may be cut
         if offers:
@@ -219,19 +226,19 @@ class SchedulerHooks:
         transfer = p.offered_id(params, self.side.source.epoch, external, content)
         if request.resumable:
             why = "vLLM tells nobody of it, because more of its prompt may come (streaming input)"
-            self._unoffered.say(name, Reason.STREAMING_INPUT, why)
+            self._no_part.not_offered(name, Reason.STREAMING_INPUT, why)
             return
         if self._spread and (external.prompt or external.child is not None):
             # The answer will tell of one of them, and that is offered by one rank.
             why = "vLLM spreads the prompts and samples of one HTTP request over its data-parallel ranks; send prefill one of them"
-            self._unoffered.say(name, Reason.DATA_PARALLEL, why)
+            self._no_part.not_offered(name, Reason.DATA_PARALLEL, why)
             return
         if request.num_prompt_tokens < 1 + self._recurrent:
             # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
             # that is this one.
             if may_be_of_batch(name):
                 self._requests[name].nothing = Ticket(transfer, content, self.side.source)
-            self._unoffered.say(
+            self._no_part.not_offered(
                 name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
             )
             return
@@ -246,13 +253,13 @@ class SchedulerHooks:
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
         if not self.side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
             why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
-            self._unoffered.say(name, Reason.OTHER_CONTENT, why)
+            self._no_part.not_offered(name, Reason.OTHER_CONTENT, why)
 
     def _load(self, request: Request, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
         """Load this part of a prompt from where the params say, unless that is known to be in vain."""
         name, want = request.request_id, p.wanted(params, external, part.digest)
         if isinstance(want, str):
-            log.warning("request %s is computed here: %s", printable(name), want)
+            self._no_part.not_loaded(name, Reason.PARAMS, want)
             return
         transfer, source = want
         facts = self._requests[name]
@@ -263,6 +270,7 @@ class SchedulerHooks:
         key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
         if key in self._outcomes.used:
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
+            self.side.takes_no_part(name, "it is computed here: an earlier request has used the offer of its params")
             self._outcomes.expect(facts, request, str(transfer), None)
             self._outcomes.ended(facts, COMPUTED)
             return
@@ -275,6 +283,7 @@ class SchedulerHooks:
             log.warning(
                 "request %s is computed here: its prompt does not begin with that of its params", printable(name)
             )
+            self.side.takes_no_part(name, "it is computed here: its prompt does not begin with that of its params")
             self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
         if self._hits is not None and not self._replayed and not request.skip_reading_prefix_cache:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
@@ -372,7 +381,7 @@ class SchedulerHooks:
         if ticket is None or not self.side.offers(ticket):
             if ticket is not None and whole:
                 why = f"{printable(ticket.transfer)} is given up, as the line of its withdrawal explains"
-                self._unoffered.say(name, Reason.GIVEN_UP, why)
+                self._no_part.not_offered(name, Reason.GIVEN_UP, why)
             ticket = facts.nothing if whole else None
         if ticket is None:
             return held, self._held_answer(request, len(block_ids)) if whole and facts.answers else None
@@ -416,7 +425,7 @@ class SchedulerHooks:
         """Offer nothing of requests whose adapter was replaced on the way: a part may be computed with the weights of before."""
         for name in self._content.adapters.take_outdated():
             if self.side.ticket(name) is not None:
-                self._unoffered.count(Reason.ADAPTER)
+                self._no_part.count(Reason.ADAPTER)
             self.side.withdraw(name, "its adapter was loaded again with other weights")
 
     def _follow(self, output: SchedulerOutput) -> None:
@@ -508,7 +517,9 @@ class SchedulerHooks:
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
-        return self.side.waiting or bool(self._next.doomed or self._next.partial)
+        # Inside MultiConnector our workers may say only with a step where they listen; until then nobody finds this engine.
+        unknown = not self.side.ready and self._steps < FIRST_STEPS
+        return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
 

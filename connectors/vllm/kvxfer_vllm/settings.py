@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.logs import logger
+from kvxfer.transport import registry
+from kvxfer.transport.auto import AUTO
 from kvxfer.values import Group
 from kvxfer_vllm import addresses, compat, recurrent
 from kvxfer_vllm.migration import ConnectorConfig, check_hosts, translate
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["groups_of", "hits_may_differ", "settings_of"]
+__all__ = ["check_backend", "check_installed", "groups_of", "hits_may_differ", "settings_of"]
 
 log = logger("kvxfer.vllm")
 
@@ -39,6 +41,7 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
     mapping, notes = translated(transfer.kv_connector_extra_config or {}, transfer)
     for note in notes:
         log.warning("%s", note)
+    check_installed(mapping.get("backend"))
     mapping, notes = addresses.defaults(mapping, os.environ)
     for note in notes:
         log.info("%s", note)
@@ -79,6 +82,27 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
     if getattr(model, "is_encoder_decoder", False):
         raise ConfigError("kvxfer does not support encoder-decoder models: it does not move cross-attention caches")
     return config
+
+
+def check_backend(transfer: Any, translated: Translate) -> None:
+    """Check that the back end that the settings name is there.
+
+    Raises:
+        ConfigError: It is not installed, or a setting is wrong.
+    """
+    if transfer is not None:
+        mapping, _ = translated(transfer.kv_connector_extra_config or {}, transfer)
+        check_installed(mapping.get("backend"))
+
+
+def check_installed(backend: object) -> None:
+    """Check that a back end is there.
+
+    Raises:
+        ConfigError: It is not installed, or cannot be loaded.
+    """
+    if isinstance(backend, str) and backend not in ("", AUTO):
+        registry.load(backend)
 
 
 def groups_of(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[Group, ...]:

@@ -28,7 +28,7 @@ its ``MultiConnector``, and so nothing from here."""
 
 COUNTS = ("corrupt", "direct", "staged")
 """The agent's stats that only ever grow."""
-TALLIES = ("offers", "unclaimed", "not_offered", "failures", "counts", "prefixes")
+TALLIES = ("offers", "unclaimed", "not_offered", "not_loaded", "failures", "counts", "prefixes")
 """The parts of what vLLM is told that are numbers by name, which add up."""
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
 """The agent's stats that go up and down, and their names here."""
@@ -41,7 +41,7 @@ _ADDRESS = re.compile(r"(?:tcp://)?(\[[^\]]*\]|[^\s,:]+):\d+")
 
 
 class Reason(enum.StrEnum):
-    """Why a request is not offered: a closed set, the same in metrics and in the log."""
+    """Why a request is not offered, or not loaded: a closed set, the same in metrics and in the log."""
 
     WRONG_ROLE = "wrong_role"
     INVALID = "invalid"
@@ -51,6 +51,7 @@ class Reason(enum.StrEnum):
     NOTHING = "nothing"
     OTHER_CONTENT = "other_content"
     GIVEN_UP = "given_up"
+    PARAMS = "params"
 
 
 class KVXferStats(KVConnectorStats):
@@ -65,6 +66,7 @@ class KVXferStats(KVConnectorStats):
     - ``offers``: how many offers have ended with each outcome.
     - ``unclaimed``: how many of them nobody had asked for when their lease ended, under the key ``offers``.
     - ``not_offered``: how many requests were to be offered and are not, by reason; see ``Reason``.
+    - ``not_loaded``: how many requests were to load and do not, by reason; see ``Reason``.
     - ``prefixes``: by how much the counts of prefixes have grown; see ``prefix_metrics``.
     - ``counts``: by how much the agents' counts have grown.
     - ``gauges``: for each rank where one of them has changed, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``,
@@ -98,6 +100,10 @@ class KVXferStats(KVConnectorStats):
     def not_offered(self, reason: str) -> None:
         """Record that a request was to be offered, and is not."""
         self._count("not_offered", reason, 1)
+
+    def not_loaded(self, reason: str) -> None:
+        """Record that a request was to load, and does not."""
+        self._count("not_loaded", reason, 1)
 
     def prefixes(self, news: Mapping[str, int]) -> None:
         """Record by how much the counts of prefixes have grown."""
@@ -140,6 +146,7 @@ class KVXferStats(KVConnectorStats):
             "not delivered": len(loads) - len(good),
             **bad,
             **{f"not offered, {reason}": n for reason, n in self.data["not_offered"].items()},
+            **{f"not loaded, {reason}": n for reason, n in self.data["not_loaded"].items()},
             **{f"{of} that nobody asked for": n for of, n in self.data["unclaimed"].items()},
             "MB": round(sum(x[1] for x in good) / 1e6, 3),
             "mean ms": round(1e3 * seconds / max(len(good), 1), 3),
@@ -203,6 +210,11 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._not_offered = counter(
             "kvxfer_not_offered", "Requests that were to be offered to other engines and are not, by reason.", "reason"
         )
+        self._not_loaded = counter(
+            "kvxfer_not_loaded",
+            "Requests that were to load from another engine and are computed here, by reason.",
+            "reason",
+        )
         self._parts = counter("kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
         self._corrupt = counter(
             "kvxfer_corrupt", "Transfers whose bytes have another checksum than the bytes that were sent."
@@ -224,6 +236,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 metric.labels(*values)
             for reason in Reason:
                 self._not_offered.labels(*values, str(reason))
+            self._not_loaded.labels(*values, str(Reason.PARAMS))
             for way in ("direct", "staged"):
                 self._parts.labels(*values, way)
             for outcome in (DELIVERED, COMPUTED, ELSEWHERE, *FailureKind):
@@ -251,6 +264,8 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         self._unclaimed.labels(*values).inc(data["unclaimed"].get("offers", 0))
         for reason, n in data["not_offered"].items():
             self._not_offered.labels(*values, reason).inc(n)
+        for reason, n in data["not_loaded"].items():
+            self._not_loaded.labels(*values, reason).inc(n)
         for key, n in data["failures"].items():
             outcome, _, peer = key.partition("/")
             if len(self._peers) < MOST_PEERS:

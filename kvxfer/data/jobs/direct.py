@@ -50,14 +50,14 @@ class Direct(Job):
 
     def shared(self, batch: int) -> None:
         """Record that the whole part moves in a batch with others."""
-        self.batches.add(batch)
+        self.batches[batch] = 0
         self._next, self._alone = None, False
 
     def completed(self, done: Completion) -> None:
         if done.error is None or self._alone or self.error is not None or not done.quiet or self.context.broken:
             super().completed(done)
         else:
-            self.batches.discard(done.batch)
+            self.batches.pop(done.batch, None)
             self._next, self._alone = self.action.plan, True
 
     @property
@@ -72,7 +72,7 @@ class Direct(Job):
         while self._next is not None and self.error is None and self.my_turn and len(self.batches) < ROUNDS:
             plan, self._next = self._next, next(self._rest, None)
             if plan.nbytes:
-                self._submit(self._batch(plan))
+                self._submit(self._batch(plan), plan.nbytes)
 
     def _batch(self, plan: CopyPlan) -> Batch | PlanBatch:
         verb, stream = self.action.verb, self.action.stream * PIECES

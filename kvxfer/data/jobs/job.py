@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvxfer.data.commands import SlotMessage, SlotNews
@@ -62,7 +63,8 @@ class Job:
         self.ref = action.ref
         self.action = action
         self.context = context
-        self.batches: set[int] = set()
+        self.batches: dict[int, int] = {}  # in flight, and the bytes of each
+        self.submitted = 0  # bytes of all batches so far
         self.error: Failure | None = None
         self.quiet = True
         self.collateral = False
@@ -128,13 +130,23 @@ class Job:
 
     def completed(self, done: Completion) -> None:
         """Handle the end of a batch."""
-        self.batches.discard(done.batch)
+        self.batches.pop(done.batch, None)
         self.quiet &= done.quiet
         if done.error is not None:
             self.stop(Failure.of(done.error))
 
-    def _submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
+    def bytes_so_far(self) -> int:
+        """Return how many bytes of it have moved, as far as is known."""
+        out, moved = self.submitted, self.context.transport.bytes_moved
+        for batch, nbytes in self.batches.items():
+            out -= nbytes
+            with suppress(Exception):  # then it is not known of this batch
+                out += min(max(moved(batch), 0), nbytes)
+        return out
+
+    def _submit(self, batch: Batch | PlanBatch, nbytes: int, after: Fence | None = None) -> int:
         number = self.context.transport.submit(batch, after)
-        self.batches.add(number)
+        self.batches[number] = nbytes
+        self.submitted += nbytes
         self.context.batches[number] = (self,)
         return number

@@ -166,7 +166,7 @@ class Staged(Job):
             None if there is None else np.array([there], dtype=np.int64),
             self.action.stream * PIECES + piece.number,
         )
-        piece.batch = self._submit(batch, piece.fence)
+        piece.batch = self._submit(batch, piece.plan.nbytes, piece.fence)
         self.step(piece, PieceEvent.SUBMIT)
 
     def completed(self, done: Completion) -> None:

@@ -41,6 +41,7 @@ class StagedLend(Staged):
             and isinstance(said, m.SlotReady)
             and self.fits(said, piece)
         ):
+            self.submitted += piece.plan.nbytes  # which the peer has written
             self.step(piece, PieceEvent.SLOT_READY)
 
     def advance(self) -> None:

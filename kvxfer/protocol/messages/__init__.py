@@ -23,6 +23,7 @@ from kvxfer.protocol.messages.directory import (
     RankDescriptor,
     Renew,
 )
+from kvxfer.protocol.messages.explain import MAX_STORIES, Explain, Explained, Story
 from kvxfer.protocol.messages.link import Hello, Ping, Pong, Refused, Welcome
 from kvxfer.protocol.messages.transfer import (
     AttemptClosed,
@@ -41,9 +42,13 @@ __all__ = [
     "MAX_BYTES",
     "MAX_PARTS",
     "MAX_RANKS",
+    "MAX_STORIES",
     "MAX_WORDS",
     "PROTOCOL",
     "EngineDescriptor",
+    "Explain",
+    "Explained",
+    "Story",
     "CommitRequest",
     "Committed",
     "CloseAttempt",
@@ -99,6 +104,8 @@ Message = (
     | Decline
     | Await
     | Begun
+    | Explain
+    | Explained
     | Inquire
     | InquiryAnswer
 )

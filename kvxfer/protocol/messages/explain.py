@@ -1,0 +1,86 @@
+"""What an operator asks a directory about requests: `kvxfer why`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from kvxfer.protocol.messages.bounds import MAX_WORDS, Count, Number, WireMessage
+
+__all__ = ["MAX_STORIES", "Explain", "Explained", "Story"]
+
+MAX_STORIES = 50
+"""The most stories in one answer."""
+MAX_STAGES = 32
+
+Text = Annotated[str, Meta(max_length=MAX_WORDS)]
+Key = Annotated[bytes, Meta(min_length=8, max_length=8)]
+At = Annotated[float, Meta(ge=-1e12, le=1e12)]
+
+
+class Explain(WireMessage, frozen=True, tag="explain"):
+    """An operator to a directory: what has become of these requests?
+
+    Attributes:
+        request: Text that the engine's name of the request contains; with ``transfers``, either is enough. Empty, and without
+            ``transfers``: the last requests that failed.
+        transfers: Keys of transfers (``Story.key``).
+        most: How many stories to tell, the latest first.
+    """
+
+    request: Text = ""
+    transfers: Annotated[tuple[Key, ...], Meta(max_length=MAX_STORIES)] = ()
+    most: Annotated[int, Meta(ge=1, le=MAX_STORIES)] = 10
+
+
+class Story(WireMessage, frozen=True):
+    """One request on one side.
+
+    Attributes:
+        role: Whether this engine loaded (``consumer``) or offered (``producer``), or neither.
+        request: The engine's name of the request.
+        transfer: The transfer's name, without the digest that only those who know the prompt may know.
+        key: By which both sides know that they speak of the same transfer.
+        peer: On a consumer, the producer's directory.
+        outcome: ``delivered``, a kind of failure, or where it is if it is not over.
+        over: Whether it is over.
+        text: Why it failed, or why this engine takes no part; may be empty.
+        at: The Unix time at which it began here.
+        stages: Seconds from then to each stage that it reached.
+        tokens: How many tokens it is about.
+        came: The bytes that have come, or, on a producer, that consumers have confirmed.
+        announced: The bytes that were announced.
+        moving: The seconds in which something was on its way.
+    """
+
+    role: Literal["consumer", "producer", "none"]
+    request: Text
+    transfer: Text = ""
+    key: Annotated[bytes, Meta(max_length=8)] = b""
+    peer: Text = ""
+    outcome: Text = ""
+    over: bool = True
+    text: Text = ""
+    at: At = 0.0
+    stages: Annotated[dict[Annotated[str, Meta(max_length=40)], At], Meta(max_length=MAX_STAGES)] = {}
+    tokens: Count = 0
+    came: Number = 0
+    announced: Number = 0
+    moving: At = 0.0
+
+
+class Explained(WireMessage, frozen=True, tag="explained"):
+    """A directory's answer to ``Explain``.
+
+    Attributes:
+        engine: The engine's name.
+        now: The Unix time there.
+        kept: How many requests of each kind the engine remembers; 0 if it keeps no stories.
+        stories: Those asked for, the latest first.
+    """
+
+    engine: Text
+    now: At
+    kept: Count
+    stories: Annotated[tuple[Story, ...], Meta(max_length=2 * MAX_STORIES)] = ()

@@ -1,0 +1,63 @@
+"""How far a transfer has got, in words: what an operator reads who asks why it took so long."""
+
+from __future__ import annotations
+
+import math
+
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.text import size
+
+__all__ = ["how_far", "enriched"]
+
+STILL_S = 2.0
+"""Seconds without a byte after which a transfer counts as standing still. Progress is looked at once a second."""
+
+TELLING = frozenset(
+    (FailureKind.TIMED_OUT, FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.BACKEND_FAILED)
+)
+"""The kinds of failure whose cause shows in how many bytes came, and when."""
+
+
+def how_far(came: int, announced: int, more: bool, moving: float, still: float) -> str:
+    """Return how far a transfer has got.
+
+    Args:
+        came: The bytes that have come.
+        announced: The bytes that were announced.
+        more: Whether more was still to be announced.
+        moving: The seconds in which something was on its way.
+        still: The seconds since the last byte; infinite if there was none.
+    """
+    whole = f"{size(announced)}{' announced so far' if more else ''}"
+    if not came:
+        return f"0 of {whole} had come after {moving:.1f} s"
+    rate = f", {size(came / moving)}/s" if moving > 0 else ""
+    since = (
+        "" if came >= announced else f", and nothing for {still:.1f} s" if still > STILL_S else ", and more was coming"
+    )
+    return f"{size(came)} of {whole} had come in {moving:.1f} s{rate}{since}"
+
+
+def enriched(why: Failure, came: int, announced: int, more: bool, moving: float, still: float, seen: bool) -> Failure:
+    """Return a failure with how far its transfer had got, and with advice that follows from that.
+
+    ``seen``: whether the back end tells of bytes within a batch, so that none for a while means that it stands still.
+    """
+    if why.kind not in TELLING:
+        return why
+    detail = f"{why.detail}; {how_far(came, announced, more, moving, still)}"
+    advice = why.advice
+    if why.kind is FailureKind.TIMED_OUT and came and still <= STILL_S and moving > 0 and came < announced:
+        needs = math.ceil(moving * announced / came)
+        advice = (
+            f"the link is too slow for it: at that rate it takes {needs} s. Set 'transfer_timeout' above that, or find out with "
+            "`kvxfer doctor --peer` why the link is not faster"
+        )
+    elif why.kind is FailureKind.TIMED_OUT and still > STILL_S and came < announced:
+        advice = "bytes stopped coming: check the producer's log, its host, and the network between the two hosts"
+        if not seen:
+            advice = (
+                "the link is slow, or stands still, which this back end does not tell: `kvxfer doctor --peer` measures it; raise "
+                "'transfer_timeout' if it is slow"
+            )
+    return Failure(why.kind, detail, why.peer, advice)

@@ -1,0 +1,44 @@
+"""Where workers' control sockets listen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from tests.control.conftest import engine as engine
+
+
+def free(count: int) -> int:
+    """Return the first of so many ports in a row that are free now."""
+    import socket
+
+    for first in range(23000, 60000, count):
+        try:
+            opened = [socket.create_server(("127.0.0.1", port)) for port in range(first, first + count)]
+        except OSError:
+            continue
+        for one in opened:
+            one.close()
+        return first
+    raise AssertionError("no ports are free")
+
+
+def port_of(agent: Any) -> int:
+    return int(agent.descriptor.address.rpartition(":")[2])
+
+
+def test_each_worker_takes_the_next_port_of_the_range(engine: Any) -> None:
+    first = free(3)
+    made = engine({}, tp=2, control_ports=f"{first}-{first + 2}")
+    assert [port_of(agent) for agent in made.agents] == [first, first + 1]
+    with pytest.raises(OSError, match=r"no port of 'control_ports' .* is free; each worker needs one"):
+        engine({}, tp=2, control_ports=f"{first}-{first + 2}")
+
+
+@pytest.mark.parametrize("text", ["", "20000-", "-5", "20001-20000", "0-3", "70000", "a-b"])
+def test_what_is_no_range(text: str) -> None:
+    with pytest.raises(ConfigError, match="control_ports"):
+        Config(control_ports=text)

@@ -1,0 +1,251 @@
+"""The incidents of docs/runbook.md, played: each says the words of its row, counts the peer, and `kvxfer why` gives the verdict."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvxfer.cli.main import build
+from kvxfer.engine import Ticket
+from kvxfer.errors import ConfigError
+from kvxfer.identity import Source
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.values import Ended
+from kvxfer.security import make_key
+from kvxfer.testing.engine import PagedEngine
+from kvxfer.transport import registry
+from tests.conftest import require
+from tests.docs.test_troubleshooting import _texts
+
+PAGE = (Path(__file__).parents[1] / "docs" / "runbook.md").read_text()
+ROWS = {
+    cells[0]: [cell.strip("`") for cell in cells[1:]]
+    for line in PAGE[PAGE.index("## By incident") : PAGE.index("## By symptom")].splitlines()
+    if line.startswith("| ") and (cells := [cell.strip(" ") for cell in line.strip("|").split(" | ")])
+}
+ROWS = {name.strip("| "): cells for name, cells in ROWS.items() if "`" in PAGE and name.strip("| ") != "incident"}
+TOKENS = 16
+TIMES = {"peer_timeout": 1.0, "transfer_timeout": 3.0, "start_timeout": 2.0, "lease": 20.0}
+
+
+class Play:
+    """Two engines, what D's scheduler logs, and the ends on D's rank."""
+
+    def __init__(self, stack: ExitStack, log: list[str]) -> None:
+        self._stack, self.log, self.ends = stack, log, list[Ended]()
+
+    def engine(self, name: str = "e", facts: dict[str, str] | None = None, **config: Any) -> PagedEngine:
+        more = {} if facts is None else {"facts": facts}
+        made = PagedEngine({**TIMES, **config}, name=name, on_ended=self.ends.append, **more)
+        return self._stack.enter_context(made)
+
+    def load(self, d: PagedEngine, ticket: Ticket, **more: Any) -> str:
+        """Load, and return the reason that the scheduler's log has."""
+        d.load("cmpl-7", ticket, TOKENS, **more)
+        d.until("cmpl-7")
+        (line,) = [line for line in self.log if line.startswith("request cmpl-7 has not loaded its KV: ")]
+        return line
+
+    def counted(self) -> set[str]:
+        """The keys under which the metric counts failures."""
+        stats = pytest.importorskip("kvxfer_vllm.stats").KVXferStats()
+        for end in self.ends:
+            stats.record(end)
+        return set(stats.data["failures"])
+
+    def why(self, d: PagedEngine, *more: str) -> tuple[int, str]:
+        source = d.scheduler.source
+        ran = CliRunner().invoke(build(), ["why", "cmpl-7", "--decode", f"{source.host}:{source.port}", *more])
+        return ran.exit_code, ran.output
+
+
+@pytest.fixture
+def play(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.name == "kvxfer.engine":
+                lines.append(record.getMessage())
+
+    handler, ours = Lines(), logging.getLogger("kvxfer")
+    ours.addHandler(handler)
+    with ExitStack() as stack:
+        yield Play(stack, lines)
+    ours.removeHandler(handler)
+
+
+@pytest.mark.parametrize("incident", ROWS)
+def test_what_a_row_quotes_is_said(incident: str) -> None:
+    assert len(ROWS) == 12
+    words = ROWS[incident][0]
+    assert words in _texts() or words in _texts().replace("…", "")
+
+
+def check(play: Play, incident: str, said: str, host: str = "127.0.0.1") -> None:
+    words = ROWS[incident][0]
+    assert words in said, said
+    assert ROWS[incident][2] == "kvxfer_failures_total"
+    assert play.counted() and all(key.endswith("/" + host) for key in play.counted()), play.counted()
+
+
+def test_wrong_key(play: Play, tmp_path: Path) -> None:
+    keys = [tmp_path / f"{n}.pem" for n in range(2)]
+    for key in keys:
+        make_key(key)
+    p, d = (play.engine(key_file=str(key)) for key in keys)
+    check(play, "wrong key", play.load(d, p.offer("q", TOKENS)))
+    code, text = play.why(d, "--config", json.dumps({"key_file": str(keys[1])}))
+    assert code == 1 and ROWS["wrong key"][0] in text
+
+
+def test_wrong_model(play: Play) -> None:
+    p, d = play.engine(), play.engine(facts={"model": "another"})
+    check(play, "wrong model", play.load(d, p.offer("q", TOKENS)))
+    code, text = play.why(d)
+    assert code == 1 and "the models differ: " in text
+    at = [f"{e.scheduler.source.host}:{e.scheduler.source.port}" for e in (d, p)]
+    ran = CliRunner().invoke(build(), ["doctor", "--peer", at[0], "--peer", at[1]])
+    assert ran.exit_code == 1 and "the models differ: " in ran.output
+
+
+def test_a_link_that_moves_some_and_not_all(play: Play) -> None:
+    """Of several pieces some come in time; tests/protocol/test_progress.py has what comes within one."""
+    slow = {
+        "backend": "kvxfer.testing.faults:Faulty",
+        "backend_options": {"inner": "kvxfer.testing.fake:FakeTransport", "bytes_per_s": 40.0},
+    }
+    sound = {**slow, "backend_options": {"inner": "kvxfer.testing.fake:FakeTransport"}}
+    p, d = play.engine(**sound), play.engine(**slow)
+    said = play.load(d, p.offer("q", TOKENS))
+    assert "timed_out" in said and re.search(r"of [\d.]+ k?B had come (after|in) 3\.\d s", said)
+    assert play.counted() == {"timed_out/127.0.0.1"}
+    code, text = play.why(d)
+    assert code == 1 and "had come" in text
+
+
+def test_nobody_answers(play: Play) -> None:
+    """As behind a firewall that drops what goes one way: connections are taken, and nothing comes back."""
+    p, d = play.engine(), play.engine()
+    ticket = p.offer("q", TOKENS)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Source("127.0.0.1", silent.getsockname()[1], ticket.source.epoch)
+        said = play.load(d, Ticket(ticket.transfer, ticket.digest, source))
+        assert "peer_unreachable (peer " in said
+        assert play.counted() == {"peer_unreachable/127.0.0.1"}
+        code, text = play.why(d)
+    assert code == 1 and "peer_unreachable" in text and "problem:" in text
+
+
+def test_a_peer_that_is_gone(play: Play) -> None:
+    p, d = play.engine(), play.engine()
+    ticket = p.offer("q", TOKENS)
+    p.close()
+    said = play.load(d, ticket)
+    assert re.search(r": (peer_lost|peer_unreachable|no_such_engine) \(peer ", said)
+    assert [key.rpartition("/")[2] for key in play.counted()] == ["127.0.0.1"]
+    assert play.why(d)[0] == 1
+
+
+def test_a_full_cache(play: Play) -> None:
+    p, d = play.engine(), play.engine()
+    ticket = p.offer("q", TOKENS)
+    d.step()
+    assert d.scheduler.load("cmpl-7", ticket.transfer, ticket.digest, ticket.source, TOKENS, offered=True)
+    assert d.scheduler.loadable("cmpl-7", 0), "and the engine has no blocks for it"
+    code, text = play.why(d)
+    assert code == 0 and "it waits for free blocks of the decode engine" in text
+
+
+def test_the_port_of_something_else(play: Play) -> None:
+    p, d = play.engine(), play.engine()
+    ticket = p.offer("q", TOKENS)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    said = play.load(d, Ticket(ticket.transfer, ticket.digest, Source("127.0.0.1", port, ticket.source.epoch)))
+    assert f"peer_unreachable (peer directory 127.0.0.1:{port})" in said or f"127.0.0.1:{port}" in said
+    code, text = play.why(d)
+    assert code == 1 and "peer_unreachable" in text
+
+
+def test_another_release(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = play.engine(), play.engine()
+    ticket = p.offer("q", TOKENS)
+    engine = m.decode(p.scheduler.directory._descriptor)
+    assert isinstance(engine, m.EngineDescriptor)
+    p.scheduler.directory._descriptor = m.encode(
+        m.EngineDescriptor(m.PROTOCOL - 1, engine.engine, engine.epoch, engine.ranks, engine.facts)
+    )
+    check(play, "another release", play.load(d, ticket))
+
+
+def test_a_lease_that_is_too_short(play: Play) -> None:
+    p, d = play.engine(lease=0.5), play.engine()
+    ticket = p.offer("q", TOKENS)
+    p.until("q")
+    failure = next(end.outcome.failure for end in play.ends if end.role == "producer")
+    assert failure is not None and ROWS["lease too short"][0] in failure.detail
+    play.load(d, ticket, offered=True)
+    code, text = play.why(d)
+    assert code == 1 and "raise 'lease' on the prefill engine" in text
+
+
+def test_a_back_end_that_is_missing() -> None:
+    with pytest.raises(ConfigError, match="is not installed|unknown back end"):
+        registry.load("no-such")
+
+
+SLOW = """
+import json
+from typer.testing import CliRunner
+from kvxfer.cli.main import build
+from kvxfer.testing.engine import PagedEngine
+from kvxfer.testing.engine.memory import PagedMemory
+
+BLOCKS, TOKENS = 260, 16
+ended = []
+config = {"backend": "tcp", "transfer_timeout": 4.0}
+with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=512), on_ended=ended.append) as p:
+    with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=512), on_ended=ended.append) as d:
+        d.load("cmpl-7", p.offer("q", 256 * TOKENS), 256 * TOKENS)
+        d.until("cmpl-7", timeout=60.0)
+        where = f"{d.scheduler.source.host}:{d.scheduler.source.port}"
+        ran = CliRunner().invoke(build(), ["why", "cmpl-7", "--decode", where])
+        (end,) = [end for end in ended if end.role == "consumer"]
+        print(json.dumps([str(d.failed["cmpl-7"]), end.nbytes, ran.exit_code, ran.output]))
+"""
+
+
+def test_a_link_of_two_megabits_says_so(tmp_path: Path) -> None:
+    require("networks")
+    (tmp_path / "slow.py").write_text(SLOW)
+    link = "ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate 2mbit burst 16kb latency 400ms"
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--net", "sh", "-c", f"{link} && exec {sys.executable} slow.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    failure, came, code, story = json.loads(done.stdout.splitlines()[-1])
+    assert ROWS["slow link"][0] in failure and re.search(
+        r"; [\d.]+ [kM]B of [\d.]+ MB had come in 4\.\d s, [\d.]+ kB/s", failure
+    )
+    assert came > 100_000, "the metric of bytes that came in vain has them"
+    rate = float(re.search(r", ([\d.]+) kB/s", failure)[1])  # type: ignore[index]
+    assert 50 < rate < 300
+    assert code == 1 and "at that rate it takes" in story and "'transfer_timeout'" in story

@@ -1,0 +1,215 @@
+"""`kvxfer why`: one request, as both engines tell of it, and what that means."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvxfer import TransferId
+from kvxfer.cli.main import build
+from kvxfer.cli.verdict import judge
+from kvxfer.engine import stories
+from kvxfer.engine.scheduler import SchedulerSide
+from kvxfer.protocol.messages import Explain, Story, decode, encode
+from kvxfer.security import make_key
+from kvxfer.testing.engine import PagedEngine, until
+from kvxfer.testing.engine.memory import PagedMemory
+
+TOKENS = 16
+
+
+class Pair:
+    def __init__(self, stack: ExitStack, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+        self.p = stack.enter_context(PagedEngine(prefill, PagedMemory(), name="prefill"))
+        self.d = stack.enter_context(PagedEngine(decode, PagedMemory(), name="decode"))
+
+    @staticmethod
+    def at(side: SchedulerSide) -> str:
+        return f"{side.source.host}:{side.source.port}"
+
+    def why(self, *words: str, **more: str) -> tuple[int, str]:
+        options = {"--decode": self.at(self.d.scheduler), **{f"--{k}": v for k, v in more.items()}}
+        ran = CliRunner().invoke(build(), ["why", *words, *(w for pair in options.items() for w in pair if pair[1])])
+        return ran.exit_code, ran.output
+
+    def story(self, *words: str, **more: str) -> tuple[int, dict[str, Any]]:
+        code, text = self.why(*words, "--json", **more)
+        return code, json.loads(text)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    with ExitStack() as stack:
+        yield lambda prefill=None, decode=None: Pair(stack, prefill or {}, decode or {})
+
+
+def test_what_was_delivered_is_one_story_of_both_sides(make: Any) -> None:
+    pair = make()
+    ticket = pair.p.offer("chatcmpl-7", TOKENS)
+    pair.d.load("chatcmpl-7-d", ticket, TOKENS)
+    pair.d.until("chatcmpl-7-d")
+    pair.p.until("chatcmpl-7")
+    code, told = pair.story("chatcmpl-7")
+    (found,) = told["requests"]
+    assert code == 0 and not told["errors"] and found["verdict"]["ok"]
+    assert "it was delivered in" in found["verdict"]["says"]
+    assert found["decode"]["key"] == found["prefill"]["key"]
+    assert found["decode"]["came"] == found["prefill"]["came"] > 0
+    assert [*found["decode"]["stages"]] == [
+        "fetched",
+        "began",
+        "asked",
+        "announced",
+        "heard",
+        "arrived",
+        "ended",
+        "last",
+        "seen",
+    ]
+    assert {"begun", "computed", "ended"} <= found["prefill"]["stages"].keys()
+    code, text = pair.why("chatcmpl-7")
+    assert code == 0
+    for words in (
+        "decode",
+        "prefill",
+        "the producer announced the first part",
+        "all tokens were computed",
+        "confirmed",
+        "ok:",
+    ):
+        assert words in text
+
+
+def test_the_last_that_failed(make: Any) -> None:
+    pair = make(decode={"start_timeout": 0.5})
+    assert pair.why()[0] == 0 and "no request has failed" in pair.why()[1]
+    for n in range(3):
+        ticket = pair.p.ask(f"late-{n}", TOKENS)
+        pair.d.load(f"r-{n}", ticket, TOKENS)
+        pair.d.until(f"r-{n}")
+    code, told = pair.story(last="2")
+    assert code == 1
+    assert [found["decode"]["request"] for found in told["requests"]] == ["r-2", "r-1"], "the latest first"
+    verdict = told["requests"][0]["verdict"]
+    assert "nothing came within 0.5 s" in verdict["says"] and "still had it in its queue" in verdict["says"]
+    assert "start_timeout" in verdict["do"]
+
+
+def test_a_lease_that_was_too_short(make: Any) -> None:
+    pair = make(prefill={"lease": 0.5})
+    ticket = pair.p.offer("q", TOKENS)
+    pair.p.until("q")
+    time.sleep(0.3)
+    pair.d.load("r", ticket, TOKENS, offered=True)
+    pair.d.until("r")
+    code, told = pair.story("r")
+    verdict = told["requests"][0]["verdict"]
+    assert code == 1 and "its lease had ended" in verdict["says"] and "raise 'lease'" in verdict["do"]
+
+
+def test_what_no_engine_knows_and_an_engine_that_is_not_there(make: Any) -> None:
+    pair = make()
+    code, text = pair.why("nobody")
+    assert code == 3 and "no engine that was asked knows request 'nobody'" in text
+    code, text = pair.why("nobody", decode="127.0.0.1:1")
+    assert code == 3 and "peer_unreachable" in text and "check that the peer runs" in text
+    assert pair.why("r", decode="")[0] == 2
+    assert pair.why("r", decode="nonsense")[0] == 2
+
+
+def test_what_was_offered_and_never_asked_for(make: Any) -> None:
+    pair = make()
+    pair.p.offer("lonely", TOKENS)
+    code, text = pair.why("lonely", prefill=pair.at(pair.p.scheduler))
+    assert code == 1 and "knows nothing of it" in text and "the router sends the request on" in text
+
+
+def test_what_takes_no_part(make: Any) -> None:
+    pair = make()
+    pair.d.scheduler.takes_no_part(
+        "bare", "the request is computed here: kvxfer_transfer is missing: the router must forward params"
+    )
+    code, text = pair.why("bare")
+    assert code == 1 and "kvxfer_transfer is missing" in text and "conformance --router" in text
+
+
+def test_what_is_still_under_way(make: Any) -> None:
+    pair = make()
+    ticket = pair.p.ask("slow", TOKENS)
+    pair.d.load("r", ticket, TOKENS)
+    pair.d.step()
+    code, told = pair.story("r")
+    (found,) = told["requests"]
+    assert code == 0 and not found["decode"]["over"] and not found["prefill"]["over"]
+    assert (
+        "it is not over after" in found["verdict"]["says"]
+        and "has not computed all of it yet" in found["verdict"]["says"]
+    )
+
+
+def test_a_request_that_is_over_before_its_load(make: Any) -> None:
+    pair = make()
+    ticket = pair.p.ask("slow", TOKENS)
+    pair.d.step()
+    assert pair.d.scheduler.load("r", ticket.transfer, ticket.digest, ticket.source, TOKENS, begun=False)
+    pair.d.finish("r", complete=False)
+    code, told = pair.story("r")
+    assert code == 0 and "before the producer had begun" in told["requests"][0]["verdict"]["says"]
+
+
+def test_only_who_has_the_key_is_told(make: Any, tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    make_key(key)
+    pair = make({"key_file": str(key)}, {"key_file": str(key)})
+    ticket = pair.p.offer("q", TOKENS)
+    pair.d.load("r", ticket, TOKENS)
+    pair.d.until("r")
+    code, text = pair.why("r")
+    assert code == 3 and "r-" not in text and "problem:" in text
+    assert pair.why("r", config=json.dumps({"key_file": str(key)}))[0] == 0
+
+
+def test_nobody_learns_a_digest(make: Any) -> None:
+    pair = make()
+    digest = "5eed" * 16
+    transfer = TransferId.mint(pair.p.scheduler.source.epoch, f"cmpl/{digest}")
+    pair.p.step()
+    assert pair.p.scheduler.offer("q", transfer, bytes.fromhex(digest)[:64], TOKENS)
+    _, text = pair.why("q", decode=pair.at(pair.p.scheduler), prefill=pair.at(pair.p.scheduler))
+    assert "5eed5eed..." in text and digest not in text
+
+
+def test_no_more_is_kept_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = stories.Stories("e", lambda: pytest.fail("nothing is under way"))
+    for n in range(3 * stories.KEPT):
+        kept.takes_no_part(f"r{n}", "why")
+    assert len(kept._notes) == stories.KEPT
+
+
+def test_a_question_repeated_without_end_keeps_nobody_waiting(make: Any) -> None:
+    pair = make()
+    directory, asked = pair.d.scheduler.directory, 0
+
+    def slow(question: Explain) -> Any:
+        nonlocal asked
+        asked += 1
+        time.sleep(0.05)
+        return pair.d.scheduler._stories.explain(question)
+
+    directory.explain = slow
+    began = time.monotonic()
+    until(lambda: (directory._explained(Explain()), time.monotonic() > began + 1.0)[1])
+    assert asked <= 3
+
+
+def test_messages_of_any_length_fit() -> None:
+    story = Story("consumer", "r" * 2000, text="x" * 2000, stages={"asked": 1.0})
+    assert decode(encode(Explain("r", (b"12345678",), 5))) == Explain("r", (b"12345678",), 5)
+    assert judge(story, None).ok is False
