@@ -55,7 +55,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             free. None takes any free port.
         peer_timeout: Seconds of silence after which a peer counts as dead. It ends no transfer whose peer answers.
         abort_timeout: Seconds that the back end may take to let go of an aborted transfer's memory; after that the link is closed,
-            and after as many again the back end is opened anew.
+            and after as many again the back end is replaced.
         staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
             host memory, or 512 MiB of a CUDA device where the back end moves such memory.
         key_file: Path of the file with the key that this engine presents and those that it accepts (`kvxfer keys` makes one);

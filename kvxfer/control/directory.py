@@ -56,7 +56,7 @@ MOST_TOLD = 100_000
 MOST_AWAITED = 100_000
 """The most transfers whose beginning other engines wait for here."""
 EXPLAIN_SHARE = 10
-"""A question that took so long to answer is followed by so many times as long without another answer."""
+"""After an answer, none is given for this many times as long as it took."""
 _BUSY = m.Refused(FailureKind.OVERLOADED, "it has just answered another question", again=True)
 _UNPUBLISHED = m.encode(m.Refused(FailureKind.NOT_PUBLISHED, "its ranks are not published yet", again=True))
 TOGETHER, TOGETHER_BYTES = 1000, sockets.GUEST_FRAME // 2
@@ -362,7 +362,7 @@ class Directory:
         return msgspec.structs.replace(notice, transfers=named)
 
     def _explained(self, asked: m.Explain) -> m.Explained | m.Refused:
-        """Answer an operator's question. It looks at thousands of records, so whoever repeats it may not keep others waiting."""
+        """Answer an operator's question. It looks at thousands of records, so a peer that repeats it may not keep others waiting."""
         now = time.monotonic()
         if now < self._explain_at:
             return _BUSY

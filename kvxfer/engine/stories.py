@@ -165,7 +165,7 @@ def _of_offering(found: Offering, end: OfferEnd | None) -> Story:
 def _named(transfer: TransferId) -> tuple[str, bytes]:
     """Return a transfer's name as an operator may see it, and its key.
 
-    A digest in it would let whoever reads it speak for those who know the prompt.
+    A digest in it would let a reader speak for those who know the prompt.
     """
     name = str(transfer)
     return _SECRET.sub(lambda found: found[0][:8] + "...", _cut(name)), hashlib.blake2b(

@@ -63,7 +63,7 @@ NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
 FIRST_STEPS = 100
-"""So many steps are made without a request until the workers have said where they listen."""
+"""The steps that are made without a request until the workers have said where they listen."""
 
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
