@@ -11,9 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvxfer_vllm.scheduler import FIRST_STEPS
 from tests.vllm.cases import decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import prompt
+from tests.vllm.engine import ours, prompt
 from tests.vllm.test_multi import OURS, _types, crossed, sibling
 
 NAMED = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvxfer_vllm.nixl", "kv_role": "kv_both"}
@@ -121,3 +122,17 @@ def test_an_entry_that_loads_where_the_engine_does_not(
     d.run(p, until=name)
     assert d.computed[name] == 90 + 3
     p.lease_ends()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_steps_go_on_until_workers_inside_have_said_where_they_listen(make: Make, inside: bool) -> None:
+    """By itself the connector hears it before the first step."""
+    engine = make(transfer=multi(OURS, sibling())) if inside else make()
+    side = ours(engine.scheduler.connector)._sched.side
+    side._descriptors.clear()
+    steps = 0
+    while engine.scheduler.has_requests() and steps < 1000:
+        engine.scheduler.schedule()
+        steps += 1
+    assert not side.ready
+    assert (0 < steps <= FIRST_STEPS) if inside else steps == 0

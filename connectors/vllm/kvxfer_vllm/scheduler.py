@@ -23,7 +23,7 @@ from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
-from kvxfer_vllm.enclosing import enclosed, loads_safely
+from kvxfer_vllm.enclosing import enclosed, engine_transfer, loads_safely
 from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.held import HeldPrefixes
 from kvxfer_vllm.hints import HintNotes, Hints
@@ -63,7 +63,7 @@ NULL_BLOCK = 0
 """vLLM's block 0 stands for "no block"; it never holds data."""
 
 FIRST_STEPS = 100
-"""The steps that are made without a request until the workers have said where they listen."""
+"""The steps that are made without a request, inside MultiConnector, until the workers have said where they listen."""
 
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
@@ -80,6 +80,8 @@ class SchedulerHooks:
         self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
         config = enclosed(config, vllm_config)
+        # Inside MultiConnector workers may say only with a step where they listen. Until then nobody finds this engine.
+        self._first_steps = 0 if engine_transfer(vllm_config) is transfer else FIRST_STEPS
         self._content, self._warned = RequestContent(vllm_config), set[str]()
         groups = groups_of(kv_cache_config, vllm_config)
         # vLLM goes on behind the blocks of a load that are good where a table is of one row.
@@ -519,8 +521,7 @@ class SchedulerHooks:
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
-        # Inside MultiConnector our workers may say only with a step where they listen; until then nobody finds this engine.
-        unknown = not self.side.ready and self._steps < FIRST_STEPS
+        unknown = self._steps < self._first_steps and not self.side.ready
         return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
