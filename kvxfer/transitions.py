@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-__all__ = ["IllegalTransition", "Transitions", "pairs"]
+__all__ = ["IllegalTransition", "Life", "Transitions", "pairs"]
 
 S = TypeVar("S", bound=enum.StrEnum)
 E = TypeVar("E", bound=enum.StrEnum)
@@ -43,6 +43,31 @@ class Transitions(Generic[S, E]):
                 if (state, stimulus) in pairs:
                     raise IllegalTransition(f"{stimulus!r} in state {state!r}: {why}")
         return after
+
+
+class Life(Generic[S, E]):
+    """A record that is always in one state of a table.
+
+    Attributes:
+        table: The table, the same for all records of a class.
+        state: Where it is.
+    """
+
+    __slots__ = ()
+    table: ClassVar[Transitions[Any, Any]]
+    state: S
+
+    def on(self, event: E) -> bool:
+        """Make the move that an event leads to; return False if it is ignored.
+
+        Raises:
+            IllegalTransition: By the table it never happens here. Nothing has been changed.
+        """
+        after = self.table.after(self.state, event)
+        if after is None:
+            return False
+        self.state = after  # type: ignore[misc]  # a slot of the record
+        return True
 
 
 def pairs(states: Iterable[S], events: Iterable[E]) -> frozenset[tuple[S, E]]:

@@ -1,7 +1,7 @@
 """The life of a transfer as tables.
 
 For every pair of a state and a stimulus they say where it leads, why it is ignored, or why it never happens.
-``docs/protocol.md`` draws them; ``tests/protocol/test_transitions.py`` checks that no pair is missing.
+``docs/protocol.md`` draws them; ``tests/test_transitions.py`` checks that no pair is missing.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule.chain import Chain
-from kvxfer.transitions import Transitions, pairs
+from kvxfer.transitions import Life, Transitions, pairs
 
 __all__ = ["ASK", "Ask", "AskEvent", "AskState", "PrefixOffer"]
 
@@ -70,7 +71,7 @@ class PrefixOffer:
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class Ask(Life[AskState, AskEvent]):
     """One question, of a request or of several that ask the same: samples of one prompt. One of them loads the answer.
 
     Attributes:
@@ -86,6 +87,8 @@ class Ask:
         asked_at, decided_at: When they were asked, and when it was decided what to do.
     """
 
+    table: ClassVar = ASK
+
     kind: str
     chain: Chain
     sources: tuple[Source, ...]
@@ -97,18 +100,6 @@ class Ask:
     taken: PrefixOffer | None = None
     asked_at: float = 0.0
     decided_at: float = 0.0
-
-    def on(self, event: AskEvent) -> bool:
-        """Make the move that an event leads to; return False if it is ignored.
-
-        Raises:
-            IllegalTransition: By the table it never happens here.
-        """
-        after = ASK.after(self.state, event)
-        if after is None:
-            return False
-        self.state = after
-        return True
 
     def answered(self, transfer: TransferId, epoch: int, tokens: int, digest: bytes) -> PrefixOffer | None:
         """Take in what a source has answered; return what it offers, if that is not nothing.

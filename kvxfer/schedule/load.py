@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import ClassVar, NewType
 
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.schedule.commands import RankResult
-from kvxfer.transitions import Transitions, pairs
+from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, Rank, Stages
 
 __all__ = ["LOAD", "Load", "LoadEvent", "LoadNumber", "LoadState", "Wanted"]
@@ -170,7 +170,7 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class Load(Life[LoadState, LoadEvent]):
     """One request's load. The parts that fill it in are named below; nothing of a load is kept elsewhere.
 
     Attributes:
@@ -214,6 +214,8 @@ class Load:
         traced: Whether the trace has its line.
     """
 
+    table: ClassVar = LOAD
+
     number: LoadNumber
     request: str
     wanted: Wanted
@@ -252,18 +254,6 @@ class Load:
     asked_at: float = 0.0
     fetched_at: float = 0.0
     traced: bool = False
-
-    def on(self, event: LoadEvent) -> bool:
-        """Make the move that an event leads to; return False if it is ignored.
-
-        Raises:
-            IllegalTransition: By the table it never happens here.
-        """
-        after = LOAD.after(self.state, event)
-        if after is None:
-            return False
-        self.state = after
-        return True
 
     @property
     def is_sync(self) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import ClassVar, NewType
 
 from kvxfer.identity import Generation, TransferId
-from kvxfer.transitions import Transitions, pairs
+from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, OfferEnd, Rank
 
 __all__ = ["OFFERING", "Offering", "OfferingEvent", "OfferingNumber", "OfferingState"]
@@ -77,7 +77,7 @@ OFFERING: Transitions[OfferingState, OfferingEvent] = Transitions(
 
 
 @dataclass(slots=True, eq=False)
-class Offering:
+class Offering(Life[OfferingState, OfferingEvent]):
     """One transfer that is offered. What is listed in ``blocks`` has been offered in ``generation``.
 
     Attributes:
@@ -109,6 +109,8 @@ class Offering:
         ended: How it has ended, once a rank has said so.
     """
 
+    table: ClassVar = OFFERING
+
     number: OfferingNumber
     request: str
     answer: str
@@ -138,18 +140,6 @@ class Offering:
     begun_at: float = 0.0
     whole_at: float = 0.0
     ended: OfferEnd | None = None
-
-    def on(self, event: OfferingEvent) -> bool:
-        """Make the move that an event leads to; return False if it is ignored.
-
-        Raises:
-            IllegalTransition: By the table it never happens here.
-        """
-        after = OFFERING.after(self.state, event)
-        if after is None:
-            return False
-        self.state = after
-        return True
 
     @property
     def computed(self) -> bool:

@@ -1,6 +1,6 @@
 """The life of a staged piece as a table, the same for every verb and both sides.
 
-``docs/protocol.md`` draws it; ``tests/protocol/test_transitions.py`` checks that no pair is missing.
+``docs/protocol.md`` draws it; ``tests/test_transitions.py`` checks that no pair is missing.
 """
 
 from __future__ import annotations
