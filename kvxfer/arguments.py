@@ -15,27 +15,27 @@ from typing import Any, TypeVar
 from kvxfer.errors import ArgumentError
 
 __all__ = [
-    "MOST_INTEGER",
+    "MAX_INTEGER",
     "flag",
     "function",
     "instance",
     "integer",
     "integers",
     "mapping",
-    "octets",
+    "bytes_of",
     "seconds",
-    "several",
-    "shown",
+    "sequence_of",
+    "describe",
     "string",
 ]
 
 T = TypeVar("T")
 
-MOST_INTEGER = (1 << 63) - 1
+MAX_INTEGER = (1 << 63) - 1
 _SHOWN = 60
 
 
-def integer(name: str, value: Any, least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> int:
+def integer(name: str, value: Any, least: int = -MAX_INTEGER, most: int = MAX_INTEGER) -> int:
     """Return an integer argument as an ``int``.
 
     Raises:
@@ -45,11 +45,11 @@ def integer(name: str, value: Any, least: int = -MOST_INTEGER, most: int = MOST_
         return value
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-            raise ArgumentError(f"{name} must be an integer, not {shown(value)}")
+            raise ArgumentError(f"{name} must be an integer, not {describe(value)}")
         try:
             value = operator.index(value)
         except TypeError:
-            raise ArgumentError(f"{name} must be an integer, not {shown(value)}") from None
+            raise ArgumentError(f"{name} must be an integer, not {describe(value)}") from None
     if not least <= value <= most:
         bound = f"at least {least}" if value < least else f"at most {most}"
         raise ArgumentError(f"{name} must be {bound}, not {value if abs(value) < 1 << 80 else 'a larger number'}")
@@ -65,7 +65,7 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
     if type(values) is tuple and all(type(value) is int for value in values):
         return values
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise ArgumentError(f"{name} must be a tuple of integers, not {shown(values)}")
+        raise ArgumentError(f"{name} must be a tuple of integers, not {describe(values)}")
     return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
@@ -76,7 +76,7 @@ def seconds(name: str, value: Any) -> float:
         ArgumentError: The value is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise ArgumentError(f"{name} must be a number of seconds, not {shown(value)}")
+        raise ArgumentError(f"{name} must be a number of seconds, not {describe(value)}")
     return max(0.0, float(value))
 
 
@@ -87,7 +87,7 @@ def flag(name: str, value: Any) -> bool:
         ArgumentError: The value is neither ``True`` nor ``False``.
     """
     if type(value) is not bool and type(value).__name__ not in ("bool", "bool_"):  # numpy's, by either of its names
-        raise ArgumentError(f"{name} must be True or False, not {shown(value)}")
+        raise ArgumentError(f"{name} must be True or False, not {describe(value)}")
     return bool(value)
 
 
@@ -98,7 +98,7 @@ def string(name: str, value: Any, most: int = 1 << 12, *, empty: bool = False) -
         ArgumentError: The value is not a ``str``, is empty, longer than ``most`` characters, or not valid Unicode.
     """
     if not isinstance(value, str):
-        raise ArgumentError(f"{name} must be a str, not {shown(value)}")
+        raise ArgumentError(f"{name} must be a str, not {describe(value)}")
     if not value and not empty:
         raise ArgumentError(f"{name} must not be empty")
     if len(value) > most:
@@ -107,18 +107,18 @@ def string(name: str, value: Any, most: int = 1 << 12, *, empty: bool = False) -
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ArgumentError(f"{name} must be valid Unicode, not {shown(value)}") from None
+            raise ArgumentError(f"{name} must be valid Unicode, not {describe(value)}") from None
     return value
 
 
-def octets(name: str, value: Any, most: int, *, empty: bool = False) -> bytes:
+def bytes_of(name: str, value: Any, most: int, *, empty: bool = False) -> bytes:
     """Return an argument of bytes.
 
     Raises:
         ArgumentError: The value is not ``bytes``, is empty, or longer than ``most``.
     """
     if not isinstance(value, bytes):
-        raise ArgumentError(f"{name} must be bytes, not {shown(value)}")
+        raise ArgumentError(f"{name} must be bytes, not {describe(value)}")
     if not value and not empty:
         raise ArgumentError(f"{name} must not be empty")
     if len(value) > most:
@@ -134,18 +134,18 @@ def instance(name: str, value: Any, kind: type[T]) -> T:
     """
     if not isinstance(value, kind):
         ours = "kvxfer " if kind.__module__.startswith("kvxfer") else ""
-        raise ArgumentError(f"{name} must be a {ours}{kind.__name__}, not {shown(value)}")
+        raise ArgumentError(f"{name} must be a {ours}{kind.__name__}, not {describe(value)}")
     return value
 
 
-def several(name: str, values: Any, kind: type[T], least: int = 0) -> tuple[T, ...]:
+def sequence_of(name: str, values: Any, kind: type[T], least: int = 0) -> tuple[T, ...]:
     """Return an argument of at least ``least`` instances of a class, as a tuple.
 
     Raises:
         ArgumentError: The values are not iterable, are too few, or one is of another class.
     """
     if isinstance(values, str | bytes | kind) or not isinstance(values, Iterable):
-        raise ArgumentError(f"{name} must be a tuple of {kind.__name__}, not {shown(values)}")
+        raise ArgumentError(f"{name} must be a tuple of {kind.__name__}, not {describe(values)}")
     found = tuple(instance(f"{name}[{i}]", value, kind) for i, value in enumerate(values))
     if len(found) < least:
         raise ArgumentError(f"{name} must be at least {least}, not {len(found)}")
@@ -159,7 +159,7 @@ def mapping(name: str, value: Any, of: str) -> Mapping[Any, Any]:
         ArgumentError: The value is not a mapping.
     """
     if not isinstance(value, Mapping):
-        raise ArgumentError(f"{name} must be a mapping of {of}, not {shown(value)}")
+        raise ArgumentError(f"{name} must be a mapping of {of}, not {describe(value)}")
     return value
 
 
@@ -170,11 +170,11 @@ def function(name: str, value: Any) -> Any:
         ArgumentError: The value is neither.
     """
     if value is not None and not callable(value):
-        raise ArgumentError(f"{name} must be a function or None, not {shown(value)}")
+        raise ArgumentError(f"{name} must be a function or None, not {describe(value)}")
     return value
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a value as a message shows it: short, and with its type."""
     plain = isinstance(value, str | bytes | float | None) or (isinstance(value, int) and value.bit_length() <= 256)
     words = repr(value) if plain else ""  # Python refuses to write out very long numbers

@@ -31,7 +31,7 @@ _FEW = 128
 """Rows of up to this many ids are handled by Python alone. numpy would be faster from 64 on, but not after a pause, with cold caches."""
 _SHORT = [struct.Struct(f"<{n}i") for n in range(_FEW + 1)]
 """For each number of ids, the layout of such a row in memory."""
-_MOST_GROUPS = 128
+_MAX_GROUPS = 128
 
 
 class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -48,14 +48,16 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
             peer's message the decoder turns this into a ``PeerError``.
     """
 
-    rows: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_GROUPS)] = ()
+    rows: Annotated[tuple[bytes, ...], Meta(max_length=_MAX_GROUPS)] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rows, tuple) or len(self.rows) > _MOST_GROUPS:
-            raise ArgumentError(f"rows must be a tuple of up to {_MOST_GROUPS}, not {arguments.shown(self.rows)}")
+        if not isinstance(self.rows, tuple) or len(self.rows) > _MAX_GROUPS:
+            raise ArgumentError(f"rows must be a tuple of up to {_MAX_GROUPS}, not {arguments.describe(self.rows)}")
         for g, row in enumerate(self.rows):
             if not isinstance(row, bytes):
-                raise ArgumentError(f"rows[{g}] must be bytes, not {arguments.shown(row)}; BlockTable.of takes numbers")
+                raise ArgumentError(
+                    f"rows[{g}] must be bytes, not {arguments.describe(row)}; BlockTable.of takes numbers"
+                )
             if len(row) % _ID_BYTES:
                 raise ArgumentError(f"block table, group {g}: {len(row)} bytes are not a whole number of int32")
             if _least(row) < NULL:
@@ -73,7 +75,7 @@ class BlockTable(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
             ArgumentError: An id is not an integer, or is below -1 or above 2**31 - 1.
         """
         if isinstance(rows, (str, bytes)) or not hasattr(type(rows), "__iter__"):
-            raise ArgumentError(f"rows must be one row of block ids for each group, not {arguments.shown(rows)}")
+            raise ArgumentError(f"rows must be one row of block ids for each group, not {arguments.describe(rows)}")
         null = arguments.integer("null", null)
         return cls(tuple([_packed(g, row, null) for g, row in enumerate(rows)]))
 
@@ -208,7 +210,7 @@ def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
         if not isinstance(row, np.ndarray):
             if type(row) is not list and isinstance(row, (bytes, bytearray, Set, Mapping)):
                 # ``array`` takes bytes for machine words.
-                raise TypeError(f"{arguments.shown(row)} has no ids in an order")
+                raise TypeError(f"{arguments.describe(row)} has no ids in an order")
             row = array("q", row)
         ids = np.asarray(row) if isinstance(row, np.ndarray) else np.frombuffer(row, np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":

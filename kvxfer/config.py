@@ -13,7 +13,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.facts import TEXT
 from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address, port_range
 
-SLOTS, LEAST_PIECE = 4, 4096
+SLOTS, MIN_PIECE = 4, 4096
 """The slots into which staging memory is cut. They are enough to overlap packing, moving and unpacking. They are few, because a piece
 costs the host as much time whatever its length: half a millisecond in a virtual machine, in which NVLink moves 190 MB. Each is a multiple
 of the second number of bytes, which is also the least that a peer may ask for: shorter pieces would cost too much work."""
@@ -21,7 +21,7 @@ of the second number of bytes, which is also the least that a peer may ask for: 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait ends
 Budget = Annotated[float, Meta(ge=0, le=1)]
-Staging = Annotated[int, Meta(ge=SLOTS * LEAST_PIECE)]
+Staging = Annotated[int, Meta(ge=SLOTS * MIN_PIECE)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=TEXT)]
 Integrity = Literal["off", "sample", "full"]

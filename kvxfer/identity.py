@@ -28,7 +28,7 @@ _PORT = re.compile(r"[0-9]{1,5}")
 _OWN, _ANY = "own/", f"own/{0:016x}/"
 _PLACE = len(_ANY) - 1
 """Where the name begins in an id that a producer has made, behind its epoch."""
-_MOST_EMBEDS = 1 << 20
+_MAX_EMBEDS = 1 << 20
 _LONGEST = 1 << 14
 """The most characters of a transfer's name."""
 
@@ -54,7 +54,7 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=T
                 self.base.encode()
             except UnicodeEncodeError as error:
                 raise IdentityError(f"id {self.base!r:.60} is not valid Unicode: fix what sent it") from error
-        if type(self.prompt) is not int or not 0 <= self.prompt <= arguments.MOST_INTEGER:
+        if type(self.prompt) is not int or not 0 <= self.prompt <= arguments.MAX_INTEGER:
             msgspec.structs.force_setattr(self, "prompt", arguments.integer("prompt", self.prompt, 0))
 
     @classmethod
@@ -121,7 +121,7 @@ class Source(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         canonical_host(arguments.string("host", self.host))
-        for name, least, most in (("port", 1, 65535), ("epoch", 0, arguments.MOST_INTEGER)):
+        for name, least, most in (("port", 1, 65535), ("epoch", 0, arguments.MAX_INTEGER)):
             checked = arguments.integer(name, getattr(self, name), least, most)
             msgspec.structs.force_setattr(self, name, checked)
 
@@ -187,13 +187,13 @@ def digest(
     if salt is not None:
         arguments.instance("salt", salt, str)
     if embeds is not None:
-        arguments.octets("embeds", embeds, _MOST_EMBEDS, empty=True)
+        arguments.bytes_of("embeds", embeds, _MAX_EMBEDS, empty=True)
     ids = None if tokens is None else as_token_ids(tokens).tobytes()
     try:
         items = tuple((str(content), int(first), int(length)) for content, first, length in media)
     except (TypeError, ValueError):
         raise ArgumentError(
-            f"media must be (hash, position, length) for each item, not {arguments.shown(media)}"
+            f"media must be (hash, position, length) for each item, not {arguments.describe(media)}"
         ) from None
     return hashlib.blake2b(key(ids, model, items, lora, salt, embeds), digest_size=16).digest()
 
@@ -235,7 +235,7 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
             return np.empty(0, "<i8")
         ids = np.asarray(_quickly(tokens))
     except (TypeError, ValueError):  # no sequence, or rows of several lengths
-        raise IdentityError(f"token ids must be a row of integers, not {arguments.shown(tokens)}") from None
+        raise IdentityError(f"token ids must be a row of integers, not {arguments.describe(tokens)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.max()) > np.iinfo(np.int64).max:
         raise IdentityError(f"token ids must be a row of integers, not {ids.dtype} of shape {ids.shape}")
     return ids.astype("<i8")
@@ -253,7 +253,7 @@ def _quickly(tokens: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[An
 
 def _named(argument: str, value: str) -> str:
     if not isinstance(value, str) or not value:
-        raise IdentityError(f"{argument} must be a str that is not empty, not {arguments.shown(value)}")
+        raise IdentityError(f"{argument} must be a str that is not empty, not {arguments.describe(value)}")
     return value
 
 

@@ -28,14 +28,14 @@ from kvxfer.keyfile import key_id
 from kvxfer.keyring import KeyRing, KeySet, keyring
 from kvxfer.logs import logger
 
-__all__ = ["OPEN", "Complaints", "Security", "make_key", "plain", "portless"]
+__all__ = ["OPEN", "RateLimitedWarnings", "Security", "make_key", "plain", "portless"]
 
 log = logger("kvxfer.security")
 
 _LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
 
 
-class Complaints:
+class RateLimitedWarnings:
     """Log warnings that strangers can cause, at a limited rate. Any thread may call it."""
 
     def __init__(self, log: logging.Logger, every: float = 1.0) -> None:
@@ -75,7 +75,7 @@ class Repeats:
             return held
 
 
-_turned_away = Complaints(log)
+_turned_away = RateLimitedWarnings(log)
 
 
 def make_key(path: Path) -> None:

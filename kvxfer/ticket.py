@@ -12,7 +12,7 @@ from msgspec import Meta
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.identity import Source, TransferId
-from kvxfer.values import MOST_DIGEST, MOST_TOKENS, BlockTable, Fetch
+from kvxfer.values import MAX_DIGEST, MAX_TOKENS, BlockTable, Fetch
 
 __all__ = ["Ticket"]
 
@@ -39,15 +39,15 @@ class Ticket(msgspec.Struct, frozen=True):
     """
 
     transfer: TransferId
-    digest: Annotated[bytes, Meta(max_length=MOST_DIGEST)]
+    digest: Annotated[bytes, Meta(max_length=MAX_DIGEST)]
     source: Source
     tokens: int = 0
 
     def __post_init__(self) -> None:
         arguments.instance("transfer", self.transfer, TransferId)
-        arguments.octets("digest", self.digest, MOST_DIGEST)
+        arguments.bytes_of("digest", self.digest, MAX_DIGEST)
         arguments.instance("source", self.source, Source)
-        msgspec.structs.force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MOST_TOKENS))
+        msgspec.structs.force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MAX_TOKENS))
 
     @property
     def text(self) -> str:

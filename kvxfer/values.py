@@ -33,15 +33,15 @@ __all__ = [
     "Stages",
 ]
 
-MOST_TOKENS, MOST_DIGEST = 1 << 48, 64
+MAX_TOKENS, MAX_DIGEST = 1 << 48, 64
 """The most tokens of a transfer, and bytes of a digest."""
-MOST_PAYLOAD, MOST_CONSUMERS = 64 << 10, 1 << 16
+MAX_PAYLOAD, MAX_CONSUMERS = 64 << 10, 1 << 16
 """The most bytes of a payload, and consumers of an offer."""
-MOST_BANDS = 8
+MAX_BANDS = 8
 """The most bands that layers are divided into (``kvxfer.geometry.bands``). If all layers take equally long, the last of eight
 bands, an eighth of the bytes, is still to be moved once all are computed. Each band costs a fence and a message for each
 transfer, so that more of them would soon cost more than they hide."""
-MOST_REASON = 1 << 20
+MAX_REASON = 1 << 20
 """The most characters of a reason that an engine gives; peers are told only its beginning."""
 
 Kind = Literal["full", "window", "state", "local"]
@@ -89,10 +89,10 @@ class Group(msgspec.Struct, frozen=True):
     window: int = 0
 
     def __post_init__(self) -> None:
-        force_setattr(self, "block_tokens", arguments.integer("block_tokens", self.block_tokens, 1, MOST_TOKENS))
+        force_setattr(self, "block_tokens", arguments.integer("block_tokens", self.block_tokens, 1, MAX_TOKENS))
         if self.kind not in get_args(Kind):
-            raise ArgumentError(f"kind must be one of {', '.join(get_args(Kind))}, not {arguments.shown(self.kind)}")
-        least, most = (1, MOST_TOKENS) if self.kind == "window" else (0, 0)
+            raise ArgumentError(f"kind must be one of {', '.join(get_args(Kind))}, not {arguments.describe(self.kind)}")
+        least, most = (1, MAX_TOKENS) if self.kind == "window" else (0, 0)
         force_setattr(self, "window", arguments.integer("window", self.window, least, most))
 
     def blocks(self, tokens: int) -> int:
@@ -159,13 +159,13 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
         _named(self)
         arguments.string("handle", self.handle, empty=True)
         force_setattr(self, "generation", arguments.integer("generation", self.generation, 0))
-        force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MOST_TOKENS))
+        force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MAX_TOKENS))
         force_setattr(self, "final", arguments.flag("final", self.final))
-        force_setattr(self, "consumers", arguments.integer("consumers", self.consumers, 1, MOST_CONSUMERS))
-        arguments.octets("payload", self.payload, MOST_PAYLOAD, empty=True)
+        force_setattr(self, "consumers", arguments.integer("consumers", self.consumers, 1, MAX_CONSUMERS))
+        arguments.bytes_of("payload", self.payload, MAX_PAYLOAD, empty=True)
         if self.final and not self.tokens:
             raise ArgumentError("tokens must be positive in a final offer, not 0")
-        force_setattr(self, "bands", arguments.integer("bands", self.bands, 0, 0 if self.final else MOST_BANDS))
+        force_setattr(self, "bands", arguments.integer("bands", self.bands, 0, 0 if self.final else MAX_BANDS))
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
@@ -211,9 +211,9 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         arguments.instance("source", self.source, Source)
         if self.own is not None:
             arguments.instance("own", self.own, Source)
-        force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 1, MOST_TOKENS))
+        force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 1, MAX_TOKENS))
         force_setattr(self, "start", arguments.integer("start", self.start, 0, self.tokens - 1))
-        force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MOST_TOKENS))
+        force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MAX_TOKENS))
         force_setattr(self, "offered", arguments.flag("offered", self.offered))
         force_setattr(self, "enough", arguments.integer("enough", self.enough, 0, self.tokens))
 
@@ -225,7 +225,7 @@ def _named(value: Offer | Fetch) -> None:
         ArgumentError: One has the wrong type or range.
     """
     arguments.instance("transfer", value.transfer, TransferId)
-    arguments.octets("digest", value.digest, MOST_DIGEST)
+    arguments.bytes_of("digest", value.digest, MAX_DIGEST)
     arguments.instance("blocks", value.blocks, BlockTable)
 
 

@@ -28,7 +28,7 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loads_beyond_a_bound_are_told_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the two in one process, whose bound can be set."""
-    monkeypatch.setattr(serves, "MOST_BYTES", 8 * (serves.REQUEST_BYTES + 8))
+    monkeypatch.setattr(serves, "MAX_BYTES", 8 * (serves.REQUEST_BYTES + 8))
     p, c = scale.ScaleEngine("tcp"), scale.ScaleEngine("tcp")
     try:
         c.fetch(p.source(), 0, 12)

@@ -21,7 +21,7 @@ __all__ = ["measure", "plan"]
 
 LAYERS = 80
 
-_MOST_RUNS = 4 << 20
+_MAX_RUNS = 4 << 20
 """Most runs made when timing ``runs()``: 100 MB of arrays, enough for page faults to show."""
 
 
@@ -98,7 +98,7 @@ def _pair(one: RankLayout, other: RankLayout, tokens: int, repeat: int) -> dict[
     planner = Planner(src, dst, assignments)
     made = planner.plan(*asked[0])
     warm = [_timed(lambda a=a: planner.plan(*a)) for a in asked]  # type: ignore[misc]
-    few = min(tokens, max(one.block_tokens, other.block_tokens, tokens * _MOST_RUNS // made.rows))
+    few = min(tokens, max(one.block_tokens, other.block_tokens, tokens * _MAX_RUNS // made.rows))
     part = planner.plan(*asked[0][:3], few)
     runs, ns = (
         len(part.runs()),

@@ -38,7 +38,7 @@ TICK_S = 0.01
 PATIENCE_S = 100.0
 KEPT_UP = 0.95
 """The share of a rate that must be reached for the agent to count as keeping up."""
-MOST_DOUBLINGS = 4
+MAX_DOUBLINGS = 4
 TOGETHER = 50
 """Consumers in one process."""
 
@@ -292,7 +292,7 @@ def measure_scale(
     say(f"{links} links")
     out["links"] = _linked(backend, links)
     out["rate"] = [at_rate(rate)]
-    for _ in range(MOST_DOUBLINGS if beyond else 0):
+    for _ in range(MAX_DOUBLINGS if beyond else 0):
         last = out["in_flight"][-1]
         if set(last["outcomes"]) == {"delivered"} and not last["missing"]:
             out["in_flight"].append(in_flight(2 * last["loads"]))

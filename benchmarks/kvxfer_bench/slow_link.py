@@ -29,7 +29,7 @@ __all__ = ["HERE", "THERE", "SlowLink", "apart"]
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 MTU = 1500
-MOST_AT_ONCE = 64
+MAX_AT_ONCE = 64
 
 _TUNSETIFF, _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x400454CA, 0x8914, 0x8916, 0x891C
 _IFF_TUN, _IFF_NO_PI, _IFF_UP = 0x0001, 0x1000, 0x0001
@@ -91,7 +91,7 @@ class SlowLink:
             timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
             select.select([device], [], [], timeout)
             with suppress(BlockingIOError):
-                for _ in range(MOST_AT_ONCE):
+                for _ in range(MAX_AT_ONCE):
                     packet, now = os.read(device, MTU), time.monotonic()
                     sent = max(now, free) + len(packet) / self.bytes_per_s
                     if sent - now > self.round_trip_s or dice.random() < self.loss:

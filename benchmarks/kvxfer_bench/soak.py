@@ -37,7 +37,7 @@ BAD: tuple[dict[str, Any], ...] = {"cancelled": True}, {"gone": True}, {"fetched
 """What happens to a transfer, as arguments of ``RankedWorld.begin``."""
 SHARES = (70, 6, 6, 6, 6, 6)
 K = FailureKind
-LATE, MOST_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE}, 0.01
+LATE, MAX_LATE = {K.TIMED_OUT, K.NEVER_OFFERED, K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE}, 0.01
 """Failures that a busy machine may cause, and the share of transfers for which they are tolerated."""
 ROWS = 20
 
@@ -129,7 +129,7 @@ def measure(
             time.sleep(TURN_S)  # for leases of transfers that were asked for and never offered
         rest = look_alone()
         wrong = world.complaints[:10] + complaints(rows) + left_behind(alone, rest)
-        if len(late) > MOST_LATE * outcomes.total() + 1:
+        if len(late) > MAX_LATE * outcomes.total() + 1:
             wrong += [f"{len(late)} transfers were too slow", *late[:3]]
         wrong += [f"{n}: {v[k]:g} {k} left at the end" for n, v in rest.items() for k in NONE_AT_REST if v[k]]
         return {

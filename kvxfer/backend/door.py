@@ -17,14 +17,14 @@ from msgspec import Meta
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import TransportError
 
-__all__ = ["MOST_STRANGERS", "DoorName", "UnixDoor", "accept", "knock"]
+__all__ = ["MAX_STRANGERS", "DoorName", "UnixDoor", "accept", "knock"]
 
 _FORM = r"kvxfer-[a-z0-9-]{1,24}-[0-9a-f]{32}"
 
 DoorName = Annotated[str, Meta(pattern=f"^{_FORM}$")]
 """The name of a ``UnixDoor``, in an endpoint."""
 
-MOST_STRANGERS = 64
+MAX_STRANGERS = 64
 """The most sockets that have not said which link they are for; for one more, the oldest is closed."""
 
 REST_S = 0.1
@@ -100,7 +100,7 @@ class UnixDoor:
         if source is self._listener:
             accepted = accept(self._listener, self._wakeup)
             if accepted is not None:
-                if len(self._strangers) >= MOST_STRANGERS:
+                if len(self._strangers) >= MAX_STRANGERS:
                     self._let_go(next(iter(self._strangers))).close()
                 self._strangers[accepted] = None
                 self._wakeup.add(accepted.fileno(), accepted)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import msgspec
 
 from kvxfer.errors import TransportError
-from kvxfer.transport.contract import MOST_ENDPOINT
+from kvxfer.transport.contract import MAX_ENDPOINT
 
 __all__ = ["TOKEN_BYTES", "EndpointBase", "Token", "check_encryption", "new_token"]
 
@@ -45,7 +45,7 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     backend: ClassVar[str]
     format: ClassVar[int]
-    most_bytes: ClassVar[int] = MOST_ENDPOINT
+    most_bytes: ClassVar[int] = MAX_ENDPOINT
     trusted: ClassVar[frozenset[str]] = frozenset()
 
     agent: str

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvxfer.backend.liveness import Liveness
-from kvxfer.backend.passed import MOST_BYTES, passed, taken
+from kvxfer.backend.passed import MAX_BYTES, passed, taken
 from kvxfer.errors import PeerError
 
 __all__ = ["Introduction"]
@@ -42,7 +42,7 @@ class Introduction:
         self.address: bytes | None = None
         self._liveness, self._heard = liveness, False
         mine = address() if address is not None and liveness.process.equals_us() else None
-        self.willing = mine is not None and len(mine) <= MOST_BYTES
+        self.willing = mine is not None and len(mine) <= MAX_BYTES
         file = None if mine is None or not self.willing else passed(mine, "kvxfer-introduction")
         try:
             with suppress(OSError):  # it is gone, as its socket will say

@@ -28,7 +28,7 @@ __all__ = ["LINK_BYTES", "Liveness", "LivenessLinks"]
 LINK_BYTES = 16
 """Length of the name of a link's end, which is random and known only to the peer."""
 
-MESSAGE_BYTES, MOST_HEARD = 256, 64
+MESSAGE_BYTES, MAX_HEARD = 256, 64
 """The most bytes of a message, and the most unread messages; an end that gets more goes down."""
 
 
@@ -67,7 +67,7 @@ class Liveness:
     def _listens(self, held: socket.socket) -> bool:
         """Read what has come; return whether the other end is still open."""
         try:
-            while len(self.heard) < MOST_HEARD:
+            while len(self.heard) < MAX_HEARD:
                 message, descriptors, _, _ = socket.recv_fds(held, MESSAGE_BYTES, 4)
                 if not message:
                     return False

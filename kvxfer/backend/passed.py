@@ -7,16 +7,16 @@ import os
 
 from kvxfer.errors import PeerError
 
-__all__ = ["MOST_BYTES", "passed", "taken"]
+__all__ = ["MAX_BYTES", "passed", "taken"]
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def passed(said: bytes, name: str) -> int:
     """Return a descriptor of a file that holds these bytes, which the caller must close.
 
     Args:
-        said: At most ``MOST_BYTES``.
+        said: At most ``MAX_BYTES``.
         name: What the system shows for the file.
 
     Raises:
@@ -39,9 +39,9 @@ def taken(fd: int) -> bytes:
     """
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # only memory has seals; reading another file could block
-        said = os.pread(fd, MOST_BYTES + 1, 0)
+        said = os.pread(fd, MAX_BYTES + 1, 0)
     except OSError as e:
         raise PeerError(f"it passed a file that cannot be read ({e})") from e
-    if len(said) > MOST_BYTES:
+    if len(said) > MAX_BYTES:
         raise PeerError("its description of itself is too long")
     return said

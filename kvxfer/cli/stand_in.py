@@ -45,7 +45,7 @@ LONG_S = 4.0
 quarter of it."""
 TRANSFER_S = 20.0
 """After this time a transfer fails."""
-MOST_ASKED = 1000
+MAX_ASKED = 1000
 """Announced transfers that a stand-in keeps until it gets to them."""
 
 
@@ -109,7 +109,7 @@ class StandIn:
                 f"a stand-in connects to any address that it is asked to, so to listen on {config.listen} it needs a 'key_file', and "
                 "so do its visitors"
             )
-        self._asked: queue.Queue[TransferId] = queue.Queue(MOST_ASKED)
+        self._asked: queue.Queue[TransferId] = queue.Queue(MAX_ASKED)
         self._took: dict[int, list[float | str]] = {}  # by visitor: seconds of what was taken, or why it was not
         self._half = _Half(config, NAME, device, TRANSFER_S)
         self._half.directory.begun = self._note

@@ -25,7 +25,7 @@ __all__ = ["top"]
 ANSWER_S = 5.0
 ONCE_S = 1.0
 """Seconds between the two looks of ``--once``."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 _NO_FAILURES = ("delivered", "cancelled")
 
 
@@ -109,7 +109,7 @@ def look(engine: str) -> Seen:
     """Read an engine's metrics now. An engine that does not answer is an ``error``, no exception."""
     try:
         with urllib.request.urlopen(f"http://{engine}/metrics", timeout=ANSWER_S) as answer:
-            page = answer.read(MOST_BYTES).decode(errors="replace")
+            page = answer.read(MAX_BYTES).decode(errors="replace")
     except (OSError, ValueError, http.client.HTTPException) as e:
         why = e.reason if type(e) is urllib.error.URLError else str(e).strip() or type(e).__name__
         return Seen(

@@ -19,14 +19,14 @@ from kvxfer import arguments
 from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control import sockets
-from kvxfer.control.calls import Calls
+from kvxfer.control.calls import CallValidator
 from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.control.events import EventQueue
 from kvxfer.control.link import LinkStatus
 from kvxfer.control.loop import CLOSE_S, CLOSED, ControlLoop
 from kvxfer.control.ports import listen_within
 from kvxfer.control.revocations import SharedRevocationCounter
-from kvxfer.control.shell import Shell
+from kvxfer.control.runtime import AgentRuntime
 from kvxfer.data.commands import Result
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.hasher import Hasher
@@ -45,7 +45,7 @@ from kvxfer.protocol.values import Action, Event, Hashed, Stats
 from kvxfer.security import Security
 from kvxfer.transport import Capabilities, Fence, Transport
 from kvxfer.transport.auto import candidates, options_for
-from kvxfer.values import MOST_REASON, Fetch, Offer
+from kvxfer.values import MAX_REASON, Fetch, Offer
 
 __all__ = ["Agent"]
 
@@ -85,7 +85,7 @@ class Agent:
         config = arguments.instance("config", config, Config).located()
         arguments.string("engine", engine, empty=True)
         cache = replace(cache, regions=with_elastic(cache.regions, config.elastic))
-        self._calls = Calls(cache)
+        self._calls = CallValidator(cache)
         stated = None if facts is None else f.check(facts)
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         self._owner, self.followed = ProcessGuard("this agent"), False
@@ -109,7 +109,7 @@ class Agent:
             port = listen_within(self._loop.sockets, config)
             address = sockets.address(config.advertise or config.listen, port)
             self.descriptor = m.RankDescriptor(address, self.epoch, cache.told(), self._data.candidates)
-            self._shell = Shell(
+            self._shell = AgentRuntime(
                 self._loop,
                 self._data,
                 self._hasher,
@@ -215,7 +215,7 @@ class Agent:
         self._owner.check()
         arguments.instance("transfer", transfer, TransferId)
         generation = arguments.integer("generation", generation, 0)
-        arguments.string("reason", reason, MOST_REASON, empty=True)
+        arguments.string("reason", reason, MAX_REASON, empty=True)
         gone = arguments.flag("gone", gone)
         if arguments.flag("kept", kept) and not gone:
             raise ArgumentError("kept must come with gone: what is computed again is in other blocks")
@@ -282,7 +282,7 @@ class Agent:
         """
         self._check_open("cancel")
         arguments.string("handle", handle)
-        arguments.string("reason", reason, MOST_REASON, empty=True)
+        arguments.string("reason", reason, MAX_REASON, empty=True)
         self._loop.do(partial(self._shell.cancel, handle, reason))
 
     def identify(self, facts: Mapping[str, str]) -> None:

@@ -18,10 +18,10 @@ from kvxfer.identity import Generation, TransferId
 from kvxfer.ledger import BlockLedger
 from kvxfer.values import Fetch, Offer, Rank
 
-__all__ = ["Calls"]
+__all__ = ["CallValidator"]
 
 
-class Calls:
+class CallValidator:
     """Offers and fetches, held to the agent's cache, which has been checked, and to each other: a block is read or filled. Any thread.
 
     The control thread, which says what is ``over`` or ``free``, waits for no other: that one may be in a signal's handler, and wait
@@ -210,7 +210,7 @@ class Calls:
             arguments.integer("generation", offer.generation, last.generation)
             return
         again = f"within generation {offer.generation}; what is computed again needs a new generation"
-        most = last.tokens if last.final else arguments.MOST_INTEGER
+        most = last.tokens if last.final else arguments.MAX_INTEGER
         arguments.integer("tokens", offer.tokens, last.tokens, most)
         arguments.integer("consumers", offer.consumers, 1, last.consumers)
         if offer.digest != last.digest:

@@ -27,10 +27,10 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import IndexedKeep, PeerBudgets
+from kvxfer.protocol.budgets import IndexedExpiringMap, PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.timers import Timers
-from kvxfer.security import Complaints, Security
+from kvxfer.security import RateLimitedWarnings, Security
 from kvxfer.threads import NamedThread
 
 __all__ = ["ANY_EPOCH", "Answered", "Directory", "Unheard"]
@@ -46,14 +46,14 @@ SLICE_S = 0.005
 """Seconds of a turn that may be spent on incoming messages, and on outgoing ones."""
 SHARE = 16
 """The most messages of one connection before others have their turn."""
-MOST_NOTICES = 4 << 20
+MAX_NOTICES = 4 << 20
 """The most bytes of notices that wait for this engine's scheduler side. Beyond it, each peer has an equal share, and in it each of its
 connections. All closed ones of a peer have one together."""
 BEYOND_PER_S = 8 << 20
 """The most bytes a second of notices beyond its share that are looked at for a peer, over all of its connections."""
-MOST_TOLD = 100_000
+MAX_TOLD = 100_000
 """The most notices that wait to be sent."""
-MOST_AWAITED = 100_000
+MAX_AWAITED = 100_000
 """The most transfers whose beginning other engines wait for here."""
 EXPLAIN_SHARE = 10
 """After an answer, none is given for this many times as long as it took."""
@@ -126,25 +126,25 @@ class Directory:
         # What is to be told to an engine, and of what is to be told to all that wait for it that it has begun.
         self._outbox: deque[
             tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.InquiryAnswer]
-        ] = deque(maxlen=MOST_TOLD)
+        ] = deque(maxlen=MAX_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
         self.explain: Callable[[m.Explain], m.Explained] = lambda asked: m.Explained(self.engine, time.time(), 0)
         self._explain_at = 0.0  # when the next question may be answered
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
-        self._awaited: IndexedKeep[sockets.ControlConnection, TransferId, bytes] = IndexedKeep(
-            config.lease, MOST_AWAITED
+        self._awaited: IndexedExpiringMap[sockets.ControlConnection, TransferId, bytes] = IndexedExpiringMap(
+            config.lease, MAX_AWAITED
         )
         self._notices: dict[int, Notice] = {}
         self._answered = False  # whether an answer to an inquiry is among them
         self._numbers = count()
-        self._room: PeerBudgets[sockets.ControlConnection | PeerIdentity, int] = PeerBudgets(MOST_NOTICES)
+        self._room: PeerBudgets[sockets.ControlConnection | PeerIdentity, int] = PeerBudgets(MAX_NOTICES)
         self._lock = threading.Lock()
         self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
         self._beyond: dict[PeerIdentity, float] = {}  # the latest of these, by peer
         self._peers: dict[Source, sockets.ControlConnection] = {}
         self._idle: Timers[Source] = Timers()
-        self._complain = Complaints(log)
+        self._complain = RateLimitedWarnings(log)
         self._closing = False
         self._thread = NamedThread(target=self._run, name="kvxfer-dir")
         self._sockets = sockets.ControlSockets(Security.of(config), self._outbox)
@@ -180,7 +180,7 @@ class Directory:
             PeerError: They are too many for one message.
         """
         self._check_open("publish")
-        ranks = arguments.several("ranks", ranks, m.RankDescriptor)
+        ranks = arguments.sequence_of("ranks", ranks, m.RankDescriptor)
         if len(ranks) > m.MAX_RANKS:
             raise ArgumentError(f"ranks must be at most {m.MAX_RANKS}, not {len(ranks)}")
         places = [rank.cache.rank for rank in ranks]
@@ -219,7 +219,7 @@ class Directory:
         with self._lock:
             out = list(self._notices.values())
             self._notices, self._answered = {}, False
-            self._room = PeerBudgets(MOST_NOTICES)
+            self._room = PeerBudgets(MAX_NOTICES)
         return out
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
@@ -236,7 +236,7 @@ class Directory:
         self._owner.check()
         arguments.instance("source", source, Source)
         if not isinstance(message, m.Renew | m.Decline | m.Await):
-            raise ArgumentError(f"message must be a notice, not {arguments.shown(message)}")
+            raise ArgumentError(f"message must be a notice, not {arguments.describe(message)}")
         for named in _together(message.transfers):
             self._outbox.append((source, msgspec.structs.replace(message, transfers=named)))
         self._sockets.wake()
@@ -402,7 +402,7 @@ class Directory:
     def _unheard(self, peer: Source, why: object) -> None:
         self._complain("directory: notices for %s may be lost: %s", peer, why)
         with self._lock:
-            if len(self._notices) < MOST_TOLD:
+            if len(self._notices) < MAX_TOLD:
                 self._notices[next(self._numbers)] = Unheard(peer.host, peer.port)
         self.wake()
 

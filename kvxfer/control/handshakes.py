@@ -19,7 +19,7 @@ BURST, A_SECOND = 1024, 64
 """600 engines on one host may connect at once. After that a host may take some tenth of the control thread's time."""
 IN_A_TURN = 4
 """The most steps of handshakes between two turns of everything else: some 3 ms."""
-_MOST_HOSTS = 4096
+_MAX_HOSTS = 4096
 """The most hosts that are remembered. The one that has begun none for longest is forgotten, and has its burst again."""
 
 
@@ -37,7 +37,7 @@ class Handshakes:
             return False
         self._begun[peer] = count, now
         self._begun.move_to_end(peer)
-        if len(self._begun) > _MOST_HOSTS:
+        if len(self._begun) > _MAX_HOSTS:
             self._begun.popitem(last=False)
         return True
 

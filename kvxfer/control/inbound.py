@@ -27,7 +27,7 @@ K = FailureKind
 
 MOST = 1024
 """The most links that others may dial to this agent. For one more, one over which nothing moves is given up."""
-MOST_NAME = 100
+MAX_NAME = 100
 """The most characters of an engine's name."""
 
 
@@ -123,8 +123,8 @@ class Inbound(LinkTable[_Dialled]):
                     known.asked = now
                 return link, msg
             case m.Hello() if known is None:
-                name = f"{msg.engine[:MOST_NAME]} at {connection.host}"
-                owner = msgspec.structs.replace(connection.peer, engine=msg.engine[:MOST_NAME])
+                name = f"{msg.engine[:MAX_NAME]} at {connection.host}"
+                owner = msgspec.structs.replace(connection.peer, engine=msg.engine[:MAX_NAME])
                 self._links[link] = _Dialled(link, msg.backend, connection, name, msg, now, owner=owner)
                 self._clock.set(link, now + self._silence)
                 if not self._examine(link, msg):
@@ -175,7 +175,7 @@ class Inbound(LinkTable[_Dialled]):
             self._forget(known.id)
             _refuse(known.connection, found, again=False)
             self._sockets.finish(known.connection)
-            who = f"{known.hello.engine[:MOST_NAME]!r} at {known.connection.host}"
+            who = f"{known.hello.engine[:MAX_NAME]!r} at {known.connection.host}"
             raise PeerError(f"refused a link from {who}: {found.detail}", kind=found.kind)
         known.planner = found
         self._sockets.keep(known.connection, PEER_FRAME)

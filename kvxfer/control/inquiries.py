@@ -13,7 +13,7 @@ from kvxfer.protocol.budgets import NewcomerShares
 
 __all__ = ["Inquiries", "PeerInquiry"]
 
-MOST_INQUIRIES = 512
+MAX_INQUIRIES = 512
 """The most inquiries that wait for the engine."""
 
 
@@ -40,7 +40,7 @@ class Inquiries:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._shares: NewcomerShares[Hashable] = NewcomerShares(MOST_INQUIRIES)
+        self._shares: NewcomerShares[Hashable] = NewcomerShares(MAX_INQUIRIES)
         self._turns: OrderedDict[Hashable, deque[PeerInquiry]] = OrderedDict()
 
     def put(self, inquiry: PeerInquiry) -> bool:

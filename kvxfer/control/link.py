@@ -156,7 +156,7 @@ class LinkTable(ABC, Generic[L]):
     def next_tick(self) -> float | None:
         return 0.0 if self._deaf else self._clock.next()
 
-    def pardon(self, seconds: float, now: float) -> None:
+    def discount_stall(self, seconds: float, now: float) -> None:
         """Discount seconds up to ``now`` in which this process did not run: add them to the times at which peers were last heard."""
         for link in self._links.values():  # what has come since may have been read already
             link.connection.heard = min(link.connection.heard + seconds, now)

@@ -18,7 +18,7 @@ from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Action
-from kvxfer.security import Complaints, Security
+from kvxfer.security import RateLimitedWarnings, Security
 from kvxfer.threads import NamedThread
 
 __all__ = ["CLOSED", "CLOSE_S", "LINGER_S", "ControlLoop", "Step"]
@@ -63,7 +63,7 @@ class Work(Protocol):
     def tell(self) -> None:
         """Tell the engine what has happened; called at the end of each turn."""
 
-    def pardon(self, seconds: float, now: float) -> None:
+    def discount_stall(self, seconds: float, now: float) -> None:
         """Do not count the ``seconds`` up to ``now`` as peers' silence."""
 
     def ends(self, why: Failure) -> Iterator[Step]:
@@ -103,7 +103,7 @@ class ControlLoop:
         self._close_s = 0.0  # the longest timeout of any call of ``close``
         self._late = threading.RLock()
         self._closed = threading.Event()
-        self._complain = Complaints(log)
+        self._complain = RateLimitedWarnings(log)
         self._awake = time.monotonic()
         self._work: Work  # from ``start`` on
         self.thread = NamedThread(target=self._run, name="kvxfer-control")
@@ -186,7 +186,7 @@ class ControlLoop:
         wait = min(max(work.next_due() - time.monotonic(), 0.001), LONGEST_WAIT_S)
         news = self.sockets.poll(wait)
         now = time.monotonic()
-        self._pardon(now)
+        self._discount_stall(now)
         # Calls of the engine before a message came are handled first: a commit request must see every revocation.
         said = self._taken + len(self._inbox)
         for connection in news:
@@ -200,12 +200,12 @@ class ControlLoop:
         finally:
             work.tell()
 
-    def _pardon(self, now: float) -> None:
+    def _discount_stall(self, now: float) -> None:
         """Do not count time in which this process was stopped or starved as silence of the peers."""
         stalled, self._awake = now - self._awake - LONGEST_WAIT_S, now
         if stalled > STALL_S:
             log.warning("this process stalled for %.1f s (it was suspended or starved)", stalled)
-            self._work.pardon(stalled, now)
+            self._work.discount_stall(stalled, now)
 
     def _drain(self, until: float = math.inf) -> None:
         """Do the steps that the engine and the data threads have queued, up to this time."""

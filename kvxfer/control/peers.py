@@ -1,6 +1,6 @@
 """The peers of an agent and its state machines: passes messages to the machines, and carries out what these ask of peers.
 
-Used by the control thread only; ``Shell`` has the rest. Peers are ranks that this agent has dialled, ranks that have dialled it,
+Used by the control thread only; ``AgentRuntime`` has the rest. Peers are ranks that this agent has dialled, ranks that have dialled it,
 and directories.
 """
 
@@ -33,7 +33,7 @@ from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Resolv
 
 __all__ = ["AgentPeers"]
 
-MOST_EXAMINED = 256
+MAX_EXAMINED = 256
 """The most descriptors that may wait to be examined."""
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class AgentPeers:
         self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._hellos = Examiner("kvxfer-hellos", 1, loop.do)
-        self._descriptors = Examiner("kvxfer-examine", MOST_EXAMINED, loop.do)
+        self._descriptors = Examiner("kvxfer-examine", MAX_EXAMINED, loop.do)
         silence, stated, invite, serving = config.peer_timeout, facts or {}, revocations.invite, self.producer.serving
         self._in = Inbound(loop.sockets, data, silence, me.epoch, invite, self._examine_hello, serving)
         self._out = Outbound(loop.sockets, data, silence, me.cache, engine, stated)
@@ -175,10 +175,10 @@ class AgentPeers:
         for lost in self._in.tick(now):
             yield partial(self._lost, lost)
 
-    def pardon(self, seconds: float, now: float) -> None:
-        self._in.pardon(seconds, now)
-        self._out.pardon(seconds, now)
-        self._resolver.pardon(seconds, now)
+    def discount_stall(self, seconds: float, now: float) -> None:
+        self._in.discount_stall(seconds, now)
+        self._out.discount_stall(seconds, now)
+        self._resolver.discount_stall(seconds, now)
 
     # --- what the machines ask of them -----------------------------------------------------------------------------
 

@@ -47,14 +47,14 @@ PROBE_S = 1.0
 """Seconds between two questions to a directory that is known to be silent."""
 KEPT_S = 600.0
 """Seconds after which a silent directory is forgotten, if nobody has asked for it."""
-MOST_SILENT = 64
+MAX_SILENT = 64
 """The most directories that are known to be silent; for one more, the one that was asked for longest ago is forgotten."""
-MOST_FOUND = 1024
+MAX_FOUND = 1024
 """The most sources whose links are remembered."""
 
 CHECK_S = 2.0
 """The most seconds that checking a descriptor may take."""
-MOST_READ = 256
+MAX_READ = 256
 """The most ranks of one engine that this rank reads from."""
 
 
@@ -193,7 +193,7 @@ class Resolver:
                 self._query(source, now)
                 self._silence(self._queries[source], why)
 
-    def pardon(self, seconds: float, now: float) -> None:
+    def discount_stall(self, seconds: float, now: float) -> None:
         """Do not count seconds up to ``now`` in which this process did not run as silence of directories."""
         for q in self._queries.values():
             q.since = min(q.since + seconds, now)
@@ -201,7 +201,7 @@ class Resolver:
     def _silence(self, q: _Query, why: Failure) -> None:
         q.silent = why
         silent = [(q.wanted, directory) for directory, q in self._queries.items() if q.silent is not None]
-        if len(silent) > MOST_SILENT:
+        if len(silent) > MAX_SILENT:
             self._close(min(silent, key=lambda known: known[0])[1])
 
     def receive(self, directory: Source, frame: bytes) -> Paths:
@@ -238,7 +238,7 @@ class Resolver:
             if isinstance(path, Path):
                 self._links.pop(directory, None)
                 self._links[directory] = frozenset(target.link for target in path.targets)
-                if len(self._links) > MOST_FOUND:
+                if len(self._links) > MAX_FOUND:
                     del self._links[next(iter(self._links))]
             yield directory, path
 
@@ -255,9 +255,9 @@ class Resolver:
             elif self._me.cache.rank not in {cache.rank for cache in ours}:
                 raise PeerError(f"this engine's own directory has not published {name(self._me.cache)}", kind=K.MISUSE)
             mine = route([rank.cache for rank in descriptor.ranks], ours)[self._me.cache.rank]
-            if len(mine.assignments) > MOST_READ:
+            if len(mine.assignments) > MAX_READ:
                 raise unlinkable(
-                    f"this rank would have to read from {len(mine.assignments)} ranks of it; at most {MOST_READ} are allowed"
+                    f"this rank would have to read from {len(mine.assignments)} ranks of it; at most {MAX_READ} are allowed"
                 )
             ranks = {rank.cache.rank: rank for rank in descriptor.ranks}
             targets = {rank: self._target(ranks[rank], source, each) for rank, each in sorted(mine.assignments.items())}

@@ -46,8 +46,8 @@ __all__ = ["DataThread"]
 log = logger("kvxfer.data")
 
 REOPEN_S = 1.0
-"""The shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MOST_S``."""
-REOPEN_MOST_S = 30.0
+"""The shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MAX_S``."""
+REOPEN_MAX_S = 30.0
 
 _UNENDED: set[Staging] = set()
 """Staging memory, with its tables, that must never be freed: of a back end that did not close, or with a device at work at the end."""
@@ -287,7 +287,7 @@ class DataThread:
         now = time.monotonic()
         if now < self._reopen or self._unmade is not None:
             return
-        self._reopen, self._wait = now + self._wait, min(2 * self._wait, REOPEN_MOST_S)
+        self._reopen, self._wait = now + self._wait, min(2 * self._wait, REOPEN_MAX_S)
         asked, self._asked = self._asked, []
         try:
             self._open()

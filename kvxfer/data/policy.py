@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from kvxfer import facts as f
-from kvxfer.config import LEAST_PIECE, Integrity
+from kvxfer.config import MIN_PIECE, Integrity
 from kvxfer.data.staging import Staging
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
@@ -101,10 +101,8 @@ class LinkPolicy:
                 f"{hello.engine!r} uses back end {self.backend!r} by {hello.mode}, this engine by {self.mode}; configure it "
                 "the same on both"
             )
-        if hello.piece_bytes < LEAST_PIECE:
-            raise unlinkable(
-                f"{hello.engine!r} asks for pieces of {hello.piece_bytes} bytes; {LEAST_PIECE} is the least"
-            )
+        if hello.piece_bytes < MIN_PIECE:
+            raise unlinkable(f"{hello.engine!r} asks for pieces of {hello.piece_bytes} bytes; {MIN_PIECE} is the least")
         integrity = max(self.integrity, hello.integrity, key=STRICTNESS.index)
         piece_bytes = min(self.piece_bytes, hello.piece_bytes)
         # Either side may have memory that its back end cannot move.
@@ -117,7 +115,7 @@ class LinkPolicy:
         Raises:
             PeerError: It does not fit what this side asked for.
         """
-        if not LEAST_PIECE <= welcome.piece_bytes <= self.piece_bytes:
+        if not MIN_PIECE <= welcome.piece_bytes <= self.piece_bytes:
             raise unlinkable(f"its pieces have {welcome.piece_bytes} bytes, this side's {self.piece_bytes}")
         if STRICTNESS.index(welcome.integrity) < STRICTNESS.index(self.integrity):
             raise unlinkable(

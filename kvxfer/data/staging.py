@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvxfer import memory
-from kvxfer.config import LEAST_PIECE, SLOTS
+from kvxfer.config import MIN_PIECE, SLOTS
 from kvxfer.data.slot_usage import SlotUsage
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.logs import logger
@@ -68,7 +68,7 @@ class Staging:
 
     def __init__(self, regions: tuple[Region, ...], nbytes: int, device: str) -> None:
         self._space = memory.space(regions)
-        self.piece_bytes = nbytes // SLOTS // LEAST_PIECE * LEAST_PIECE
+        self.piece_bytes = nbytes // SLOTS // MIN_PIECE * MIN_PIECE
         self._buffer = memory.allocate(self.piece_bytes * SLOTS, device, beside=self._space.device)
         self._busy: dict[int, Fence] = {}  # by slot: the device's last work there, until it is done
         self.usage = SlotUsage()

@@ -26,7 +26,7 @@ from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, Moving, PartRef, Role
 from kvxfer.security import Security
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
-from kvxfer.transport.contract import MOST_ENDPOINT
+from kvxfer.transport.contract import MAX_ENDPOINT
 
 __all__ = ["Traffic"]
 
@@ -85,9 +85,9 @@ class Traffic:
         """
         self._withdraw(link)
         self._unused[link] = mine = self._transport.endpoint_lending(*lent(self._can, role))
-        if len(mine) > MOST_ENDPOINT:
+        if len(mine) > MAX_ENDPOINT:
             self._withdraw(link)
-            raise TransportError(f"the back end made an endpoint of {len(mine)} bytes, more than {MOST_ENDPOINT}")
+            raise TransportError(f"the back end made an endpoint of {len(mine)} bytes, more than {MAX_ENDPOINT}")
         return mine
 
     def _withdraw(self, link: LinkId) -> None:

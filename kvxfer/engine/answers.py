@@ -18,8 +18,8 @@ from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import NewcomerShares
 from kvxfer.schedule import Chain, OfferSchedule
-from kvxfer.security import Complaints
-from kvxfer.values import MOST_TOKENS, BlockTable, Group
+from kvxfer.security import RateLimitedWarnings
+from kvxfer.values import MAX_TOKENS, BlockTable, Group
 
 __all__ = ["AnswerCounts", "PrefixAnswers", "HeldPrefix", "Holds", "Inquiry"]
 
@@ -61,7 +61,7 @@ class HeldPrefix(msgspec.Struct, frozen=True):
     table: BlockTable
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MOST_TOKENS))
+        msgspec.structs.force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 0, MAX_TOKENS))
         arguments.instance("table", self.table, BlockTable)
 
 
@@ -111,7 +111,7 @@ class PrefixAnswers:
         self._exact = any(group.kind == "state" for group in groups)
         self._shares: NewcomerShares[Hashable] = NewcomerShares(limit)
         self._taken: dict[TransferId, _Taken] = {}
-        self._complain = Complaints(log)
+        self._complain = RateLimitedWarnings(log)
         self.counts = AnswerCounts()
 
     def answer(self, holds: Holds | None) -> None:

@@ -19,7 +19,7 @@ from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Prefix, PrefixOffer
-from kvxfer.security import Complaints
+from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 
 __all__ = ["AskCounts", "Asks"]
@@ -28,11 +28,11 @@ log = logger("kvxfer.engine")
 
 _S, _E = AskState, AskEvent
 
-MOST_SOURCES = 16
+MAX_SOURCES = 16
 """The most sources that are asked for one request; the first of those that are named."""
-SILENT_S, MOST_SILENT = 5.0, 1024
+SILENT_S, MAX_SILENT = 5.0, 1024
 """Seconds for which no request waits for a source that has not answered one in time, unless it answers; and the most of them."""
-MOST_LATE = 10_000
+MAX_LATE = 10_000
 """The most questions whose answers are still declined when they come too late."""
 
 
@@ -77,12 +77,12 @@ class Asks:
         self._asks: dict[str, Ask] = {}  # by request
         self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
         self._open: dict[TransferId, Ask] = {}  # by each name that has yet to be answered
-        self._late: Recent[TransferId, Source] = Recent(config.lease, MOST_LATE)
+        self._late: Recent[TransferId, Source] = Recent(config.lease, MAX_LATE)
         self._silent: Recent[tuple[str, int], bool] = Recent(
-            SILENT_S, MOST_SILENT
+            SILENT_S, MAX_SILENT
         )  # addresses that have not answered in time
         self._numbers = count(1)
-        self._complain = Complaints(log)
+        self._complain = RateLimitedWarnings(log)
         self.counts: dict[str, AskCounts] = {}
         notices.answered, notices.unheard = self._answered, self._unheard
 
@@ -99,7 +99,7 @@ class Asks:
         chain = prefix.chain(tokens)
         if not len(chain) or self._schedule.named(request) is not None:
             return False
-        what = chain, tuple(others)[:MOST_SOURCES]
+        what = chain, tuple(others)[:MAX_SOURCES]
         ask = self._alike.get(what)
         if ask is None or ask.state is _S.CLOSED:
             ask = self._alike[what] = Ask(kind, *what)

@@ -16,7 +16,7 @@ from kvxfer.values import Rank
 
 __all__ = ["Dispatch"]
 
-MOST_PREPARED = 1024
+MAX_PREPARED = 1024
 """The most engines that are remembered as having been prepared (``Dispatch.prepare``)."""
 
 
@@ -78,7 +78,7 @@ class Dispatch:
     def prepare(self, source: Source) -> None:
         """Have the workers make their links to an engine from which they are to fetch, the first time that it is named."""
         if source not in self._prepared and self.channel.open:
-            if len(self._prepared) >= MOST_PREPARED:
+            if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()
             self._prepared.add(source)
             self.channel.send(DirectFetches(self._fetched, prepare=((source, self._own),)))

@@ -21,9 +21,9 @@ __all__ = ["Notices"]
 
 log = logger("kvxfer.engine")
 
-MOST_OVER = 100_000
+MAX_OVER = 100_000
 """The most ended offers that are remembered."""
-MOST_EARLY = 10_000
+MAX_EARLY = 10_000
 """The most transfers of which it is remembered that they were declined before they were offered."""
 
 
@@ -45,10 +45,10 @@ class Notices:
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
         self._starts = Starts(config.start, directory.tell)
         self._over: Recent[TransferId, bytes] = Recent(
-            config.lease, MOST_OVER
+            config.lease, MAX_OVER
         )  # digests of offers whose request is over
         # What consumers have declined before it was offered, if the router has told both engines at once: why, and how many have.
-        self._early: Recent[Named, tuple[str, int]] = Recent(config.lease, MOST_EARLY)
+        self._early: Recent[Named, tuple[str, int]] = Recent(config.lease, MAX_EARLY)
         self._looked = 0.0  # when what comes about once in a while was last done
         directory.begun = self._has_begun
         self.answered: Callable[[Answered], None] = lambda answer: None

@@ -15,8 +15,8 @@ REMEMBERED = 16
 """The number of recent loads that are remembered."""
 ALIKE = 2
 """An estimate uses the remembered loads of about the same size: the nearest, and those up to this factor farther off."""
-MOST_LINKS = 1024
-LEAST_STEP = 32
+MAX_LINKS = 1024
+MIN_STEP = 32
 """The fewest tokens of prompts in a step whose time counts as the time of computing them. With fewer, most goes into the step itself."""
 
 
@@ -81,7 +81,7 @@ class LinkPaces:
 
     def _know(self, source: Source, pace: Pace | None) -> None:
         self._links[source.host, source.port] = pace
-        while len(self._links) > MOST_LINKS:  # that which has delivered nothing for longest
+        while len(self._links) > MAX_LINKS:  # that which has delivered nothing for longest
             del self._links[next(iter(self._links))]
 
 
@@ -98,7 +98,7 @@ class Benefit:
 
     def took(self, tokens: int, seconds: float) -> None:
         """Record how long a step took that computed ``tokens`` tokens of prompts."""
-        if tokens >= LEAST_STEP:
+        if tokens >= MIN_STEP:
             self._computing.took(tokens, seconds)
 
     def computing(self, tokens: int, ask: Ask) -> float:

@@ -13,8 +13,8 @@ from kvxfer.errors import ArgumentError
 
 __all__ = ["PrefixPool"]
 
-MOST_BLOCKS = 1 << 31
-MOST_SALT = 1 << 20
+MAX_BLOCKS = 1 << 31
+MAX_SALT = 1 << 20
 
 
 class PrefixPool:
@@ -36,8 +36,8 @@ class PrefixPool:
     """
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
-        self._references = [0] * arguments.integer("blocks", blocks, 1, MOST_BLOCKS)
-        self._block_tokens = arguments.integer("block_tokens", block_tokens, 1, MOST_BLOCKS)
+        self._references = [0] * arguments.integer("blocks", blocks, 1, MAX_BLOCKS)
+        self._block_tokens = arguments.integer("block_tokens", block_tokens, 1, MAX_BLOCKS)
         self._unused = dict.fromkeys(range(blocks))  # in the order in which they are taken
         self._holders: dict[bytes, int] = {}  # by prefix
         self._held: dict[int, bytes] = {}  # the prefix, by block
@@ -139,7 +139,7 @@ class PrefixPool:
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ArgumentError(f"tokens must be a row of integers, not {ids.dtype} of shape {ids.shape}")
         whole = len(ids) // self._block_tokens
-        name = _digest(arguments.octets("salt", salt, MOST_SALT, empty=True))
+        name = _digest(arguments.bytes_of("salt", salt, MAX_SALT, empty=True))
         for block in ids[: whole * self._block_tokens].astype("<i8").reshape(whole, self._block_tokens):
             name = _digest(name + block.tobytes())
             yield name

@@ -33,11 +33,11 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import Prefix, Schedule
 from kvxfer.ticket import Ticket
-from kvxfer.values import MOST_CONSUMERS, MOST_DIGEST, MOST_REASON, MOST_TOKENS, BlockTable, Group, Rank
+from kvxfer.values import MAX_CONSUMERS, MAX_DIGEST, MAX_REASON, MAX_TOKENS, BlockTable, Group, Rank
 
 __all__ = ["SchedulerSide"]
 
-MOST_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 
 
 class SchedulerSide:
@@ -90,9 +90,9 @@ class SchedulerSide:
     ) -> None:
         self.holds, self.wake = holds, wake
         arguments.instance("config", config, Config)
-        ranks = arguments.integer("ranks", ranks, 1, MOST_RANKS)
+        ranks = arguments.integer("ranks", ranks, 1, MAX_RANKS)
         writes_early = arguments.flag("writes_early", writes_early)
-        groups = arguments.several("groups", groups, Group, 1)
+        groups = arguments.sequence_of("groups", groups, Group, 1)
         if pins is not None:
             arguments.instance("pins", pins, BlockPins)
         self._stories = Stories(engine, lambda: self._schedule)
@@ -174,7 +174,7 @@ class SchedulerSide:
             ScheduleError: The request offers another transfer, or another number of tokens.
         """
         _transfer(transfer, digest)
-        tokens, consumers = _count("tokens", tokens), arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
+        tokens, consumers = _count("tokens", tokens), arguments.integer("consumers", consumers, 1, MAX_CONSUMERS)
         stops = arguments.flag("stops", stops)
         self._check_open("offer")
         arguments.string("request", request)
@@ -210,8 +210,8 @@ class SchedulerSide:
         """
         self._check_open("offer_computed")
         _transfer(transfer, digest)
-        tokens = arguments.integer("tokens", tokens, 1, MOST_TOKENS)
-        consumers = arguments.integer("consumers", consumers, 1, MOST_CONSUMERS)
+        tokens = arguments.integer("tokens", tokens, 1, MAX_TOKENS)
+        consumers = arguments.integer("consumers", consumers, 1, MAX_CONSUMERS)
         return self._offers.computed(transfer, digest, tokens, table, consumers, self.source)
 
     def load(
@@ -278,7 +278,7 @@ class SchedulerSide:
             why: In words for an operator.
         """
         _request(request)
-        self._stories.takes_no_part(request, arguments.string("why", why, MOST_REASON))
+        self._stories.takes_no_part(request, arguments.string("why", why, MAX_REASON))
 
     def _check_open(self, call: str) -> None:
         if self._closed:
@@ -312,7 +312,7 @@ class SchedulerSide:
             ClosedError: This side has been closed.
         """
         arguments.instance("prefix", prefix, Prefix)
-        sources = arguments.several("sources", sources, Source)
+        sources = arguments.sequence_of("sources", sources, Source)
         tokens = min(_count("tokens", tokens), len(prefix))
         arguments.string("kind", kind, empty=True)
         self._check_open("ask")
@@ -414,7 +414,7 @@ class SchedulerSide:
             return None
         return self._loads.loadable(request, computed)
 
-    def here(self, request: str) -> bool:
+    def is_prefetched(self, request: str) -> bool:
         """Return whether the tokens that ``loadable`` promised are already here, in prefetched blocks.
 
         If so, the request runs in this step, whose workers first copy the blocks. If not, its load begins with this step.
@@ -536,7 +536,7 @@ class SchedulerSide:
         self._asks.ended(update)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
-    def load_over(self, request: str) -> None:
+    def confirm_load_ended(self, request: str) -> None:
         """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
         _request(request)
         self._loads.over_elsewhere(request)
@@ -580,7 +580,7 @@ class SchedulerSide:
 
         The workers' first reports say it, too.
         """
-        descriptors = arguments.several("descriptors", descriptors, RankDescriptor)
+        descriptors = arguments.sequence_of("descriptors", descriptors, RankDescriptor)
         new = {one.cache.rank: one for one in descriptors}
         self._descriptors |= new
         for one in new.values():
@@ -618,7 +618,7 @@ class SchedulerSide:
             reason: Why, for the consumers.
         """
         _request(request)
-        arguments.string("reason", reason, MOST_REASON, empty=True)
+        arguments.string("reason", reason, MAX_REASON, empty=True)
         offering = self._schedule.producer.offering(request)
         if offering is not None:
             self._schedule.producer.withdraw(offering[0], reason)
@@ -628,7 +628,7 @@ class SchedulerSide:
 
         While that is False, the workers have yet to act on it: go on making steps, and call it again.
         """
-        arguments.string("reason", reason, MOST_REASON, empty=True)
+        arguments.string("reason", reason, MAX_REASON, empty=True)
         for transfer in self._schedule.producer.transfers:
             self._schedule.producer.withdraw(transfer, reason)
         self._asks.withdraw_all(reason)
@@ -666,8 +666,8 @@ def _request(request: str) -> None:
 
 def _transfer(transfer: TransferId, digest: bytes) -> None:
     arguments.instance("transfer", transfer, TransferId)
-    arguments.octets("digest", digest, MOST_DIGEST)
+    arguments.bytes_of("digest", digest, MAX_DIGEST)
 
 
 def _count(name: str, value: int) -> int:
-    return arguments.integer(name, value, 0, MOST_TOKENS)
+    return arguments.integer(name, value, 0, MAX_TOKENS)

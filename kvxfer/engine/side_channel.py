@@ -35,7 +35,7 @@ LONGEST = 1 << 17
 CONNECT_S = 0.2
 PAUSE_MS = 100
 """Seconds for which no connection is accepted after the process has run out of descriptors."""
-MOST_STRANGERS = 4
+MAX_STRANGERS = 4
 """The most connections that have not sent the secret yet; for one more, the oldest is closed."""
 
 
@@ -158,7 +158,7 @@ class WorkerChannel:
                 self._deaf = True
                 return
             found.setblocking(False)
-            if len(self._strangers) >= MOST_STRANGERS:
+            if len(self._strangers) >= MAX_STRANGERS:
                 self._forget(next(iter(self._strangers)), poll)
             self._strangers[found.fileno()] = found
             poll.register(found.fileno(), select.POLLIN)

@@ -21,7 +21,7 @@ from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
 from kvxfer.text import printable
-from kvxfer.values import MOST_PAYLOAD, BlockTable, Fetch, Rank
+from kvxfer.values import MAX_PAYLOAD, BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
 
@@ -225,7 +225,7 @@ class WorkerSide:
         arguments.instance("step", step, Step)
         for transfer, payload in arguments.mapping("payloads", payloads or {}, "bytes by transfer").items():
             arguments.instance("payloads", transfer, TransferId)
-            self._payloads[transfer] = arguments.octets(f"payloads[{transfer}]", payload, MOST_PAYLOAD, empty=True)
+            self._payloads[transfer] = arguments.bytes_of(f"payloads[{transfer}]", payload, MAX_PAYLOAD, empty=True)
         if step.commands.offers:
             fence = memory.fence(self._device)
             for offer in step.commands.offers:
@@ -374,7 +374,7 @@ class WorkerSide:
 def _agent(agent: Agent) -> Agent:
     """Refuse what is not an agent, and one whose events another worker side takes."""
     if not hasattr(agent, "cache"):
-        raise ArgumentError(f"agent must be a kvxfer Agent, not {arguments.shown(agent)}")
+        raise ArgumentError(f"agent must be a kvxfer Agent, not {arguments.describe(agent)}")
     if getattr(agent, "followed", False):
         raise ArgumentError(
             "agent must not have a worker side yet: each takes the agent's events, so make one for each agent"

@@ -24,7 +24,7 @@ class Incompatible(KvxferError, ValueError):
     default = FailureKind.INCOMPATIBLE
 
 
-MOST_ASSIGNMENTS, MOST_LAYERS = 1 << 10, 1 << 12
+MAX_ASSIGNMENTS, MAX_LAYERS = 1 << 10, 1 << 12
 """The most assignments of one rank, and layers named in them all together. Each plane of a layer is assigned once, or a few
 times if its heads come from several replicas."""
 
@@ -42,7 +42,7 @@ class ShardAssignment(msgspec.Struct, frozen=True):
 
     src_view: int
     dst_view: int
-    layers: Annotated[tuple[str, ...], Meta(max_length=MOST_LAYERS)]
+    layers: Annotated[tuple[str, ...], Meta(max_length=MAX_LAYERS)]
     head_lo: int
     head_hi: int
 
@@ -57,9 +57,9 @@ def check_assignments(src: Cache, dst: Cache, assignments: Sequence[ShardAssignm
         Incompatible: An assignment lies outside a cache, joins views of different planes or views that cannot be
             converted, cuts an opaque axis, or covers a (layer, plane, head) that another one covers already.
     """
-    if len(assignments) > MOST_ASSIGNMENTS or sum(len(c.layers) for c in assignments) > MOST_LAYERS:
+    if len(assignments) > MAX_ASSIGNMENTS or sum(len(c.layers) for c in assignments) > MAX_LAYERS:
         raise Incompatible(
-            f"{len(assignments)} assignments are more than {MOST_ASSIGNMENTS}, or name more than {MOST_LAYERS} layers together"
+            f"{len(assignments)} assignments are more than {MAX_ASSIGNMENTS}, or name more than {MAX_LAYERS} layers together"
         )
     held = [frozenset(v.layers) for v in src.views], [frozenset(v.layers) for v in dst.views]
     taken: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)

@@ -6,7 +6,7 @@ Both sides of a link divide the producer's cache in the same way, so that messag
 from __future__ import annotations
 
 from kvxfer.geometry.cache import Cache
-from kvxfer.values import MOST_BANDS
+from kvxfer.values import MAX_BANDS
 
 __all__ = ["bands"]
 
@@ -21,6 +21,6 @@ def bands(cache: Cache) -> tuple[frozenset[str], ...]:
     """
     kept = (v.layers for v in cache.views if cache.groups[v.group].kind == "full")
     layers = list(dict.fromkeys(layer for view in kept for layer in view))
-    n = min(MOST_BANDS, len(layers))
+    n = min(MAX_BANDS, len(layers))
     ends = [len(layers) * i // n for i in range(n + 1)] if n else [0]
     return tuple(frozenset(layers[lo:hi]) for lo, hi in zip(ends, ends[1:], strict=False))

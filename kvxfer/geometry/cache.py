@@ -34,16 +34,16 @@ HOST = "cpu"
 GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
 
-_MOST_BYTES = 1 << 60
+_MAX_BYTES = 1 << 60
 
 # The cost of planning grows with these, and a description may come from a peer. A model has some hundred layers of a handful of
 # planes each; the pattern of a plan has as many rows as one block has pieces.
-_MOST_VIEWS, _MOST_REGIONS, _MOST_GROUPS = 512, 1 << 12, 128
-_MOST_LAYERS = 1 << 12
+_MAX_VIEWS, _MAX_REGIONS, _MAX_GROUPS = 512, 1 << 12, 128
+_MAX_LAYERS = 1 << 12
 """The most layers, counted once for each plane."""
-_MOST_HEADS = 1 << 18
+_MAX_HEADS = 1 << 18
 """The most heads, counted once for each layer and plane."""
-_MOST_CELLS = 1 << 22
+_MAX_CELLS = 1 << 22
 """The most pieces of content in one block of one view."""
 
 _FIRST = Rank()
@@ -152,8 +152,8 @@ class View(msgspec.Struct, frozen=True):
 
     plane: _Name
     group: int
-    layers: Annotated[tuple[_Name, ...], Meta(max_length=_MOST_LAYERS)]
-    offsets: Annotated[tuple[int, ...], Meta(max_length=_MOST_LAYERS)]
+    layers: Annotated[tuple[_Name, ...], Meta(max_length=_MAX_LAYERS)]
+    offsets: Annotated[tuple[int, ...], Meta(max_length=_MAX_LAYERS)]
     blocks: int
     block_stride: int
     unit: int
@@ -172,7 +172,7 @@ class View(msgspec.Struct, frozen=True):
         if self.heads is not None:
             arguments.instance("heads", self.heads, Heads)
         if isinstance(self.layers, str) or not all(type(layer) is str for layer in self.layers):
-            raise ArgumentError(f"layers must be a tuple of str, not {arguments.shown(self.layers)}")
+            raise ArgumentError(f"layers must be a tuple of str, not {arguments.describe(self.layers)}")
         force_setattr(self, "layers", tuple(self.layers))
         force_setattr(self, "offsets", arguments.integers("offsets", self.offsets))
         force_setattr(self, "optional", arguments.flag("optional", self.optional))
@@ -213,16 +213,16 @@ class Cache(msgspec.Struct, frozen=True):
         rank: Pipeline stage and tensor-parallel rank.
     """
 
-    regions: Annotated[tuple[Region, ...], Meta(max_length=_MOST_REGIONS)]
-    groups: Annotated[tuple[Group, ...], Meta(max_length=_MOST_GROUPS)]
-    views: Annotated[tuple[View, ...], Meta(max_length=_MOST_VIEWS)]
+    regions: Annotated[tuple[Region, ...], Meta(max_length=_MAX_REGIONS)]
+    groups: Annotated[tuple[Group, ...], Meta(max_length=_MAX_GROUPS)]
+    views: Annotated[tuple[View, ...], Meta(max_length=_MAX_VIEWS)]
     rank: Rank = Rank()
 
     def __post_init__(self) -> None:
         for name, kind in (("regions", Region), ("groups", Group), ("views", View)):
             values = getattr(self, name)
             if not isinstance(values, Iterable):
-                raise ArgumentError(f"{name} must be a tuple of {kind.__name__}, not {arguments.shown(values)}")
+                raise ArgumentError(f"{name} must be a tuple of {kind.__name__}, not {arguments.describe(values)}")
             force_setattr(self, name, tuple(arguments.instance(f"{name}[{i}]", v, kind) for i, v in enumerate(values)))
         arguments.instance("rank", self.rank, Rank)
 
@@ -324,9 +324,9 @@ class Cache(msgspec.Struct, frozen=True):
         """
         self._check_size()
         for i, r in enumerate(self.regions):
-            if r.address < 0 or not 0 < r.nbytes <= _MOST_BYTES:
+            if r.address < 0 or not 0 < r.nbytes <= _MAX_BYTES:
                 raise ArgumentError(f"region {i}: {r.nbytes} bytes at {r.address} is not a piece of memory")
-        if sum(r.nbytes for r in self.regions) > _MOST_BYTES:
+        if sum(r.nbytes for r in self.regions) > _MAX_BYTES:
             raise ArgumentError("the regions together are larger than any memory")
         for g, group in enumerate(self.groups):
             if group.kind == "local":
@@ -339,14 +339,14 @@ class Cache(msgspec.Struct, frozen=True):
     def _check_size(self) -> None:
         """Refuse a description larger than any engine's, before doing anything whose cost grows with it."""
         for what, n, most in (
-            ("regions", len(self.regions), _MOST_REGIONS),
-            ("groups", len(self.groups), _MOST_GROUPS),
-            ("views", len(self.views), _MOST_VIEWS),
-            ("layers, counted for each plane,", sum(len(v.layers) for v in self.views), _MOST_LAYERS),
+            ("regions", len(self.regions), _MAX_REGIONS),
+            ("groups", len(self.groups), _MAX_GROUPS),
+            ("views", len(self.views), _MAX_VIEWS),
+            ("layers, counted for each plane,", sum(len(v.layers) for v in self.views), _MAX_LAYERS),
             (
                 "heads, counted for each layer and plane,",
                 sum(len(v.layers) * v.heads.count for v in self.views if v.heads is not None),
-                _MOST_HEADS,
+                _MAX_HEADS,
             ),
         ):
             if n > most:
@@ -378,8 +378,8 @@ class Cache(msgspec.Struct, frozen=True):
             cells *= n
             if stride <= 0:
                 raise ArgumentError(f"{what}: strides must be positive, not {stride}")
-        if cells > _MOST_CELLS:
-            raise ArgumentError(f"{what}: {cells} pieces in one block are more than {_MOST_CELLS}")
+        if cells > _MAX_CELLS:
+            raise ArgumentError(f"{what}: {cells} pieces in one block are more than {_MAX_CELLS}")
         extent = v.extent(group.block_tokens)
         for layer, offset in zip(v.layers, v.offsets, strict=True):
             r = bisect_right(starts, offset) - 1

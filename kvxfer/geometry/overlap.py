@@ -26,7 +26,7 @@ from kvxfer.geometry.pattern import CopyPattern, merge
 
 __all__ = ["Strided", "first_overlap"]
 
-_MOST_PIECES, _MOST_SLICES = 1 << 13, 1 << 16
+_MAX_PIECES, _MAX_SLICES = 1 << 13, 1 << 16
 """The most pieces, and parts of their rectangles, that are compared exactly: some 10 ms and 10 MB of work."""
 
 TOO_MANY = "the views of a group interleave in more ways than can be checked"
@@ -72,7 +72,7 @@ def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int]
     Raises:
         ArgumentError: Too many pieces would have to be compared exactly.
     """
-    left = _MOST_PIECES
+    left = _MAX_PIECES
     for f, views in enumerate(families):
         if _apart(views):
             continue
@@ -168,7 +168,7 @@ def _same_stride(
     edges = np.unique(np.append(left, right))
     a, b = np.searchsorted(edges, left), np.searchsorted(edges, right)
     count = b - a
-    if int(count.sum()) > _MOST_SLICES:
+    if int(count.sum()) > _MAX_SLICES:
         raise ArgumentError(TOO_MANY)
     piece = np.repeat(np.arange(len(a)), count)
     column = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count) + a[piece]

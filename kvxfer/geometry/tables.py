@@ -16,7 +16,7 @@ from kvxfer.values import NULL, BlockTable, Group, Ints
 
 __all__ = ["TableCheck"]
 
-MOST_TABLE = 3 << 20
+MAX_TABLE = 3 << 20
 """The most bytes of a block table's ids: 780,000 blocks, with which a message is still short enough for a peer."""
 
 
@@ -66,8 +66,8 @@ class TableCheck:
             raise ArgumentError(
                 f"{name} must have one row for each of the cache's {len(self.groups)} groups, not {len(rows)}"
             )
-        if table.nbytes > MOST_TABLE:
-            raise ArgumentError(f"{name} must be at most {MOST_TABLE} bytes of ids, not {table.nbytes}")
+        if table.nbytes > MAX_TABLE:
+            raise ArgumentError(f"{name} must be at most {MAX_TABLE} bytes of ids, not {table.nbytes}")
         any_block = False
         for g, limit in enumerate(self._blocks):
             most = table.greatest(g)

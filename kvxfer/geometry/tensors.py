@@ -76,7 +76,7 @@ def cache_of(
     planes = tensors if isinstance(tensors, Mapping) else {"kv": tensors}
     if not planes:
         raise ArgumentError("tensors must be at least one")
-    names = None if layers is None else arguments.several("layers", layers, str)
+    names = None if layers is None else arguments.sequence_of("layers", layers, str)
     if names is not None and len(set(names)) < len(names):
         raise ArgumentError(f"layers must be named apart, not {', '.join(map(repr, names))}")
     if group is not None:
@@ -84,7 +84,7 @@ def cache_of(
     if turns is not None:
         arguments.instance("turns", turns, TokenTurns)
     if heads is not None and not isinstance(heads, tuple):
-        raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.shown(heads)}")
+        raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.describe(heads)}")
     read: dict[str, tuple[list[_Tensor], list[str]]] = {}
     for plane, held in planes.items():
         arguments.string("plane", plane)
@@ -258,7 +258,7 @@ def _read(tensor: Any, what: str) -> _Tensor:
     if found is None:
         raise ArgumentError(
             f"{what} must be a tensor (of torch, or with __array_interface__, __cuda_array_interface__ or __dlpack__), not "
-            f"{arguments.shown(tensor)}"
+            f"{arguments.describe(tensor)}"
         )
     if not prod(found.shape) or any(n > 1 and s <= 0 for n, s in zip(found.shape, found.strides, strict=True)):
         raise ArgumentError(

@@ -14,7 +14,7 @@ from math import gcd, lcm
 import msgspec
 
 from kvxfer import arguments
-from kvxfer.values import MOST_TOKENS
+from kvxfer.values import MAX_TOKENS
 
 __all__ = ["ALL", "Shared", "TokenTurns"]
 
@@ -36,8 +36,8 @@ class TokenTurns(msgspec.Struct, frozen=True):
     span: int = 1
 
     def __post_init__(self) -> None:
-        count = arguments.integer("count", self.count, 1, MOST_TOKENS)
-        for name, most, least in (("index", count - 1, 0), ("span", MOST_TOKENS, 1)):
+        count = arguments.integer("count", self.count, 1, MAX_TOKENS)
+        for name, most, least in (("index", count - 1, 0), ("span", MAX_TOKENS, 1)):
             msgspec.structs.force_setattr(self, name, arguments.integer(name, getattr(self, name), least, most))
         msgspec.structs.force_setattr(self, "count", count)
 

@@ -20,10 +20,10 @@ from kvxfer.geometry.turns import Shared
 
 __all__ = ["ViewGroup", "LogicalCopy", "view_groups"]
 
-_MOST_ROWS = 1 << 16
+_MAX_ROWS = 1 << 16
 """The most rows of a pattern; segments are cut shorter rather than exceed it, so that it stays small and quick to make."""
 
-_MOST_TOKENS = 64
+_MAX_TOKENS = 64
 
 _ONE = np.ones(1, np.int64)
 _ONE.setflags(write=False)
@@ -95,7 +95,7 @@ class ViewGroup:
         loose = sum(len(t) for t in self._merged if not self._follows(t))
         if self.opaque or not loose:
             return 1 << 62
-        return max(1, min(_MOST_TOKENS, 1 << (_MOST_ROWS // loose).bit_length() >> 1))
+        return max(1, min(_MAX_TOKENS, 1 << (_MAX_ROWS // loose).bit_length() >> 1))
 
     def tokens(self, count: int) -> Axis:
         """Return the axis of the tokens of a segment."""

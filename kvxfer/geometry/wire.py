@@ -15,7 +15,7 @@ from kvxfer.geometry.strided_copy import StridedCopy
 
 __all__ = ["decode", "encode"]
 
-_MOST_ROWS = 1 << 24
+_MAX_ROWS = 1 << 24
 _LITTLE = np.dtype("<i8")
 
 
@@ -72,8 +72,8 @@ def _copy(s: _Strided) -> StridedCopy:
         len(cells[0]) == len(cells[1]) > 0
         and len(places[0]) == len(places[1]) == len(counts) > 0
         and len(s.axes) <= 2
-        and all(1 < n <= _MOST_ROWS for n, _, _ in s.axes)
-        and len(pattern) <= _MOST_ROWS
+        and all(1 < n <= _MAX_ROWS for n, _, _ in s.axes)
+        and len(pattern) <= _MAX_ROWS
         and s.unit > 0
         and int(counts.min()) > 0
     )

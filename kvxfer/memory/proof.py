@@ -32,7 +32,7 @@ __all__ = ["Proof", "Unproven", "Write"]
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
-_LEAST_BLOCKS = 4
+_MIN_BLOCKS = 4
 """Two to write into, and one on each side of them."""
 
 
@@ -95,7 +95,7 @@ class Proof:
         blocks = min(len(memory), *(view.blocks for view in views))
         if group.kind == "state":
             raise Unproven("a state is not written by token")
-        if blocks < _LEAST_BLOCKS:
+        if blocks < _MIN_BLOCKS:
             raise Unproven(f"{blocks} blocks are too few")
         for view in views:
             if view.heads is not None and view.heads.stride is not None and view.heads.count != write.heads:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 
-__all__ = ["NewcomerShares", "IndexedKeep", "Keep", "PeerBudgets"]
+__all__ = ["NewcomerShares", "IndexedExpiringMap", "ExpiringMap", "PeerBudgets"]
 
 Owner = TypeVar("Owner", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
@@ -180,7 +180,7 @@ class NewcomerShares(Generic[Owner]):
             del self._taken[owner]
 
 
-class Keep(Generic[Owner, K, V]):
+class ExpiringMap(Generic[Owner, K, V]):
     """Values that are remembered for a while, within a budget that their owners share.
 
     If there is no room for a value, the oldest one goes of the same owner, or of the owner that has most if that owner has less than
@@ -236,8 +236,8 @@ class Keep(Generic[Owner, K, V]):
         return len(self._until)
 
 
-class IndexedKeep(Keep[Owner, K, V]):
-    """A ``Keep`` that also knows which owners have a value for a key."""
+class IndexedExpiringMap(ExpiringMap[Owner, K, V]):
+    """A ``ExpiringMap`` that also knows which owners have a value for a key."""
 
     def __init__(self, seconds: float, most: int) -> None:
         super().__init__(seconds, most)

@@ -9,7 +9,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol.offer_record import OfferRecord, Over, RankServe, told
 from kvxfer.protocol.releases import Releases
 from kvxfer.protocol.revocations import RevocationCounter
-from kvxfer.protocol.serves import MOST_WORDS, Serves
+from kvxfer.protocol.serves import MAX_WORDS, Serves
 from kvxfer.protocol.timers import Recent, Timers
 from kvxfer.protocol.transitions import ServeState
 from kvxfer.protocol.values import Action, Emit
@@ -39,7 +39,7 @@ class LeasedOffers:
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter) -> None:
         self._lease = lease
         self.records: dict[TransferId, OfferRecord] = {}
-        self.over: Recent[TransferId, Over] = Recent(lease, MOST_WORDS)
+        self.over: Recent[TransferId, Over] = Recent(lease, MAX_WORDS)
         self.releases = Releases()
         self.serves = Serves(lease, longest, revocations, self._serve_over)
         self.closed: Outcome | None = None

@@ -11,7 +11,7 @@ from msgspec import field
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import IndexedKeep
+from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.parts import AHEAD, Span
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
@@ -27,11 +27,11 @@ from kvxfer.protocol.values import (
     Released,
     in_order,
 )
-from kvxfer.values import MOST_BANDS, Offer
+from kvxfer.values import MAX_BANDS, Offer
 
 __all__ = ["Early", "OfferRecord", "Key", "ConsumerLink", "Over", "RankServe", "follows", "told"]
 
-ALL = MOST_BANDS + 1
+ALL = MAX_BANDS + 1
 """More bands than there are: all layers."""
 
 Key = tuple[LinkId, int]
@@ -163,7 +163,7 @@ class OfferRecord(msgspec.Struct, eq=False):
     fit: dict[int, int] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
-    misfits: set[int] = field(default_factory=set)  # those that want more than there is, and do not count
+    ineligible: set[int] = field(default_factory=set)  # those that want more than there is, and do not count
     nbytes: int = 0
     outcome: Outcome | None = None
     known: bool = False  # the engine has offered or revoked it, and waits for its end
@@ -181,7 +181,7 @@ class OfferRecord(msgspec.Struct, eq=False):
             self.tokens = offer.tokens
         if self.digest != offer.digest:
             self.digest = offer.digest
-            for readers in (self.fit, self.settled, self.dropped, self.misfits):
+            for readers in (self.fit, self.settled, self.dropped, self.ineligible):
                 readers.clear()
 
     @property
@@ -223,7 +223,7 @@ class OfferRecord(msgspec.Struct, eq=False):
         self.claimed = True
         self.fit.pop(reader, None)
         if digest == self.digest:
-            self.misfits.add(reader)
+            self.ineligible.add(reader)
 
     def drop(self, reader: int, readers: int) -> None:
         """Count a consumer that wanted what is offered, and has given it up."""
@@ -293,7 +293,7 @@ class Over(msgspec.Struct, frozen=True, gc=False):
     least: Generation  # older ones have ended, as the engine has been told
 
 
-class Early(IndexedKeep[int, TransferId, tuple[bytes, int]]):
+class Early(IndexedExpiringMap[int, TransferId, tuple[bytes, int]]):
     """Who gave up a transfer before it was offered, by reader and transfer: its digest, and how many readers its engine has."""
 
     def take(self, transfer: TransferId, digest: bytes) -> dict[int, int]:

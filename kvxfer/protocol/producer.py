@@ -17,7 +17,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.leased_offers import LeasedOffers
 from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, RankServe, follows
 from kvxfer.protocol.revocations import RevocationCounter
-from kvxfer.protocol.serves import MANY, MOST_WORDS
+from kvxfer.protocol.serves import MANY, MAX_WORDS
 from kvxfer.protocol.transitions import ServeEvent, ServeState
 from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Send
 from kvxfer.values import Offer
@@ -47,7 +47,7 @@ class ProducerMachine:
         self._offers = LeasedOffers(lease, longest, revocations or RevocationCounter())
         self._records, self._over, self._serves = self._offers.records, self._offers.over, self._offers.serves
         self._links, self._stop = self._serves.links, self._serves.stop
-        self._early = Early(lease, MOST_WORDS)
+        self._early = Early(lease, MAX_WORDS)
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class ProducerMachine:
         for serve in self._serves.unlink(link):
             if serve.on(E.LINK_DOWN):
                 serve.record.leave(serve.reader)
-                self._serves.forsake(serve)
+                self._serves.distrust_announced(serve)
                 self._offers.lend(serve.record, now)
             out += serve.aborts + self._serves.finish(serve, now)
         return out
@@ -161,7 +161,7 @@ class ProducerMachine:
                 return self._close_attempt(link, serve, msg, now)
             case m.Committed():
                 return self._committed(link, serve, msg, now)
-        said = self._serves.last_words.get(known.info.peer, msg.attempt)
+        said = self._serves.final_replies.get(known.info.peer, msg.attempt)
         if said is not None:
             return [Send(link, said)]
         match msg:
@@ -254,7 +254,7 @@ class ProducerMachine:
             return [Send(link, closed)]
         self._records[request.transfer] = h
         h.dropped.discard(reader)
-        h.misfits.discard(reader)
+        h.ineligible.discard(reader)
         self._early.pop(reader, request.transfer)
         out: list[Action] = []
         for other in lost:
@@ -285,7 +285,7 @@ class ProducerMachine:
         """Record that a reader has everything that it wanted, whatever has happened to the blocks since."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
         ack = m.CommitAck(msg.transfer, msg.attempt, None)  # for a late FetchRequest of it
-        self._serves.last_words.put(reader, msg.attempt, ack, now)
+        self._serves.final_replies.put(reader, msg.attempt, ack, now)
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._offers.settle(serve, now)
         if h is None or msg.digest != h.digest:
@@ -304,12 +304,12 @@ class ProducerMachine:
         elif h is None or h.digest is None:
             if self._over.get(msg.transfer) is None:
                 self._early.put(reader, msg.transfer, (msg.digest, max(msg.readers, 1)), now)
-        elif msg.digest == h.digest and reader not in h.misfits | h.settled and not h.lives(reader, but=serve):
+        elif msg.digest == h.digest and reader not in h.ineligible | h.settled and not h.lives(reader, but=serve):
             h.drop(reader, msg.readers)
             out += self._offers.count(h, Outcome(why), now)
         if serve is not None:
             return out + self._stop(serve, why, False, now)
-        said = self._serves.last_words.get(reader, msg.attempt)
+        said = self._serves.final_replies.get(reader, msg.attempt)
         if not isinstance(said, m.AttemptClosed):
             said = m.AttemptClosed(msg.transfer, msg.attempt, K.WITHDRAWN, "it is not being served", False)
         # Also the answer to a late FetchRequest of it.

@@ -8,7 +8,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.announcements import announce, delivered_bytes, plan_for, unfit, untold
-from kvxfer.protocol.budgets import Keep, PeerBudgets
+from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.offer_record import ConsumerLink, Key, OfferRecord, RankServe, told
 from kvxfer.protocol.parts import Span, cut
 from kvxfer.protocol.revocations import RevocationCounter
@@ -17,15 +17,15 @@ from kvxfer.protocol.transitions import ServeEvent, ServeState
 from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Send
 from kvxfer.values import Offer
 
-__all__ = ["MANY", "MOST_WORDS", "Serves"]
+__all__ = ["MANY", "MAX_WORDS", "Serves"]
 
 S, E, K = ServeState, ServeEvent, FailureKind
 
 # A flood of requests cannot fill memory, or keep other peers' requests out (see ``budgets.py``):
-MOST_BYTES, REQUEST_BYTES = 80 << 20, 2 << 10
+MAX_BYTES, REQUEST_BYTES = 80 << 20, 2 << 10
 """The most bytes of all live fetch requests, and the bytes that each counts for in addition to its block table."""
 MANY = Failure(K.OVERLOADED, "too many fetch requests at once")
-MOST_WORDS = 100_000
+MAX_WORDS = 100_000
 """The most answers that are remembered."""
 
 GRACE_S = 1.0
@@ -61,8 +61,8 @@ class Serves:
         self._revocations, self._over = revocations, over
         self._serves: dict[Key, RankServe] = {}  # including those of ended offer records
         self._times: Timers[Key] = Timers()
-        self._room: PeerBudgets[LinkId, Key] = PeerBudgets(MOST_BYTES)
-        self.last_words: Keep[int, int, LastWord] = Keep(lease, MOST_WORDS)
+        self._room: PeerBudgets[LinkId, Key] = PeerBudgets(MAX_BYTES)
+        self.final_replies: ExpiringMap[int, int, LastWord] = ExpiringMap(lease, MAX_WORDS)
 
     def __len__(self) -> int:
         return len(self._serves)
@@ -175,13 +175,13 @@ class Serves:
         """
         if not serve.on(E.STOP):
             return []
-        self.forsake(serve)
+        self.distrust_announced(serve)
         serve.why, serve.again = why, again
         serve.unsent.clear()
         self._times.set(serve.key, now + self._lease)
         return serve.aborts + self.finish(serve, now)
 
-    def forsake(self, serve: RankServe) -> None:
+    def distrust_announced(self, serve: RankServe) -> None:
         """Count a revocation, because what was announced to this consumer can no longer be trusted."""
         if serve.revocations is not None:
             self._revocations.count()
@@ -208,7 +208,7 @@ class Serves:
     def last_word(self, link: LinkId, word: LastWord, now: float) -> Send:
         """Send the last message about an attempt, and remember it in case the consumer asks again."""
         if link in self.links:
-            self.last_words.put(self.links[link].info.peer, word.attempt, word, now)
+            self.final_replies.put(self.links[link].info.peer, word.attempt, word, now)
         return Send(link, word)
 
     def refuse(self, link: LinkId, request: m.FetchRequest, why: Failure, now: float, again: bool = False) -> Send:
@@ -264,10 +264,10 @@ class Serves:
             else:  # settled or ending, and something of it still moves
                 self._times.set(key, now + self._lease)
                 out += serve.aborts
-        self.last_words.forget(now)
+        self.final_replies.forget(now)
         return out
 
     def next(self) -> float | None:
         """Return when ``tick`` next has something to do, or ``None``."""
-        due, forget = self._times.next(), self.last_words.next()
+        due, forget = self._times.next(), self.final_replies.next()
         return due if forget is None or (due is not None and due < forget) else forget

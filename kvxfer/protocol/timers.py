@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 __all__ = ["Recent", "Timers"]
 
-MOST_DUE = 64
+MAX_DUE = 64
 """The most keys that are due, or values that are forgotten, in one call."""
 
 K = TypeVar("K", bound=Hashable)
@@ -41,11 +41,11 @@ class Timers(Generic[K]):
             heapq.heapify(self._heap)
 
     def due(self, now: float) -> Iterator[K]:
-        """Take out, one by one, keys whose time has come, ``MOST_DUE`` at the most.
+        """Take out, one by one, keys whose time has come, ``MAX_DUE`` at the most.
 
         The bound lets the thread do other things in between. Keys may be set and cancelled during the iteration.
         """
-        for _ in range(MOST_DUE):
+        for _ in range(MAX_DUE):
             at = self.next()
             if at is None or at > now:
                 return
@@ -99,8 +99,8 @@ class Recent(Generic[K, V]):
         return list(self._kept)
 
     def forget(self, now: float) -> None:
-        """Drop values that are too old, ``MOST_DUE`` at the most."""
-        for _ in range(MOST_DUE):
+        """Drop values that are too old, ``MAX_DUE`` at the most."""
+        for _ in range(MAX_DUE):
             at = self.next()
             if at is None or at > now:
                 return

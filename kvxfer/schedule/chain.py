@@ -48,7 +48,7 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
     links: Annotated[bytes, Meta(max_length=MAX_LINKS * DIGEST)]
 
     def __post_init__(self) -> None:
-        arguments.octets("links", self.links, MAX_LINKS * DIGEST, empty=True)
+        arguments.bytes_of("links", self.links, MAX_LINKS * DIGEST, empty=True)
         step = arguments.integer("step", self.step, STEP, STEP << 32)
         if step % STEP or (step // STEP) & (step // STEP - 1):
             raise ArgumentError(f"step must be {STEP} times a power of two, not {step}")
@@ -115,7 +115,7 @@ class Prefix:
             self._tokens = len(tokens)
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"tokens must be a row of integers, and media (hash, position, length) for each item, not {arguments.shown(media)}"
+                f"tokens must be a row of integers, and media (hash, position, length) for each item, not {arguments.describe(media)}"
             ) from None
         self._ids: Sequence[int] | NDArray[Any] | None = tokens
         self._links: list[bytes] = []

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvxfer import arguments
 from kvxfer.schedule.chain import STEP, Chain, Prefix
-from kvxfer.values import MOST_TOKENS
+from kvxfer.values import MAX_TOKENS
 
 __all__ = ["KnownPrefix", "PrefixIndex"]
 
@@ -43,7 +43,7 @@ class PrefixIndex(Generic[T]):
     """
 
     def __init__(self, most: int) -> None:
-        self._most = arguments.integer("most", most, 0, MOST_TOKENS) // STEP
+        self._most = arguments.integer("most", most, 0, MAX_TOKENS) // STEP
         self._new: deque[tuple[Prefix, T]] = deque()  # what is not hashed yet
         self._steps = 0  # how many steps that has
         self._names: OrderedDict[int, tuple[list[bytes], T]] = OrderedDict()  # by serial number, the oldest first

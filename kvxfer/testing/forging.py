@@ -21,7 +21,7 @@ _ADDRESSES = 1 << 32
 """Integers from here on are taken for addresses, and smaller ones for numbers of processes, sizes and the like."""
 _UP = "../" * 16
 _LARGEST = (1 << 64) - 1
-_MOST_LEAVES = 24
+_MAX_LEAVES = 24
 _FLIPS = 16
 
 Place = tuple[int, ...]
@@ -63,7 +63,7 @@ def forgeries(genuine: bytes, bait: Bait, kept: Collection[int] = ()) -> Iterato
     head, fields = taken
     others = _taken_apart(bait.other)
     leaves = [(path, leaf) for path, leaf in _leaves(fields) if path[0] not in kept]
-    for path, leaf in leaves[:_MOST_LEAVES]:
+    for path, leaf in leaves[:_MAX_LEAVES]:
         theirs = None if others is None else dict(_leaves(others[1])).get(path)
         for value in _values(leaf, theirs, bait):
             yield (

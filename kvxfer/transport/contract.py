@@ -46,7 +46,7 @@ from kvxfer.geometry.plan import CopyPlan, Ints
 __all__ = [
     "CONTRACTS",
     "CONTRACT_VERSION",
-    "MOST_ENDPOINT",
+    "MAX_ENDPOINT",
     "Batch",
     "Capabilities",
     "Completion",
@@ -58,7 +58,7 @@ __all__ = [
     "Verb",
 ]
 
-MOST_ENDPOINT = 1 << 20
+MAX_ENDPOINT = 1 << 20
 """The most bytes of an endpoint."""
 
 CONTRACT_VERSION = 2

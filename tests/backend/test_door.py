@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from kvxfer.backend import Wakeup
-from kvxfer.backend.door import MOST_STRANGERS, REST_S, UnixDoor
+from kvxfer.backend.door import MAX_STRANGERS, REST_S, UnixDoor
 
 
 class Door:
@@ -46,7 +46,7 @@ def door() -> Iterator[Door]:
 def test_of_many_who_say_nothing_the_oldest_go(door: Door) -> None:
     with ExitStack() as stack:
         silent = []
-        for _ in range(MOST_STRANGERS + 2):
+        for _ in range(MAX_STRANGERS + 2):
             silent.append(stack.enter_context(door.knock()))
             door.turn()
         gone = [s for s in silent if select.select([s], [], [], 0)[0]]

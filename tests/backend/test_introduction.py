@@ -12,7 +12,7 @@ import pytest
 from kvxfer.backend import Liveness, LivenessLinks, Wakeup
 from kvxfer.backend.introduction import Introduction
 from kvxfer.backend.liveness import LINK_BYTES
-from kvxfer.backend.passed import MOST_BYTES, passed
+from kvxfer.backend.passed import MAX_BYTES, passed
 from kvxfer.backend.process import PeerProcess
 from kvxfer.errors import PeerError
 from tests.descriptors import open_files
@@ -64,7 +64,7 @@ def test_if_one_says_no_neither_has_an_address(
         side.go_on()
     before = len(open_files())
     theirs = Introduction(there.line, lambda: b"of the other")
-    address: Any = {"it has none": None, "it is too long": lambda: bytes(MOST_BYTES + 1)}.get(why, lambda: b"mine")
+    address: Any = {"it has none": None, "it is too long": lambda: bytes(MAX_BYTES + 1)}.get(why, lambda: b"mine")
     if why == "the peer is another's":
         monkeypatch.setattr(PeerProcess, "equals_us", lambda self: False)
     mine = Introduction(here.line, address)
@@ -97,7 +97,7 @@ def half_a_pipe() -> int:
         lambda line: line.tell(b"Y", passed(b"one", "test"), passed(b"two", "test")),
         lambda line: line.tell(b"Y", file_on_disk()),
         lambda line: line.tell(b"Y", half_a_pipe()),
-        lambda line: line.tell(b"Y", passed(bytes(MOST_BYTES + 1), "test")),
+        lambda line: line.tell(b"Y", passed(bytes(MAX_BYTES + 1), "test")),
         lambda line: (line.tell(b"N"), line.tell(b"N")),
     ],
     ids=["no file", "nothing", "no with a file", "two files", "a file on disk", "a pipe", "too much", "twice"],

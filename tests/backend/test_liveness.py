@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxfer.backend import Liveness, LivenessLinks, Wakeup
-from kvxfer.backend.liveness import LINK_BYTES, MOST_HEARD
+from kvxfer.backend.liveness import LINK_BYTES, MAX_HEARD
 
 
 class Side:
@@ -78,10 +78,10 @@ def test_an_end_that_is_told_too_much_is_down(sides: tuple[Side, Side]) -> None:
     here, there = sides
     mine, theirs = here.connect(there), there.connect(here)
     there.go_on()
-    for _ in range(MOST_HEARD + 1):
+    for _ in range(MAX_HEARD + 1):
         mine.tell(b"x")
     theirs.check()
-    assert theirs.down is not None and len(theirs.heard) == MOST_HEARD
+    assert theirs.down is not None and len(theirs.heard) == MAX_HEARD
 
 
 def test_an_end_that_cannot_connect_can_still_be_withdrawn(

@@ -27,7 +27,7 @@ from kvxfer_nccl.transport import NcclTransport
 
 __all__ = ["FakeBinding", "FakePipe", "FakeNcclTransport"]
 
-MOST_RUNS = 4096
+MAX_RUNS = 4096
 """Enqueued runs that have not run, above which NCCL would block who enqueues more."""
 
 TICK_MS = 20
@@ -88,7 +88,7 @@ class FakePipe:
     def move(self, runs: Sequence[tuple[int, int]]) -> None:
         act = self._send if self._spec.sends else self._recv
         self._enqueued += len(runs)
-        assert self._enqueued - self._run_by_now <= MOST_RUNS, "here NCCL would block, perhaps for good"
+        assert self._enqueued - self._run_by_now <= MAX_RUNS, "here NCCL would block, perhaps for good"
         for address, nbytes in runs:
             self._work.put((act, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")))
 

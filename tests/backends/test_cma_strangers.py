@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvxfer.backend.door import MOST_STRANGERS
+from kvxfer.backend.door import MAX_STRANGERS
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
@@ -171,7 +171,7 @@ def test_strangers_take_a_bounded_number_of_descriptors(shared: World, victim: t
     name = Endpoint.decode(participant.endpoint()).socket
     before = open_files().count("/memfd:test (deleted)")
     silent = []
-    for _ in range(MOST_STRANGERS + 50):
+    for _ in range(MAX_STRANGERS + 50):
         silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         silent[-1].connect(f"\0{name}")
         shared.turn(0)
@@ -184,7 +184,7 @@ def test_strangers_take_a_bounded_number_of_descriptors(shared: World, victim: t
         sum(s.getsockname() == b"\0" + name.encode() for s in sockets()),
         open_files().count("/memfd:test (deleted)"),
     )
-    assert MOST_STRANGERS // 2 < taken <= 1 + 1 + MOST_STRANGERS, (
+    assert MAX_STRANGERS // 2 < taken <= 1 + 1 + MAX_STRANGERS, (
         "its door, who named the link last, and who says nothing"
     )
     assert maps - before == len(named) + 1, "of what the victim has mapped, only the last is left"

@@ -27,7 +27,7 @@ from kvxfer.testing.conformance.participant_link import Started
 from kvxfer.transport import Batch, PlanBatch, Verb
 from kvxfer_cuda_ipc.endpoint import Endpoint
 from kvxfer_cuda_ipc.exports import Opened
-from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, describe
+from kvxfer_cuda_ipc.gpu import SLOTS, THREADS, WORK, Gpu, blocks_for, write_work
 from kvxfer_cuda_ipc.library import CudaError
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import Launch, Placement, Tile, divisor, of_runs, of_strided_copy
@@ -316,7 +316,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     def run(launch: Launch, blocks: int) -> None:
         segments = np.stack([launch.src_at, launch.dst_at, launch.counts])
         rows, work = np.ascontiguousarray(launch.rows.table), ctypes.create_string_buffer(WORK.size)
-        describe(launch, rows.ctypes.data, segments.ctypes.data, work)
+        write_work(launch, rows.ctypes.data, segments.ctypes.data, work)
         compiled.run(work, launch.word, launch.tile.steps, blocks, THREADS)
 
     return run

@@ -22,7 +22,7 @@ from kvxfer_tcp.connection import SHARED_UNSENT
 from kvxfer_tcp.door import STRANGERS
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.read import ASK_RUNS
-from kvxfer_tcp.reader import LEAST_CHUNK, OPEN_ASKS
+from kvxfer_tcp.reader import MIN_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 from tests.descriptors import sockets
@@ -306,7 +306,7 @@ def test_a_short_batch_is_copied_as_it_comes(world: World, impostor: Impostor) -
     world.succeed(started)
 
 
-def question(runs: list[tuple[int, int]], memory: int = 0, chunk: int = LEAST_CHUNK, request: int = 0) -> bytes:
+def question(runs: list[tuple[int, int]], memory: int = 0, chunk: int = MIN_CHUNK, request: int = 0) -> bytes:
     offsets, lengths = zip(*runs, strict=True)
     return Header(Kind.ASK, len(runs), memory, chunk, request).encode() + np.array([offsets, lengths], "<i8").tobytes()
 
@@ -343,8 +343,8 @@ def test_what_is_not_there_is_refused_and_costs_nothing(world: World, impostor: 
     [
         b"\xff" * FRAME_BYTES,
         Header(Kind.DATA, 10).encode(),
-        Header(Kind.ASK, 0, 0, LEAST_CHUNK).encode(),
-        Header(Kind.ASK, ASK_RUNS + 1, 0, LEAST_CHUNK).encode(),
+        Header(Kind.ASK, 0, 0, MIN_CHUNK).encode(),
+        Header(Kind.ASK, ASK_RUNS + 1, 0, MIN_CHUNK).encode(),
         question([(0, 10)], chunk=1),
         question([(0, 10)], chunk=1 << 31),
         question([(0, 0)]),

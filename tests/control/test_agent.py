@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvxfer.control.calls import Calls
+from kvxfer.control.calls import CallValidator
 from kvxfer.errors import ArgumentError
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Progress
@@ -71,7 +71,7 @@ def test_links_can_be_made_before_anything_is_fetched(engine, options):
 
 
 def test_block_tables_that_do_not_join_fail_alone(engine, options, monkeypatch):
-    monkeypatch.setattr(Calls, "offer", lambda *_: None)  # an agent that lets its engine say anything
+    monkeypatch.setattr(CallValidator, "offer", lambda *_: None)  # an agent that lets its engine say anything
     p, d = engine(dict(options), seed=1), engine(dict(options))
     p.agents[0].offer(offered([3], 11, transfer=T))  # one block for eleven tokens
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T, handle="short"))

@@ -112,7 +112,7 @@ def test_of_a_directory_that_is_not_there_one_hears_that(pair: Pair) -> None:
 
 def test_what_strangers_await_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
-        monkeypatch.setattr("kvxfer.control.directory.MOST_AWAITED", 8)
+        monkeypatch.setattr("kvxfer.control.directory.MAX_AWAITED", 8)
         p = stack.enter_context(Directory(Config(), "small"))
         other = Pair(p, stack.enter_context(Directory(Config(), "d")))
         for i in range(100):

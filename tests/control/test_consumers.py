@@ -12,7 +12,7 @@ from kvxfer import ArgumentError
 from kvxfer.errors import PeerError
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.values import MOST_PAYLOAD, BlockTable, Offer
+from kvxfer.values import MAX_PAYLOAD, BlockTable, Offer
 from tests.control.conftest import Ended, FailureKind, Released, fetch
 
 T = TransferId("own/1/x", 0)
@@ -108,12 +108,12 @@ def test_no_payload_without_delivery(engine: Any) -> None:
 
 
 def test_a_payload_is_bounded_by_the_call_and_by_the_peer(engine: Any) -> None:
-    offer(payload=bytes(MOST_PAYLOAD))
+    offer(payload=bytes(MAX_PAYLOAD))
     with pytest.raises(ArgumentError, match="payload must have at most 65536 bytes"):
-        offer(payload=bytes(MOST_PAYLOAD + 1))
+        offer(payload=bytes(MAX_PAYLOAD + 1))
     with pytest.raises(ArgumentError, match="consumers"):
         offer(consumers=0)
     have = m.PartReady(T, 1, 1, 0, 0, 4, True, BlockTable.of([[3]]), 0, 0)
-    assert m.decode(m.encode(msgspec.structs.replace(have, payload=bytes(MOST_PAYLOAD))))
+    assert m.decode(m.encode(msgspec.structs.replace(have, payload=bytes(MAX_PAYLOAD))))
     with pytest.raises(PeerError, match="length <= 65536"):
-        m.decode(m.encode(msgspec.structs.replace(have, payload=bytes(MOST_PAYLOAD + 1))))
+        m.decode(m.encode(msgspec.structs.replace(have, payload=bytes(MAX_PAYLOAD + 1))))

@@ -109,7 +109,7 @@ def test_whoever_has_begun_fewest_goes_first(tmp_path: Path, monkeypatch: pytest
 
 
 def test_hosts_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "_MOST_HOSTS", 3)
+    monkeypatch.setattr(handshakes, "_MAX_HOSTS", 3)
     counted = handshakes.Handshakes()
     for i in range(10):
         assert counted.begin(handshakes.PeerIdentity(f"10.0.0.{i}"))

@@ -259,7 +259,7 @@ def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[Engine, En
         honest.say(m.Lookup(m.PROTOCOL))
         assert isinstance(honest.answer(), m.EngineDescriptor)
         heard = p.directory.notices()
-    assert sum(len(m.encode(notice)) for notice in heard) <= directory.MOST_NOTICES, "they were bounded"
+    assert sum(len(m.encode(notice)) for notice in heard) <= directory.MAX_NOTICES, "they were bounded"
     assert [notice for notice in heard if isinstance(notice, Renew)] == [Renew(p.source.epoch, (Named(T, b"d"),))]
 
 

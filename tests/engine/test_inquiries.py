@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.config import Config
-from kvxfer.control.inquiries import MOST_INQUIRIES, Inquiries, PeerInquiry
+from kvxfer.control.inquiries import MAX_INQUIRIES, Inquiries, PeerInquiry
 from kvxfer.engine import BlockPins, HeldPrefix, Prefix, SchedulerSide
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
@@ -140,7 +140,7 @@ def test_a_flood_of_inquiries_costs_each_step_little_and_others_their_turn_only(
         return waiting.put(PeerInquiry(inquire(number), connections[name]))  # type: ignore[arg-type]
 
     taken = sum(asks("a", n) for n in range(1000))
-    assert taken == MOST_INQUIRIES * 3 // 4, "the other places are left to others"
+    assert taken == MAX_INQUIRIES * 3 // 4, "the other places are left to others"
     assert asks("b", 1)
     first, second = waiting.get(), waiting.get()
     assert {first and first.peer, second and second.peer} == {("", "a"), ("", "b")}, "each in its turn"
@@ -173,7 +173,7 @@ def test_a_step_spends_a_bounded_time_on_inquiries(holder: Holder, monkeypatch: 
 
 def test_beyond_its_places_a_peer_is_told_nothing_at_once(holder: Holder) -> None:
     with Stranger(holder.where) as stranger:
-        for n in range(MOST_INQUIRIES * 3 // 4 + 1):
+        for n in range(MAX_INQUIRIES * 3 // 4 + 1):
             stranger.say(inquire(n))
         answer = stranger.answer()
         assert isinstance(answer, m.InquiryAnswer) and not answer.tokens and "more inquiries" in answer.reason

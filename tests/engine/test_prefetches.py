@@ -69,7 +69,7 @@ def test_a_block_that_has_local_tokens_is_not_copied_over(d: Consumer, local: in
     d.side.prefetch("r", local)
     if d.sent:
         d.come()
-    assert d.side.loadable("r", local) == TOKENS - local and d.side.here("r") is within
+    assert d.side.loadable("r", local) == TOKENS - local and d.side.is_prefetched("r") is within
     d.side.allocated("r", BOTH, TOKENS - local)
     copied = d.side.step().copies
     assert [copy.dst.ids() for copy in copied] == ([(2,)] if within else [])

@@ -105,7 +105,9 @@ def test_a_load_beside_the_steps_is_none_within_one_where_an_earlier_one_of_its_
         agent.wire.fail(agent.loads["r"], "its peer went away")
         assert side.loadable("r", 0) == 0, "it was a prefetch, and has failed"
         side.finished("r", BlockTable.of([[]]), False)
-        assert side.load("r", U, D, SOURCE, 8, offered=True) and side.loadable("r", 0) == 8 and not side.here("r")
+        assert (
+            side.load("r", U, D, SOURCE, 8, offered=True) and side.loadable("r", 0) == 8 and not side.is_prefetched("r")
+        )
         side.allocated("r", BlockTable.of([[1, 2]]), 8)
         worker.load(side.step())
         agent.wire.fail(agent.loads["r"], "its peer went away")

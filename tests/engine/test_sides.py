@@ -493,7 +493,7 @@ def test_an_engine_may_pass_on_all_that_it_hears() -> None:
         side.preempted("x")
         assert not side.finished("x", BlockTable.of([[1]]), True)
         side.freed("x")
-        side.load_over("x")
+        side.confirm_load_ended("x")
         assert side.report(Report()) == side.report(Report(over={"x": {Rank()}}, quiet={"x": {Rank()}}))
         assert not side and len(side) == 0
         assert not side.load("y", TransferId("own/1", 0), b"d", Source("h", 1, 1), 4) or side.loadable("y", 4) == 0

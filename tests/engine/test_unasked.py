@@ -111,7 +111,7 @@ def test_it_is_not_unless_all_ranks_say_so(two: Two, merge: Any, said: Stages | 
 
 def test_it_is_not_when_the_engine_says_that_it_is_over(two: Two) -> None:
     two.hear(Report(stages={"r": {A: UNASKED}}, failed={"r": WHY}))
-    two.side.load_over("r")
+    two.side.confirm_load_ended("r")
     two.side.finished("r", BlockTable.of([[1, 2]]), False)
     two.hear(Report())
     assert not two.declined and len(two.side) == 0
@@ -131,7 +131,7 @@ def test_so_is_a_prefetch(other: Stages) -> None:
     side.listen_to({rank: board.worker(lambda _: None, list).address for rank in (A, B)})
     side.step()  # says the facts
     assert side.load("r", T, D, SOURCE, 8, offered=True) and side.loadable("r", 0) is None
-    assert not side.here("s") and side.here("r"), "it is a prefetch"
+    assert not side.is_prefetched("s") and side.is_prefetched("r"), "it is a prefetch"
     results = {rank: RankResult("r", rank, 0, None, WHY, True, stages) for rank, stages in ((A, UNASKED), (B, other))}
     side.report(Report(prefetched={("r", rank): result for rank, result in results.items()}))
     assert side.loadable("r", 0) == 0

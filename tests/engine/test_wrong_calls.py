@@ -154,7 +154,7 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
         lambda s: s.finished(offered(s), TABLE, False, good=None),  # type: ignore[arg-type]
         "good must be True or False",
     ),
-    "a load of a number is over": (lambda s: s.load_over(5), "request must be a str"),  # type: ignore[arg-type]
+    "a load of a number is over": (lambda s: s.confirm_load_ended(5), "request must be a str"),  # type: ignore[arg-type]
     "stands still or not": (lambda s: s.stands_still(None), "whether must be True or False"),  # type: ignore[arg-type]
     "listen to a number": (lambda s: s.listen_to(5), "channels must be a mapping"),  # type: ignore[arg-type]
     "listen to numbers": (lambda s: s.listen_to({1: 2}), "channels must be a kvxfer Rank, not 1"),  # type: ignore[dict-item]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.protocol.budgets import Keep, PeerBudgets
+from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity, largest_group
 
 
@@ -49,7 +49,7 @@ def test_owners_and_groups_that_are_gone_leave_nothing() -> None:
 @pytest.mark.parametrize("owners", [1, 2, 5])
 def test_a_newcomer_keeps_as_many_values_as_others_whoever_came_first(owners: int) -> None:
     """It had one at a time: whoever came first had taken half of what was left, and the next half of that."""
-    keep: Keep[str, int, int] = Keep(10.0, 60)
+    keep: ExpiringMap[str, int, int] = ExpiringMap(10.0, 60)
     for owner in range(owners):
         for i in range(100):
             keep.put(f"{owner}", i, i, 0.0)

@@ -15,7 +15,7 @@ from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol import serves
-from kvxfer.protocol.budgets import Keep, PeerBudgets
+from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.values import Action, Emit, Ended, Failure, LinkInfo, Outcome, Released, Send
 from kvxfer.values import BlockTable, Offer
@@ -219,7 +219,7 @@ def test_however_many_links_take_all_they_can_the_next_one_finds_room(
     monkeypatch: pytest.MonkeyPatch, table: BlockTable
 ) -> None:
     each = serves.REQUEST_BYTES + table.nbytes
-    monkeypatch.setattr(serves, "MOST_BYTES", 1000 * each)
+    monkeypatch.setattr(serves, "MAX_BYTES", 1000 * each)
     door = Door()
     greedy = [b"greedy %d" % i for i in range(200)]
     for link in greedy:
@@ -240,7 +240,7 @@ def test_however_many_links_take_all_they_can_the_next_one_finds_room(
 
 
 def test_answers_to_one_reader_do_not_push_out_those_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serves, "MOST_WORDS", 100)
+    monkeypatch.setattr(serves, "MAX_WORDS", 100)
     door = Door()
     door.offer()
     door.want(RIGHT)
@@ -292,7 +292,7 @@ def test_those_who_have_left_have_one_share_together() -> None:
 
 
 def test_a_keep_forgets_in_order_and_no_more_than_it_must() -> None:
-    keep: Keep[str, int, int] = Keep(10.0, 10)
+    keep: ExpiringMap[str, int, int] = ExpiringMap(10.0, 10)
     for i in range(100):
         keep.put("greedy", i, i, 0.0)
     keep.put("other", 1, 1, 1.0)

@@ -211,7 +211,7 @@ def test_a_ticket_that_another_request_is_fetching_is_not_taken_for_fetched(full
 
 
 def test_tickets_that_nobody_asks_for_are_forgotten(full: Managers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvxfer_transformers.batching.MOST_TICKETS", 2)
+    monkeypatch.setattr("kvxfer_transformers.batching.MAX_TICKETS", 2)
     requests = [full.producer.add_prefill(prompt(20 + i)) for i in range(3)]
     results(full.prefill, *requests)
     with pytest.raises(ArgumentError, match="whose result has come"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.identity import Address, Source
-from kvxfer_vllm.hints import MOST_SAID, MOST_SOURCES, HintNotes, Hints, hints_of
+from kvxfer_vllm.hints import MAX_SAID, MAX_SOURCES, HintNotes, Hints, hints_of
 from kvxfer_vllm.params import held_answer
 
 D = Address("10.0.0.7", 5600)
@@ -101,7 +101,7 @@ def test_what_is_not_used_is_named(params: dict[str, Any], key: str) -> None:
     hints = hints_of({**params, "remote_kv_source": params.get("remote_kv_source", TIER)})
     assert [name for name, _ in hints.notes] == [key]
     assert all(len(why) < 500 for _, why in hints.notes)
-    assert len(hints.sources) == 0 if "remote_kv_source" in params else 1 <= len(hints.sources) <= MOST_SOURCES
+    assert len(hints.sources) == 0 if "remote_kv_source" in params else 1 <= len(hints.sources) <= MAX_SOURCES
 
 
 JSON = st.recursive(
@@ -132,7 +132,7 @@ FORMS = st.one_of(
 def test_nothing_that_can_be_sent_raises(params: dict[str, Any]) -> None:
     """And whoever is asked is at an address that can be dialled."""
     hints = HintNotes().read(params)
-    assert len(hints.sources) <= MOST_SOURCES and len(set(hints.sources)) == len(hints.sources)
+    assert len(hints.sources) <= MAX_SOURCES and len(set(hints.sources)) == len(hints.sources)
     assert bool(hints.kind) == bool(hints.sources)
     for where in hints.sources:
         Source(where.host, where.port, 0)
@@ -144,6 +144,6 @@ def test_a_key_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         notes.read({"kv_hints_v2": {"a": 1}, "kv_hint": 7, "nothing": None})
     assert caplog.text.count("kv_hints_v2") == caplog.text.count("kv_hint names no engine to ask: ") == 1
     assert "nothing" not in caplog.text
-    for n in range(10 * MOST_SAID):
+    for n in range(10 * MAX_SAID):
         notes.read({f"key{n}" + "x" * 10_000: 1})
-    assert len(caplog.records) == MOST_SAID and len(caplog.text) < 1000 * MOST_SAID
+    assert len(caplog.records) == MAX_SAID and len(caplog.text) < 1000 * MAX_SAID

@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.values import Group
 from kvxfer_vllm.requests import RequestFacts
-from kvxfer_vllm.room import MOST_PASSED, Room
+from kvxfer_vllm.room import MAX_PASSED, Room
 from tests.vllm.cases import check, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, HYBRID, Engine, prompt
@@ -100,11 +100,11 @@ def test_few_are_passed_at_a_time_and_only_for_want_of_room() -> None:
     """vLLM asks in every step for each that it is told to skip."""
     room, cache = Room([Group(16)]), Cache(10)
     *long, short = (
-        RequestFacts(name, i) for i, name in enumerate([*(f"long{i}" for i in range(MOST_PASSED + 1)), "short"])
+        RequestFacts(name, i) for i, name in enumerate([*(f"long{i}" for i in range(MAX_PASSED + 1)), "short"])
     )
     assert not room.lacks(long[0], 0, 176), "nothing is known of the cache"
     room.bind(cache)
-    assert [room.lacks(facts, 0, 176) for facts in long] == [True] * MOST_PASSED + [False]
+    assert [room.lacks(facts, 0, 176) for facts in long] == [True] * MAX_PASSED + [False]
     assert not room.lacks(short, 0, 160) and not room.lacks(long[1], 16, 176)
     cache.tables["short"] = [1, 2]
     room.admitted(short)

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvxfer.backend.passed import MOST_BYTES, passed, taken
+from kvxfer.backend.passed import MAX_BYTES, passed, taken
 from kvxfer.errors import PeerError
 from kvxfer.geometry.cache import Region
 
@@ -39,9 +39,9 @@ def written(exported: Sequence[Exported]) -> int:
         OSError: No descriptor is left, or there are more regions than any engine has.
     """
     said = msgspec.msgpack.encode(exported)
-    if len(said) > MOST_BYTES:
+    if len(said) > MAX_BYTES:
         raise OSError(
-            f"this side's regions take {len(said)} bytes to tell, more than {MOST_BYTES}; register fewer, longer ones"
+            f"this side's regions take {len(said)} bytes to tell, more than {MAX_BYTES}; register fewer, longer ones"
         )
     return passed(said, "kvxfer-cma-regions")
 

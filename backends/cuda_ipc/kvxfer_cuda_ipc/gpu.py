@@ -18,15 +18,15 @@ from kvxfer.geometry.plan import Ints
 from kvxfer_cuda_ipc.driver import NOT_READY, Context
 from kvxfer_cuda_ipc.library import CudaError, check
 from kvxfer_cuda_ipc.options import Options
-from kvxfer_cuda_ipc.tables import HELD, LANES, MOST_ROWS, MOST_SEGMENTS, AddressRows, Launch, divisor
+from kvxfer_cuda_ipc.tables import HELD, LANES, MAX_ROWS, MAX_SEGMENTS, AddressRows, Launch, divisor
 
-__all__ = ["THREADS", "WORK", "Gpu", "blocks_for", "describe"]
+__all__ = ["THREADS", "WORK", "Gpu", "blocks_for", "write_work"]
 
 SLOTS = 8
 """Launches that may be under way: enough to keep the GPU busy while the host does something else."""
 
 SEGMENT_BYTES = 3 * 8
-ARENA_BYTES = 16 * MOST_ROWS * 16
+ARENA_BYTES = 16 * MAX_ROWS * 16
 THREADS = 1024
 """Of a block; the kernels are compiled for it. As many as there can be: what counts is how much is under way across the link,
 and few blocks leave most multiprocessors to others."""
@@ -88,7 +88,7 @@ class Gpu:
         lowest, _ = check("asking for stream priorities", api.cuCtxGetStreamPriorityRange())
         stream = api.cuStreamCreateWithPriority(NON_BLOCKING, lowest)
         self._stream = kept("making a stream", stream, api.cuStreamDestroy)
-        size = SLOTS * MOST_SEGMENTS * SEGMENT_BYTES
+        size = SLOTS * MAX_SEGMENTS * SEGMENT_BYTES
         host = int(kept("allocating pinned memory", api.cuMemHostAlloc(size, 0), api.cuMemFreeHost))
         device = int(kept("allocating GPU memory", api.cuMemAlloc(size + ARENA_BYTES), api.cuMemFree))
         self._arena = device + size
@@ -180,7 +180,7 @@ class Gpu:
         table = slot.host[: 3 * n].reshape(3, n)
         table[0], table[1], table[2] = launch.src_at, launch.dst_at, launch.counts
         self._upload(slot.device, slot.host_address, n * SEGMENT_BYTES)
-        describe(launch, self._rows_at(launch.rows), slot.device, self._work)
+        write_work(launch, self._rows_at(launch.rows), slot.device, self._work)
         kernel = self.context.kernel(launch.word, launch.tile.steps)
         blocks = min(self._ctas, blocks_for(launch))
         check(
@@ -209,7 +209,7 @@ class Gpu:
         check("uploading tables", self._api.cuMemcpyHtoDAsync(device, host, nbytes, self._stream))
 
 
-def describe(launch: Launch, rows_at: int, segments_at: int, work: ctypes.Array[ctypes.c_char]) -> None:
+def write_work(launch: Launch, rows_at: int, segments_at: int, work: ctypes.Array[ctypes.c_char]) -> None:
     """Write the kernel's ``Work`` for tables that stand at these addresses."""
     rows, tile = len(launch.rows), launch.tile
     by_chunks, shift_chunks = divisor(launch.chunks)

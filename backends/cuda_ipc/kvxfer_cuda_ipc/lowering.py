@@ -14,7 +14,7 @@ from kvxfer_cuda_ipc.tables import Launch, Placement, of_runs, of_strided_copy
 
 __all__ = ["Lowering"]
 
-MOST_PLACEMENTS = 512
+MAX_PLACEMENTS = 512
 
 
 class Lowering:
@@ -63,7 +63,7 @@ class Lowering:
                 local, remote = (runs.dst, runs.src) if incoming else (runs.src, runs.dst)
                 yield from self._of_runs(batch, local, remote, runs.length)
                 return
-            if len(self._placements) >= MOST_PLACEMENTS:
+            if len(self._placements) >= MAX_PLACEMENTS:
                 self._placements.clear()
             self._placements[key] = placement
         yield from of_strided_copy(strided, placement)

@@ -16,8 +16,8 @@ from kvxfer.geometry.cache import flat_starts
 from kvxfer.geometry.plan import Ints
 
 __all__ = [
-    "MOST_ROWS",
-    "MOST_SEGMENTS",
+    "MAX_ROWS",
+    "MAX_SEGMENTS",
     "Launch",
     "Placement",
     "AddressRows",
@@ -27,9 +27,9 @@ __all__ = [
     "of_strided_copy",
 ]
 
-MOST_ROWS = 1 << 16
-MOST_SEGMENTS = 1 << 15
-MOST_CHUNKS = (1 << 31) - 1
+MAX_ROWS = 1 << 16
+MAX_SEGMENTS = 1 << 15
+MAX_CHUNKS = (1 << 31) - 1
 WIDEST = 16
 """Bytes that one lane moves at once."""
 
@@ -43,7 +43,7 @@ LONG_RUN = 16384
 """Longer runs are cut if most are shorter: the runs of a launch are dealt out as if all were as long as the longest."""
 
 
-MOST_RUN = 1 << 31
+MAX_RUN = 1 << 31
 """Longer runs are cut in any case: the kernel counts the words of a row in 32 bits."""
 
 
@@ -149,15 +149,15 @@ class Placement:
         a, b = _placed(src_rows, src, src_at), _placed(dst_rows, dst, dst_at)
         if a is None or b is None:
             return None
-        parts = range(0, len(pattern), MOST_ROWS)
-        rows = tuple(AddressRows.of(a[0][i : i + MOST_ROWS], b[0][i : i + MOST_ROWS]) for i in parts)
+        parts = range(0, len(pattern), MAX_ROWS)
+        rows = tuple(AddressRows.of(a[0][i : i + MAX_ROWS], b[0][i : i + MAX_ROWS]) for i in parts)
         return cls(rows, a[1], a[2], b[1], b[2])
 
     def holds(self, strided: StridedCopy) -> bool:
         """Whether all rows of all segments lie in the regions, and the kernel can count their words. Errs to the safe side."""
         longest = strided.pattern.unit * _most(strided.counts)
         return bool(
-            longest <= MOST_RUN
+            longest <= MAX_RUN
             and self.src_low <= np.minimum.reduce(strided.src_at)
             and _most(strided.src_at) <= self.src_high - longest
             and self.dst_low <= np.minimum.reduce(strided.dst_at)
@@ -174,7 +174,7 @@ def of_strided_copy(strided: StridedCopy, placement: Placement) -> Iterator[Laun
 def of_runs(src: Ints, dst: Ints, lengths: Ints) -> Iterator[Launch]:
     """Yield the launches of runs given by address and length in bytes."""
     limit = LONG_RUN * max(1, int(lengths.sum()) // max(1, len(lengths) * LONG_RUN // 2))
-    lengths, src, dst = split_long(min(limit, MOST_RUN), lengths, src, dst)
+    lengths, src, dst = split_long(min(limit, MAX_RUN), lengths, src, dst)
     yield from _launches(ONE_ROW, src, dst, lengths, 1)
 
 
@@ -202,7 +202,7 @@ def _launches(rows: AddressRows, src_at: Ints, dst_at: Ints, counts: Ints, unit:
     longest = words * most
     tile = Tile.of(longest, word)
     chunks = -(-longest // (tile.lanes * tile.steps))
-    step = max(1, min(MOST_SEGMENTS, MOST_CHUNKS // (chunks * len(rows))))
+    step = max(1, min(MAX_SEGMENTS, MAX_CHUNKS // (chunks * len(rows))))
     for i in range(0, len(counts), step):
         part = slice(i, i + step)
         yield Launch(rows, src_at[part], dst_at[part], counts[part], words, word, tile, chunks)

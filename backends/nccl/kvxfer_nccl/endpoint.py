@@ -9,9 +9,9 @@ from msgspec import Meta
 from kvxfer.backend.endpoint import EndpointBase, Token
 from kvxfer.identity import Address
 
-__all__ = ["MOST_BYTES", "Endpoint"]
+__all__ = ["MAX_BYTES", "Endpoint"]
 
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 """Of an endpoint, and of one message."""
 
 
@@ -25,7 +25,7 @@ class Endpoint(EndpointBase, frozen=True):
 
     backend = "nccl"
     format = 3
-    most_bytes = MOST_BYTES
+    most_bytes = MAX_BYTES
 
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from kvxfer.backend.endpoint import Token
 from kvxfer.failures import FailureKind
-from kvxfer_nccl.endpoint import MOST_BYTES
+from kvxfer_nccl.endpoint import MAX_BYTES
 
 __all__ = [
     "Bye",
@@ -120,7 +120,7 @@ def decode(raw: bytearray) -> Message | None:
     if len(raw) < 4:
         return None
     size = int.from_bytes(raw[:4])
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise ValueError(f"a message of {size} bytes")
     if len(raw) < 4 + size:
         return None

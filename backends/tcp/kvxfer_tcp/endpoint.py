@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvxfer.backend.endpoint import EndpointBase, Token
-from kvxfer_tcp.options import MOST_CONNECTIONS
+from kvxfer_tcp.options import MAX_CONNECTIONS
 
 __all__ = ["Endpoint"]
 
@@ -33,7 +33,7 @@ class Endpoint(EndpointBase, frozen=True):
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: Token
-    connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)]
+    connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
     lends: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=4096)]
     key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
 

@@ -8,9 +8,9 @@ from msgspec import Meta
 
 from kvxfer.backend.listening import ListenOptions, Period
 
-__all__ = ["MOST_CONNECTIONS", "Options"]
+__all__ = ["MAX_CONNECTIONS", "Options"]
 
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 
 
 class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,7 +28,7 @@ class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     backend = "tcp"
 
-    connections: Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)] = 1
+    connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)] = 1
     connect_timeout_s: Period = 5.0
     heartbeat_s: Period = 2.0
     encrypt: bool = False

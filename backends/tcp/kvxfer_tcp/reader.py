@@ -25,7 +25,7 @@ from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.read import Read
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
-from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind, greeting
+from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind, greeting
 
 __all__ = ["Address", "Reader"]
 
@@ -34,7 +34,7 @@ Address = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
 OPEN_ASKS = 32
 """Requests of a link that wait at the peer, at most."""
 
-LEAST_CHUNK, SHARED_CHUNK, MOST_CHUNK = 128 << 10, 2 << 20, 8 << 20
+MIN_CHUNK, SHARED_CHUNK, MAX_CHUNK = 128 << 10, 2 << 20, 8 << 20
 """Bytes of a chunk: at least, at most where several connections share a batch, and at most. A whole chunk may still come on
 a connection for a batch that was aborted. Where a chunk ends a reader may have to wait once more, so they are long."""
 
@@ -42,7 +42,7 @@ WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
 """The bytes of a chunk for which a reader sleeps, on the only connection or on each of several. Without that it would
 wake for the first packet, and on a busy host wait for its turn on a processor each time."""
 
-SHORT_CHUNK, LEAST_WAKE = 4 << 20, 64 << 10
+SHORT_CHUNK, MIN_WAKE = 4 << 20, 64 << 10
 """Of a chunk that is not longer it sleeps until half of what is missing has come, or this much: what is copied out only when all is there
 adds to the time of a short batch, and a long one has others to copy meanwhile."""
 
@@ -159,16 +159,16 @@ class Reader:
             lo, hi = read.asks.popleft()
             if not read.asks:
                 self._waiting.popleft()
-            chunk = MOST_CHUNK
+            chunk = MAX_CHUNK
             if len(self._connections) > 1:
-                share = -(-read.nbytes // (8 * len(self._connections) * LEAST_CHUNK)) * LEAST_CHUNK
+                share = -(-read.nbytes // (8 * len(self._connections) * MIN_CHUNK)) * MIN_CHUNK
                 chunk = min(share, SHARED_CHUNK)
             number, self._asked = self._asked, self._asked + 1
             made.append((number, read, lo, hi, chunk))
             runs = np.concatenate((read.remote[lo:hi], read.lengths[lo:hi])).astype("<i8", copy=False)
             self._connections[0].say(Header(Kind.ASK, hi - lo, read.memory, chunk, number).encode() + runs.tobytes())
         if made:
-            self._connections[0].hurry()
+            self._connections[0].send_ahead()
         for each in made:  # while the peer looks at them
             self._open[each[0]] = _Ask(*each)
 
@@ -182,7 +182,7 @@ class Reader:
         if ask is None:
             if header.request >= self._asked:
                 raise Violation(f"data of request {header.request}, which was not made")
-            if not 0 < header.size <= MOST_CHUNK:
+            if not 0 < header.size <= MAX_CHUNK:
                 raise Violation(f"a chunk of {header.size} bytes")
             return None
         if header.chunk >= ask.table.chunks or not ask.missing[header.chunk]:
@@ -256,7 +256,7 @@ class _Incoming(Connection):
         self._reader, self._options, self._pipe = reader, options, pipe
         self._addresses = deque(addresses)
         self.connected = self._greeted = False
-        self._head, self._text = IovecBuffer(FRAME_BYTES), IovecBuffer(MOST_REASON)
+        self._head, self._text = IovecBuffer(FRAME_BYTES), IovecBuffer(MAX_REASON)
         self._ask: _Ask | None = None
         self._refused: tuple[int, int] | None = None
         self._skip = 0
@@ -326,7 +326,7 @@ class _Incoming(Connection):
             self._receive()
         return self.readable or (self.writable and self.talks)
 
-    def hurry(self) -> None:
+    def send_ahead(self) -> None:
         """Send what is to be said now, rather than in the next turn."""
         if self.connected and self.writable:
             with suppress(OSError):  # the next turn will see it
@@ -383,7 +383,7 @@ class _Incoming(Connection):
         if self._ask is None:
             return 1
         missing = self._left - FRAME_BYTES
-        return missing if self._nbytes > SHORT_CHUNK else max(missing // 2, min(missing, LEAST_WAKE))
+        return missing if self._nbytes > SHORT_CHUNK else max(missing // 2, min(missing, MIN_WAKE))
 
     def _sleep(self, coming: int) -> None:
         """Be told once there is more; ``coming``: bytes that surely come."""
@@ -417,7 +417,7 @@ class _Incoming(Connection):
             ask.table.rows[last] = self._head.address, FRAME_BYTES
             self._ask, self._nbytes = ask, header.size
             self._expect(ask.table, lo, last + 1, header.size + FRAME_BYTES)
-        elif header.kind is Kind.REFUSED and 0 < header.size <= MOST_REASON:
+        elif header.kind is Kind.REFUSED and 0 < header.size <= MAX_REASON:
             self._refused = header.request, header.size
             self._text.empty(header.size)
             self._expect(self._text, 1, 2, header.size)

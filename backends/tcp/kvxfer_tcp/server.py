@@ -13,16 +13,16 @@ from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer_tcp.connection import Connection, Loop, Violation
 from kvxfer_tcp.read import ASK_BYTES, ASK_RUNS
-from kvxfer_tcp.reader import LEAST_CHUNK, MOST_CHUNK, OPEN_ASKS
+from kvxfer_tcp.reader import MAX_CHUNK, MIN_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
-from kvxfer_tcp.wire import FRAME_BYTES, MOST_REASON, Header, Kind
+from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind
 
 __all__ = ["Server"]
 
 READ_BYTES = 64 << 10
 """At most these bytes of requests are taken in at once."""
 
-UNREAD_BYTES = OPEN_ASKS * (FRAME_BYTES + MOST_REASON)
+UNREAD_BYTES = OPEN_ASKS * (FRAME_BYTES + MAX_REASON)
 """The bytes of unread answers beyond which a peer is not listened to: that many requests it may have at once, all refused."""
 
 
@@ -128,7 +128,7 @@ class Server:
                 return
 
     def _refuse(self, request: int, why: str) -> None:
-        text = why.encode()[:MOST_REASON]
+        text = why.encode()[:MAX_REASON]
         self._connections[0].say(Header(Kind.REFUSED, len(text), request=request).encode() + text)
 
 
@@ -209,7 +209,7 @@ class _Outgoing(Connection):
                 self._server.cancel(header.request)
             elif header.kind is not Kind.ASK:
                 raise Violation(f"a frame {header}")
-            elif not 0 < header.size <= ASK_RUNS or not LEAST_CHUNK <= header.chunk <= MOST_CHUNK:
+            elif not 0 < header.size <= ASK_RUNS or not MIN_CHUNK <= header.chunk <= MAX_CHUNK:
                 raise Violation(f"a request for {header.size} runs in chunks of {header.chunk} bytes")
             else:
                 end = at + FRAME_BYTES + 16 * header.size

@@ -17,7 +17,7 @@ import enum
 import struct
 from typing import NamedTuple
 
-__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MOST_REASON", "Header", "Kind", "greeting"]
+__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MAX_REASON", "Header", "Kind", "greeting"]
 
 MAGIC = b"kvxfer\x00\x02"
 
@@ -27,7 +27,7 @@ GREETING_BYTES = _GREETING.size
 _HEADER = struct.Struct("<IIIIQ")
 FRAME_BYTES = _HEADER.size
 
-MOST_REASON = 400
+MAX_REASON = 400
 """Bytes of the text in a REFUSED."""
 
 

@@ -25,7 +25,7 @@ log = logger("kvxfer.sglang")
 GENERATION = 1
 """The generation of all offers: SGLang never computes a transfer's pages again under the same name once it has given them up."""
 
-MOST_DROPPED = 4096
+MAX_DROPPED = 4096
 """How many requests are remembered that ended before decode had asked for them."""
 
 
@@ -102,7 +102,7 @@ class PrefillRank:
         self.withdraw(room, reason)
         with self._lock:
             self._dropped[room] = reason
-            if len(self._dropped) > MOST_DROPPED:
+            if len(self._dropped) > MAX_DROPPED:
                 del self._dropped[next(iter(self._dropped))]
 
     def begin(self, room: int, pages: int) -> None:

@@ -17,7 +17,7 @@ __all__ = ["TransferReceiver", "TransferSender"]
 
 log = logger("kvxfer.sglang")
 
-MOST_ROOM = (1 << 64) - 1
+MAX_ROOM = (1 << 64) - 1
 """The greatest room that SGLang's metadata have space for."""
 
 
@@ -39,8 +39,8 @@ class _Tenant:
         room = self.bootstrap_room
         if self.kv_mgr.tenants.setdefault(room, self) is not self:
             self.refusal = f"bootstrap_room {room} is that of another request that is under way"
-        elif not 1 <= room <= MOST_ROOM:  # SGLang's metadata say 0 until they are there
-            self.refusal = f"bootstrap_room must be from 1 to {MOST_ROOM}, not {room}"
+        elif not 1 <= room <= MAX_ROOM:  # SGLang's metadata say 0 until they are there
+            self.refusal = f"bootstrap_room must be from 1 to {MAX_ROOM}, not {room}"
         if self.refusal:
             self.conclude_state = KVPoll.Failed
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer import KvxferError
-from kvxfer.values import MOST_TOKENS, NULL, Group
+from kvxfer.values import MAX_TOKENS, NULL, Group
 
 __all__ = ["DSA", "MAMBA", "PADDING", "SWA", "States", "kind_of", "tokens_of"]
 
@@ -57,7 +57,7 @@ class States:
 
         SGLang does not say how long a window is, but lists its pages. So each page that decode lists is needed.
         """
-        own = {SWA: Group(self.page, "window", MOST_TOKENS), MAMBA: Group(MOST_TOKENS, "state")}
+        own = {SWA: Group(self.page, "window", MAX_TOKENS), MAMBA: Group(MAX_TOKENS, "state")}
         return (Group(self.page), *(own[kind] for kind in self.kinds if kind in own))
 
     def group(self, kind: str) -> int:

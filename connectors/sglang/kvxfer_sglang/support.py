@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvxfer import KvxferError
-from kvxfer.values import MOST_PAYLOAD
+from kvxfer.values import MAX_PAYLOAD
 from kvxfer_sglang.states import DSA, MAMBA, SWA, kind_of
 
 __all__ = ["UnsupportedSetupError", "check_adapters", "check_setup"]
@@ -96,5 +96,5 @@ def _obstacles(args: Any, decodes: bool) -> Iterator[str]:
     if get_device().device not in ("cpu", "cuda") or is_hip():
         yield f"devices of this kind ({'ROCm' if is_hip() else get_device().device})"
     told = sum(args.aux_item_lens)
-    if told > MOST_PAYLOAD:
-        yield f"{told} bytes of metadata for each request, more than {MOST_PAYLOAD}"
+    if told > MAX_PAYLOAD:
+        yield f"{told} bytes of metadata for each request, more than {MAX_PAYLOAD}"

@@ -24,7 +24,7 @@ __all__ = ["BatchingExchange"]
 
 log = logger("kvxfer.transformers")
 
-MOST_TICKETS = 10_000
+MAX_TICKETS = 10_000
 """The most tickets that wait to be asked for; the oldest is forgotten."""
 IDLE_S = 0.005
 """How long the manager's idle loop waits for KV before it looks for requests again."""
@@ -131,7 +131,7 @@ class BatchingExchange:
     def ticket(self, request_id: str) -> str:
         """Return the ticket of a request whose result has come. May be called once for each, and used for one ``add_fetch``.
 
-        Of those that nobody asks for, the last ``MOST_TICKETS`` are kept. What a ticket names is offered for ``lease`` seconds.
+        Of those that nobody asks for, the last ``MAX_TICKETS`` are kept. What a ticket names is offered for ``lease`` seconds.
 
         Raises:
             ArgumentError: No such request was prefilled successfully, or too many have been since.
@@ -299,7 +299,7 @@ class BatchingExchange:
         with self._naming:
             self._tickets.pop(request_id, None)  # of an earlier request of that name
             self._tickets[request_id] = BatchTicket((ticket,), tokens, (tuple(ids[tokens:]),)).text
-            if len(self._tickets) > MOST_TICKETS:
+            if len(self._tickets) > MAX_TICKETS:
                 del self._tickets[next(iter(self._tickets))]
         self._turn()
 

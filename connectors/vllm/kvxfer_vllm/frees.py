@@ -13,7 +13,7 @@ __all__ = ["PendingFrees"]
 
 FIRST_S = 0.1
 """A first guess of how long blocks are held."""
-LEAST_S, MOST_S = 0.02, 0.5
+MIN_S, MAX_S = 0.02, 0.5
 """The shortest and the longest time for which anything is waited for."""
 WEIGHT = 0.2
 """That of the newest hold in what is usual."""
@@ -35,14 +35,14 @@ class PendingFrees:
         """Record that they are free."""
         since = self._held.pop(name, None)
         if since is not None:
-            took = min(self._clock() - since, MOST_S)
+            took = min(self._clock() - since, MAX_S)
             self._usual += WEIGHT * (took - self._usual)
             self._since = None
 
     @property
     def patience(self) -> float:
         """How many seconds a hold may take before it counts as one that nobody ends."""
-        return min(max(2 * self._usual, LEAST_S), MOST_S)
+        return min(max(2 * self._usual, MIN_S), MAX_S)
 
     def soon(self) -> bool:
         """Return whether some are likely to be free soon. Call it only where there are no blocks for a running request."""

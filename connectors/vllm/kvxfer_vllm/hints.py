@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvxfer.arguments import shown
+from kvxfer.arguments import describe
 from kvxfer.identity import Address, IdentityError, canonical_host, parse_address
 from kvxfer.logs import logger
 from kvxfer.security import Repeats
@@ -24,12 +24,12 @@ from kvxfer.text import printable
 from kvxfer_vllm.params import ADDRESS, LONGEST, OURS, is_offer
 from kvxfer_vllm.schemas import OTHERS
 
-__all__ = ["MOST_SOURCES", "SOURCES", "HintNotes", "Hints", "hints_of"]
+__all__ = ["MAX_SOURCES", "SOURCES", "HintNotes", "Hints", "hints_of"]
 
 log = logger("kvxfer.vllm")
 
 SOURCES = "kvxfer_sources"
-MOST_SOURCES = 8
+MAX_SOURCES = 8
 """The most engines that are asked for one request; a hint that names more is cut."""
 
 HEARD = frozenset(
@@ -57,7 +57,7 @@ HEARD = frozenset(
 
 EVERY_S = 10.0
 """Seconds from one log line about loads to the next, for each kind of hint."""
-MOST_SAID = 100
+MAX_SAID = 100
 """Keys of which the log says that they are not used; clients can make up as many as they like."""
 
 FETCHES = {"kv.fetch", "kv.source_locations"}
@@ -93,9 +93,9 @@ def hints_of(params: Mapping[str, Any]) -> Hints:
                 found.setdefault(source, kind)
         except _UnreadableError as e:
             notes.append((key, f"names no engine to ask: {e}"))
-    if len(found) > MOST_SOURCES:
-        notes.append((SOURCES, f"is cut: a request names {MOST_SOURCES} engines at the most, all hints together"))
-    return Hints(tuple(found)[:MOST_SOURCES], next(iter(found.values()), ""), tuple(notes))
+    if len(found) > MAX_SOURCES:
+        notes.append((SOURCES, f"is cut: a request names {MAX_SOURCES} engines at the most, all hints together"))
+    return Hints(tuple(found)[:MAX_SOURCES], next(iter(found.values()), ""), tuple(notes))
 
 
 def _listed(params: Mapping[str, Any]) -> Iterator[Address]:
@@ -103,8 +103,8 @@ def _listed(params: Mapping[str, Any]) -> Iterator[Address]:
     if value is None:
         return
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise _UnreadableError(f"not a list: {shown(value)}")
-    for one in value[: MOST_SOURCES + 1]:
+        raise _UnreadableError(f"not a list: {describe(value)}")
+    for one in value[: MAX_SOURCES + 1]:
         yield _parsed(one)
 
 
@@ -113,7 +113,7 @@ def _tier(params: Mapping[str, Any]) -> Iterator[Address]:
     if value is None:
         return
     if not isinstance(value, Mapping):
-        raise _UnreadableError(f"not a mapping: {shown(value)}")
+        raise _UnreadableError(f"not a mapping: {describe(value)}")
     yield _directory(value.get("remote_host"), value.get("remote_port"))
 
 
@@ -133,12 +133,12 @@ def _envelope(params: Mapping[str, Any]) -> Iterator[Address]:
         return
     actions = value.get("actions") if isinstance(value, Mapping) else None
     if not isinstance(actions, Sequence) or isinstance(actions, str | bytes):
-        raise _UnreadableError(f"no list of actions: {shown(value)}")
-    for action in actions[:MOST_SOURCES]:
+        raise _UnreadableError(f"no list of actions: {describe(value)}")
+    for action in actions[:MAX_SOURCES]:
         if not isinstance(action, Mapping) or action.get("action_type") not in FETCHES:
             continue
         if not str(action.get("action_version", "1"))[:8].startswith("1"):
-            raise _UnreadableError(f"action_version is {shown(action['action_version'])}, and only 1 is known")
+            raise _UnreadableError(f"action_version is {describe(action['action_version'])}, and only 1 is known")
         payload = action.get("payload")
         endpoint = payload.get("source_control_endpoint") if isinstance(payload, Mapping) else None
         yield _parsed(endpoint.removeprefix(ENDPOINT) if isinstance(endpoint, str) else endpoint)
@@ -155,22 +155,22 @@ READERS = {
 
 def _parsed(text: Any) -> Address:
     if not isinstance(text, str) or len(text) > LONGEST:
-        raise _UnreadableError(f"not an address: {shown(text)}")
+        raise _UnreadableError(f"not an address: {describe(text)}")
     try:
         return parse_address(text)
     except IdentityError:
-        raise _UnreadableError(f"not an address: {shown(text)}") from None
+        raise _UnreadableError(f"not an address: {describe(text)}") from None
 
 
 def _directory(host: Any, port: Any) -> Address:
     if isinstance(port, str) and port.isdecimal() and len(port) <= 5:
         port = int(port)
     if not isinstance(host, str) or not 0 < len(host) <= LONGEST or type(port) is not int or not 0 < port < 65536:
-        raise _UnreadableError(f"remote_host and remote_port are {shown(host)} and {shown(port)}")
+        raise _UnreadableError(f"remote_host and remote_port are {describe(host)} and {describe(port)}")
     try:
         return Address(canonical_host(host), port)
     except IdentityError:
-        raise _UnreadableError(f"not a host: {shown(host)}") from None
+        raise _UnreadableError(f"not a host: {describe(host)}") from None
 
 
 class HintNotes:
@@ -199,6 +199,6 @@ class HintNotes:
 
     def unused(self, key: str, why: str) -> None:
         """Say, if it is the first time, that a key of ``kv_transfer_params`` is not used."""
-        if key not in self._said and len(self._said) < MOST_SAID:
+        if key not in self._said and len(self._said) < MAX_SAID:
             self._said.add(key)
             log.warning("kv_transfer_params: %s %s; kvxfer does not use it (said once)", printable(key), why)

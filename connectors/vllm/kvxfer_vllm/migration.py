@@ -59,7 +59,7 @@ _WITHOUT_MEANING = {
     "http_port": "no longer matters: it was sent to the proxy, where engines registered",
 }
 _SEND_TYPES = ("PUT", "PUT_ASYNC", "GET")
-_MOST_CHANNELS = 32
+_MAX_CHANNELS = 32
 
 
 def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -83,7 +83,7 @@ def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str,
     if settings.setdefault("backend", "nccl") == "nccl" and "backend" not in extra:
         notes.append("'backend' is set to 'nccl', which the old connector used")
     if "nccl_num_channels" in old:
-        channels = _number("nccl_num_channels", old["nccl_num_channels"], 1, _MOST_CHANNELS)
+        channels = _number("nccl_num_channels", old["nccl_num_channels"], 1, _MAX_CHANNELS)
         if settings["backend"] == "nccl":
             settings["backend_options"] = {"channels": channels, **settings.get("backend_options", {})}
             notes.append("nccl_num_channels is now 'channels' in 'backend_options'")

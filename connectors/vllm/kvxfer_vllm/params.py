@@ -15,10 +15,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvxfer.arguments import shown
+from kvxfer.arguments import describe
 from kvxfer.engine import Ticket
 from kvxfer.identity import Address, IdentityError, Source, TransferId, parse_address
-from kvxfer.values import MOST_DIGEST, MOST_TOKENS
+from kvxfer.values import MAX_DIGEST, MAX_TOKENS
 from kvxfer_vllm.ids import ExternalId
 from kvxfer_vllm.schemas import HOST, PORT, request_name
 
@@ -163,7 +163,7 @@ def digest_of(params: Mapping[str, Any]) -> bytes:
     """Return the digest that P named; empty if it is missing or unreadable."""
     text = params.get(DIGEST)
     try:
-        return bytes.fromhex(text) if isinstance(text, str) and len(text) <= 2 * MOST_DIGEST else b""
+        return bytes.fromhex(text) if isinstance(text, str) and len(text) <= 2 * MAX_DIGEST else b""
     except ValueError:
         return b""
 
@@ -188,7 +188,7 @@ def told_of(params: Mapping[str, Any], external: ExternalId) -> Told:
     tokens, facts = params.get(TOKENS), params.get(FACTS)
     return Told(
         digest_of(params),
-        tokens if type(tokens) is int and 0 < tokens <= MOST_TOKENS else 0,
+        tokens if type(tokens) is int and 0 < tokens <= MAX_TOKENS else 0,
         facts if isinstance(facts, str) and len(facts) <= LONGEST else "",
     )
 
@@ -261,21 +261,21 @@ def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes = b"")
             f"engines, or {REQUEST}, the X-Request-Id of both, to the decode engine"
         )
     if len(base) > LONGEST:
-        return f"{TRANSFER} has {len(base)} characters, more than {LONGEST}: {shown(base)}"
+        return f"{TRANSFER} has {len(base)} characters, more than {LONGEST}: {describe(base)}"
     try:
         named = told_of(params, external).digest or digest
         if not base.startswith(ROUTED):  # a router's name is the whole of it
             base = content_name(base, named)
         return TransferId(base, external.prompt), Source(where.host, where.port, int(epoch[:LONGEST], 16))
     except ValueError:
-        return f"{EPOCH} is not a hexadecimal number of up to 63 bits: {shown(epoch)}"
+        return f"{EPOCH} is not a hexadecimal number of up to 63 bits: {describe(epoch)}"
 
 
 def _routed(name: object, external: ExternalId) -> TransferId:
     """Return the transfer that a router names by a text or, as some do, by a number of up to 64 bits."""
     number = isinstance(name, int) and -(1 << 63) <= name < 1 << 64  # Python refuses to write out very long ones
     if not number and not (isinstance(name, str) and len(name) <= LONGEST):
-        raise IdentityError(f"transfer_id is not a text of up to {LONGEST} characters: {shown(name)}")
+        raise IdentityError(f"transfer_id is not a text of up to {LONGEST} characters: {describe(name)}")
     return TransferId.routed(str(name), external.prompt)
 
 
@@ -288,7 +288,7 @@ def _address(params: Mapping[str, Any]) -> Address | str:
                 raise IdentityError("no text of a sensible length")
             return parse_address(ours)
         except IdentityError:
-            return f"{ADDRESS} is not an address: {shown(ours)}"
+            return f"{ADDRESS} is not an address: {describe(ours)}"
     host, port = params.get(HOST), params.get(PORT)
     if isinstance(host, str) and 0 < len(host) <= LONGEST and isinstance(port, int) and 0 < port < 65536:
         return Address(host, port)
@@ -298,4 +298,4 @@ def _address(params: Mapping[str, Any]) -> Address | str:
             f"{' and '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} missing: the router must forward the prefill engine's params "
             f"whole, or send the decode engine the host and the port of the prefill engine's directory, its setting 'port'"
         )
-    return f"{HOST} and {PORT} do not name a directory ({shown(host)}, {shown(port)})"
+    return f"{HOST} and {PORT} do not name a directory ({describe(host)}, {describe(port)})"

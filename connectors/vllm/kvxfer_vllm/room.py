@@ -16,7 +16,7 @@ from kvxfer_vllm.requests import RequestFacts
 
 __all__ = ["Room"]
 
-MOST_PASSED = 4
+MAX_PASSED = 4
 """Loads that are skipped at a time: vLLM looks for each of them in its prefix cache in every step."""
 
 
@@ -41,7 +41,7 @@ class Room:
             return False
         need = sum(-(-end // block) - start // block for block in self._blocks)
         free = self._manager.block_pool.get_num_free_blocks()
-        if need <= free or (facts.passers is None and len(self._passed) >= MOST_PASSED):
+        if need <= free or (facts.passers is None and len(self._passed) >= MAX_PASSED):
             return False
         if facts.passers is None:
             facts.passers = set()

@@ -313,7 +313,7 @@ class SchedulerHooks:
             if facts.since is None:
                 self._outcomes.expect(facts, request, "a prefix", None)
                 self._hints.loads(request.request_id, facts.kind, tokens, request.num_prompt_tokens)
-        beside = bool(tokens) and not self.side.here(request.request_id)
+        beside = bool(tokens) and not self.side.is_prefetched(request.request_id)
         if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
         return tokens, beside
@@ -339,10 +339,10 @@ class SchedulerHooks:
         self._room.admitted(facts)
         if external:
             facts.into = table if self._partly and facts.asking is None else None
-            if facts.asking is not None and not self.side.here(name):
+            if facts.asking is not None and not self.side.is_prefetched(name):
                 self._next.asked += (name,)
             self._retained.loads(facts, table, facts.end - external, facts.end)
-        if not external or self.side.here(name):
+        if not external or self.side.is_prefetched(name):
             self._outcomes.ended(facts, DELIVERED if external else ELSEWHERE if facts.promised else COMPUTED)
             self._retained.cached(facts)
         try:
@@ -487,7 +487,7 @@ class SchedulerHooks:
                 self._next.partial[name] = tuple(facts.into[0][update.short[name] // self._block_tokens :].tolist())
             facts.into, facts.lost = None, name in update.failed
         for name in over:
-            self.side.load_over(name)
+            self.side.confirm_load_ended(name)
             facts = self._requests.get(name)
             self._outcomes.ended(facts, DELIVERED)
             if facts is not None and facts.asking is not None and facts.lost:

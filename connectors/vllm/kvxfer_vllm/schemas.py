@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvxfer.arguments import shown
+from kvxfer.arguments import describe
 from kvxfer.identity import IdentityError
 from kvxfer_vllm.ids import external_id
 
@@ -69,7 +69,7 @@ def _tier(params: Mapping[str, Any]) -> Mapping[str, Any]:
     party, *more = [key for key in ("remote_decoder", "remote_prefiller") if params.get(key) is not None]
     said = params[party]
     if more or not isinstance(said, Mapping) or not said.get("kv_request_id"):
-        what = "both are there" if more else f"{party} has no kv_request_id: {shown(said)}"
+        what = "both are there" if more else f"{party} has no kv_request_id: {describe(said)}"
         raise IdentityError(f"remote_decoder or remote_prefiller must name the transfer, and {what}")
     if party == "remote_decoder":
         return {"do_remote_decode": True, NAME: said["kv_request_id"]}

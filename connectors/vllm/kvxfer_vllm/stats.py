@@ -33,7 +33,7 @@ TALLIES = ("offers", "unclaimed", "not_offered", "not_loaded", "failures", "coun
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
 """The agent's stats that go up and down, and their names here."""
 
-MOST_PEERS = 64
+MAX_PEERS = 64
 """The most hosts that failed loads are counted for, one by one; the others are counted together."""
 OTHERS = "others"
 
@@ -268,7 +268,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             self._not_loaded.labels(*values, reason).inc(n)
         for key, n in data["failures"].items():
             outcome, _, peer = key.partition("/")
-            if len(self._peers) < MOST_PEERS:
+            if len(self._peers) < MAX_PEERS:
                 self._peers.add(peer)
             self._failures.labels(*values, outcome, peer if peer in self._peers else OTHERS).inc(n)
         counts = data["counts"]

@@ -10,7 +10,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from kvxfer.values import MOST_BANDS, MOST_DIGEST
+from kvxfer.values import MAX_BANDS, MAX_DIGEST
 
 PROTOCOL = 10
 MAX_BYTES = 16 << 20
@@ -25,10 +25,10 @@ NO_CHECKSUM = bytes(8)
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
-Band = Annotated[int, Meta(ge=0, le=MOST_BANDS)]
+Band = Annotated[int, Meta(ge=0, le=MAX_BANDS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
-Digest = Annotated[bytes, Meta(max_length=MOST_DIGEST)]
+Digest = Annotated[bytes, Meta(max_length=MAX_DIGEST)]
 
 
 class WireMessage(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

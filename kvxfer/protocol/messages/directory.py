@@ -11,7 +11,7 @@ from kvxfer.facts import Facts
 from kvxfer.geometry import Cache
 from kvxfer.identity import TransferId
 from kvxfer.protocol.messages.bounds import MAX_NAMES, Count, Digest, Number, WireMessage, shorten
-from kvxfer.values import MOST_DIGEST
+from kvxfer.values import MAX_DIGEST
 
 __all__ = [
     "MAX_CHAIN",
@@ -68,7 +68,7 @@ class Named(WireMessage, frozen=True):
 
     def __post_init__(self) -> None:
         arguments.instance("transfer", self.transfer, TransferId)
-        arguments.octets("digest", self.digest, MOST_DIGEST, empty=True)
+        arguments.bytes_of("digest", self.digest, MAX_DIGEST, empty=True)
 
 
 MAX_ANSWER = 1 << 14

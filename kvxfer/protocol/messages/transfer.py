@@ -24,7 +24,7 @@ from kvxfer.protocol.messages.bounds import (
     WireMessage,
     shorten,
 )
-from kvxfer.values import MOST_PAYLOAD, BlockTable
+from kvxfer.values import MAX_PAYLOAD, BlockTable
 
 __all__ = [
     "AttemptClosed",
@@ -98,7 +98,7 @@ class PartReady(WireMessage, frozen=True, tag="part"):
     stream: Count
     piece_bytes: Count
     revocations: Number | None = None
-    payload: Annotated[bytes, Meta(max_length=MOST_PAYLOAD)] = b""
+    payload: Annotated[bytes, Meta(max_length=MAX_PAYLOAD)] = b""
     bands: tuple[Band, Band] | None = None
 
 

@@ -24,9 +24,9 @@ SIZES = (4 << 20 | 1, 70_003)
 STARTS = (0, -(-SIZES[0] // GAP) * GAP + GAP)
 """The regions of each memory, and where they begin: large enough for an abort to come during a batch."""
 
-HISTORIES, STEPS, MOST_S = 3, 40, 6.0
+HISTORIES, STEPS, MAX_S = 3, 40, 6.0
 """How many histories there are, and how many steps one has, unless they take too many seconds."""
-MOST_LINKS, MOST_BATCHES = 5, 6
+MAX_LINKS, MAX_BATCHES = 5, 6
 PAUSES = (0.0, 0.0, 0.005)
 """Seconds between one end of a link and the other, say."""
 UNKNOWN = 77
@@ -87,7 +87,7 @@ class History:
         steps = [self._move] * 8 + [self._abort] * 6 + [self._cut] * 3 + [self._reconnect] * 3
         steps += [self._restart, self._give_up, self._give_up] + [self._register_again] * 3 + [self._refuse] * refusals
         done: list[str] = []
-        until = time.monotonic() + MOST_S
+        until = time.monotonic() + MAX_S
         while len(done) < STEPS and not self._over and time.monotonic() < until:
             step = steps[int(self._dice.integers(len(steps)))]
             done.append(step.__name__.strip("_"))
@@ -103,11 +103,11 @@ class History:
 
     def _move(self) -> None:
         """Move batches over several links at once."""
-        self._end(self._start(MOST_BATCHES), [])
+        self._end(self._start(MAX_BATCHES), [])
 
     def _abort(self) -> None:
         """Abort batches in flight, from one side or both. Those that have nothing to do with them succeed."""
-        transfers = self._start(MOST_BATCHES // 2)
+        transfers = self._start(MAX_BATCHES // 2)
         self._begin(transfers[0])
         aborted = [t for t in transfers if t is transfers[0] or self._dice.random() < 0.3]
         for t in aborted:
@@ -121,7 +121,7 @@ class History:
 
     def _cut(self) -> None:
         """Close a link while batches are in flight on it and on others."""
-        transfers = self._start(MOST_BATCHES // 2)
+        transfers = self._start(MAX_BATCHES // 2)
         self._begin(transfers[0])
         self._close(transfers[0].line)
         self._end(transfers, [t for t in transfers if t.line is transfers[0].line])
@@ -129,7 +129,7 @@ class History:
     def _reconnect(self) -> None:
         """Close a link while nothing is in flight on it, and make others."""
         self._close(self._lines[int(self._dice.integers(len(self._lines)))])
-        while len(self._lines) < self._dice.integers(2, MOST_LINKS + 1):
+        while len(self._lines) < self._dice.integers(2, MAX_LINKS + 1):
             self._lines.append(self._line())
         self._check()
 
@@ -137,7 +137,7 @@ class History:
         """Close a peer while batches are in flight with it and with others, and have another one in its place."""
         i = int(self._dice.integers(2))
         old = self._peers[i].participant
-        transfers = self._start(MOST_BATCHES // 2)
+        transfers = self._start(MAX_BATCHES // 2)
         self._begin(transfers[0])
         old.close()
         cut = [t for t in transfers if self._peers[i] in t.line.sides]

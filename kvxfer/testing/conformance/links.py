@@ -16,7 +16,7 @@ from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, S
 from kvxfer.testing.conformance.suite import Suite
 from kvxfer.testing.conformance.world import World
 from kvxfer.testing.participant import Runs
-from kvxfer.transport.contract import MOST_ENDPOINT
+from kvxfer.transport.contract import MAX_ENDPOINT
 
 LARGE = Runs.of([0], [0], [3_000_000])
 
@@ -33,7 +33,7 @@ class Links(Suite):
         world.allocate(participant)
         endpoints = [participant.endpoint() for _ in range(5)]
         assert len(set(endpoints)) == 5
-        assert all(isinstance(e, bytes) and 0 < len(e) <= MOST_ENDPOINT for e in endpoints)
+        assert all(isinstance(e, bytes) and 0 < len(e) <= MAX_ENDPOINT for e in endpoints)
 
     @old_objects_aside()
     def test_a_withdrawn_endpoint_is_forgotten(self, world: World, way: TransferMode) -> None:

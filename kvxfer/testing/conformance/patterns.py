@@ -9,7 +9,7 @@ from kvxfer.testing.participant import Runs
 
 __all__ = ["drawn"]
 
-SHORT, MOST_RUNS = 64, 1500
+SHORT, MAX_RUNS = 64, 1500
 
 
 def drawn(dice: np.random.Generator, source: tuple[int, int], target: tuple[int, int]) -> Runs:
@@ -27,10 +27,10 @@ def drawn(dice: np.random.Generator, source: tuple[int, int], target: tuple[int,
         lengths = np.diff(cuts, prepend=0)
     elif kind == "equal":
         length = min(int(dice.choice([1, 64, 333, 512, 4096, 16 << 10])), room)
-        lengths = np.full(min(room // length, int(dice.integers(1, MOST_RUNS))), length)
+        lengths = np.full(min(room // length, int(dice.integers(1, MAX_RUNS))), length)
     else:
-        longest = SHORT if kind == "short" else 4 * room // MOST_RUNS
-        lengths = dice.integers(0, longest + 1, int(dice.integers(1, MOST_RUNS)))
+        longest = SHORT if kind == "short" else 4 * room // MAX_RUNS
+        lengths = dice.integers(0, longest + 1, int(dice.integers(1, MAX_RUNS)))
         lengths = lengths[np.cumsum(lengths) <= room]
     dst = _laid(dice, lengths, *target)
     src = _laid(dice, lengths, *source)

@@ -16,7 +16,7 @@ from kvxfer.prometheus import Samples, read_samples
 
 __all__ = ["HttpAnswer", "HttpServer", "NoServerError"]
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 class NoServerError(KvxferError):
@@ -67,7 +67,7 @@ class HttpServer:
         try:
             connection.request(method, self._path + path, body, dict(headers or {}))
             answer = connection.getresponse()
-            return answer.status, answer.getheader("Content-Type", ""), answer.read(MOST_BYTES)
+            return answer.status, answer.getheader("Content-Type", ""), answer.read(MAX_BYTES)
         except (OSError, http.client.HTTPException) as e:
             raise NoServerError(f"{self.url} does not answer {path}: {str(e).strip() or type(e).__name__}") from None
         finally:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvxfer.errors import ConfigError
-from kvxfer.values import MOST_TOKENS, Group
+from kvxfer.values import MAX_TOKENS, Group
 from kvxfer_vllm.compat import takes_loaded_windows
 from kvxfer_vllm.pages.catalogue import entry_of
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupPages", "group_pages", "layer_specs", "replays", "takes_turns"]
 
-_ANY_LENGTH = MOST_TOKENS
+_ANY_LENGTH = MAX_TOKENS
 """What the only block of a request stands for, however long that is."""
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import assert_never
 
 from kvxfer.config import Config
-from kvxfer.control.calls import Calls
+from kvxfer.control.calls import CallValidator
 from kvxfer.control.events import EventQueue
 from kvxfer.control.fences import Fences
 from kvxfer.control.loop import ControlLoop, Step
@@ -46,17 +46,17 @@ from kvxfer.protocol.values import (
     Role,
     Send,
 )
-from kvxfer.security import Complaints
+from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 from kvxfer.transport import Fence
 from kvxfer.values import Fetch, Offer
 
-__all__ = ["Shell"]
+__all__ = ["AgentRuntime"]
 
 log = logger("kvxfer.agent")
 
 
-class Shell(AgentPeers):
+class AgentRuntime(AgentPeers):
     """What an agent does: both state machines, with its peers and everything else that they need.
 
     Attributes:
@@ -74,7 +74,7 @@ class Shell(AgentPeers):
         config: Config,
         engine: str,
         facts: dict[str, str] | None,
-        calls: Calls,
+        calls: CallValidator,
         events: EventQueue,
     ) -> None:
         super().__init__(loop, data, revocations, me, config, engine, facts)
@@ -82,7 +82,9 @@ class Shell(AgentPeers):
         self._fences = Fences(config.lease)
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self.direct = self.staged = 0
-        self._unclaimed = Complaints(log, every=10.0)  # about offers that nobody has asked for, or needs any more
+        self._unclaimed = RateLimitedWarnings(
+            log, every=10.0
+        )  # about offers that nobody has asked for, or needs any more
 
     # --- what the engine says --------------------------------------------------------------------------------------
 
