@@ -213,7 +213,7 @@ def test_a_key_that_is_none_is_refused() -> None:
     try:
         for bad in (b"\0" * 32, b"short"):
             theirs = msgspec.structs.replace(Endpoint.decode(b.endpoint()), key=bad).encode()
-            with pytest.raises(TransportError, match="'b' has told no key"):
+            with pytest.raises(TransportError, match="'b' sent no key"):
                 a.connect(a.endpoint(), theirs)
     finally:
         a.close()

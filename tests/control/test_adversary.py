@@ -19,7 +19,7 @@ SHORT = [
     "40 links that take no piece, each under its own name",
     "the same for five seconds, then beside consumers that come new",
     "a directory of 3,000 ranks",
-    "another producer that is cut off amid a load",
+    "another producer that is cut off during a load",
 ]
 LOADS = 5
 

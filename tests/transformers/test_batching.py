@@ -264,7 +264,7 @@ def test_asynchronous_batching_is_refused(full: Managers, monkeypatch: pytest.Mo
 def test_wrong_arguments_cost_the_offer_nothing(full: Managers) -> None:
     ids = prompt(40, 16)
     ticket = ticket_of(full, ids)
-    with pytest.raises(ArgumentError, match="request_id must be"):
+    with pytest.raises(ArgumentError, match="request_id must name a prefill"):
         full.producer.ticket("no such request")
     for wrong, word in [
         (("no ticket", ids), "ticket must be"),
