@@ -35,7 +35,7 @@ def keys(
     ] = Action.NEW,
     which: Annotated[
         str | None,
-        typer.Argument(help="For accept the other file; for first and drop the key, by the name that show gives it."),
+        typer.Argument(help="With accept: the other file. With first and drop: the key, by its name as show prints it."),
     ] = None,
 ) -> None:
     """Make the key that lets the engines of one deployment talk to each other, replace it while they run, or revoke it.
