@@ -35,7 +35,9 @@ def keys(
     ] = Action.NEW,
     which: Annotated[
         str | None,
-        typer.Argument(help="With accept: the other file. With first and drop: the key, by its name as show prints it."),
+        typer.Argument(
+            help="With accept: the other file. With first and drop: the key, by its name as show prints it."
+        ),
     ] = None,
 ) -> None:
     """Make the key that lets the engines of one deployment talk to each other, replace it while they run, or revoke it.
