@@ -3,14 +3,17 @@
 Each has an address that the others reach, a loopback of its own, and nothing else: what is told `127.0.0.1` finds only itself.
 """
 
+import os
 import select
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Host", "hosts", "lack"]
+__all__ = ["Host", "hosts", "lack", "on_slow_link"]
 
 PROGRAMS = ("unshare", "nsenter", "ip")
 PATIENCE_S = 30.0
@@ -105,3 +108,19 @@ def _ip(into: Sequence[str], *commands: str) -> None:
             raise OSError(f"ip {command} is not done after {PATIENCE_S:g} s") from error
         if ran.returncode:
             raise OSError(f"ip {command}: {ran.stderr.strip()}")
+
+
+def on_slow_link(program: str, mbit: int, folder: Path) -> str:
+    """Run a program of Python whose loopback device carries ``mbit`` Mbit/s, and return what it prints."""
+    (folder / "slow.py").write_text(program)
+    link = f"ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 16kb latency 400ms"
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--net", "sh", "-c", f"{link} && exec {sys.executable} slow.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

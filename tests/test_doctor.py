@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -38,6 +35,7 @@ from tests.conftest import require
 from tests.control.conftest import make_cache
 from tests.control.node import Node
 from tests.control.test_processes import deliver
+from tests.networks import on_slow_link
 from tests.stand_in import standing_in
 
 
@@ -336,19 +334,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("mbit", [2, 20])
 def test_a_slow_link_is_measured_in_bounded_time(mbit: int, tmp_path: Path) -> None:
     require("networks")
-    (tmp_path / "slow.py").write_text(SLOW)
-    link = f"ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 16kb latency 400ms"
     begun = time.monotonic()
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--net", "sh", "-c", f"{link} && exec {sys.executable} slow.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    done = on_slow_link(SLOW, mbit, tmp_path)
+    found = json.loads(done)
     assert "failure" not in found and time.monotonic() - begun < 60.0
     for way in ("from_peer", "to_peer"):
         assert mbit / 3 < found["measured"][way]["GB_per_s"] * 8e3 < 1.5 * mbit, found["measured"]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +25,7 @@ from kvxfer.testing.engine import PagedEngine
 from kvxfer.transport import registry
 from tests.conftest import require
 from tests.docs.test_troubleshooting import _texts
+from tests.networks import on_slow_link
 
 PAGE = (Path(__file__).parents[1] / "docs" / "runbook.md").read_text()
 ROWS = {
@@ -228,18 +226,8 @@ with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=512), on
 
 def test_a_link_of_two_megabits_says_so(tmp_path: Path) -> None:
     require("networks")
-    (tmp_path / "slow.py").write_text(SLOW)
-    link = "ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate 2mbit burst 16kb latency 400ms"
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--net", "sh", "-c", f"{link} && exec {sys.executable} slow.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    failure, came, code, story = json.loads(done.stdout.splitlines()[-1])
+    done = on_slow_link(SLOW, 2, tmp_path)
+    failure, came, code, story = json.loads(done.splitlines()[-1])
     assert ROWS["slow link"][0] in failure and re.search(
         r"; [\d.]+ [kM]B of [\d.]+ MB had come in 4\.\d s, [\d.]+ kB/s", failure
     )

@@ -237,7 +237,7 @@ class ExpiringMap(Generic[Owner, K, V]):
 
 
 class IndexedExpiringMap(ExpiringMap[Owner, K, V]):
-    """A ``ExpiringMap`` that also knows which owners have a value for a key."""
+    """An ``ExpiringMap`` that also knows which owners have a value for a key."""
 
     def __init__(self, seconds: float, most: int) -> None:
         super().__init__(seconds, most)

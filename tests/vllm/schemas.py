@@ -5,20 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from tests.contract.router import ASKED as NIXL
+from tests.contract.router import Params
 from tests.vllm.engine import Engine
 
-Params = dict[str, Any]
-
-NIXL: Params = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 LOADS: Params = {"do_remote_decode": False, "do_remote_prefill": True}
 
 

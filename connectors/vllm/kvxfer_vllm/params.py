@@ -108,23 +108,13 @@ def answer(
         tokens: How many tokens are offered.
         facts: A hash of what all of P's KV depends on.
         alone: Whether no other prompt of the same HTTP request is offered.
-
-    ``remote_block_ids`` holds an empty row for each group: kvxfer does not need it, but some routers check that it is there.
     """
-    source, base = ticket.source, ticket.transfer.base
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": [[] for _ in range(groups)],
-        "remote_engine_id": engine,
-        REQUEST: request,
-        "remote_host": source.host,
-        "remote_port": source.port,
-        TOKENS: tokens,
-        "tp_size": tp,
-        TRANSFER: base.removesuffix("/" + ticket.digest.hex()),
-        ADDRESS: str(Address(source.host, source.port)),
-        EPOCH: f"{source.epoch:x}",
+        **_told_by(ticket.source, engine, request, tp, groups, tokens),
+        TRANSFER: ticket.transfer.base.removesuffix("/" + ticket.digest.hex()),
+        EPOCH: f"{ticket.source.epoch:x}",
         DIGEST: ticket.digest.hex(),
         FACTS: facts,
         **({ALONE: True} if alone else {}),
@@ -147,14 +137,21 @@ def held_answer(source: Source, engine: str, request: str, tp: int, groups: int,
     return {
         "do_remote_prefill": False,
         "do_remote_decode": True,
+        **_told_by(source, engine, request, tp, groups, tokens),
+        "remote_blocks_expiry_time": None,
+    }
+
+
+def _told_by(source: Source, engine: str, request: str, tp: int, groups: int, tokens: int) -> dict[str, Any]:
+    """Return what every answer tells of the engine and of its KV. Some routers check that each group has its row of blocks."""
+    return {
         "remote_block_ids": [[] for _ in range(groups)],
         "remote_engine_id": engine,
         REQUEST: request,
-        "remote_host": source.host,
-        "remote_port": source.port,
+        HOST: source.host,
+        PORT: source.port,
         TOKENS: tokens,
         "tp_size": tp,
-        "remote_blocks_expiry_time": None,
         ADDRESS: str(Address(source.host, source.port)),
     }
 
