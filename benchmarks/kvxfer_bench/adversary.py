@@ -1,8 +1,8 @@
 """``kvxfer bench adversary``: honest loads beside hostile and greedy peers, partitions, and a fleet at one directory.
 
 A producer and a consumer are honest. In each case a load follows the other, alone and then beside an attack by a process that has the
-key. The median load beside it may take twice its time alone. In some cases a new consumer makes each load. Each process
-has 1,024 descriptors, as is usual.
+key. The median load beside it may take twice its time alone. In some cases a new consumer makes each load; otherwise
+one consumer makes loads for at least a second. Each process has 1,024 descriptors, as is usual.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ RATIO, FLOOR_MS = 2.0, 25.0
 """How much longer the median load may take beside an attack. The ms that are added are the noise of a busy machine."""
 LOAD_S = 20.0
 """The most seconds for one load."""
+STRETCH_S = 1.0
+"""The fewest seconds of loads before a median is taken: one pause of a busy machine outlasts several loads."""
 SETTLE_S = 5.0
 """Seconds after which it is known of each link under a name of its own that it takes nothing."""
 PER_PROCESS = 100
@@ -82,8 +84,12 @@ class AttackedPair:
         return transfer
 
     def loads(self, count: int) -> list[Load]:
-        """Have some loads done, one after the other."""
-        return [self.consumer("load", self.source, self.offered(self.producer), LOAD_S) for _ in range(count)]
+        """Have at least ``count`` loads done, one after the other, for at least ``STRETCH_S``."""
+        out: list[Load] = []
+        until = time.monotonic() + STRETCH_S
+        while len(out) < count or time.monotonic() < until:
+            out.append(self.consumer("load", self.source, self.offered(self.producer), LOAD_S))
+        return out
 
     def newcomers(self, count: int) -> list[Load]:
         """Have some loads done, each by a consumer that is new."""
@@ -227,12 +233,12 @@ def measure_fleet(config: Config, engines: int) -> dict[str, Any]:
 def measure_adversary(
     backend: str, keyed: bool, count: int, engines: int, cases: Sequence[str] = tuple(CASES), say: Say = silent
 ) -> dict[str, Any]:
-    """Measure ``count`` loads alone and beside each attack, and a fleet of ``engines`` engines; say what is wrong.
+    """Measure at least ``count`` loads alone and beside each attack, and a fleet of ``engines`` engines; say what is wrong.
 
     Args:
         backend: The back end.
         keyed: Whether all have a key.
-        count: The number of loads.
+        count: The fewest loads alone, and beside each attack.
         engines: The number of engines in the fleet; 0 for none.
         cases: The attacks, by their names in ``CASES``.
         say: Told what is being measured.
@@ -264,7 +270,7 @@ def measure_adversary(
 def adversary(
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
     key: Annotated[bool, typer.Option(help="Whether all engines have a key.")] = True,
-    loads: Annotated[int, typer.Option(min=1, help="Loads alone, and beside each attack.")] = 15,
+    loads: Annotated[int, typer.Option(min=1, help="Fewest loads alone, and beside each attack.")] = 15,
     engines: Annotated[int, typer.Option(min=0, help="Engines at one directory.")] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

