@@ -93,7 +93,6 @@ class ControlConnection:
         self.watched: tuple[int, int] | None = None  # descriptor and events that ``ControlSockets`` polls it for
         self.moved = False  # has another socket since then, whose descriptor may have the same number
         self.told = False  # its owner need not hear any more that it is lost
-        self.counted = 0  # of ``held``, as ``ControlSockets`` knows it
         self._dirty, self._secure, self._proved = dirty, secure, proved
         self._socket: socket.socket | None = None
         self._targets: Addresses = []  # still to be tried

@@ -23,7 +23,7 @@ from kvxfer import memory
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.options import BackendOptions
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.testing.wrapper import Wrapper
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Quieted, Verb
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.options import BackendOptions
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.testing.wrapper import Wrapper
 from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Quieted, Verb
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvxfer.failures import Failure
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.memory.registry import installed
 from kvxfer.transport import registry
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Transport

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.identity import TransferId
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World

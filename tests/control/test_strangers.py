@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control import directory, inbound
+from kvxfer.control import inbound, notices
 from kvxfer.control.directory import Directory
 from kvxfer.errors import ArgumentError
 from kvxfer.failures import FailureKind
@@ -259,7 +259,7 @@ def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[Engine, En
         honest.say(m.Lookup(m.PROTOCOL))
         assert isinstance(honest.answer(), m.EngineDescriptor)
         heard = p.directory.notices()
-    assert sum(len(m.encode(notice)) for notice in heard) <= directory.MAX_NOTICES, "they were bounded"
+    assert sum(len(m.encode(notice)) for notice in heard) <= notices.MAX_NOTICES, "they were bounded"
     assert [notice for notice in heard if isinstance(notice, Renew)] == [Renew(p.source.epoch, (Named(T, b"d"),))]
 
 

@@ -25,7 +25,7 @@ from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
 from kvxfer.backend.introduction import Introduction
 from kvxfer.errors import KvxferError, PeerError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_nixl.agent import LibraryAgent
 from kvxfer_nixl.carriers import copies_directly

@@ -18,7 +18,7 @@ from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
 from kvxfer.backend.introduction import Introduction
 from kvxfer.errors import KvxferError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.logs import logger
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_ucx import cuda
