@@ -22,7 +22,7 @@ from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
@@ -45,11 +45,12 @@ from kvxfer.protocol.values import (
     Resolve,
     Role,
     Send,
+    Stats,
 )
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 from kvxfer.transport import Fence
-from kvxfer.values import Fetch, Offer
+from kvxfer.values import Offer
 
 __all__ = ["AgentRuntime"]
 
@@ -57,12 +58,7 @@ log = logger("kvxfer.agent")
 
 
 class AgentRuntime(AgentPeers):
-    """What an agent does: both state machines, with its peers and everything else that they need.
-
-    Attributes:
-        direct: How many parts were begun without packing.
-        staged: How many parts were begun packed.
-    """
+    """What an agent does: both state machines, with its peers and everything else that they need."""
 
     def __init__(
         self,
@@ -81,7 +77,7 @@ class AgentRuntime(AgentPeers):
         self._hasher, self._revocations, self._calls, self._events = hasher, revocations, calls, events
         self._fences = Fences(config.lease)
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
-        self.direct = self.staged = 0
+        self._direct = self._staged = 0  # parts that were begun without packing, and packed
         self._unclaimed = RateLimitedWarnings(
             log, every=10.0
         )  # about offers that nobody has asked for, or needs any more
@@ -129,15 +125,6 @@ class AgentRuntime(AgentPeers):
         self._fences.renew(transfer, now)
         self.producer.renew(transfer, now)
         return []
-
-    def fetch(self, fetch: Fetch, called: float, now: float) -> list[Action]:
-        return self.consumer.fetch(fetch, now, called)
-
-    def prepare(self, source: Source, own: Source | None, now: float) -> list[Action]:
-        return self.consumer.prepare(source, own)
-
-    def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
-        return self.consumer.cancel(handle, reason, now)
 
     # --- what the data plane says ----------------------------------------------------------------------------------
 
@@ -207,8 +194,8 @@ class AgentRuntime(AgentPeers):
             case Send() | Dial() | Close() | Resolve():
                 self._ask(action)
             case Move():
-                self.direct += not action.piece_bytes
-                self.staged += bool(action.piece_bytes)
+                self._direct += not action.piece_bytes
+                self._staged += bool(action.piece_bytes)
                 self._data.post(action)
             case Abort():
                 self._data.post(action)
@@ -277,6 +264,17 @@ class AgentRuntime(AgentPeers):
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
+
+    def stats(self) -> Stats:
+        """Return counts of what is under way now, and of what has happened since the start. Any thread."""
+        return Stats(
+            fetches=len(self.consumer),
+            offers=len(self.producer),
+            quarantined_bytes=self._data.quarantined_bytes,
+            corrupt=self.consumer.corrupt + self.producer.corrupt,
+            direct=self._direct,
+            staged=self._staged,
+        )
 
     @property
     def held(self) -> int:

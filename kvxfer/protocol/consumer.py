@@ -273,17 +273,12 @@ class ConsumerMachine:
         info = self._links.get(rank.spec.link)
         if info is None or msg.part in rank.spans or rank.error is not None or not rank.on(E.PART_READY):
             return []
-        wrong = rank.misuse(msg, info)
-        if wrong is not None:
+        if (wrong := rank.misuse(msg, info)) is not None:
             return self._fail(f, wrong, now)
         if msg.generation < f.least:
             return self._outdate(f, rank, now)
         self._attempts.answered(rank)
-        f.heard = now
-        f.moving_since = now if f.moving_since is None else f.moving_since
-        if not f.begun:
-            f.announced = now
-            f.begun, f.deadline = True, now + self._timeout
+        if f.begin(now, self._timeout):
             self._deadlines.set(f.spec.handle, f.deadline)
         rank.announced(msg, info)
         try:
@@ -291,24 +286,15 @@ class ConsumerMachine:
         except PlanError as e:
             why = f"its blocks do not fit those to be filled: {e}"
             return self._fail(f, Failure(K.MISUSE, why, link_name(rank.spec.link)), now)
-        out = self._newest(f, msg.generation, now)
+        f.generation = max(f.least, msg.generation)
+        # What other ranks hold of an older one is useless: even if they do not know it yet, their engine has given it up.
+        old = [x for x in f.rank_fetches if x.generation is not None and x.generation < f.generation]
+        out = [action for x in old for action in self._outdate(f, x, now)]
         if info.mode == "write" and not msg.piece_bytes:
             f.nbytes += plan.nbytes
             rank.came_bytes += plan.nbytes
             f.last = now
         return out + (rank.take(msg, info, plan) or self._complete(f, rank, now))
-
-    def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
-        """Record a generation that a producer rank has announced.
-
-        What other ranks hold of an older one is useless: even if they do not know it yet, their engine has given it up.
-        """
-        f.generation = max(f.least, generation)
-        out: list[Action] = []
-        for rank in f.rank_fetches:
-            if rank.generation is not None and rank.generation < f.generation:
-                out += self._outdate(f, rank, now)
-        return out
 
     def _outdate(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
         """Void the attempt, because another rank has a newer generation, and ask this rank for that too."""

@@ -33,6 +33,7 @@ from kvxfer.protocol.values import (
     in_order,
     link_name,
 )
+from kvxfer.transitions import Life
 from kvxfer.transport import Verb
 from kvxfer.values import Fetch
 
@@ -45,8 +46,10 @@ NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
 """Why an attempt is void if another rank of the producer has a newer generation."""
 
 
-class RankFetch(msgspec.Struct, eq=False, gc=False):
+class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, gc=False):
     """The share of a fetch that comes from one producer rank."""
+
+    table = RANK_FETCH
 
     spec: RankRoute
     state: RankFetchState = RankFetchState.LINKING
@@ -75,14 +78,6 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     revoked: bool = False  # an attempt was void because the producer had given its blocks up
     asked: int = 0  # how often the present message has been sent
     counted: bool = False  # the producer has confirmed that it counts this reader as done
-
-    def on(self, stimulus: RankFetchEvent) -> bool:
-        """Make a transition; return false if the stimulus is ignored in this state."""
-        after = RANK_FETCH.after(self.state, stimulus)
-        if after is None:
-            return False
-        self.state = after
-        return True
 
     def begin(self, attempt: int, remote_writes: bool, least: Generation) -> None:
         """Begin the next attempt; nothing is left of the one before."""
@@ -219,6 +214,15 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     def arrived(self) -> int:
         """The token up to which all parts from all ranks are here."""
         return min((min(rank.arrived(self.spec.start), self.spec.tokens) for rank in self.rank_fetches), default=0)
+
+    def begin(self, now: float, timeout: float) -> bool:
+        """Record that a part was announced; return whether it is the first, from which on the outcome has ``timeout`` seconds."""
+        self.heard = now
+        self.moving_since = now if self.moving_since is None else self.moving_since
+        first, self.begun = not self.begun, True
+        if first:
+            self.announced, self.deadline = now, now + timeout
+        return first
 
     def part_over(self, now: float) -> None:
         """Record that a part has ended while more are to come; stop the time of moving if nothing else is on its way."""
