@@ -26,6 +26,9 @@ class Guests:
     def __iter__(self) -> Iterator[ControlConnection]:
         return iter(self._held)
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def add(self, conn: ControlConnection) -> None:
         """Count a connection as a guest."""
         self._held[conn] = 0

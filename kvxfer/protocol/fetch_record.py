@@ -11,7 +11,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.parts import PIECE_LEAST, Span, placed, plan_part, reached, to_hash
+from kvxfer.protocol.parts import MIN_PIECE, Span, placed, plan_part, reached, to_hash
 from kvxfer.protocol.progress import enriched
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
@@ -95,7 +95,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
             what = "it mixed generations in one attempt"
         elif msg.generation < self.least:
             what = "it has an older generation than it was asked for"
-        elif msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
+        elif msg.piece_bytes and not min(info.piece_bytes, MIN_PIECE) <= msg.piece_bytes <= info.piece_bytes:
             what = "it sends pieces of another size than was agreed on"
         elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= info.planner.bands:
             what = "it names bands of layers that do not exist"

@@ -18,7 +18,7 @@ from kvxfer.values import BlockTable
 Bands = tuple[int, int]
 """The first of some bands of layers, and the one after the last (``kvxfer.geometry.bands``)."""
 
-PIECE_LEAST = 8 << 20
+MIN_PIECE = 8 << 20
 """The least bytes of a piece, below which its fixed costs show; or a quarter of a slot if that is more, because slots are sized for the
 link."""
 CHECKED, CHECKED_LEAST = 4, 16 << 20
@@ -196,4 +196,4 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
         return 0
     longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
     depth = HOST_DEPTH if on_host(info.planner.src.regions) else DEVICE_DEPTH
-    return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 4, plan.nbytes // depth, longest))
+    return min(info.piece_bytes, max(MIN_PIECE, info.piece_bytes // 4, plan.nbytes // depth, longest))

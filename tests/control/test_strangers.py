@@ -330,7 +330,7 @@ def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
     engine, pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the cost of one over which nothing moves; whoever made that one makes it anew when it wants something."""
-    monkeypatch.setattr(inbound, "MOST", 4)
+    monkeypatch.setattr(inbound, "MAX_LINKS", 4)
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
     address = p.agents[0].descriptor.address
