@@ -286,15 +286,24 @@ class ConsumerMachine:
         except PlanError as e:
             why = f"its blocks do not fit those to be filled: {e}"
             return self._fail(f, Failure(K.MISUSE, why, link_name(rank.spec.link)), now)
-        f.generation = max(f.least, msg.generation)
-        # What other ranks hold of an older one is useless: even if they do not know it yet, their engine has given it up.
-        old = [x for x in f.rank_fetches if x.generation is not None and x.generation < f.generation]
-        out = [action for x in old for action in self._outdate(f, x, now)]
+        out = self._newest(f, msg.generation, now)
         if info.mode == "write" and not msg.piece_bytes:
             f.nbytes += plan.nbytes
             rank.came_bytes += plan.nbytes
             f.last = now
         return out + (rank.take(msg, info, plan) or self._complete(f, rank, now))
+
+    def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
+        """Record a generation that a producer rank has announced.
+
+        What other ranks hold of an older one is useless: even if they do not know it yet, their engine has given it up.
+        """
+        f.generation = max(f.least, generation)
+        out: list[Action] = []
+        for rank in f.rank_fetches:
+            if rank.generation is not None and rank.generation < f.generation:
+                out += self._outdate(f, rank, now)
+        return out
 
     def _outdate(self, f: FetchRecord, rank: RankFetch, now: float) -> list[Action]:
         """Void the attempt, because another rank has a newer generation, and ask this rank for that too."""
