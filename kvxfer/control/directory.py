@@ -21,7 +21,7 @@ from kvxfer.config import Config
 from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.control.inquiries import Inquiries, PeerInquiry
-from kvxfer.control.notices import Answered, Notice, NoticeBox, together
+from kvxfer.control.notices import Answered, Notice, NoticeBox, bundles
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
@@ -205,7 +205,7 @@ class Directory:
         arguments.instance("source", source, Source)
         if not isinstance(message, m.Renew | m.Decline | m.Await):
             raise ArgumentError(f"message must be a notice, not {arguments.describe(message)}")
-        for named in together(message.transfers):
+        for named in bundles(message.transfers):
             self._outbox.append((source, msgspec.structs.replace(message, transfers=named)))
         self._sockets.wake()
 

@@ -13,7 +13,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity
 
-__all__ = ["Answered", "Notice", "NoticeBox", "Unheard", "together"]
+__all__ = ["Answered", "Notice", "NoticeBox", "Unheard", "bundles"]
 
 MAX_NOTICES = 4 << 20
 """The most bytes of notices that wait. Beyond it, each peer has an equal share, and in it each of its connections. All closed ones of a
@@ -91,7 +91,7 @@ class NoticeBox:
             self._room.merge(connection, connection.peer, connection.peer)
 
 
-def together(named: tuple[m.Named, ...]) -> Iterator[tuple[m.Named, ...]]:
+def bundles(named: tuple[m.Named, ...]) -> Iterator[tuple[m.Named, ...]]:
     """Yield the transfers of a notice, as many together as a peer takes, which hangs up on longer ones."""
     first = nbytes = 0
     for i, one in enumerate(named):

@@ -56,13 +56,6 @@ class Ours(Suite):
     __test__ = False
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Ours())
-    yield world
-    world.close()
-
-
 class DeviceFence:
     """A fence that a stream can wait for, so that nobody has to ask it."""
 

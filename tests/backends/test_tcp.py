@@ -46,13 +46,6 @@ class Ours(Suite):
     __test__ = False
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Ours())
-    yield world
-    world.close()
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64, 100, 1 << 20])
 def test_chunks_hold_the_runs_in_order(chunk: int) -> None:
     """Each byte of the runs is in one row, in order, and each chunk between two spare rows."""

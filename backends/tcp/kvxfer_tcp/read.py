@@ -12,7 +12,7 @@ from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Fence
 from kvxfer_tcp.vectors import IovecTable
 
-__all__ = ["ASK_BYTES", "ASK_RUNS", "MAX_CHUNK", "MIN_CHUNK", "OPEN_ASKS", "Ask", "Read"]
+__all__ = ["ASK_BYTES", "ASK_RUNS", "MAX_CHUNK", "MIN_CHUNK", "OPEN_ASKS", "ReadAsk", "Read"]
 
 ASK_RUNS, ASK_BYTES = 8192, 1 << 30
 """Runs and bytes of one request: what the peer must keep for it is bounded by both."""
@@ -64,7 +64,7 @@ class Read:
         return MAX_CHUNK if connections == 1 else min(share, SHARED_CHUNK)
 
 
-class Ask:
+class ReadAsk:
     """A request that is under way, and where its bytes go."""
 
     def __init__(self, number: int, read: Read, lo: int, hi: int, chunk: int) -> None:

@@ -23,7 +23,7 @@ from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Address, Connection, Loop, tune
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
-from kvxfer_tcp.read import MAX_CHUNK, OPEN_ASKS, Ask, Read
+from kvxfer_tcp.read import MAX_CHUNK, OPEN_ASKS, Read, ReadAsk
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
 from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind, Violation, greeting
 
@@ -57,7 +57,7 @@ class Reader:
         self._reads: dict[int, Read] = {}
         self._fenced: list[Read] = []
         self._waiting: deque[Read] = deque()
-        self._open: dict[int, Ask] = {}
+        self._open: dict[int, ReadAsk] = {}
         self._asked = 0
         self.wake_bytes = WAKE_BYTES
         self._connections: list[_Incoming] = []
@@ -148,9 +148,9 @@ class Reader:
         if made:
             self._connections[0].send_ahead()
         for each in made:  # while the peer looks at them
-            self._open[each[0]] = Ask(*each)
+            self._open[each[0]] = ReadAsk(*each)
 
-    def chunk(self, header: Header) -> Ask | None:
+    def chunk(self, header: Header) -> ReadAsk | None:
         """Return the request that a chunk belongs to, or ``None`` for one that has ended.
 
         Raises:
@@ -170,7 +170,7 @@ class Reader:
         ask.missing[header.chunk] = 0
         return ask
 
-    def came(self, ask: Ask, nbytes: int) -> None:
+    def came(self, ask: ReadAsk, nbytes: int) -> None:
         """Take note that a chunk is in its place."""
         ask.left -= 1
         ask.read.left -= nbytes
@@ -235,7 +235,7 @@ class _Incoming(Connection):
         self._addresses = deque(addresses)
         self.connected = self._greeted = False
         self._head, self._text = IovecBuffer(FRAME_BYTES), IovecBuffer(MAX_REASON)
-        self._ask: Ask | None = None
+        self._ask: ReadAsk | None = None
         self._refused: tuple[int, int] | None = None
         self._skip = 0
         self._wake = 1
@@ -310,7 +310,7 @@ class _Incoming(Connection):
             with suppress(OSError):  # the next turn will see it
                 self.write()
 
-    def drop(self, ask: Ask) -> None:
+    def drop(self, ask: ReadAsk) -> None:
         """Put no more bytes of this request into memory."""
         if self._ask is ask:
             self._ask = None
