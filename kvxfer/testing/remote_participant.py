@@ -77,8 +77,8 @@ class RemoteParticipant:
         if self._child.returncode is None:
             self.kill()
 
-    def _ask(self, *command: Any) -> Any:
-        self._pipe.send(command)
+    def _ask(self, *command: Any, **named: Any) -> Any:
+        self._pipe.send((command, named))
         deadline = time.monotonic() + REPLY_S
         while not self._pipe.poll():
             if time.monotonic() > deadline:
@@ -108,7 +108,8 @@ def main() -> None:
 
     def make() -> None:
         nonlocal participant
-        participant = LocalParticipant(*pipe.recv())
+        arguments, _ = pipe.recv()
+        participant = LocalParticipant(*arguments)
 
     answer(make)
     while participant is not None:
@@ -118,10 +119,10 @@ def main() -> None:
             participant.turn(fd in readable)
         if pipe.fileno() in readable:
             try:
-                command, *arguments = pipe.recv()
+                (command, *arguments), named = pipe.recv()
             except EOFError:
                 return  # the parent has gone
-            answer(partial(getattr(participant, command), *arguments))
+            answer(partial(getattr(participant, command), *arguments, **named))
 
 
 if __name__ == "__main__":

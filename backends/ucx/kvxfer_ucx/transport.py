@@ -74,6 +74,7 @@ class UcxTransport(Base[Endpoint, Link]):
     libraries = {"ucxx": ("ucxx-cu12", "ucxx-cu13", "ucxx")}
     tells = ucx.TELLS
     endpoint_type = Endpoint
+    carried_by = staticmethod(ucx.carried_by)
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
@@ -96,10 +97,6 @@ class UcxTransport(Base[Endpoint, Link]):
         # Whether something goes on of which ``News`` does not tell.
         self._unsettled = False
         self._news = News()
-
-    @classmethod
-    def carried_by(cls, log: str) -> str | None:
-        return ucx.carried_by(log)
 
     @classmethod
     def probe(cls) -> Probe:
