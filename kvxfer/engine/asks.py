@@ -32,8 +32,8 @@ MAX_SOURCES = 16
 """The most sources that are asked for one request; the first of those that are named."""
 SILENT_S, MAX_SILENT = 5.0, 1024
 """Seconds for which no request waits for a source that has not answered one in time, unless it answers; and the most of them."""
-MAX_LATE = 10_000
-"""The most questions whose answers are still declined when they come too late."""
+MAX_SENT = 100_000
+"""The most questions whose answers are awaited, or still declined when they come too late."""
 
 
 class AskCounts(msgspec.Struct):
@@ -76,8 +76,8 @@ class Asks:
         self._schedule, self._loads, self._benefit = schedule, loads, benefit
         self._asks: dict[str, Ask] = {}  # by request
         self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
-        self._open: dict[TransferId, Ask] = {}  # by each name that has yet to be answered
-        self._late: Recent[TransferId, Source] = Recent(config.lease, MAX_LATE)
+        # What has yet to be answered, by the name that it was given; None: nobody needs an answer any more.
+        self._sent: Recent[TransferId, tuple[Source, Ask | None]] = Recent(config.lease, MAX_SENT)
         self._silent: Recent[tuple[str, int], bool] = Recent(
             SILENT_S, MAX_SILENT
         )  # addresses that have not answered in time
@@ -152,7 +152,8 @@ class Asks:
         ask.asked_at = time.monotonic()
         for source in ask.sources:
             name = TransferId.mint(self._directory.epoch, f"ask/{next(self._numbers)}")
-            self._open[name], ask.asked[name] = ask, source
+            ask.asked[name] = source
+            self._sent.put(name, (source, ask), ask.asked_at)
             self._directory.inquire(source, m.Inquire(source.epoch, name, ask.chain.step, ask.chain.links))
 
     def asking(self, request: str) -> bool:
@@ -203,10 +204,9 @@ class Asks:
                 self._schedule.decline(one.transfer, one.digest, one.source, reason)
         ask.answers.clear()
         now = time.monotonic()
-        self._late.forget(now)
+        self._sent.forget(now)
         for name, source in ask.asked.items():
-            del self._open[name]
-            self._late.put(name, source, now)
+            self._sent.put(name, (source, None), now)
         ask.asked.clear()
 
     def finished(self, request: str) -> None:
@@ -264,18 +264,17 @@ class Asks:
 
     def _answered(self, answer: Answered) -> None:
         told = answer.holding
-        ask = self._open.get(told.transfer)
-        source = self._late.get(told.transfer) if ask is None else ask.asked[told.transfer]
-        if source is None or (source.host, source.port) != (answer.host, answer.port):
+        found = self._sent.get(told.transfer)
+        if found is None or (found[0].host, found[0].port) != (answer.host, answer.port):
             return  # nobody has asked it that
+        source, ask = found
+        self._sent.pop(told.transfer)
         self._silent.pop((answer.host, answer.port))
         if ask is None:
-            self._late.pop(told.transfer)
             if told.tokens:
                 late = Source(source.host, source.port, told.epoch)
                 self._schedule.decline(told.transfer, told.digest, late, "the answer came too late")
             return
-        del self._open[told.transfer]
         if ask.answered(told.transfer, told.epoch, told.tokens, told.digest) is None and told.tokens:
             self._complain(
                 "request %s takes nothing from %s: it has answered with tokens that the request does not have",
@@ -284,10 +283,12 @@ class Asks:
             )
 
     def _unheard(self, lost: Unheard) -> None:
-        for name, ask in list(self._open.items()):
-            source = ask.asked[name]
-            if (source.host, source.port) == (lost.host, lost.port):
-                del self._open[name], ask.asked[name]
+        for name in self._sent.keys():
+            source, ask = self._sent.get(name) or (None, None)
+            if source is not None and (source.host, source.port) == (lost.host, lost.port):
+                self._sent.pop(name)
+                if ask is not None:
+                    del ask.asked[name]
 
     def __len__(self) -> int:
         return len(self._asks)

@@ -1,6 +1,6 @@
 """The consumer's scheduler side: which requests load from other engines, and into which blocks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvxfer.identity import Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
@@ -30,11 +30,9 @@ class FetchSchedule:
         self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
         self._partly = not any(group.kind == "state" for group in groups)
         self._own = own
-        self._loads: dict[LoadNumber, Load] = {}
-        self._live: dict[str, LoadNumber] = {}  # by the engine's name of the request
-        self._wanted: dict[TransferId, Wanted] = {}
-        self._found: dict[TransferId, TransferId] = {}  # what their producers call transfers whose epoch was not known
-        self._working: dict[LoadNumber, Load] = {}
+        self._loads: dict[str, Load] = {}  # by the engine's name of the request
+        self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
+        self._working: list[Load] = []
         self._numbers = 0
         self.fetched = 0
         self._fetches: list[Fetch] = []
@@ -45,18 +43,17 @@ class FetchSchedule:
 
     def named(self, request: str) -> Load | None:
         """Return the load of this name, also if its request is over."""
-        number = self._live.get(request)
-        return None if number is None else self._loads[number]
+        return self._loads.get(request)
 
     def of(self, request: str) -> Load | None:
         """Return the load of a request that the engine has not said to be over."""
-        load = self.named(request)
+        load = self._loads.get(request)
         return None if load is None or load.over else load
 
     @property
-    def working(self) -> Iterable[Load]:
+    def working(self) -> Sequence[Load]:
         """The loads that have been fetched and are not closed."""
-        return self._working.values()
+        return self._working
 
     def __iter__(self) -> Iterator[Load]:
         """Yield all loads, the oldest first. Any thread, and the loads may change meanwhile."""
@@ -73,8 +70,7 @@ class FetchSchedule:
         wanted = self._wanted.get(asked)
         if wanted is None or asked == transfer or wanted.digest != digest or transfer in self._wanted:
             return
-        del self._wanted[asked]
-        wanted.transfer, self._wanted[transfer], self._found[asked] = transfer, wanted, transfer
+        wanted.transfer, self._wanted[transfer] = transfer, wanted
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
@@ -107,8 +103,7 @@ class FetchSchedule:
         Raises:
             ScheduleError: The request loads another transfer.
         """
-        transfer = self._found.get(transfer, transfer)
-        wanted, known = self._wanted.get(transfer), self.named(request)
+        wanted, known = self._wanted.get(transfer), self._loads.get(request)
         if known is not None and not known.over:
             if known.wanted is not wanted:
                 raise ScheduleError(f"request {request} loads {known.wanted.transfer}, not {transfer} too")
@@ -126,12 +121,12 @@ class FetchSchedule:
             wanted = self._wanted[transfer] = Wanted(transfer, digest, source, tokens, progress, offered, enough)
         else:
             if answer not in wanted.answers:
-                self.decline(transfer, digest, source, "another request of this engine loads it")
+                self.decline(wanted.transfer, digest, source, "another request of this engine loads it")
             fetching = any(load.is_sync or load.state in (_S.MOVING, _S.REPEATED) for load in wanted.loads)
             state = _S.CLOSED if wanted.closed else _S.SHARED if fetching else state
         self._numbers += 1
         load = Load(LoadNumber(self._numbers), request, wanted, state)
-        self._loads[load.number], self._live[request] = load, load.number
+        self._loads[request] = load
         wanted.answers.add(answer)
         wanted.loads.append(load)
         if offered and not tokens and not wanted.closed:
@@ -200,7 +195,7 @@ class FetchSchedule:
             if sibling is not load:
                 sibling.on(_E.SIBLING_FETCHES)
         load.fetched, load.blocks, load.start, load.end = self.fetched, blocks, computed, end
-        self._working[load.number] = load
+        self._working.append(load)
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
         names = request, wanted.transfer, wanted.digest, wanted.source
@@ -307,7 +302,8 @@ class FetchSchedule:
         if before not in (_S.WAITING, _S.OPEN, _S.SHARED) and not load.wanted.closed:
             self._close_wanted(load.wanted)
         if load.state is _S.CLOSED:
-            self._working.pop(load.number, None)
+            if load.fetched is not None:
+                self._working.remove(load)
             if load.over:
                 self._forget(load)
 
@@ -330,11 +326,13 @@ class FetchSchedule:
             self.on(load, event, reason)
 
     def _forget(self, load: Load) -> None:
-        del self._loads[load.number], self._live[load.request]
-        load.wanted.loads.remove(load)
-        if not load.wanted.loads:
-            del self._wanted[load.wanted.transfer]
-            self._found.pop(load.wanted.transfer.anywhere, None)
+        wanted = load.wanted
+        del self._loads[load.request]
+        wanted.loads.remove(load)
+        if not wanted.loads:
+            del self._wanted[wanted.transfer]
+            if self._wanted.get(wanted.transfer.anywhere) is wanted:
+                del self._wanted[wanted.transfer.anywhere]
 
     # --- once a step ---------------------------------------------------------------------------------------------------
 
@@ -346,7 +344,7 @@ class FetchSchedule:
 
     def __len__(self) -> int:
         """Return how many transfers are remembered, including cancelled ones that are not quiet yet."""
-        return len(self._wanted)
+        return sum(name == wanted.transfer for name, wanted in self._wanted.items())
 
     @property
     def fetches(self) -> Sequence[Fetch]:

@@ -1,4 +1,4 @@
-"""The book of an engine's offerings: by serial number, by the request that has a name now, and by transfer."""
+"""The book of an engine's offerings: by the request that has a name now, and by transfer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,14 +21,12 @@ class Offerings:
         self._nothing = BlockTable((b"",) * len(self._groups))
         self._numbers = 0
         self._generation: Generation = 0
-        self._offerings: dict[OfferingNumber, Offering] = {}
-        self._live: dict[str, OfferingNumber] = {}  # by the engine's name of the request
+        self._live: dict[str, Offering] = {}  # by the engine's name of the request
         self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
 
     def named(self, request: str) -> Offering | None:
         """Return the offering of this name, also if its request is over and its blocks are held."""
-        number = self._live.get(request)
-        return None if number is None else self._offerings[number]
+        return self._live.get(request)
 
     def of(self, request: str) -> Offering | None:
         """Return the offering of a running request, which may be over before it."""
@@ -46,8 +44,9 @@ class Offerings:
         return last if last is not None and (last.computed or last.held) else None
 
     def __iter__(self) -> Iterator[Offering]:
-        """Yield all offerings, the oldest first; they may change meanwhile."""
-        return iter(self._offerings.copy().values())
+        """Yield all offerings, the oldest first. Any thread, and they may change meanwhile."""
+        found = [one for known in self._transfers.copy().values() for one in known]
+        return iter(sorted(found, key=lambda one: one.number))
 
     @property
     def held(self) -> frozenset[TransferId]:
@@ -71,9 +70,8 @@ class Offerings:
         what = transfer, digest, tokens, consumers, stops
         new = Offering(number, request, answer, *what, born, born, self._nothing)
         new.answers[answer] = consumers
-        self._offerings[number] = new
         if request:
-            self._live[request] = number
+            self._live[request] = new
         self._transfers.setdefault(transfer, []).append(new)
         return new
 
@@ -89,11 +87,11 @@ class Offerings:
         """Drop the record of an offering that is closed, once nobody asks about it."""
         if found.state is not OfferingState.CLOSED or not found.over or found.sharers or found.revoked is not None:
             return
-        if self._offerings.pop(found.number, None) is None:
+        known = self._transfers.get(found.transfer, [])
+        if found not in known:
             return
-        if self._live.get(found.request) == found.number:
+        if self._live.get(found.request) is found:
             del self._live[found.request]
-        known = self._transfers[found.transfer]
         known.remove(found)
         if not known:
             del self._transfers[found.transfer]

@@ -104,7 +104,7 @@ class OfferSchedule(Offerings):
         elif answer not in known.answers:
             known.answers[answer] = consumers
             self._count(known, consumers)
-        known.sharers[request], self._live[request] = answer, known.number
+        known.sharers[request], self._live[request] = answer, known
         return True
 
     def computed(

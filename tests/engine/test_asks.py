@@ -70,8 +70,9 @@ class World:
         self.step()
         for engine in self.engines:
             engine.verify()
-            assert not len(engine.scheduler._asks) and not engine.scheduler._asks._open
-            assert not engine.scheduler._asks._alike
+            asks = engine.scheduler._asks
+            awaited = [one for name in asks._sent.keys() if (one := asks._sent.get(name)) and one[1] is not None]
+            assert not len(asks) and not awaited and not asks._alike
             assert not engine.scheduler._answers._shares._all
 
 
