@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import Ticket
+from kvxfer.engine import Prefix, Ticket
 from kvxfer.failures import FailureKind as K
 from kvxfer.values import BlockTable
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats
@@ -17,13 +17,17 @@ from kvxfer_vllm.used import UsedOffers
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["LoadOutcomes", "RequestFacts"]
+__all__ = ["HttpBatch", "LoadOutcomes", "Naming", "RequestFacts"]
 
 GONE = {
     *(DELIVERED, COMPUTED, ELSEWHERE, CANCELLED),
     *map(str, (K.NEVER_OFFERED, K.WITHDRAWN, K.DIGEST_DIFFERS, K.NO_SUCH_ENGINE)),
 }
 """The outcomes after which the producer does not offer it any more."""
+
+
+Naming = Callable[[Sequence[int]], Prefix]
+"""Names first tokens of a request by content. It is given an array, in which a token takes 4 bytes until it is hashed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +58,13 @@ class RequestFacts:
     Attributes:
         name: vLLM's id of it.
         number: Requests count up in the order of their arrival.
+        request: The request itself.
+        over: Whether it is over, and its blocks are held for others.
+        earlier: A request of this name that is over and whose blocks are held.
+        salt: The cache salt that it came with, if it was ``reloaded``.
+        reloaded: Whether vLLM caches it under another salt, because its adapter had been loaded again.
+        adapter: The number of its adapter, and how often that had been replaced when the request came.
+        naming: Names its first tokens by content, until it is over.
         asked_in: The step for which vLLM has asked about it, and has no blocks for it so far.
         table: Its whole block table, where vLLM tells increments only.
         nothing: What is told of it although it has nothing to offer.
@@ -64,7 +75,7 @@ class RequestFacts:
         since: When it came, if it is not known yet what becomes of its load.
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
-        asking: The request itself, if other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
+        asking: Whether other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
         kind: Who has named these engines: a router's schema.
         lost: Whether its load has failed.
         answers: Whether its router is told, when it ends, where the KV is.
@@ -74,6 +85,13 @@ class RequestFacts:
 
     name: str
     number: int
+    request: Any = None
+    over: bool = False
+    earlier: RequestFacts | None = None
+    salt: str | None = None
+    reloaded: bool = False
+    adapter: tuple[int, int] | None = None
+    naming: Naming | None = None
     asked_in: int = 0
     table: list[list[int]] | None = None
     nothing: Ticket | None = None
@@ -84,7 +102,7 @@ class RequestFacts:
     since: float | None = None
     key: bytes | None = None
     passers: set[str] | None = None
-    asking: Any = None
+    asking: bool = False
     kind: str = ""
     lost: bool = False
     answers: bool = False
