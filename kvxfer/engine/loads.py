@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from kvxfer import arguments
 from kvxfer.config import Config
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import LoadEnds, Update
@@ -11,14 +12,12 @@ from kvxfer.engine.exchange import BlockCopy, Report
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
-from kvxfer.engine.stories import Stories
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
-from kvxfer.ledger import BlockLedger
-from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, ScheduleError
-from kvxfer.values import BlockTable
+from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule, ScheduleError
+from kvxfer.values import MAX_DIGEST, BlockTable
 
 __all__ = ["Loads"]
 
@@ -35,23 +34,19 @@ class Loads:
     def __init__(
         self,
         config: Config,
-        schedule: FetchSchedule,
-        ledger: BlockLedger,
+        schedule: Schedule,
         pins: BlockPins,
         tables: TableCheck,
         ranks: int,
         dispatch: Dispatch,
         notices: Notices,
         trace: Trace,
-        stories: Stories,
     ) -> None:
-        self._stories = stories
-        self._schedule, self._dispatch, self._notices, self._tables = schedule, dispatch, notices, tables
-        self._prefetches = Prefetches(
-            schedule, ledger, pins, tables.groups, ranks, config.step_budget, self._hear, trace
-        )
+        self._schedule, self._dispatch, self._notices = schedule.consumer, dispatch, notices
+        self._tables, self._trace = tables, trace
+        self._prefetches = Prefetches(schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace)
         self.paces = self._prefetches.paces
-        self._ends = LoadEnds(schedule, pins, ranks, self.paces, trace)
+        self._ends = LoadEnds(schedule.consumer, pins, ranks, self.paces, trace)
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
@@ -79,6 +74,20 @@ class Loads:
             self._notices.loads(load)
             self._dispatch.prepare(source)
         return True
+
+    def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
+        """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
+
+        Args:
+            transfer: The name of the transfer.
+            digest: What its KV depends on.
+            source: The directory of the engine that offers it.
+            answer: The name of the answer that has told of it; nothing else of which that has told will be fetched either. Empty: none.
+        """
+        arguments.instance("transfer", transfer, TransferId)
+        arguments.bytes_of("digest", digest, MAX_DIGEST)
+        arguments.instance("source", source, Source)
+        self._schedule.decline(transfer, digest, source, "the request was rejected", answer)
 
     def prefetch(self, request: str, computed: int) -> None:
         """Begin the load before the request has blocks, if it is short; see ``SchedulerSide.prefetch``."""
@@ -149,9 +158,8 @@ class Loads:
         """Record that the request is over, at whatever point."""
         load = self._schedule.of(request)
         if load is not None:
-            if load.fetched is None and not load.traced:
-                load.traced = True
-                self._stories.load_dropped(load)
+            if load.fetched is None:
+                self._trace.never_begun(load)
             if load.is_sync:
                 load.over = True
                 self._prefetches.end(load, _E.GIVE_UP, "the consumer's request is over")

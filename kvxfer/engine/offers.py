@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Hashable, Mapping, Sequence
 
+from kvxfer import arguments
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.stories import Stories
@@ -25,7 +26,7 @@ from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
 from kvxfer.ticket import Ticket
-from kvxfer.values import NULL, BlockTable, Group, OfferEnd, Rank
+from kvxfer.values import MAX_REASON, NULL, BlockTable, Group, OfferEnd, Rank
 
 __all__ = ["Offers", "kept_blocks", "lacks_window"]
 
@@ -39,7 +40,6 @@ class Offers:
         schedule: The engine's offerings.
         pins: Keeps blocks from reuse.
         tables: Checks block tables.
-        groups: The engine's KV-cache groups.
         ranks: How many workers it has.
         writes_early: Whether workers may write to a step's new blocks before they know of its revocations.
         notices: Tells other engines.
@@ -54,7 +54,6 @@ class Offers:
         schedule: OfferSchedule,
         pins: BlockPins,
         tables: TableCheck,
-        groups: Sequence[Group],
         ranks: int,
         writes_early: bool,
         notices: Notices,
@@ -62,8 +61,8 @@ class Offers:
     ) -> None:
         self._schedule, self._pins, self._tables, self._notices = schedule, pins, tables, notices
         self._ranks, self._writes_early, self._stories = ranks, writes_early, stories
-        self._groups = tuple(groups)
-        self._windows = any(group.window for group in groups)
+        self._groups = tables.groups
+        self._windows = any(group.window for group in self._groups)
         self.elastic = False
         self._leaving: list[Hashable] = []  # holders of blocks that the next step revokes
         self._over: list[TransferId] = []  # ended before the requests that offered them, which are over now as well
@@ -95,6 +94,38 @@ class Offers:
         if found is None or not found.offered or (found.namesake and request not in found.sharers):
             return None
         return Ticket(found.transfer, found.digest, source, found.total)
+
+    def answer(self, request: str) -> str:
+        """Return the name of the answer that tells consumers of this request's offer: a lost request's for a retry.
+
+        Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
+        """
+        return self._schedule.answer(arguments.instance("request", request, str))
+
+    def unanswered(self, answer: str) -> None:
+        """Record that an answer goes out to nobody, as when its client has hung up: what only that would have told of is given up.
+
+        Args:
+            answer: Its name (``SchedulerSide.offer``).
+        """
+        self._schedule.unanswered(arguments.string("answer", answer), "its client has hung up")
+
+    def stands(self, ticket: Ticket) -> bool:
+        """Return whether what a ticket of this engine names is offered, or will be."""
+        return self._schedule.offers(ticket.transfer, ticket.digest)
+
+    def withdraw(self, request: str, reason: str) -> None:
+        """End the offer of a running request, whose KV is no longer what its digest says; does nothing without one.
+
+        Args:
+            request: The engine's id of the request.
+            reason: Why, for the consumers.
+        """
+        arguments.instance("request", request, str)
+        arguments.string("reason", reason, MAX_REASON, empty=True)
+        offering = self._schedule.offering(request)
+        if offering is not None:
+            self._schedule.withdraw(offering[0], reason)
 
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int, source: Source
@@ -137,7 +168,7 @@ class Offers:
         if found is None or not (found.computed or found.held):
             return
         self._tables.check("table", table)
-        for g, group in enumerate(self._tables.groups):
+        for g, group in enumerate(self._groups):
             if group.kind == "full":
                 self._tables.lists("table", table, g, 0, min(computed + scheduled, found.total))
         self._schedule.check(request, computed + scheduled, table)

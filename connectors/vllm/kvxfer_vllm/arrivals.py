@@ -213,7 +213,7 @@ class Arrivals:
             return
         transfer, source = want
         if part.rejected:
-            self._side.decline(transfer, part.digest, source, p.answer_of(params) or "")
+            self._side.loads.decline(transfer, part.digest, source, p.answer_of(params) or "")
             self._outcomes.expect(facts, request, str(transfer), None)
             return
         key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun

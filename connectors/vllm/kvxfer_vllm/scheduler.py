@@ -200,7 +200,7 @@ class SchedulerHooks:
         self._outcomes.ended(facts, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         last_of = self._batches.ended(facts)
-        answer = self.side.answer(name)
+        answer = self.side.offers.answer(name)
         if whole and facts.answers:
             self._cached.keep_findable(request)
             self._kept.keep(facts.number, table_of(block_ids).ids())
@@ -208,13 +208,13 @@ class SchedulerHooks:
         if aborted and last_of is not None and not request.num_output_tokens:
             # The client has hung up, because a stop string, which ends a request in the same way, needs output. vLLM answers once all
             # have ended, and so nobody hears of those that were done before.
-            self.side.unanswered(last_of)
+            self.side.offers.unanswered(last_of)
         if held:
             facts.over = True
             self._frees.held(name)
         else:
             self._forget(facts)
-        if ticket is None or not self.side.offers(ticket):
+        if ticket is None or not self.side.offers.stands(ticket):
             if ticket is not None and whole:
                 why = f"{printable(ticket.transfer)} is given up, as the line of its withdrawal explains"
                 self._no_part.not_offered(name, Reason.GIVEN_UP, why)
@@ -257,7 +257,7 @@ class SchedulerHooks:
         for facts in self._adapters.take_outdated(one for one in self._requests.values() if not one.over):
             if self.side.ticket(facts.name) is not None:
                 self._no_part.count(Reason.ADAPTER)
-            self.side.withdraw(facts.name, "its adapter was loaded again with other weights")
+            self.side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
