@@ -14,7 +14,7 @@ from kvxfer.engine.ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.paces import Benefit
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Recent
@@ -74,7 +74,7 @@ class Asks:
     ) -> None:
         self._config, self._directory, self._notices = config, directory, notices
         self._schedule, self._loads, self._benefit = schedule, loads, benefit
-        self._asks: dict[str, Ask] = {}  # by request
+        self._asks: dict[RequestId, Ask] = {}  # by request
         self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
         # What has yet to be answered, by the name that it was given; None: nobody needs an answer any more.
         self._sent: Recent[TransferId, tuple[Source, Ask | None]] = Recent(config.lease, MAX_SENT)
@@ -87,7 +87,7 @@ class Asks:
         notices.answered, notices.unheard = self._answered, self._unheard
 
     def ask(
-        self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
+        self, request: RequestId, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
     ) -> bool:
         """Accept a question; see ``SchedulerSide.ask``."""
         if request in self._asks:
@@ -111,7 +111,7 @@ class Asks:
     def _counts(self, ask: Ask) -> AskCounts:
         return self.counts.setdefault(ask.kind, AskCounts())
 
-    def awaits(self, request: str, computed: int) -> bool:
+    def awaits(self, request: RequestId, computed: int) -> bool:
         """Return whether answers are still to come. If not, the load of the best one begins, if that pays."""
         ask = self._asks.get(request)
         if ask is None or ask.state is _S.CLOSED:
@@ -156,12 +156,12 @@ class Asks:
             self._sent.put(name, (source, ask), ask.asked_at)
             self._directory.inquire(source, m.Inquire(source.epoch, name, ask.chain.step, ask.chain.links))
 
-    def asking(self, request: str) -> bool:
+    def asking(self, request: RequestId) -> bool:
         """Return whether it is not decided yet what a request loads."""
         ask = self._asks.get(request)
         return ask is not None and ask.state in (_S.NEW, _S.OUT)
 
-    def _decide(self, request: str, ask: Ask, computed: int) -> None:
+    def _decide(self, request: RequestId, ask: Ask, computed: int) -> None:
         ask.decided_at = time.monotonic()
         counts = self._counts(ask)
         if not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
@@ -188,7 +188,7 @@ class Asks:
         seconds, best = max(saves, key=lambda pair: (pair[0], pair[1].tokens), default=(0.0, None))
         return best if seconds > 0 else None
 
-    def _load(self, request: str, ask: Ask, best: PrefixOffer) -> bool:
+    def _load(self, request: RequestId, ask: Ask, best: PrefixOffer) -> bool:
         what = request, best.transfer, best.digest, best.source, best.tokens
         if not self._loads.load(*what, begun=True, offered=True, progress=0, enough=0, answer=None):
             return False
@@ -209,7 +209,7 @@ class Asks:
             self._sent.put(name, (source, None), now)
         ask.asked.clear()
 
-    def finished(self, request: str) -> None:
+    def finished(self, request: RequestId) -> None:
         """Record that a request is over."""
         ask = self._asks.pop(request, None)
         if ask is None:
@@ -219,7 +219,7 @@ class Asks:
         if not ask.requests and self._alike.get(what) is ask:
             del self._alike[what]
 
-    def _leave(self, request: str, ask: Ask) -> None:
+    def _leave(self, request: RequestId, ask: Ask) -> None:
         """Let a request have nothing to do with a question any more; that of the last one is given up."""
         ask.requests.discard(request)
         load = self._schedule.named(request)
@@ -227,7 +227,7 @@ class Asks:
         if (fetches or not ask.requests) and ask.on(_E.GIVE_UP):
             self._close(ask, "the consumer does not need it")
 
-    def admitted(self, request: str, external: int) -> None:
+    def admitted(self, request: RequestId, external: int) -> None:
         """Record that a request is about to be given blocks, and counts on ``external`` tokens from outside."""
         ask, load = self._asks.get(request), self._schedule.of(request)
         if ask is None or ask.state is _S.CLOSED:

@@ -15,7 +15,7 @@ from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule, ScheduleError
 from kvxfer.values import MAX_DIGEST, BlockTable
 
@@ -52,7 +52,7 @@ class Loads:
 
     def load(
         self,
-        request: str,
+        request: RequestId,
         transfer: TransferId,
         digest: bytes,
         source: Source,
@@ -89,7 +89,7 @@ class Loads:
         arguments.instance("source", source, Source)
         self._schedule.decline(transfer, digest, source, "the request was rejected", answer)
 
-    def prefetch(self, request: str, computed: int) -> None:
+    def prefetch(self, request: RequestId, computed: int) -> None:
         """Begin the load before the request has blocks, if it is short; see ``SchedulerSide.prefetch``."""
         load = self._schedule.of(request)
         if load is not None:
@@ -105,7 +105,7 @@ class Loads:
             self._dispatch.prefetch()
             self._dispatch.send_ahead()
 
-    def loadable(self, request: str, computed: int) -> int | None:
+    def loadable(self, request: RequestId, computed: int) -> int | None:
         """Return how many tokens can come from outside; see ``SchedulerSide.loadable``."""
         load = self._schedule.of(request)
         if load is None:
@@ -117,12 +117,12 @@ class Loads:
             self._fetch_ahead(load, 0)
         return self._prefetches.tokens(load, computed) if load.is_sync else self._schedule.matched(request, computed)
 
-    def is_sync(self, request: str) -> bool:
+    def is_sync(self, request: RequestId) -> bool:
         """Return whether the tokens promised for this request are already here, to be copied into its blocks."""
         load = self._schedule.of(request)
         return load is not None and load.is_sync
 
-    def allocated(self, request: str, table: BlockTable, external: int) -> None:
+    def allocated(self, request: RequestId, table: BlockTable, external: int) -> None:
         """Begin the load if the request counts on it; see ``SchedulerSide.allocated``.
 
         Raises:
@@ -148,13 +148,13 @@ class Loads:
             load.fetched_at = time.monotonic()
         self._dispatch.send_ahead()
 
-    def preempted(self, request: str) -> None:
+    def preempted(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
         load = self._schedule.of(request)
         if load is not None:
             self._end(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
 
-    def finished(self, request: str) -> None:
+    def finished(self, request: RequestId) -> None:
         """Record that the request is over, at whatever point."""
         load = self._schedule.of(request)
         if load is not None:
@@ -209,7 +209,7 @@ class Loads:
                 self._prefetches.copied(load, copied)
         return self._ends.report(report)
 
-    def over_elsewhere(self, request: str) -> None:
+    def over_elsewhere(self, request: RequestId) -> None:
         """Record without a report that a load is over on all ranks; does nothing if a report has said so."""
         load = self._schedule.named(request)
         if load is not None:

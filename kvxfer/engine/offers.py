@@ -23,7 +23,7 @@ from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.stories import Stories
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, RequestId, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
 from kvxfer.ticket import Ticket
 from kvxfer.values import MAX_REASON, NULL, BlockTable, Group, OfferEnd, Rank
@@ -71,7 +71,7 @@ class Offers:
 
     def offer(
         self,
-        request: str,
+        request: RequestId,
         transfer: TransferId,
         digest: bytes,
         tokens: int,
@@ -88,7 +88,7 @@ class Offers:
             self._notices.offered(transfer, digest)
         return taken
 
-    def ticket(self, request: str, source: Source) -> Ticket | None:
+    def ticket(self, request: RequestId, source: Source) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
         found = self._schedule.named(request)
         if found is None or not found.offered or (found.namesake and request not in found.sharers):
@@ -100,7 +100,7 @@ class Offers:
 
         Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
         """
-        return self._schedule.answer(arguments.instance("request", request, str))
+        return self._schedule.answer(RequestId(arguments.instance("request", request, str)))
 
     def unanswered(self, answer: str) -> None:
         """Record that an answer goes out to nobody, as when its client has hung up: what only that would have told of is given up.
@@ -121,7 +121,7 @@ class Offers:
             request: The engine's id of the request.
             reason: Why, for the consumers.
         """
-        arguments.instance("request", request, str)
+        request = RequestId(arguments.instance("request", request, str))
         arguments.string("reason", reason, MAX_REASON, empty=True)
         offering = self._schedule.offering(request)
         if offering is not None:
@@ -152,7 +152,7 @@ class Offers:
         same = known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
         return Ticket(transfer, digest, source, tokens) if same else None
 
-    def follows(self, request: str) -> bool:
+    def follows(self, request: RequestId) -> bool:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
         found = self._schedule.of(request)
         return found is not None and (
@@ -162,7 +162,7 @@ class Offers:
             and (found.end is not None or found.read is not None)
         )
 
-    def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
+    def runs(self, request: RequestId, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step; see ``SchedulerSide.runs``."""
         found = self._schedule.of(request)
         if found is None or not (found.computed or found.held):
@@ -200,7 +200,7 @@ class Offers:
             read[1].update(new)
             found.read = read
 
-    def preempted(self, request: str) -> None:
+    def preempted(self, request: RequestId) -> None:
         """Record that the engine has taken the request's blocks away. Those that were offered are revoked."""
         self._schedule.preempt(request)
         found = self._schedule.of(request)
@@ -225,7 +225,7 @@ class Offers:
             self._pins.drop(_reading(found, found.read[0]))
             found.read = None
 
-    def finished(self, request: str, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
+    def finished(self, request: RequestId, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
         """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
 
         ``complete``: it ended normally and its KV is good. ``good``: what it has offered is good although it is not complete.
@@ -285,7 +285,7 @@ class Offers:
             found.ended = next((end for end in ranks.values() if end.failure is not None), next(iter(ranks.values())))
             self._stories.offer_ended(found, found.ended)
 
-    def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> str | None:
+    def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> RequestId | None:
         """Record that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
         self.unread(transfer, ranks)
         freed = None
@@ -309,7 +309,7 @@ class Offers:
                 self._pins.drop(holder)
         return freed
 
-    def freed(self, request: str) -> None:
+    def freed(self, request: RequestId) -> None:
         """Record that the engine frees a held request, on its own authority: nobody may be reading its blocks any more."""
         found = self._schedule.named(request)
         if found is not None and found.held:

@@ -11,7 +11,7 @@ from kvxfer.engine.offers import Offers
 from kvxfer.engine.stories import Stories
 from kvxfer.errors import ClosedError
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import Prefix
 from kvxfer.ticket import Ticket
@@ -88,7 +88,7 @@ class Requests:
         tokens, consumers = _count("tokens", tokens), arguments.integer("consumers", consumers, 1, MAX_CONSUMERS)
         stops = arguments.flag("stops", stops)
         self._check_open("offer")
-        arguments.string("request", request)
+        request = RequestId(arguments.string("request", request))
         if answer is not None:
             arguments.string("answer", answer)
         return self.offers.offer(request, transfer, digest, tokens, consumers, stops, answer)
@@ -130,7 +130,7 @@ class Requests:
 
         It stays the same when the request has finished, as long as its blocks are held. Hand it on once this side is ``ready``.
         """
-        _request(request)
+        request = _request(request)
         return self.offers.ticket(request, self.source)
 
     def load(
@@ -183,7 +183,7 @@ class Requests:
         tokens, progress = _count("tokens", tokens), _count("progress", progress)
         begun, offered = arguments.flag("begun", begun), arguments.flag("offered", offered)
         self._check_open("load")
-        arguments.string("request", request)
+        request = RequestId(arguments.string("request", request))
         enough = arguments.integer("enough", enough, 0, tokens)
         if answer is not None:
             arguments.string("answer", answer)
@@ -221,12 +221,12 @@ class Requests:
         tokens = min(_count("tokens", tokens), len(prefix))
         arguments.string("kind", kind, empty=True)
         self._check_open("ask")
-        arguments.string("request", request)
+        request = RequestId(arguments.string("request", request))
         return self._asks.ask(request, prefix, sources, tokens, _count("computed", computed), kind)
 
     def asking(self, request: str) -> bool:
         """Return whether other engines have been asked for this request, and it is not decided yet what it loads."""
-        return self._asks.asking(request)
+        return self._asks.asking(RequestId(request))
 
     def takes_no_part(self, request: str, why: str) -> None:
         """Record why a request that was to load or to offer does not, for `kvxfer why`; changes nothing else.
@@ -235,7 +235,7 @@ class Requests:
             request: The engine's id of the request.
             why: In words for an operator.
         """
-        _request(request)
+        request = _request(request)
         self._stories.takes_no_part(request, arguments.string("why", why, MAX_REASON))
 
     def prefetch(self, request: str, computed: int) -> None:
@@ -248,7 +248,7 @@ class Requests:
             request: The engine's id of the request.
             computed: The tokens that the request will find in the local prefix cache, as far as is known.
         """
-        _request(request)
+        request = _request(request)
         self.loads.prefetch(request, _count("computed", computed))
 
     def loadable(self, request: str, computed: int) -> int | None:
@@ -260,7 +260,7 @@ class Requests:
             The number of tokens. 0: none can, now or later. None: not known yet, because another request of the same transfer is
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
-        _request(request)
+        request = _request(request)
         computed = _count("computed", computed)
         if self._asks.awaits(request, computed):
             return None
@@ -271,7 +271,7 @@ class Requests:
 
         If so, the request runs in this step, whose workers first copy the blocks. If not, its load begins with this step.
         """
-        return self.loads.is_sync(request)
+        return self.loads.is_sync(RequestId(request))
 
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
         """Record that the engine admits the request, and counts on ``external`` tokens from outside.
@@ -290,14 +290,14 @@ class Requests:
                 is offered or being filled. The load has failed: no tokens will come.
             ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
         """
-        _request(request)
+        request = _request(request)
         external = _count("external", external)
         self._asks.admitted(request, external)
         self.loads.allocated(request, table, external)
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
-        return self.offers.follows(request)
+        return self.offers.follows(RequestId(request))
 
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step.
@@ -312,12 +312,12 @@ class Requests:
             ArgumentError: The block table does not fit this engine's groups, or has too few blocks for what the step computes.
             ScheduleError: The request offers what the step computes, and a load, such as its own, still fills one of the blocks.
         """
-        _request(request)
+        request = _request(request)
         self.offers.runs(request, _count("computed", computed), _count("scheduled", scheduled), table)
 
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
-        _request(request)
+        request = _request(request)
         self.loads.preempted(request)
         self.offers.preempted(request)
 
@@ -338,7 +338,7 @@ class Requests:
         Raises:
             ArgumentError: The block table does not fit this engine's groups.
         """
-        _request(request)
+        request = _request(request)
         complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
         self._asks.finished(request)
@@ -347,17 +347,19 @@ class Requests:
 
     def freed(self, request: str) -> None:
         """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
-        _request(request)
+        request = _request(request)
         self.offers.freed(request)
 
     def confirm_load_ended(self, request: str) -> None:
         """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
-        _request(request)
+        request = _request(request)
         self.loads.over_elsewhere(request)
 
 
-def _request(request: str) -> None:
-    arguments.instance("request", request, str)  # of any length: an engine may pass on all that it hears
+def _request(request: str) -> RequestId:
+    return RequestId(
+        arguments.instance("request", request, str)
+    )  # of any length: an engine may pass on all that it hears
 
 
 def _transfer(transfer: TransferId, digest: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.load import Load, LoadEvent, LoadNumber, LoadState, Wanted
@@ -30,7 +30,7 @@ class FetchSchedule:
         self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
         self._partly = not any(group.kind == "state" for group in groups)
         self._own = own
-        self._loads: dict[str, Load] = {}  # by the engine's name of the request
+        self._loads: dict[RequestId, Load] = {}  # by the engine's name of the request
         self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
         self._working: list[Load] = []
         self._numbers = 0
@@ -41,11 +41,11 @@ class FetchSchedule:
 
     # --- which loads there are ---------------------------------------------------------------------------------------
 
-    def named(self, request: str) -> Load | None:
+    def named(self, request: RequestId) -> Load | None:
         """Return the load of this name, also if its request is over."""
         return self._loads.get(request)
 
-    def of(self, request: str) -> Load | None:
+    def of(self, request: RequestId) -> Load | None:
         """Return the load of a request that the engine has not said to be over."""
         load = self._loads.get(request)
         return None if load is None or load.over else load
@@ -76,7 +76,7 @@ class FetchSchedule:
 
     def arrive(
         self,
-        request: str,
+        request: RequestId,
         transfer: TransferId,
         digest: bytes,
         source: Source,
@@ -140,7 +140,7 @@ class FetchSchedule:
         """
         self._declines.append(DeclinedTransfer(transfer, digest, source, reason, answer))
 
-    def matched(self, request: str, computed: int) -> int | None:
+    def matched(self, request: RequestId, computed: int) -> int | None:
         """Return how many tokens after the ``computed`` local ones can be loaded. Changes nothing.
 
         0: none, now or later (unknown, already loaded, failed, or the local cache has all). None: the producer has not begun, or
@@ -154,7 +154,7 @@ class FetchSchedule:
             return tokens if not tokens or load.state is _S.OPEN else None
         return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING, _S.REPEATED) else 0
 
-    def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
+    def allocated(self, request: RequestId, table: BlockTable, computed: int, external: int) -> None:
         """Record that the engine admitted the request, and counts on ``external`` tokens from outside.
 
         If ``external`` is 0 (the engine has all, or gets them elsewhere), a transfer that has not begun is given up. A second
@@ -176,7 +176,7 @@ class FetchSchedule:
         elif load is not None:
             self._decline(load, _E.NOT_NEEDED, "the consumer does not need it")
 
-    def fetch(self, request: str, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
+    def fetch(self, request: RequestId, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
         """Queue the fetch of a load into these blocks; ``event`` says whose they are. For the rest see ``allocated``.
 
         Raises:
@@ -216,7 +216,7 @@ class FetchSchedule:
                 raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {table.count(g)} blocks")
         return filled
 
-    def unused(self, request: str, table: BlockTable) -> Blocks:
+    def unused(self, request: RequestId, table: BlockTable) -> Blocks:
         """Return the blocks of a table that a request is to fill, if nobody else reads or fills one of them.
 
         Raises:
@@ -249,7 +249,7 @@ class FetchSchedule:
             self._close(load, before)
         return True
 
-    def loaded(self, request: str) -> None:
+    def loaded(self, request: RequestId) -> None:
         """Record that all workers have reported the request's load: it is over, and its memory quiet.
 
         Call it once for each fetch, however it ended, even after a cancel and for a request that is finished. A
@@ -259,7 +259,7 @@ class FetchSchedule:
         if load is not None and load.under_way:
             self.on(load, _E.ENDED)
 
-    def unasked(self, request: str) -> None:
+    def unasked(self, request: RequestId) -> None:
         """Record that the load has failed before any worker asked its producer; have the producer told, so that it frees its blocks.
 
         Call it before ``loaded``, and only if no worker has asked: a producer that was asked counts this engine already, and
@@ -270,7 +270,7 @@ class FetchSchedule:
             wanted = load.wanted
             self.decline(wanted.transfer, wanted.digest, wanted.source, "the consumer gave up before it could ask")
 
-    def preempt(self, request: str) -> None:
+    def preempt(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away.
 
         What was loaded into them is computed here when the request resumes; a transfer whose load has not begun can still
@@ -287,7 +287,7 @@ class FetchSchedule:
         else:
             self.on(load, _E.GIVE_UP, reason)
 
-    def finish(self, request: str, reason: str = "the consumer's request is over") -> None:
+    def finish(self, request: RequestId, reason: str = "the consumer's request is over") -> None:
         """Record that the request is over, at whatever point: rejected, aborted or done."""
         load = self.of(request)
         if load is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NewType
 
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, RequestId, Source, TransferId
 from kvxfer.schedule.commands import RankResult
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, Rank, Stages
@@ -217,7 +217,7 @@ class Load(Life[LoadState, LoadEvent]):
     table: ClassVar = LOAD
 
     number: LoadNumber
-    request: str
+    request: RequestId
     wanted: Wanted
     state: LoadState
     over: bool = False

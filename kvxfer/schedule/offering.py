@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import ClassVar, NewType
 
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, OfferEnd, Rank
 
@@ -112,7 +112,7 @@ class Offering(Life[OfferingState, OfferingEvent]):
     table: ClassVar = OFFERING
 
     number: OfferingNumber
-    request: str
+    request: RequestId
     answer: str
     transfer: TransferId
     digest: bytes
@@ -129,7 +129,7 @@ class Offering(Life[OfferingState, OfferingEvent]):
     progress: int = 0
     changed: bool = False
     answers: dict[str, int] = field(default_factory=dict)
-    sharers: dict[str, str] = field(default_factory=dict)
+    sharers: dict[RequestId, str] = field(default_factory=dict)
 
     end: BlockTable | None = None
     read: tuple[Generation, set[int]] | None = None

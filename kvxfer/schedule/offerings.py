@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.schedule.offering import Offering, OfferingNumber, OfferingState
 from kvxfer.values import BlockTable, Group
 
@@ -21,14 +21,14 @@ class Offerings:
         self._nothing = BlockTable((b"",) * len(self._groups))
         self._numbers = 0
         self._generation: Generation = 0
-        self._live: dict[str, Offering] = {}  # by the engine's name of the request
+        self._live: dict[RequestId, Offering] = {}  # by the engine's name of the request
         self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
 
-    def named(self, request: str) -> Offering | None:
+    def named(self, request: RequestId) -> Offering | None:
         """Return the offering of this name, also if its request is over and its blocks are held."""
         return self._live.get(request)
 
-    def of(self, request: str) -> Offering | None:
+    def of(self, request: RequestId) -> Offering | None:
         """Return the offering of a running request, which may be over before it."""
         found = self.named(request)
         return None if found is None or (found.over and request not in found.sharers) else found
@@ -63,7 +63,14 @@ class Offerings:
         return len(self.transfers)
 
     def _add(
-        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool, answer: str
+        self,
+        request: RequestId,
+        transfer: TransferId,
+        digest: bytes,
+        tokens: int,
+        consumers: int,
+        stops: bool,
+        answer: str,
     ) -> Offering:
         self._numbers += 1
         number, born = OfferingNumber(self._numbers), self._next_generation()
@@ -75,7 +82,7 @@ class Offerings:
         self._transfers.setdefault(transfer, []).append(new)
         return new
 
-    def _leave(self, found: Offering, request: str) -> None:
+    def _leave(self, found: Offering, request: RequestId) -> None:
         """Let a running request have nothing to do with an offering any more."""
         found.sharers.pop(request, None)
         if found.request == request:

@@ -6,7 +6,7 @@ differs from it although nothing of the aborted one is remembered.
 
 from collections.abc import Callable, Sequence
 
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.ledger import BlockLedger
 from kvxfer.schedule.commands import Revoke, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.coverage import Coverage
@@ -35,7 +35,7 @@ class OfferSchedule(Offerings):
         self._changed: list[Offering] = []  # what workers have to hear of
         self._revokes: list[Revoke] = []
 
-    def _run_by(self, request: str) -> Offering | None:
+    def _run_by(self, request: RequestId) -> Offering | None:
         """Return the offering of which a running request's blocks are offered."""
         found = self.of(request)
         return found if found is not None and found.request == request and found.computed else None
@@ -44,7 +44,7 @@ class OfferSchedule(Offerings):
 
     def arrive(
         self,
-        request: str,
+        request: RequestId,
         transfer: TransferId,
         digest: bytes,
         tokens: int,
@@ -95,7 +95,9 @@ class OfferSchedule(Offerings):
         self._add(request, transfer, digest, tokens, consumers, stops, answer or request)
         return True
 
-    def _share(self, known: Offering, request: str, digest: bytes, tokens: int, consumers: int, answer: str) -> bool:
+    def _share(
+        self, known: Offering, request: RequestId, digest: bytes, tokens: int, consumers: int, answer: str
+    ) -> bool:
         """Let a request share what another offers, if it is the same content."""
         if not known.offered or (known.digest, known.total) != (digest, tokens):
             return False
@@ -123,7 +125,7 @@ class OfferSchedule(Offerings):
         if known is not None:
             same = known.offered and (known.digest, known.total) == (digest, tokens)
             return known if same else None
-        new = self._add("", transfer, digest, tokens, consumers, True, "")
+        new = self._add(RequestId(""), transfer, digest, tokens, consumers, True, "")
         new.progress, new.over = tokens, True
         reason = self._coverage.unusable(new, table)
         if reason is not None:
@@ -134,27 +136,27 @@ class OfferSchedule(Offerings):
         new.on(_E.FINISH)
         return new
 
-    def __contains__(self, request: str) -> bool:
+    def __contains__(self, request: RequestId) -> bool:
         """Return whether this request is tracked; the block tables of others need not be looked up."""
         found = self.of(request)
         return found is not None and (found.computed or found.held)
 
-    def offered(self, request: str) -> BlockTable:
+    def offered(self, request: RequestId) -> BlockTable:
         """Return the blocks of a running request that other engines may be reading."""
         found = self._run_by(request)
         return self._nothing if found is None else found.blocks
 
-    def offering(self, request: str) -> tuple[TransferId, Generation] | None:
+    def offering(self, request: RequestId) -> tuple[TransferId, Generation] | None:
         """Return what a running request offers, and in which generation; None if it is not tracked."""
         found = self._run_by(request)
         return None if found is None else (found.transfer, found.generation)
 
-    def total(self, request: str) -> int:
+    def total(self, request: RequestId) -> int:
         """Return how many tokens a running request will offer; 0 if it is not tracked."""
         found = self.of(request)
         return 0 if found is None or not (found.computed or found.held) else found.total
 
-    def check(self, request: str, tokens: int, table: BlockTable) -> None:
+    def check(self, request: RequestId, tokens: int, table: BlockTable) -> None:
         """Refuse a table that cannot be offered up to this token, because a load fills some of its blocks; ``step`` does not look.
 
         Raises:
@@ -168,7 +170,7 @@ class OfferSchedule(Offerings):
             raise ScheduleError(f"request {request} cannot run with {reason}: run it once that load is over")
 
     def step(
-        self, request: str, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
+        self, request: RequestId, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
     ) -> None:
         """Record that the request runs in this step.
 
@@ -192,7 +194,7 @@ class OfferSchedule(Offerings):
         last = self._coverage.last(found, table, end) if whole else None
         self._offer(found, tokens if last is None else found.total, blocks, last)
 
-    def preempt(self, request: str) -> None:
+    def preempt(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away and will start it again, from the beginning or from cached blocks."""
         found = self._run_by(request)
         if found is not None:
@@ -201,7 +203,7 @@ class OfferSchedule(Offerings):
 
     def finish(
         self,
-        request: str,
+        request: RequestId,
         table: BlockTable,
         complete: bool,
         kept: bool = False,
@@ -254,7 +256,7 @@ class OfferSchedule(Offerings):
         found = self.current(transfer)
         return found is not None and found.digest == digest and found.offered
 
-    def answer(self, request: str) -> str:
+    def answer(self, request: RequestId) -> str:
         """Return the name of the answer that tells consumers of what a running request offers; its own if it offers nothing."""
         found = self.of(request)
         if found is None or not (found.computed or found.held):
@@ -302,7 +304,7 @@ class OfferSchedule(Offerings):
         for told in [told for told in self if (told.computed or told.held) and told.answers.pop(answer, 0)]:
             self.decline(told.transfer, reason)
 
-    def released(self, transfer: TransferId, generation: Generation) -> str | None:
+    def released(self, transfer: TransferId, generation: Generation) -> RequestId | None:
         """Record that all ranks are done with a transfer: all consumers have read it, or it is revoked, will not come again, and is quiet.
 
         ``generation`` is the one that was read or revoked; reports about an earlier request of the same
