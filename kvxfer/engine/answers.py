@@ -118,7 +118,7 @@ class PrefixAnswers:
         """Answer those that wait, for ``ANSWER_S`` at the most but for the first; the next call goes on."""
         waiting = self._directory.inquiries
         if self._taken:
-            self._settle()
+            self._give_shares_back()
         if not waiting:
             return
         until = time.monotonic() + ANSWER_S
@@ -143,12 +143,12 @@ class PrefixAnswers:
             tokens = chain.floor(held.tokens)
             if not tokens or (self._exact and tokens != held.tokens):
                 return nothing
-            fits = self._fitting(inquiry, chain, tokens, held.table)
-            if fits < tokens:
+            eligible = self._eligible(inquiry, chain, tokens, held.table)
+            if eligible < tokens:
                 self.counts.refused += 1
-                if not fits:
+                if not eligible:
                     return m.InquiryAnswer(asked.transfer, epoch, reason="as much is held for this peer as may be")
-            return self._offer(inquiry, chain, fits, held.table) or nothing
+            return self._offer(inquiry, chain, eligible, held.table) or nothing
         except KvxferError as error:
             self._complain("an inquiry of %s is answered with nothing: %s", inquiry.connection.host, error)
         except Exception:
@@ -157,7 +157,7 @@ class PrefixAnswers:
             )
         return nothing
 
-    def _fitting(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> int:
+    def _eligible(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> int:
         """Return how many of the tokens the peer's share of the blocks has room for."""
         room = self._shares.room(inquiry.peer)
         if self._blocks(tokens, table) <= room:
@@ -187,7 +187,7 @@ class PrefixAnswers:
         self.counts.tokens += tokens
         return m.InquiryAnswer(transfer, self._directory.epoch, tokens, digest)
 
-    def _settle(self) -> None:
+    def _give_shares_back(self) -> None:
         """Give shares back whose offers are over, and give offers up whose peers have hung up."""
         for taken in self._taken:
             if not taken.offering.held:

@@ -132,7 +132,7 @@ class Asks:
                 return False
             self._send(ask)
         self._notices.take_in()
-        if not ask.settled and self._speaks(ask) and wanted >= self._config.ask_tokens:
+        if not ask.done and self._speaks(ask) and wanted >= self._config.ask_tokens:
             patience = min(self._config.ask_timeout, self._benefit.computing(wanted, self._config.ask))
             if time.monotonic() < ask.asked_at + patience:
                 return True
@@ -209,7 +209,7 @@ class Asks:
             self._sent.put(name, (source, None), now)
         ask.asked.clear()
 
-    def finished(self, request: RequestId) -> None:
+    def forget(self, request: RequestId) -> None:
         """Record that a request is over."""
         ask = self._asks.pop(request, None)
         if ask is None:

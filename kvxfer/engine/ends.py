@@ -107,7 +107,7 @@ class LoadEnds:
         ended = [load for load in seen if self._may_end(load)]
         return replace(self._ended(ended), arrived=self._progress(report.arrived), repeated=frozenset(repeated))
 
-    def over_elsewhere(self, load: Load) -> None:
+    def confirm(self, load: Load) -> None:
         """Record without a report that a load is over on all ranks."""
         if load.fetched is not None and not load.is_sync:
             self._told(load)

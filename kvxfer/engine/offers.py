@@ -123,9 +123,9 @@ class Offers:
         """
         request = RequestId(arguments.instance("request", request, str))
         arguments.string("reason", reason, MAX_REASON, empty=True)
-        offering = self._schedule.offering(request)
-        if offering is not None:
-            self._schedule.withdraw(offering[0], reason)
+        found = self._schedule.run_by(request)
+        if found is not None:
+            self._schedule.withdraw(found.transfer, reason)
 
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int, source: Source
@@ -148,7 +148,7 @@ class Offers:
             except ScheduleError:
                 self._pins.drop(("computed", transfer))
                 raise
-            self._notices.begins(transfer, digest)
+            self._notices.directory.begins(transfer, digest)
         same = known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
         return Ticket(transfer, digest, source, tokens) if same else None
 
@@ -156,16 +156,13 @@ class Offers:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
         found = self._schedule.of(request)
         return found is not None and (
-            found.computed
-            or found.held
-            or found.request == request
-            and (found.end is not None or found.read is not None)
+            found.tracked or found.request == request and (found.end is not None or found.read is not None)
         )
 
     def runs(self, request: RequestId, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step; see ``SchedulerSide.runs``."""
         found = self._schedule.of(request)
-        if found is None or not (found.computed or found.held):
+        if found is None or not found.tracked:
             return
         self._tables.check("table", table)
         for g, group in enumerate(self._groups):
@@ -185,7 +182,7 @@ class Offers:
             found.whole_at = time.monotonic()
         if not begun and found.progress > 0:
             found.begun_at = time.monotonic()
-            self._notices.begins(found.transfer, found.digest)
+            self._notices.directory.begins(found.transfer, found.digest)
 
     def _pin(self, found: Offering) -> None:
         """Pin the blocks that are new in a running request's offer."""
@@ -237,7 +234,7 @@ class Offers:
                 held.namesake = False
             return False
         self._notices.over(offering.transfer, offering.digest)
-        if not (offering.computed or offering.held) and self._schedule.current(offering.transfer) is None:
+        if not offering.tracked and self._schedule.current(offering.transfer) is None:
             self._over.append(offering.transfer)
         if request in offering.sharers:
             return self._schedule.finish(request, table, complete)
@@ -321,7 +318,7 @@ class Offers:
         return over
 
     @property
-    def unsettled(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether blocks are pinned for requests that the engine may have forgotten."""
         return bool(self._leaving or self._pins.holding)
 

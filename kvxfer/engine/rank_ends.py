@@ -143,7 +143,7 @@ class RankEnds:
             self._quarantine += len(blocks)
             self.report.quiet.setdefault(request, set()).add(self._rank)
         else:
-            self._load_over(request, blocks, failure)
+            self._report_end(request, blocks, failure)
 
     def _prefetched(self, result: RankResult) -> None:
         self._say(result)
@@ -153,7 +153,7 @@ class RankEnds:
         if self.aside:
             self._results.append(result)
 
-    def _load_over(self, request: RequestId, blocks: tuple[int, ...], failure: Failure | None) -> None:
+    def _report_end(self, request: RequestId, blocks: tuple[int, ...], failure: Failure | None) -> None:
         self.report.over.setdefault(request, set()).add(self._rank)
         if failure is not None:
             self.report.failed[request] = failure
@@ -165,5 +165,5 @@ class RankEnds:
         if len(blocks) <= self._quarantine:
             self._quarantine -= len(blocks)
             self._early.add(request)
-            self._load_over(request, blocks, self._failing[request])
+            self._report_end(request, blocks, self._failing[request])
             self.report.writing.setdefault(request, set()).add(self._rank)

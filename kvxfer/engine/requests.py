@@ -341,7 +341,7 @@ class Requests:
         request = _request(request)
         complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
-        self._asks.finished(request)
+        self._asks.forget(request)
         self.loads.finished(request)
         return self.offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
@@ -353,7 +353,7 @@ class Requests:
     def confirm_load_ended(self, request: str) -> None:
         """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
         request = _request(request)
-        self.loads.over_elsewhere(request)
+        self.loads.confirm_ended(request)
 
 
 def _request(request: str) -> RequestId:

@@ -137,7 +137,7 @@ class SchedulerSide(Requests):
         self._answers.answer(self.holds)
         commands = self._schedule.commands()
         self.offers.shipped()
-        return self._dispatch.step(commands, renewals, self.loads.copies(), self.offers.over())
+        return self._dispatch.step(commands, renewals, self.loads.prefetches.copies(), self.offers.over())
 
     def short_of_blocks(self) -> None:
         """Record that the engine cannot admit or continue a request for want of blocks. Call it before ``step``.
@@ -184,7 +184,7 @@ class SchedulerSide(Requests):
         blocks are free.
         """
         untold = self._schedule.untold or self.directory.noticed
-        return untold or self.offers.unsettled or self.loads.unsettled or time.monotonic() < self._drains_until
+        return untold or self.offers.unfinished or self.loads.unfinished or time.monotonic() < self._drains_until
 
     def drain(self, timeout: float) -> None:
         """Let others ask for what this engine holds, and fetch it, for ``timeout`` seconds; until then ``waiting`` is true.

@@ -75,7 +75,7 @@ class Trace:
         """Tell, once, of a load that was never fetched and whose request is over."""
         if not load.traced:
             load.traced = True
-            self._stories.load_dropped(load)
+            self._stories.load_never_begun(load)
 
     def _log(self, load: Load, failure: Failure) -> None:
         held = self._repeats.logged((failure.kind, failure.peer))

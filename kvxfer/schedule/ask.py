@@ -115,6 +115,6 @@ class Ask(Life[AskState, AskEvent]):
         return offered
 
     @property
-    def settled(self) -> bool:
+    def done(self) -> bool:
         """Whether no further answer can be better than those that are here."""
         return not self.asked or any(one.tokens == self.chain.tokens for one in self.answers)

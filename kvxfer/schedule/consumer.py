@@ -24,6 +24,8 @@ class FetchSchedule:
 
     Attributes:
         fetched: How many fetches have been queued. The next one has that number.
+        fetches: Those that the next ``commands`` returns.
+        working: The loads that have been fetched and are not closed.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None, ledger: BlockLedger | None = None) -> None:
@@ -32,10 +34,10 @@ class FetchSchedule:
         self._own = own
         self._loads: dict[RequestId, Load] = {}  # by the engine's name of the request
         self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
-        self._working: list[Load] = []
+        self.working: list[Load] = []
         self._numbers = 0
         self.fetched = 0
-        self._fetches: list[Fetch] = []
+        self.fetches: list[Fetch] = []
         self._cancels: list[tuple[Load, Cancel]] = []
         self._declines: list[DeclinedTransfer] = []
 
@@ -49,11 +51,6 @@ class FetchSchedule:
         """Return the load of a request that the engine has not said to be over."""
         load = self._loads.get(request)
         return None if load is None or load.over else load
-
-    @property
-    def working(self) -> Sequence[Load]:
-        """The loads that have been fetched and are not closed."""
-        return self._working
 
     def __iter__(self) -> Iterator[Load]:
         """Yield all loads, the oldest first. Any thread, and the loads may change meanwhile."""
@@ -195,11 +192,11 @@ class FetchSchedule:
             if sibling is not load:
                 sibling.on(_E.SIBLING_FETCHES)
         load.fetched, load.blocks, load.start, load.end = self.fetched, blocks, computed, end
-        self._working.append(load)
+        self.working.append(load)
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
         names = request, wanted.transfer, wanted.digest, wanted.source
-        self._fetches.append(Fetch(*names, blocks, computed, end, self._own, wanted.progress, wanted.offered, enough))
+        self.fetches.append(Fetch(*names, blocks, computed, end, self._own, wanted.progress, wanted.offered, enough))
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:
         """Return the blocks that a load of the tokens ``[start, end)`` fills; earlier ones may be shared with other requests.
@@ -241,11 +238,11 @@ class FetchSchedule:
         before = load.state
         if not load.on(event):
             return False
-        if load.state in (_S.CANCELLED, _S.DROPPED):
+        if load.state in (_S.CANCELLED, _S.ABANDONED):
             self._cancels.append((load, Cancel(load.request, reason)))
         if load.fetched is not None and load.state in (_S.REPEATED, _S.CLOSED, _S.HERE):
             self._ledger.drop(load.holder)
-        if load.state in (_S.HERE, _S.CANCELLED, _S.DROPPED, _S.CLOSED):
+        if load.state in (_S.HERE, _S.CANCELLED, _S.ABANDONED, _S.CLOSED):
             self._close(load, before)
         return True
 
@@ -303,7 +300,7 @@ class FetchSchedule:
             self._close_wanted(load.wanted)
         if load.state is _S.CLOSED:
             if load.fetched is not None:
-                self._working.remove(load)
+                self.working.remove(load)
             if load.over:
                 self._forget(load)
 
@@ -347,25 +344,20 @@ class FetchSchedule:
         return sum(name == wanted.transfer for name, wanted in self._wanted.items())
 
     @property
-    def fetches(self) -> Sequence[Fetch]:
-        """The fetches that the next ``commands`` returns."""
-        return self._fetches
-
-    @property
     def untold(self) -> bool:
         """Whether ``commands`` or ``declines`` would return something."""
-        return bool(self._fetches or self._cancels or self._declines)
+        return bool(self.fetches or self._cancels or self._declines)
 
     def commands(self) -> StepCommands:
         """Return the fetches and cancels since the last call. Call it once a step."""
-        if not self._fetches and not self._cancels:
+        if not self.fetches and not self._cancels:
             return StepCommands()
         # A cancel that comes too late must not hit the next load of its name.
         cancels = tuple(
-            cancel for load, cancel in self._cancels if load.state in (_S.CANCELLED, _S.DROPPED, _S.WRITTEN)
+            cancel for load, cancel in self._cancels if load.state in (_S.CANCELLED, _S.ABANDONED, _S.WRITTEN)
         )
-        drained = StepCommands(fetches=tuple(self._fetches), cancels=cancels)
-        self._fetches.clear()
+        drained = StepCommands(fetches=tuple(self.fetches), cancels=cancels)
+        self.fetches.clear()
         self._cancels.clear()
         return drained
 

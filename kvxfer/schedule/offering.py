@@ -48,6 +48,7 @@ class OfferingEvent(enum.StrEnum):
 
 _S, _E = OfferingState, OfferingEvent
 _COMPUTED = (_S.RUNNING, _S.WHOLE)
+_TRACKED = (*_COMPUTED, _S.HELD, _S.WITHDRAWN)
 _ENDS = (_E.FINISH, _E.FAIL, _E.FAIL_READ)
 
 OFFERING: Transitions[OfferingState, OfferingEvent] = Transitions(
@@ -155,6 +156,11 @@ class Offering(Life[OfferingState, OfferingEvent]):
     def held(self) -> bool:
         """Whether its blocks are kept, though nobody computes it, until all ranks are done with them."""
         return self.state in (_S.HELD, _S.WITHDRAWN)
+
+    @property
+    def tracked(self) -> bool:
+        """Whether it is computed, or kept for others."""
+        return self.state in _TRACKED
 
     @property
     def final(self) -> bool:

@@ -41,12 +41,49 @@ class Offerings:
         """Return what is offered under this name, or was, and is held. Any thread."""
         known = self._transfers.get(transfer)
         last = known[-1] if known else None
-        return last if last is not None and (last.computed or last.held) else None
+        return last if last is not None and last.tracked else None
 
     def __iter__(self) -> Iterator[Offering]:
         """Yield all offerings, the oldest first. Any thread, and they may change meanwhile."""
         found = [one for known in self._transfers.copy().values() for one in known]
         return iter(sorted(found, key=lambda one: one.number))
+
+    def run_by(self, request: RequestId) -> Offering | None:
+        """Return the offering of which a running request's blocks are offered."""
+        found = self.of(request)
+        return found if found is not None and found.request == request and found.computed else None
+
+    def __contains__(self, request: RequestId) -> bool:
+        """Return whether this request is tracked; the block tables of others need not be looked up."""
+        found = self.of(request)
+        return found is not None and found.tracked
+
+    def offered(self, request: RequestId) -> BlockTable:
+        """Return the blocks of a running request that other engines may be reading."""
+        found = self.run_by(request)
+        return self._nothing if found is None else found.blocks
+
+    def total(self, request: RequestId) -> int:
+        """Return how many tokens a running request will offer; 0 if it is not tracked."""
+        found = self.of(request)
+        return 0 if found is None or not found.tracked else found.total
+
+    def offers(self, transfer: TransferId, digest: bytes) -> bool:
+        """Return whether this transfer, with this digest, is offered or will be. Any thread."""
+        found = self.current(transfer)
+        return found is not None and found.digest == digest and found.offered
+
+    def answer(self, request: RequestId) -> str:
+        """Return the name of the answer that tells consumers of what a running request offers; its own if it offers nothing."""
+        found = self.of(request)
+        if found is None or not found.tracked:
+            return request
+        return found.sharers.get(request, found.answer)
+
+    def begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
+        found = self.current(transfer)
+        return found is not None and found.digest == digest and (found.progress > 0 or found.held)
 
     @property
     def held(self) -> frozenset[TransferId]:
@@ -56,7 +93,7 @@ class Offerings:
     @property
     def transfers(self) -> tuple[TransferId, ...]:
         """The transfers of requests that are tracked or held."""
-        return tuple(found.transfer for found in self if found.computed or found.held)
+        return tuple(found.transfer for found in self if found.tracked)
 
     def __len__(self) -> int:
         """Return how many transfers are offered, including held ones."""

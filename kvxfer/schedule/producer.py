@@ -35,11 +35,6 @@ class OfferSchedule(Offerings):
         self._changed: list[Offering] = []  # what workers have to hear of
         self._revokes: list[Revoke] = []
 
-    def _run_by(self, request: RequestId) -> Offering | None:
-        """Return the offering of which a running request's blocks are offered."""
-        found = self.of(request)
-        return found if found is not None and found.request == request and found.computed else None
-
     # --- a request's way -----------------------------------------------------------------------------------------------
 
     def arrive(
@@ -78,7 +73,7 @@ class OfferSchedule(Offerings):
         if own is not None and own.over and request not in own.sharers:
             own.namesake = True
             return False
-        if own is not None and (own.computed or own.held):
+        if own is not None and own.tracked:
             if own is not known:
                 raise ScheduleError(f"request {request} offers {own.transfer}, not {transfer} too")
             if (own.digest, own.total) != (digest, tokens):
@@ -136,33 +131,13 @@ class OfferSchedule(Offerings):
         new.on(_E.FINISH)
         return new
 
-    def __contains__(self, request: RequestId) -> bool:
-        """Return whether this request is tracked; the block tables of others need not be looked up."""
-        found = self.of(request)
-        return found is not None and (found.computed or found.held)
-
-    def offered(self, request: RequestId) -> BlockTable:
-        """Return the blocks of a running request that other engines may be reading."""
-        found = self._run_by(request)
-        return self._nothing if found is None else found.blocks
-
-    def offering(self, request: RequestId) -> tuple[TransferId, Generation] | None:
-        """Return what a running request offers, and in which generation; None if it is not tracked."""
-        found = self._run_by(request)
-        return None if found is None else (found.transfer, found.generation)
-
-    def total(self, request: RequestId) -> int:
-        """Return how many tokens a running request will offer; 0 if it is not tracked."""
-        found = self.of(request)
-        return 0 if found is None or not (found.computed or found.held) else found.total
-
     def check(self, request: RequestId, tokens: int, table: BlockTable) -> None:
         """Refuse a table that cannot be offered up to this token, because a load fills some of its blocks; ``step`` does not look.
 
         Raises:
             ScheduleError: There is such a block.
         """
-        found = self._run_by(request)
+        found = self.run_by(request)
         if found is None or not self._ledger.filling:
             return
         reason = self._coverage.filled(found, table, min(tokens, found.total))
@@ -183,7 +158,7 @@ class OfferSchedule(Offerings):
             end: The blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request
                 computes.
         """
-        found = self._run_by(request)
+        found = self.run_by(request)
         if found is None:
             return
         found.progress = computed + scheduled
@@ -196,7 +171,7 @@ class OfferSchedule(Offerings):
 
     def preempt(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away and will start it again, from the beginning or from cached blocks."""
-        found = self._run_by(request)
+        found = self.run_by(request)
         if found is not None:
             self._restart(found, "the producer preempted the request")
             found.progress = 0
@@ -249,25 +224,6 @@ class OfferSchedule(Offerings):
         found.on(_E.FINISH)
         return True
 
-    # --- what others are told --------------------------------------------------------------------------------------------
-
-    def offers(self, transfer: TransferId, digest: bytes) -> bool:
-        """Return whether this transfer, with this digest, is offered or will be. Any thread."""
-        found = self.current(transfer)
-        return found is not None and found.digest == digest and found.offered
-
-    def answer(self, request: RequestId) -> str:
-        """Return the name of the answer that tells consumers of what a running request offers; its own if it offers nothing."""
-        found = self.of(request)
-        if found is None or not (found.computed or found.held):
-            return request
-        return found.sharers.get(request, found.answer)
-
-    def begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
-        found = self.current(transfer)
-        return found is not None and found.digest == digest and (found.progress > 0 or found.held)
-
     # --- how it ends ---------------------------------------------------------------------------------------------------
 
     def withdraw(self, transfer: TransferId, reason: str) -> None:
@@ -301,7 +257,7 @@ class OfferSchedule(Offerings):
 
     def unanswered(self, answer: str, reason: str) -> None:
         """Record that an answer goes out to nobody: the consumers that it would have added will not come."""
-        for told in [told for told in self if (told.computed or told.held) and told.answers.pop(answer, 0)]:
+        for told in [told for told in self if told.tracked and told.answers.pop(answer, 0)]:
             self.decline(told.transfer, reason)
 
     def released(self, transfer: TransferId, generation: Generation) -> RequestId | None:

@@ -265,7 +265,7 @@ def test_an_engine_that_is_about_to_stop_is_asked_until_its_deadline(world: Worl
     d, p = world.holder(), world.engine()
     world.idle.add(d)
     d.scheduler.drain(1.5)
-    until(lambda: d.step(timeout=0.001) and False or not d.scheduler.offers.unsettled)
+    until(lambda: d.step(timeout=0.001) and False or not d.scheduler.offers.unfinished)
     assert d.scheduler.waiting, "though nobody has asked yet"
     turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
     while d.scheduler.waiting:

@@ -75,14 +75,18 @@ class LoadedAdapters:
 
 
 class Adapters:
-    """What the workers of one engine have loaded, as far as the scheduler's process knows."""
+    """What the workers of one engine have loaded, as far as the scheduler's process knows.
+
+    Attributes:
+        change_media: Whether adapters affect what the towers make of images and other media, which vLLM caches by the adapter's name.
+    """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._ranks = vllm_config.parallel_config.world_size
         self._lora_config = lora = getattr(vllm_config, "lora_config", None)
         modules = sorted(map(str, getattr(lora, "target_modules", None) or ()))
         self._settings = [str(getattr(lora, "enable_tower_connector_lora", False)), *modules]
-        self._tower = bool(getattr(lora, "enable_tower_connector_lora", False))
+        self.change_media = bool(getattr(lora, "enable_tower_connector_lora", False))
         self._contents: dict[int, dict[int, str]] = {}
         self._replaced: Counter[int] = Counter()
         self._any_replaced = False
@@ -151,11 +155,6 @@ class Adapters:
         if now == self._first.setdefault(adapter.lora_name, now) and not now[1]:
             return None
         return f"kvxfer {adapter.lora_int_id} {now[1]} {now[0]}"
-
-    @property
-    def change_media(self) -> bool:
-        """Whether adapters affect what the towers make of images and other media, which vLLM caches by the adapter's name."""
-        return self._tower
 
 
 class UnknownAdapterError(KvxferError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -123,11 +123,12 @@ class LoadOutcomes:
 
     Attributes:
         used: The offers that such requests have had.
+        counts: What there is to tell since ``stats`` was called last.
     """
 
     def __init__(self, spans: RequestSpans) -> None:
         self._spans = spans
-        self._stats = KVXferStats()
+        self.counts = KVXferStats()
         self.used = UsedOffers()
 
     def expect(self, facts: RequestFacts, request: Request, transfer: str, key: bytes | None) -> None:
@@ -139,27 +140,15 @@ class LoadOutcomes:
         """Process what has become of its load; the first word of a request counts, and what follows changes nothing."""
         if facts is None or facts.since is None:
             return
-        self._stats.request(outcome, time.monotonic() - facts.since)
+        self.counts.request(outcome, time.monotonic() - facts.since)
         facts.end_span(outcome)
         if facts.key is not None and outcome in GONE:
             self.used.add(facts.key)
         facts.since = None
 
-    def not_offered(self, reason: str) -> None:
-        """Record that a request was to be offered to other engines, and is not, and why."""
-        self._stats.not_offered(reason)
-
-    def not_loaded(self, reason: str) -> None:
-        """Record that a request was to load from another engine, and does not, and why."""
-        self._stats.not_loaded(reason)
-
-    def prefixes(self, news: Mapping[str, int]) -> None:
-        """Record by how much the counts of prefixes have grown."""
-        self._stats.prefixes(news)
-
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell since the last call, if anything."""
-        if self._stats.is_empty():
+        if self.counts.is_empty():
             return None
-        out, self._stats = self._stats, KVXferStats()
+        out, self.counts = self.counts, KVXferStats()
         return out

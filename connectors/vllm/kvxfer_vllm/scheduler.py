@@ -320,7 +320,7 @@ class SchedulerHooks:
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
-        self._outcomes.prefixes(self._news.take(self.side.asked, self.side.answered))
+        self._outcomes.counts.prefixes(self._news.take(self.side.asked, self.side.answered))
         return self._outcomes.stats()
 
     @property
