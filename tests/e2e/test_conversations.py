@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer_vllm.demo.conversations import FLAGS, SCHEMAS, Conversation, reply_of
+from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation, reply_of
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS
 from kvxfer_vllm.demo.servers import BLOCK, Cluster, Server, await_ready, connector, ended_together
 from tests.conftest import require

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from kvxfer.cli.progress import progress
-from kvxfer_vllm.demo.conversations import FLAGS, Conversation, PlayedTurn
+from kvxfer_bench.vllm.conversations import FLAGS, Conversation, PlayedTurn
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape
 from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm, ended_together, free_port
