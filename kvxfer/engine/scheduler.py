@@ -128,7 +128,7 @@ class SchedulerSide:
         )
         self._standstill = Standstill(self._schedule.producer)
         self._drains_until = 0.0
-        self._benefit = Benefit(self._loads.paces)
+        self._benefit = Benefit()
         self._asks = Asks(config, self.directory, self._notices, consumer, self._loads, self._benefit)
         self._answers = PrefixAnswers(self.directory, self._offers, self._schedule.producer, groups, self._pins.limit)
         self.directory.inquiries = Inquiries()
