@@ -24,6 +24,7 @@ from kvxfer_vllm.batches import Batches, spread_over_ranks
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.enclosing import enclosed, engine_transfer, loads_safely
+from kvxfer_vllm.engine_loop import EngineLoop
 from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.held import HeldPrefixes
 from kvxfer_vllm.hints import HintNotes, Hints
@@ -44,8 +45,8 @@ from kvxfer_vllm.room import Room
 from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.settings import groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
+from kvxfer_vllm.stopping import Stopping
 from kvxfer_vllm.tracing import OFFER, RequestSpans
-from kvxfer_vllm.wake import waker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,6 +99,7 @@ class SchedulerHooks:
         # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
+        loop = EngineLoop()
         self.side = SchedulerSide(
             config,
             self._engine,
@@ -107,8 +109,9 @@ class SchedulerHooks:
             pins=self._pins,
             writes_early=self._writes_early,
             holds=self._cached.holds,
-            wake=waker(),
+            wake=loop.wake,
         )
+        self._stopping = Stopping(loop, self.side, config.drain, getattr(vllm_config, "shutdown_timeout", 0))
         self._facts = sealed(self.side.facts)
         self._hints, self._news = HintNotes(), PrefixNews()
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
@@ -408,6 +411,7 @@ class SchedulerHooks:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Follow what this step computes, and say what the workers must know with it."""
         self._drop_outdated()
+        self._stopping.look(busy=bool(self._requests))
         self._pace.begins(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
@@ -521,6 +525,7 @@ class SchedulerHooks:
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
+        self._stopping.look(busy=bool(self._held))
         unknown = self._steps < self._first_steps and not self.side.ready
         return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
 
