@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from kvxfer import arguments
 from kvxfer import facts as f
@@ -25,6 +26,7 @@ from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
 from kvxfer.engine.stories import Stories
+from kvxfer.engine.telling import tell
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import ClosedError
 from kvxfer.geometry.spaces import block_spaces
@@ -111,7 +113,6 @@ class SchedulerSide:
         self._offers = Offers(
             self._schedule.producer, self._pins, self._tables, groups, ranks, writes_early, self._notices, self._stories
         )
-        self.directory.explain = self._stories.explain
         self._descriptors: dict[Rank, RankDescriptor] = {}
         consumer, ledger = self._schedule.consumer, self._schedule.ledger
         self._loads = Loads(
@@ -132,6 +133,7 @@ class SchedulerSide:
         self._asks = Asks(config, self.directory, self._notices, consumer, self._loads, self._benefit)
         self._answers = PrefixAnswers(self.directory, self._offers, self._schedule.producer, groups, self._pins.limit)
         self.directory.inquiries = Inquiries()
+        self.directory.explain = partial(tell, self._stories, self._answers, self._asks)
         self.directory.wake = self._woken
 
     # --- requests --------------------------------------------------------------------------------------------------
