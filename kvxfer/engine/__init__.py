@@ -29,7 +29,8 @@ Behind the two sides, each idea has a module of its own:
   wait for each other's blocks.
 - ``notices``: what engines tell each other through their directories, with ``renewals`` of leases and ``starts`` of producers.
 - ``pins``: blocks kept from reuse; ``prefix_pool``: a pool of blocks for engines that have none.
-- ``trace``: a line for each load that ends.
+- ``asks``: requests that look for a prefix at other engines; ``answers``: what those ask of this one.
+- ``trace``: a line for each load that ends; ``stories`` and ``telling``: what an operator is told who asks.
 """
 
 from kvxfer.engine.answers import AnswerCounts, HeldPrefix, Inquiry

@@ -20,6 +20,7 @@ from kvxfer_vllm import params as p
 from kvxfer_vllm.arrivals import Arrivals
 from kvxfer_vllm.batches import Batches
 from kvxfer_vllm.enclosing import enclosed, engine_transfer
+from kvxfer_vllm.engine_loop import EngineLoop
 from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.held import HeldPrefixes
 from kvxfer_vllm.identity import facts_of, updated
@@ -36,9 +37,9 @@ from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
+from kvxfer_vllm.stopping import Stopping
 from kvxfer_vllm.tables import NULL_BLOCK, step_tables, table_of
 from kvxfer_vllm.tracing import OFFER, RequestSpans
-from kvxfer_vllm.wake import waker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,6 +83,7 @@ class SchedulerHooks:
         # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
+        loop = EngineLoop()
         self.side = SchedulerSide(
             config,
             self._engine,
@@ -91,9 +93,10 @@ class SchedulerHooks:
             pins=self._pins,
             writes_early=self._writes_early,
             holds=self._cached.holds,
-            wake=waker(),
+            wake=loop.wake,
         )
         self._news = PrefixNews()
+        self._stopping = Stopping(loop, self.side, config.drain, getattr(vllm_config, "shutdown_timeout", 0))
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._requests: dict[str, RequestFacts] = {}  # by name; also those that are over, while their blocks are held
@@ -234,6 +237,7 @@ class SchedulerHooks:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Follow what this step computes, and say what the workers must know with it."""
         self._drop_outdated()
+        self._stopping.look(busy=bool(self._requests))
         self._pace.begins(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
@@ -331,6 +335,7 @@ class SchedulerHooks:
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
+        self._stopping.look(busy=bool(self._requests))
         unknown = self._steps < self._first_steps and not self.side.ready
         return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
 
