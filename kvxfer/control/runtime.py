@@ -147,6 +147,7 @@ class AgentRuntime(AgentPeers):
                 return self._machine(result.ref.role).moved(result, now)
             case Moving():
                 self.consumer.moving(result, now)
+                return self.producer.moving(result)
             case Hashed():
                 return self._machine(result.ref.role).hashed(result, now)
             case EndpointMade() | Connected() | LinkBroken():

@@ -36,6 +36,7 @@ from kvxfer.protocol.messages.transfer import (
     PartReady,
     SlotFree,
     SlotReady,
+    Underway,
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "Decline",
     "SlotReady",
     "Checksums",
+    "Underway",
     "SlotFree",
     "ToConsumer",
     "ToProducer",
@@ -96,6 +98,7 @@ Message = (
     | Committed
     | CloseAttempt
     | AttemptClosed
+    | Underway
     | Ping
     | Pong
     | Lookup
@@ -112,7 +115,7 @@ Message = (
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt
 """Messages from a consumer rank's machine to a producer rank's."""
-ToConsumer = PartReady | Checksums | CommitAck | AttemptClosed
+ToConsumer = PartReady | Underway | Checksums | CommitAck | AttemptClosed
 """Messages from a producer rank's machine to a consumer rank's."""
 
 
