@@ -140,22 +140,17 @@ def test_a_link_that_moves_some_and_not_all(play: Play) -> None:
 @pytest.mark.parametrize("way", ["read", "write", "sendrecv", "read packed", "write packed", "sendrecv packed"])
 def test_a_slow_link_says_how_far_it_got_whoever_moves_the_bytes(play: Play, way: str) -> None:
     verb, _, packed = way.partition(" ")
-    inner = {
-        "verbs": ["send", "recv"] if verb == "sendrecv" else [verb],
-        "run_bytes": 1 << 20 if packed else 1,
-    }
+    inner = {"verbs": ["send", "recv"] if verb == "sendrecv" else [verb], "run_bytes": 1 << 20 if packed else 1}
     slow = {
         "backend": "kvxfer.testing.faults:Faulty",
-        "backend_options": {
-            "inner": "kvxfer.testing.fake:FakeTransport",
-            "inner_options": inner,
-            "bytes_per_s": 40.0,
-        },
+        "backend_options": {"inner": "kvxfer.testing.fake:FakeTransport", "inner_options": inner, "bytes_per_s": 40.0},
     }
     p, d = play.engine(**slow), play.engine(**slow)
     said = play.load(d, p.offer("q", TOKENS))
     if verb == "sendrecv":  # the receiving side of this back end does not tell
-        assert re.search(r"timed_out.*; 0 of [\d.]+ k?B had come after 3\.\d s; the link is slow, or stands still", said), said
+        assert re.search(
+            r"timed_out.*; 0 of [\d.]+ k?B had come after 3\.\d s; the link is slow, or stands still", said
+        ), said
         return
     assert re.search(r"timed_out.*; [\d.]+ B of [\d.]+ k?B.* had come in [23]\.\d s, [\d.]+ B/s", said), said
     assert "at that rate it takes" in said

@@ -22,6 +22,7 @@ from kvxfer.config import Config
 from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.control.inquiries import Inquiries, PeerInquiry
+from kvxfer.control.stories import explain_locally
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
@@ -100,7 +101,7 @@ class Directory:
     Attributes:
         source: Where other engines find this one.
         explain: Answers what operators ask about requests (``kvxfer why``). Called on the directory's thread; may be set at any time. By
-            default it knows of none.
+            default it tells of the transfers of those of its ranks' agents that are in this process.
         begun: A function of a transfer and a digest that returns whether the engine has begun with that transfer, or is done
             with it. Called on the directory's thread; may be set at any time. By default it returns True.
         inquiries: What other engines want to know, for this engine to ``answer``. None: they are told that nothing is held.
@@ -128,7 +129,9 @@ class Directory:
             tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.InquiryAnswer]
         ] = deque(maxlen=MAX_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
-        self.explain: Callable[[m.Explain], m.Explained] = lambda asked: m.Explained(self.engine, time.time(), 0)
+        self.explain: Callable[[m.Explain], m.Explained] = lambda asked: explain_locally(
+            self.engine, [rank.epoch for rank in self._ranks], asked
+        )
         # When the next question of an operator's connection, and of its peer, may be answered.
         self._explain_at: dict[sockets.ControlConnection | PeerIdentity, float] = {}
         self.inquiries: Inquiries | None = None

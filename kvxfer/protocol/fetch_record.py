@@ -64,7 +64,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     announced_bytes: int = 0  # of all of its parts
     coming: dict[PartRef, int] = field(default_factory=dict)  # of parts that take long: the bytes that have come
     told_moved: int = 0  # the bytes that the producer says it has written
-    told_bytes: int = 0  # of so many in the parts that it has begun
+    told_bytes: int = 0  # the bytes of the parts that it has begun
     checksum: int = 0  # of all that has been hashed; checksums add up
     sum: bytes = b""  # the producer's, if it has said so
     payload: bytes = b""  # what came with the final part
@@ -332,9 +332,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         payload, short = (self.payload, self.short) if delivered else (b"", None)
         seconds, stages = now - self.began, self.stages(now)
         more = self.generation, seconds - stages.moving if self.begun else 0.0, payload, stages, short
-        nbytes = (
-            self.nbytes if delivered else self.nbytes + sum([x.so_far - x.came_bytes for x in self.rank_fetches])
-        )
+        nbytes = self.nbytes if delivered else self.nbytes + sum([x.so_far - x.came_bytes for x in self.rank_fetches])
         return Ended("consumer", s.transfer, s.handle, self.outcome, nbytes, seconds, *more)
 
     def overdue(self, start: float, timeout: float) -> Failure:
