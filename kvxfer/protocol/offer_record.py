@@ -77,6 +77,8 @@ class RankServe(msgspec.Struct, eq=False):
     state: ServeState = ServeState.WAITING
     part: int = 0
     bytes: int = 0  # of the announced parts that were planned here
+    moved: int = 0  # of those that this side has moved
+    moving: dict[PartRef, int] = field(default_factory=dict)  # of parts that take long: the bytes that have gone
     final: bool = False
     generation: Generation | None = None
     revocations: int | None = None  # the count when its first part was announced, if there was one
@@ -118,6 +120,11 @@ class RankServe(msgspec.Struct, eq=False):
         """Return whether a span begins with the parts that wait; what it has beyond them is cut after them."""
         first, last = self.cut[0], self.cut[-1]
         return (first.lo, first.bands) == (span.lo, span.bands) and last.hi <= span.hi
+
+    def underway(self) -> m.Underway:
+        """Make the message that tells the consumer how far this side has got."""
+        moved = self.moved + sum(self.moving.values())
+        return m.Underway(self.request.transfer, self.request.attempt, moved, self.bytes)
 
     def checksums(self) -> m.Checksums:
         """Make the message that tells the consumer the checksum of what it should have got."""

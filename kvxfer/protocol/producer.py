@@ -20,7 +20,7 @@ from kvxfer.protocol.readers import ReaderState
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MANY, MAX_WORDS
 from kvxfer.protocol.transitions import ServeEvent, ServeState
-from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Send
+from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Moving, Send
 from kvxfer.values import Offer
 
 __all__ = ["ProducerMachine"]
@@ -179,6 +179,10 @@ class ProducerMachine:
     def moved(self, done: Moved, now: float) -> list[Action]:
         """Handle the end of a part on this side."""
         return self._serves.moved(done, now)
+
+    def moving(self, news: Moving) -> list[Action]:
+        """Handle how far parts have got that are still on their way."""
+        return self._serves.moving(news)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
         """Handle the checksum of an announced part on this side."""

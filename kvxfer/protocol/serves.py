@@ -14,7 +14,7 @@ from kvxfer.protocol.parts import Span, cut
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.transitions import ServeEvent, ServeState
-from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Send
+from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Moving, Send
 from kvxfer.values import Offer
 
 __all__ = ["MANY", "MAX_WORDS", "Serves"]
@@ -228,7 +228,9 @@ class Serves:
         if done.quiet:
             del serve.flight[done.ref]
         ready = serve.unsent.pop(done.ref, None)
+        serve.moving.pop(done.ref, None)
         if done.failure is None:
+            serve.moved += done.nbytes
             if done.ref.link in self.links:
                 self.links[done.ref.link].pace.took(done.nbytes, done.seconds, now)
             if ready is not None and serve.state is S.SERVING:
@@ -243,6 +245,15 @@ class Serves:
             out += self.stop(serve, done.failure.about("sending failed: "), False, now)
             out += [Close(done.ref.link, done.failure)] if broken else []
         return out + self.finish(serve, now)
+
+    def moving(self, news: Moving) -> list[Action]:
+        """Tell consumers how far this side has got with parts that take long."""
+        told: dict[Key, RankServe] = {}
+        for ref, nbytes in news.parts:
+            serve = self._serves.get((ref.link, ref.attempt))
+            if serve is not None and serve.live and ref in serve.flight:
+                serve.moving[ref], told[serve.key] = nbytes, serve
+        return [Send(serve.link, serve.underway()) for serve in told.values()]
 
     def hashed(self, done: Hashed) -> RankServe | None:
         """Add the checksum of an announced part; return its serve."""
