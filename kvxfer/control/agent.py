@@ -251,7 +251,7 @@ class Agent:
         """
         self._check_open("fetch")
         self._calls.fetch(fetch)
-        self._loop.do(partial(self._shell.consumer.fetch, fetch, called=time.monotonic()))
+        self._loop.do(partial(self._shell.fetch, fetch, time.monotonic()))
 
     def prepare(self, source: Source, own: Source | None = None) -> None:
         """Make the links to an engine before the first fetch from it, so that this need not wait for them.

@@ -17,6 +17,7 @@ from kvxfer.control.fences import Fences
 from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.peers import AgentPeers
 from kvxfer.control.revocations import SharedRevocationCounter
+from kvxfer.control.stories import AgentStories
 from kvxfer.data.commands import Connected, Disconnected, EndpointMade, LinkBroken, Reset, Result, SlotNews, ThreadDied
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
@@ -50,7 +51,7 @@ from kvxfer.protocol.values import (
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 from kvxfer.transport import Fence
-from kvxfer.values import Offer
+from kvxfer.values import Fetch, Offer
 
 __all__ = ["AgentRuntime"]
 
@@ -77,6 +78,7 @@ class AgentRuntime(AgentPeers):
         self._hasher, self._revocations, self._calls, self._events = hasher, revocations, calls, events
         self._fences = Fences(config.lease)
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
+        self._stories = AgentStories(me.epoch)
         self._direct = self._staged = 0  # parts that were begun without packing, and packed
         self._unclaimed = RateLimitedWarnings(
             log, every=10.0
@@ -85,6 +87,7 @@ class AgentRuntime(AgentPeers):
     # --- what the engine says --------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, after: Fence | None, called: float, now: float) -> list[Action]:
+        self._stories.offered(offer, called)
         return [] if self._fences.hold(offer, after, called) else self._unfenced(offer, called, None, now)
 
     def _unfenced(self, offer: Offer, called: float, error: str | None, now: float) -> list[Action]:
@@ -114,6 +117,7 @@ class AgentRuntime(AgentPeers):
         """
         if not self.producer.holds(transfer):
             self._over(transfer, generation)
+            self._stories.forget(transfer)
         if not self.producer.releases(transfer):
             self._calls.free(transfer, generation)
 
@@ -126,6 +130,10 @@ class AgentRuntime(AgentPeers):
         self.producer.renew(transfer, now)
         return []
 
+    def fetch(self, fetch: Fetch, called: float, now: float) -> list[Action]:
+        self._stories.fetched(fetch, called)
+        return self.consumer.fetch(fetch, now, called)
+
     # --- what the data plane says ----------------------------------------------------------------------------------
 
     def result(self, result: Result | Hashed, now: float) -> list[Action]:
@@ -134,6 +142,7 @@ class AgentRuntime(AgentPeers):
                 return self._machine(result.ref.role).moved(result, now)
             case Moving():
                 self.consumer.moving(result, now)
+                return self.producer.moving(result)
             case Hashed():
                 return self._machine(result.ref.role).hashed(result, now)
             case EndpointMade() | Connected() | LinkBroken():
@@ -210,6 +219,7 @@ class AgentRuntime(AgentPeers):
     def _emit(self, event: Event) -> None:
         match event:
             case Ended():
+                self._stories.ended(event)
                 if event.role == "producer" and event.generation is not None:
                     self._over(event.transfer, event.generation)
                 why = event.outcome.failure
