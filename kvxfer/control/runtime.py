@@ -100,7 +100,14 @@ class AgentRuntime(AgentPeers):
         return out
 
     def revoke(
-        self, transfer: TransferId, generation: int, reason: str, gone: bool, kept: bool, declared: bool, now: float
+        self,
+        transfer: TransferId,
+        generation: Generation,
+        reason: str,
+        gone: bool,
+        kept: bool,
+        declared: bool,
+        now: float,
     ) -> list[Action]:
         self._fences.forget(transfer, generation)
         why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
@@ -110,7 +117,7 @@ class AgentRuntime(AgentPeers):
         self._forget_if_over(transfer, generation)
         return out
 
-    def _forget_if_over(self, transfer: TransferId, generation: int) -> None:
+    def _forget_if_over(self, transfer: TransferId, generation: Generation) -> None:
         """Forget what is kept of a transfer that the producer's machine does not hold.
 
         Offers that come too late, or are revoked before they were announced, never end by an event.
