@@ -46,9 +46,11 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import WorkerChannel
 from kvxfer_bench.vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer, sleep_until
+from kvxfer_vllm.arrivals import Arrivals
 from kvxfer_vllm.compat import output_of
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
+from kvxfer_vllm.requests import RequestFacts
 
 __all__ = ["DecodeEngine", "engines"]
 
@@ -130,7 +132,8 @@ class DecodeEngine:
     def digest(self, request: Request) -> bytes:
         """Return the digest of its prompt."""
         connector: Any = self._scheduler.connector
-        return bytes(connector._sched._digest(request))
+        arrivals: Arrivals = connector._sched._arrivals
+        return arrivals.content.digest(RequestFacts(request.request_id, 0, request), arrivals.model)
 
     def step(self) -> None:
         """Plan a step and launch it; see the results of one that has ended."""
