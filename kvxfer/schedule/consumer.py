@@ -84,18 +84,9 @@ class FetchSchedule:
         answer: str | None = None,
         begun: bool = True,
     ) -> bool:
-        """Record a request, the first ``tokens`` tokens of whose prompt can be loaded from ``source``.
+        """Record a request that may load, and return whether it does: see ``SchedulerSide.load``, and ``Fetch``.
 
-        Requests with the same transfer (samples of one prompt) share it: one loads, the others wait and then find
-        the blocks in the engine's prefix cache. Calling it again for a known request changes nothing. If ``tokens`` is 0, an
-        ``offered`` transfer is given up at once. If another ``answer`` has told of the transfer, its producer counts another
-        consumer, and is told that there is none. Unless it has ``begun``, it is not to be fetched before ``LoadEvent.BEGUN``. See
-        ``Fetch`` for the other arguments.
-
-        Returns:
-            False if the transfer is in use for other content or from another source, or if a load of it, or of an earlier
-            request of this name, was given up and is not quiet yet. The request must then be computed here, and further
-            calls about it do nothing.
+        Calling it again for a known request changes nothing. Unless it has ``begun``, it is not fetched before ``LoadEvent.BEGUN``.
 
         Raises:
             ScheduleError: The request loads another transfer.
@@ -152,16 +143,9 @@ class FetchSchedule:
         return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING, _S.REPEATED) else 0
 
     def allocated(self, request: RequestId, table: BlockTable, computed: int, external: int) -> None:
-        """Record that the engine admitted the request, and counts on ``external`` tokens from outside.
+        """Record that the engine admitted the request, and counts on ``external`` tokens: see ``SchedulerSide.allocated``.
 
-        If ``external`` is 0 (the engine has all, or gets them elsewhere), a transfer that has not begun is given up. A second
-        call after a load, with 0, changes nothing.
-
-        Args:
-            request: The engine's id of the request.
-            table: The whole block table; -1 where there is no block.
-            computed: The local tokens before the external ones, as in the last call of ``matched``.
-            external: How many of the tokens that ``matched`` returned; fewer only if no group is a ``state``.
+        ``computed``: the local tokens before these, as in the last call of ``matched``. A second call, with 0, changes nothing.
 
         Raises:
             ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it, or some of those

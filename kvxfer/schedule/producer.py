@@ -47,24 +47,11 @@ class OfferSchedule(Offerings):
         stops: bool = False,
         answer: str | None = None,
     ) -> bool:
-        """Track a request, the first ``tokens`` tokens of whose prompt will be fetched by ``consumers`` engines.
+        """Track a request that offers, and return whether it is tracked: see ``SchedulerSide.offer``.
 
-        Requests that offer the same transfer share it: the blocks of one are offered. If that one fails, another's are.
-        Calling it again for a tracked request changes nothing.
-
-        Args:
-            request: The engine's id of the request.
-            transfer: The name under which consumers fetch it.
-            digest: What its KV depends on.
-            tokens: How many tokens.
-            consumers: How many engines its answer adds to those that will fetch it. None are added to an offer whose request
-                has finished: the request is then taken for a retry, whose answer replaces the earlier one.
-            stops: Nothing is computed for the request after these tokens, so that a recurrent state stays as they leave it.
-            answer: The name of the answer that tells consumers of it, by default the request's.
-
-        Returns:
-            Whether it is tracked. It is not if there is nothing to offer, if the transfer is offered with other content, or if the
-            blocks of an earlier request of this name are held.
+        Calling it again for a tracked request changes nothing. ``consumers``: how many engines its ``answer`` adds to those that will
+        fetch it. None are added to an offer whose request has finished: this one is then taken for a retry, whose answer replaces the
+        earlier one.
 
         Raises:
             ScheduleError: The request offers another transfer, or another number of tokens.
@@ -147,16 +134,9 @@ class OfferSchedule(Offerings):
     def step(
         self, request: RequestId, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
     ) -> None:
-        """Record that the request runs in this step.
+        """Record that the request runs in this step: see ``SchedulerSide.runs``.
 
-        Args:
-            request: The engine's id of the request.
-            computed: Tokens computed before this step, prefix-cache hits and loads included.
-            scheduled: Tokens that this step computes.
-            table: The whole block table as this step uses it; never an increment. A row may be longer than the
-                tokens need.
-            end: The blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request
-                computes.
+        ``end``: the blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request computes.
         """
         found = self.run_by(request)
         if found is None:
