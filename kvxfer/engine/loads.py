@@ -127,7 +127,7 @@ class Loads:
                 return
             self.schedule.allocated(request, table, load.computed, external)
         except KvxferError as error:
-            self._give_up(load, f"the consumer cannot load it: {error}")
+            self._end(load, _E.GIVE_UP, f"the consumer cannot load it: {error}")
             raise
         if external:
             load.fetched_at = time.monotonic()
@@ -155,13 +155,7 @@ class Loads:
         """End all loads, though their requests go on."""
         for load in self.schedule:
             if not load.over:
-                self._give_up(load, reason)
-
-    def _give_up(self, load: Load, reason: str) -> None:
-        if load.is_sync:
-            self.prefetches.end(load, _E.GIVE_UP, reason)
-        else:
-            self.schedule.give_up(load, reason)
+                self._end(load, _E.GIVE_UP, reason)
 
     def _end(self, load: Load, event: LoadEvent, reason: str) -> None:
         if load.is_sync:

@@ -94,7 +94,7 @@ class OfferSchedule(Offerings):
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int = 1
     ) -> Offering | None:
-        """Offer KV that no request computes, because it is in these blocks already, which stay until ``released`` says so.
+        """Offer KV that no request computes, because it is in these blocks already, which stay until ``done`` says so.
 
         Returns:
             The offering: a new one, or the one of the same content under this name. None if the name has other content.
@@ -172,10 +172,10 @@ class OfferSchedule(Offerings):
             complete: Whether it ended normally and its KV is good; False after an abort or an error.
             kept: Whether the blocks that it has offered, though not complete, stay as they are until they are released.
             keep: Called if the engine need not keep the blocks, before anything is forgotten. Pins what others may be reading until
-                ``released``, and returns whether it has.
+                ``done``, and returns whether it has.
 
         Returns:
-            True if the engine must keep the blocks until ``released`` returns the request. False if it can free them
+            True if the engine must keep the blocks until ``done`` says so. False if it can free them
             now, because everything is revoked or has been read.
         """
         found = self.of(request)
@@ -209,8 +209,8 @@ class OfferSchedule(Offerings):
     def withdraw(self, transfer: TransferId, reason: str) -> None:
         """Withdraw a transfer that nobody will read any more: its lease ran out, or the consumer gave it up unread.
 
-        Blocks held for it stay held until the workers, told by the revocation, report it quiet and ``released``
-        is called. If the request still runs, it is no longer tracked.
+        Blocks held for it stay held until the workers, told by the revocation, report it quiet (``done``). If the request still
+        runs, it is no longer tracked.
         """
         found = self.current(transfer)
         if found is not None:
@@ -239,22 +239,6 @@ class OfferSchedule(Offerings):
         """Record that an answer goes out to nobody: the consumers that it would have added will not come."""
         for told in [told for told in self if told.tracked and told.answers.pop(answer, 0)]:
             self.decline(told.transfer, reason)
-
-    def released(self, transfer: TransferId, generation: Generation) -> RequestId | None:
-        """Record that all ranks are done with a transfer: all consumers have read it, or it is revoked, will not come again, and is quiet.
-
-        ``generation`` is the one that was read or revoked; reports about an earlier request of the same
-        transfer are recognised by it and ignored. An offer that crossed the report is revoked.
-
-        Returns:
-            The request whose held blocks are now to be freed, at most once. None if it still runs (the
-            blocks are its own, and ``finish`` will return False) or is unknown.
-        """
-        freed = None
-        for found in list(self.under(transfer)):
-            if self.done(found, generation) and found.request:
-                freed = found.request
-        return freed
 
     def done(self, found: Offering, generation: Generation) -> bool:
         """Record that all ranks are done with an offering up to a generation; return whether its held blocks are now free."""
