@@ -54,7 +54,9 @@ BY_SOMETHING_ELSE = {
     "PrefixPool._holders": "prefix",
     "Requests._descriptors": "rank",
     "SideChannel._sockets": "rank",
+    "StepCost._seen": "size of a step",
     "Directory._beyond": "peer",
+    "Directory._explain_at": "peer",
     "Directory._notices": "order of arrival",
     "Directory._paused": "connection",
     "Directory._peers": "engine",
@@ -156,7 +158,7 @@ def _passes_on(method: ast.FunctionDef) -> bool:
 
 
 def test_no_method_only_passes_on() -> None:
-    interface = {"WorkerSide.fileno"}
+    interface = {"WorkerSide.fileno", "Benefit.loaded"}  # which are one of several that belong together
     found = {
         f"{cls.name}.{method.name}"
         for cls in _classes(*_rooms())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ ANSWER_S = 0.001
 """Seconds of a step that may be spent on inquiries."""
 YIELD_S = 0.5
 """Seconds for which blocks are held for a peer though the engine lacks some: most loads are over by then."""
+
+REMEMBERED = 100
+"""Of how many inquiries it is remembered how soon they were answered."""
 
 
 class Inquiry(msgspec.Struct, frozen=True):
@@ -102,6 +106,7 @@ class PrefixAnswers:
 
     Attributes:
         counts: What came of it.
+        took: The seconds from the latest inquiries to their answers.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class PrefixAnswers:
         self._taken: list[_Taken] = []
         self._complain = RateLimitedWarnings(log)
         self.counts = AnswerCounts()
+        self.took: deque[float] = deque(maxlen=REMEMBERED)
 
     def answer(self, holds: Holds | None) -> None:
         """Answer those that wait, for ``ANSWER_S`` at the most but for the first; the next call goes on."""
@@ -125,6 +131,7 @@ class PrefixAnswers:
         while (inquiry := waiting.get()) is not None:
             if not inquiry.gone:
                 self._directory.answer(inquiry, self._answer(inquiry, holds))
+                self.took.append(time.monotonic() - inquiry.came_at)
             if time.monotonic() >= until:
                 break
 

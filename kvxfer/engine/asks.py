@@ -18,7 +18,7 @@ from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Recent
-from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Prefix, PrefixOffer
+from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Load, Prefix, PrefixOffer
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 
@@ -133,11 +133,12 @@ class Asks:
             self._send(ask)
         self._notices.take_in()
         if not ask.done and self._speaks(ask) and wanted >= self._config.ask_tokens:
-            patience = min(self._config.ask_timeout, self._benefit.computing(wanted, self._config.ask))
-            if time.monotonic() < ask.asked_at + patience:
+            now, most = time.monotonic(), self._config.ask_timeout
+            if now < ask.asked_at + min(most, self._benefit.computing(wanted, self._config.ask)):
                 return True
-            for source in ask.asked.values():
-                self._silent.put((source.host, source.port), True, time.monotonic())
+            if now >= ask.asked_at + most:  # a short prompt has waited too short a time to tell
+                for source in ask.asked.values():
+                    self._silent.put((source.host, source.port), True, now)
         self._decide(request, ask, computed)
         return False
 
@@ -236,9 +237,9 @@ class Asks:
         if load is None:
             self._leave(request, ask)
         elif load.is_sync and external:
-            self._end(ask, _E.DELIVERED, external)
+            self._end(ask, _E.DELIVERED, load, external)
         elif not external and load.fetched is not None:
-            self._end(ask, _E.FAILED, load.end - load.start)
+            self._end(ask, _E.FAILED, load, load.end - load.start)
 
     def withdraw_all(self, reason: str) -> None:
         """Give up all questions, though their requests go on."""
@@ -251,13 +252,15 @@ class Asks:
         for request in (update.loaded | update.failed.keys()) & self._asks.keys():
             ask, load = self._asks[request], self._schedule.named(request)
             if ask.state is _S.LOADING and load is not None and load.fetched is not None:
-                self._end(ask, _E.DELIVERED if request in update.loaded else _E.FAILED, load.end - load.start)
+                event = _E.DELIVERED if request in update.loaded else _E.FAILED
+                self._end(ask, event, load, load.end - load.start)
 
-    def _end(self, ask: Ask, event: AskEvent, tokens: int) -> None:
+    def _end(self, ask: Ask, event: AskEvent, load: Load, tokens: int) -> None:
         ask.on(event)
         counts = self._counts(ask)
         if event is _E.DELIVERED:
             counts.loaded += tokens
+            self._benefit.loaded(load.wanted.source, tokens, time.monotonic() - load.fetched_at)
         else:
             counts.recomputed += tokens
 

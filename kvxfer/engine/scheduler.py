@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from kvxfer import arguments
 from kvxfer import facts as f
@@ -26,6 +27,7 @@ from kvxfer.engine.requests import Requests
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
 from kvxfer.engine.stories import Stories
+from kvxfer.engine.telling import tell
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import ClosedError
 from kvxfer.geometry.spaces import block_spaces
@@ -107,14 +109,14 @@ class SchedulerSide(Requests):
         self._notices = notices = Notices(config, self.directory, self._schedule)
         offers = Offers(producer, self._pins, tables, ranks, writes_early, notices, stories)
         loads = Loads(config, self._schedule, self._pins, tables, ranks, self._dispatch, notices, trace)
-        self._benefit = Benefit(loads.paces)
+        self._benefit = Benefit()
         asks = Asks(config, self.directory, notices, consumer, loads, self._benefit)
         super().__init__(self.directory.source, tables, offers, loads, asks, stories)
         self._answers = PrefixAnswers(self.directory, offers, producer, groups, self._pins.limit)
         self.asked, self.answered = asks.counts, self._answers.counts
         self._standstill, self._drains_until = Standstill(producer), 0.0
-        self.directory.explain = stories.explain
         self.directory.inquiries = Inquiries()
+        self.directory.explain = partial(tell, stories, self._answers, asks)
         self.directory.wake = self._woken
 
     # --- steps -----------------------------------------------------------------------------------------------------

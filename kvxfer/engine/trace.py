@@ -6,7 +6,8 @@ import json
 import os
 import time
 
-from kvxfer.engine.stories import STAGES, Stories
+from kvxfer.control.stories import STAGES
+from kvxfer.engine.stories import Stories
 from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger

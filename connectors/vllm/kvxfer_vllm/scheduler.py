@@ -6,7 +6,7 @@ All methods run on the engine-core thread; none blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import BlockPins, Report, SchedulerSide
@@ -20,6 +20,7 @@ from kvxfer_vllm import params as p
 from kvxfer_vllm.arrivals import Arrivals
 from kvxfer_vllm.batches import Batches
 from kvxfer_vllm.enclosing import enclosed, engine_transfer
+from kvxfer_vllm.engine_loop import EngineLoop
 from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.held import HeldPrefixes
 from kvxfer_vllm.identity import facts_of, updated
@@ -36,9 +37,9 @@ from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
+from kvxfer_vllm.stopping import Stopping
 from kvxfer_vllm.tables import NULL_BLOCK, step_tables, table_of
 from kvxfer_vllm.tracing import OFFER, RequestSpans
-from kvxfer_vllm.wake import waker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,7 +62,7 @@ has aborted, refused as too long or ended after an error."""
 
 
 class SchedulerHooks:
-    """One engine's requests, as vLLM tells of them."""
+    """One engine's requests, as vLLM tells of them; ``frees`` says whether blocks that are held for others will be free soon."""
 
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -82,6 +83,7 @@ class SchedulerHooks:
         # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
+        loop = EngineLoop()
         self.side = SchedulerSide(
             config,
             self._engine,
@@ -91,13 +93,14 @@ class SchedulerHooks:
             pins=self._pins,
             writes_early=self._writes_early,
             holds=self._cached.holds,
-            wake=waker(),
+            wake=loop.wake,
         )
         self._news = PrefixNews()
+        self._stopping = Stopping(loop, self.side, config.drain, getattr(vllm_config, "shutdown_timeout", 0))
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._requests: dict[str, RequestFacts] = {}  # by name; also those that are over, while their blocks are held
-        self._frees = PendingFrees()
+        self.frees = PendingFrees()
         self._numbers = itertools.count()
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
@@ -211,7 +214,7 @@ class SchedulerHooks:
             self.side.offers.unanswered(last_of)
         if held:
             facts.over = True
-            self._frees.held(name)
+            self.frees.held(name)
         else:
             self._forget(facts)
         if ticket is None or not self.side.offers.stands(ticket):
@@ -234,6 +237,7 @@ class SchedulerHooks:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Follow what this step computes, and say what the workers must know with it."""
         self._drop_outdated()
+        self._stopping.look(busy=bool(self._requests))
         self._pace.begins(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
@@ -303,7 +307,7 @@ class SchedulerHooks:
         last = self._requests.get(name)
         facts = last if last is None or last.over else last.earlier
         if facts is not None:
-            self._frees.released(name)
+            self.frees.released(name)
             self._forget(facts)
             facts.end_span()
 
@@ -324,13 +328,9 @@ class SchedulerHooks:
         return self._outcomes.stats()
 
     @property
-    def frees_soon(self) -> bool:
-        """Whether vLLM should wait for blocks that are held for others, rather than preempt a request."""
-        return self._frees.soon()
-
-    @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
+        self._stopping.look(busy=bool(self._requests))
         unknown = self._steps < self._first_steps and not self.side.ready
         return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
 
@@ -394,5 +394,4 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        ours: tuple[Sized, ...] = (self._requests, self._next.partial, self._batches, self.side)
-        return sum(map(len, ours))
+        return len(self._requests) + len(self._next.partial) + len(self._batches) + len(self.side)
