@@ -7,7 +7,6 @@ MAX_LINES = 400
 
 LONGER = {
     "connectors/transformers/kvxfer_transformers/batching.py",
-    "connectors/vllm/kvxfer_vllm/scheduler.py",
     "kvxfer/data/traffic.py",
     "kvxfer/protocol/consumer.py",
 }
