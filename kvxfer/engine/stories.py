@@ -52,7 +52,7 @@ class Stories:
         now = time.monotonic()
         (self._good if failure is None else self._bad).append(lambda: _of_load(load, failure, stages, now))
 
-    def load_dropped(self, load: Load) -> None:
+    def load_never_begun(self, load: Load) -> None:
         """Record that a request is over whose load was never begun."""
         if load.failure is not None:
             self.load_ended(load, load.failure, None)

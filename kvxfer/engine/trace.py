@@ -72,6 +72,12 @@ class Trace:
         if self._path is not None:
             self._append(self._path, load, failure, stages)
 
+    def never_begun(self, load: Load) -> None:
+        """Tell, once, of a load that was never fetched and whose request is over."""
+        if not load.traced:
+            load.traced = True
+            self._stories.load_never_begun(load)
+
     def _log(self, load: Load, failure: Failure) -> None:
         held = self._repeats.logged((failure.kind, failure.peer))
         if held is not None:

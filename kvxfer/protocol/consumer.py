@@ -204,7 +204,7 @@ class ConsumerMachine:
             if plan is not None:
                 return [Hash(done.ref, plan, "destination")]
         if done.quiet:
-            rank.flight.discard(done.ref)
+            del rank.flight[done.ref]
         out: list[Action] = []
         if rank.state is S.MOVING:
             if done.failure is None:
@@ -229,7 +229,7 @@ class ConsumerMachine:
         f, rank = self._attempts.tries.get(done.ref.attempt, (None, None))
         if f is None or rank is None or done.ref not in rank.flight:
             return []
-        rank.flight.discard(done.ref)
+        del rank.flight[done.ref]
         rank.checksum += done.value
         out: list[Action] = []
         if rank.state is S.MOVING:

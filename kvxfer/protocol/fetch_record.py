@@ -58,7 +58,9 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     spans: dict[int, Span] = field(default_factory=dict)  # of the parts announced, by their numbers
     bands: int = 1  # of the producer's layers
     banded: bool = False  # parts of single bands are asked for
-    flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
+    flight: dict[PartRef, None] = field(
+        default_factory=dict
+    )  # parts of the attempt that may still touch memory, or read it
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     came_bytes: int = 0  # of the attempt's parts that have arrived
     announced_bytes: int = 0  # of all of its parts
@@ -125,9 +127,9 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         if info.mode == "write" and not msg.piece_bytes:
             if hashed is None:
                 return []
-            self.flight.add(ref)
+            self.flight[ref] = None
             return [Hash(ref, hashed, "destination")]
-        self.flight.add(ref)
+        self.flight[ref] = None
         if hashed is not None:
             self.to_hash[ref] = hashed
         return [Move(ref, VERBS[info.mode], plan, msg.stream, msg.piece_bytes, hashed)]

@@ -92,7 +92,7 @@ class Serves:
         consumer = self.links[link]
         seconds = min(request.seconds, self._longest)
         key, lent = (link, request.attempt), seconds < request.seconds
-        sent, banded = [request.start] * consumer.info.planner.bands, consumer.banded(request)
+        sent, banded = (request.start,) * consumer.info.planner.bands, consumer.banded(request)
         serve = RankServe(h, link, key, request, consumer.info.peer, now + seconds, lent, sent, banded)
         lost = self._room.take(link, key, REQUEST_BYTES + serve.nbytes, consumer.info.owner)
         if lost is None:
@@ -129,7 +129,8 @@ class Serves:
 
         A span is planned once to be cut, and each part once more; parts that wait are not planned again each time.
         """
-        info, plan, parts = link.info, None, [span]
+        info, plan = link.info, None
+        parts: tuple[Span, ...] = (span,)
         left = serve.parts_left(info)
         if left <= 0:
             return []
@@ -139,7 +140,7 @@ class Serves:
                 parts = serve.cut
             elif not info.unattended:
                 plan = plan_for(serve, info, offer, span, final)
-                parts = cut(span, plan, info)
+                parts = tuple(cut(span, plan, info))
             if serve.revocations is None:
                 serve.revocations = self._revocations.vouch(serve.request.transfer)
             if serve.state is S.WAITING and serve.request.moving:
@@ -225,7 +226,7 @@ class Serves:
             return []
         out: list[Action] = []
         if done.quiet:
-            serve.flight.discard(done.ref)
+            del serve.flight[done.ref]
         ready = serve.unsent.pop(done.ref, None)
         serve.moving.pop(done.ref, None)
         if done.failure is None:
@@ -259,7 +260,7 @@ class Serves:
         serve = self._serves.get((done.ref.link, done.ref.attempt))
         if serve is None or done.ref not in serve.hashing:
             return None
-        serve.hashing.discard(done.ref)
+        del serve.hashing[done.ref]
         serve.checksum += done.value
         return serve
 

@@ -23,7 +23,7 @@ from kvxfer.protocol.messages.directory import (
     RankDescriptor,
     Renew,
 )
-from kvxfer.protocol.messages.explain import MAX_STORIES, Explain, Explained, Story
+from kvxfer.protocol.messages.explain import MAX_STORIES, Explain, Explained, Prefixes, Story
 from kvxfer.protocol.messages.link import Hello, Ping, Pong, Refused, Welcome
 from kvxfer.protocol.messages.transfer import (
     AttemptClosed,
@@ -49,6 +49,7 @@ __all__ = [
     "EngineDescriptor",
     "Explain",
     "Explained",
+    "Prefixes",
     "Story",
     "CommitRequest",
     "Committed",
