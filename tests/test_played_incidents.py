@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -35,7 +36,8 @@ class Scene:
 
     def run(self, *words: str) -> tuple[int, str]:
         command = [*self._into, sys.executable, "-m", "kvxfer", *words, "--config", str(self._folder / "decode.json")]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        unwrapped = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=unwrapped)
         return ran.returncode, ran.stdout + ran.stderr
 
     def why(self, decode: Played) -> tuple[int, str]:
