@@ -25,7 +25,7 @@ from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 from kvxfer.security import plain
 
-__all__ = ["Addresses", "ControlConnection", "Destination"]
+__all__ = ["Addresses", "ControlConnection", "Destination", "unanswered"]
 
 Destination = LinkId | Source
 """The peer that a connection was dialled to: a producer's rank, by the link to it, or a directory."""
@@ -48,6 +48,19 @@ _names = count(1)
 _plain = socket.socket  # whose methods pass by TLS
 _Secure = Callable[[socket.socket], socket.socket]
 _Proved = Callable[[ssl.SSLSocket], str]
+
+
+AT_ONCE = "it closed the connection before it had said anything (do its 'peers' list this host, and is this its port?)"
+HTTP = "it answers in HTTP: this is not the port of an engine's directory, but of a server such as its API"
+"""Why a connection is lost that leads to the wrong place, or from the wrong place."""
+
+
+def unanswered(seconds: float, connected: bool) -> str:
+    """Return that a peer has not answered for this time, and what it shows whether a connection was made."""
+    why = ", and no connection was made: its host is down, or a firewall or route drops packets"
+    if connected:
+        why = ", though it took the connection: it hangs, is overloaded, or is no engine of kvxfer"
+    return f"it did not answer within {seconds:g} s{why}"
 
 
 class ControlConnection:
@@ -97,6 +110,7 @@ class ControlConnection:
         self.try_by = 0.0  # until when the present one has to answer, if there are others
         self._silent = False  # one has not answered, where a process may listen all the same
         self._connected = self._open = False
+        self._met = False  # the peer has ever said something
         self._in = FrameBuffer()
         self._out = bytearray()
         self._finished, self._dregs = False, 0
@@ -167,6 +181,11 @@ class ControlConnection:
     def ready(self) -> bool:
         """Whether a frame can be received."""
         return bool(self._in) and not self._choked and not self.waits
+
+    @property
+    def connected(self) -> bool:
+        """Whether the peer's host has taken the connection; it may be silent since."""
+        return self._connected
 
     @property
     def opened(self) -> bool:
@@ -303,9 +322,9 @@ class ControlConnection:
             except (BlockingIOError, ssl.SSLWantReadError):
                 return False
             if not data:
-                self.lose("it closed the connection (its process ended, or it gave this side up)")
+                self.lose(self._closed("it closed the connection (its process ended, or it gave this side up)"))
                 return False
-            self.heard = time.monotonic()
+            self.heard, self._met = time.monotonic(), True
             if self._finished:
                 self._dregs += len(data)
                 if self._dregs > _DREGS:
@@ -318,7 +337,8 @@ class ControlConnection:
                 self._deny(why, KEYLESS)
                 return False
             if too_long and not self._in:
-                self.lose(f"it sent a frame of {too_long} bytes; at most {self.limit} are allowed")
+                http = self._in.rest.startswith(b"HTTP/")
+                self.lose(HTTP if http else f"it sent a frame of {too_long} bytes; at most {self.limit} are allowed")
                 return False
             if len(data) < _READ and not isinstance(self._socket, ssl.SSLSocket):
                 return False
@@ -354,12 +374,16 @@ class ControlConnection:
         self.lose(why)
 
     def _fail(self, e: OSError) -> None:
-        why = mismatch(e) or self._told()
+        why = mismatch(e, dialled=not self.dialled_us) or self._told()
         if why:
             self._deny(why, alert_for(e))
             return
         why = getattr(e, "verify_message", "") or getattr(e, "reason", "") or e.strerror or str(e)
-        self.lose(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}")
+        self.lose(self._closed(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}"))
+
+    def _closed(self, why: str) -> str:
+        """Return why the connection is lost, if the peer has closed or reset it."""
+        return why if self.dialled_us or self._met or not self._connected else f"{AT_ONCE}: {why}"
 
     def _told(self) -> str:
         """Return what the peer has said about keys before the connection broke, as it does when it closes it at once."""

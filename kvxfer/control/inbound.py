@@ -27,6 +27,7 @@ K = FailureKind
 
 MAX_LINKS = 1024
 """The most links that others may dial to this agent. For one more, one over which nothing moves is given up."""
+NO_DIRECTORY = "this is the port of a worker, not of its engine's directory"
 MAX_NAME = 100
 """The most characters of an engine's name."""
 
@@ -144,6 +145,8 @@ class Inbound(LinkTable[_Dialled]):
             ) if known is None:
                 _refuse(connection, Failure(K.PEER_LOST, "this link is not known here (any more)"), again=True)
             case _:
+                if isinstance(msg, m.Lookup | m.Explain) and known is None:
+                    _refuse(connection, Failure(K.PEER_UNREACHABLE, NO_DIRECTORY), again=False)
                 raise PeerError(f"{who}: a {type(msg).__name__} makes no sense here", kind=K.MISUSE)
         return None
 
