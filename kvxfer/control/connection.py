@@ -19,13 +19,14 @@ from typing import Any
 
 from kvxfer.control.frames import FrameBuffer, head_of
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
+from kvxfer.control.wrong_place import AT_ONCE, HTTP
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 from kvxfer.security import plain
 
-__all__ = ["Addresses", "ControlConnection", "Destination", "unanswered"]
+__all__ = ["Addresses", "ControlConnection", "Destination"]
 
 Destination = LinkId | Source
 """The peer that a connection was dialled to: a producer's rank, by the link to it, or a directory."""
@@ -48,19 +49,6 @@ _names = count(1)
 _plain = socket.socket  # whose methods pass by TLS
 _Secure = Callable[[socket.socket], socket.socket]
 _Proved = Callable[[ssl.SSLSocket], str]
-
-
-AT_ONCE = "it closed the connection before it had said anything (do its 'peers' list this host, and is this its port?)"
-HTTP = "it answers in HTTP: this is not the port of an engine's directory, but of a server such as its API"
-"""Why a connection is lost that leads to the wrong place, or from the wrong place."""
-
-
-def unanswered(seconds: float, connected: bool) -> str:
-    """Return that a peer has not answered for this time, and what it shows whether a connection was made."""
-    why = ", and no connection was made: its host is down, or a firewall or route drops packets"
-    if connected:
-        why = ", though it took the connection: it hangs, is overloaded, or is no engine of kvxfer"
-    return f"it did not answer within {seconds:g} s{why}"
 
 
 class ControlConnection:

@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import msgspec
 
-from kvxfer.control.connection import unanswered
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.revocations import RevocationView
 from kvxfer.control.sockets import GUEST_FRAME, ControlConnection, ControlSockets
+from kvxfer.control.wrong_place import unanswered
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
