@@ -56,8 +56,6 @@ BY_SOMETHING_ELSE = {
     "SideChannel._sockets": "rank",
     "StepCost._seen": "size of a step",
     "Directory._beyond": "peer",
-    "Directory._explain_at": "peer",
-    "Directory._notices": "order of arrival",
     "Directory._paused": "connection",
     "Directory._peers": "engine",
     "Inquiries._turns": "peer",
