@@ -71,7 +71,7 @@ class Story(WireMessage, frozen=True):
 
 
 class Prefixes(WireMessage, frozen=True):
-    """What an engine has answered to others that asked what it holds of a prompt, and what came of its own questions; all from when it began.
+    """What an engine has answered to others that asked what it holds of a prompt, and what came of its own questions, all since it began.
 
     Attributes:
         inquiries: Questions of others.
