@@ -57,6 +57,7 @@ class ControlConnection:
     Attributes:
         name: A name that no other connection ever has.
         host: The host of the other end, for logs.
+        connected: Whether the peer's host has taken the connection; it may be silent since.
         destination: The peer that it was dialled to; ``None`` if the peer dialled.
         limit: The most bytes of a frame that may come.
         guest: Whether the peer dialled and is not known yet.
@@ -97,7 +98,7 @@ class ControlConnection:
         self._targets: Addresses = []  # still to be tried
         self.try_by = 0.0  # until when the present one has to answer, if there are others
         self._silent = False  # one has not answered, where a process may listen all the same
-        self._connected = self._open = False
+        self.connected = self._open = False
         self._met = False  # the peer has ever said something
         self._in = FrameBuffer()
         self._out = bytearray()
@@ -171,11 +172,6 @@ class ControlConnection:
         return bool(self._in) and not self._choked and not self.waits
 
     @property
-    def connected(self) -> bool:
-        """Whether the peer's host has taken the connection; it may be silent since."""
-        return self._connected
-
-    @property
     def opened(self) -> bool:
         """Whether it was ever established, and the peer had the key if there is one."""
         return self._open
@@ -198,7 +194,7 @@ class ControlConnection:
     @property
     def interest(self) -> int:
         """The events to poll it for."""
-        if not self._connected:
+        if not self.connected:
             return select.EPOLLOUT
         if not self._open:
             return self._want
@@ -210,7 +206,7 @@ class ControlConnection:
 
     def accept(self) -> None:
         """Begin with a peer that dialled."""
-        self._connected = True
+        self.connected = True
         try:
             self._greet()
         except OSError as e:  # with a key, of a peer that has gone again
@@ -236,7 +232,7 @@ class ControlConnection:
     @property
     def undecided(self) -> bool:
         """Whether no address has answered yet, and there are others to be tried."""
-        return self.lost is None and not self._connected and bool(self._targets)
+        return self.lost is None and not self.connected and bool(self._targets)
 
     def try_next(self, now: float) -> None:
         """Leave an address that has been silent until ``try_by`` for the next, if there is one."""
@@ -274,13 +270,13 @@ class ControlConnection:
     def _opened(self) -> bool:
         """Continue connecting and the handshake; return whether both are done."""
         assert self._socket is not None
-        if not self._connected:
+        if not self.connected:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 self._unreachable(error)
                 self.connect(self._targets)
                 return False
-            self._connected = True
+            self.connected = True
             self._greet()
         if isinstance(self._socket, ssl.SSLSocket):
             try:
@@ -371,7 +367,7 @@ class ControlConnection:
 
     def _closed(self, why: str) -> str:
         """Return why the connection is lost, if the peer has closed or reset it."""
-        return why if self.dialled_us or self._met or not self._connected else f"{AT_ONCE}: {why}"
+        return why if self.dialled_us or self._met or not self.connected else f"{AT_ONCE}: {why}"
 
     def _told(self) -> str:
         """Return what the peer has said about keys before the connection broke, as it does when it closes it at once."""

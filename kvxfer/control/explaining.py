@@ -18,7 +18,7 @@ _BUSY = m.Refused(FailureKind.OVERLOADED, "it has just answered another question
 
 
 class Explainer:
-    """Answers operators' questions in turn.
+    """Answers operators' questions, and has those who repeat one wait.
 
     A connection that repeats one does not keep other peers waiting, nor others of its host for long; and all who ask have one share of
     the thread together.
