@@ -27,7 +27,7 @@ from kvxfer_vllm.enclosing import enclosed, engine_transfer, loads_safely
 from kvxfer_vllm.engine_loop import EngineLoop
 from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.held import HeldPrefixes
-from kvxfer_vllm.hints import HintNotes, Hints
+from kvxfer_vllm.hints import KEYS, HintNotes, Hints
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.kept import KeptAnswers
@@ -166,17 +166,26 @@ class SchedulerHooks:
             if named is None:
                 return
             self._cached.arrived(request, lambda tokens: Prefix(tokens, model=self._facts, **named))
-            if hints.sources and not p.is_load(params) and not self._replayed and not request.skip_reading_prefix_cache:
+            if hints.sources and (why := self._asks_nobody(request, params)) is not None:
+                self._hints.unused(KEYS[hints.kind], why)
+            elif hints.sources:
                 self._ask(request, Prefix(request.prompt_token_ids or (), model=self._facts, **named), hints)
         except KvxferError as e:
             log.debug("request %s is not looked for at other engines, nor found by them: %s", printable(name), e)
 
-    def _ask(self, request: Request, prompt: Prefix, hints: Hints) -> None:
+    def _asks_nobody(self, request: Request, params: Mapping[str, Any]) -> str | None:
+        """Return why no engine is asked that the hints of a request name; None if they are asked."""
+        if p.is_load(params):
+            return "stands beside a key that names the engine from which the whole prompt is loaded"
         if not self._consumes:
-            self._hints.unused(
-                hints.kind, "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
-            )
-            return
+            return "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
+        if self._replayed:
+            return "asks this engine to load a prefix, but its model computes the window behind each prefix again"
+        if request.skip_reading_prefix_cache:
+            return "asks for a prefix of a request whose whole prompt has to be computed"
+        return None
+
+    def _ask(self, request: Request, prompt: Prefix, hints: Hints) -> None:
         sources = [Source(where.host, where.port, 0) for where in hints.sources]
         if self.side.ask(request.request_id, prompt, sources, request.num_prompt_tokens - 1, kind=hints.kind):
             facts = self._requests[request.request_id]
