@@ -20,6 +20,7 @@ Nothing here knows an engine, a tensor library or a transport.
 
 Behind the two sides, each idea has a module of its own:
 
+- ``requests``: the engine's calls about one request, each checked once.
 - ``exchange``: what the two sides send each other with each step; ``dispatch`` and ``side_channel``: what goes ahead of a step.
 - ``loads``: the requests that load. The life of a load is a record and a table (``kvxfer.schedule.Load``). ``prefetch``: sync loads,
   with ``paces``: how fast recent loads were; ``ends``: the ranks' word on async ones, joined; ``rank_ends``: how loads end on one rank.

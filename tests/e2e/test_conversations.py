@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from kvxfer_vllm.demo.conversations import FLAGS, SCHEMAS, Conversation, reply_of
+from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation, reply_of
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS
 from kvxfer_vllm.demo.servers import (
     BLOCK,

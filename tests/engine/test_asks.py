@@ -70,8 +70,9 @@ class World:
         self.step()
         for engine in self.engines:
             engine.verify()
-            assert not len(engine.scheduler._asks) and not engine.scheduler._asks._open
-            assert not engine.scheduler._asks._alike
+            asks = engine.scheduler._asks
+            awaited = [one for name in asks._sent.keys() if (one := asks._sent.get(name)) and one[1] is not None]
+            assert not len(asks) and not awaited and not asks._alike
             assert not engine.scheduler._answers._shares._all
 
 
@@ -264,7 +265,7 @@ def test_an_engine_that_is_about_to_stop_is_asked_until_its_deadline(world: Worl
     d, p = world.holder(), world.engine()
     world.idle.add(d)
     d.scheduler.drain(1.5)
-    until(lambda: d.step(timeout=0.001) and False or not d.scheduler._offers.unsettled)
+    until(lambda: d.step(timeout=0.001) and False or not d.scheduler.offers.unfinished)
     assert d.scheduler.waiting, "though nobody has asked yet"
     turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
     while d.scheduler.waiting:

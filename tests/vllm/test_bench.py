@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvxfer_bench.vllm.conversation import Timed, by_turn, faults, summary
+from kvxfer_bench.vllm.conversations import PlayedTurn, Reply
 from kvxfer_bench.vllm.exposed import exposure
 from kvxfer_bench.vllm.handover import MODES, STAGES, measure, picture
-from kvxfer_vllm.demo.conversations import PlayedTurn, Reply
 
 
 @pytest.mark.parametrize("overlap", MODES.values(), ids=MODES)

@@ -20,7 +20,7 @@ import numpy as np
 import typer
 
 from kvxfer.cli.progress import progress
-from kvxfer_vllm.demo.conversations import FLAGS, SCHEMAS, Conversation, PlayedTurn, reply_of
+from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation, PlayedTurn, reply_of
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape
 from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, ended_by_sigterm, ended_together, free_port

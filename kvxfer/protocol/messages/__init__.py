@@ -36,6 +36,7 @@ from kvxfer.protocol.messages.transfer import (
     PartReady,
     SlotFree,
     SlotReady,
+    Underway,
 )
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "Decline",
     "SlotReady",
     "Checksums",
+    "Underway",
     "SlotFree",
     "ToConsumer",
     "ToProducer",
@@ -97,6 +99,7 @@ Message = (
     | Committed
     | CloseAttempt
     | AttemptClosed
+    | Underway
     | Ping
     | Pong
     | Lookup
@@ -113,7 +116,7 @@ Message = (
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt
 """Messages from a consumer rank's machine to a producer rank's."""
-ToConsumer = PartReady | Checksums | CommitAck | AttemptClosed
+ToConsumer = PartReady | Underway | Checksums | CommitAck | AttemptClosed
 """Messages from a producer rank's machine to a consumer rank's."""
 
 
