@@ -55,7 +55,6 @@ BY_SOMETHING_ELSE = {
     "Requests._descriptors": "rank",
     "SideChannel._sockets": "rank",
     "Directory._beyond": "peer",
-    "Directory._notices": "order of arrival",
     "Directory._paused": "connection",
     "Directory._peers": "engine",
     "Inquiries._turns": "peer",

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from kvxfer.config import Config
-from kvxfer.control.directory import Answered, Directory, Unheard
+from kvxfer.control.directory import Directory
+from kvxfer.control.notices import Answered, Unheard
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.starts import AGAIN_S, Starts
 from kvxfer.failures import Failure, FailureKind
