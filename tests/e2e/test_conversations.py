@@ -248,7 +248,7 @@ def test_a_source_that_has_lost_it_and_one_that_leaves(servers: Cluster, model: 
 
 
 def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> None:
-    """It was restarted, and is killed amid the load; with vLLM's default policy, by which failed loads fail their requests."""
+    """It is killed amid the load; with vLLM's default policy, by which failed loads fail their requests."""
     with ended_together() as begun:
 
         def start(name: str) -> Server:
@@ -257,7 +257,7 @@ def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> No
             await_ready([server], 300)
             return server
 
-        d = start("restarted")
+        d = start("killed")
         texts = {n: ids(400, 70 + n) for n in range(6)}
         told: dict[int, Any] = {}
         for n, text in texts.items():

@@ -401,6 +401,22 @@ def test_roles(make: Make, role: str, caplog: pytest.LogCaptureFixture) -> None:
     assert ("kv_role does not allow" in caplog.text) == (role == "kv_producer")
 
 
+def test_a_hint_that_is_not_used_is_said_once_with_its_key(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside a load of the whole prompt, under each schema, and by an engine that only produces."""
+    p, d, producer = make(), make(), make(role="kv_producer")
+    here = {"remote_host": d.address.host, "remote_port": d.address.port}
+    for seed in range(2):
+        text = prompt(60, seed=seed)
+        told = p.done[ask(p, text, OFFER)].params
+        ask(d, text, {**told, "kvxfer_sources": [str(producer.address)]}, p, producer)  # type: ignore[dict-item]
+        ask(producer, text, {**OFFER, **here})
+        ask(producer, prompt(60, seed=seed + 7), tier(d, {}))
+    rest(p, d, producer)
+    notes = [line for line in caplog.messages if "kvxfer does not use it" in line]
+    assert [note.split()[1] for note in notes] == ["kvxfer_sources", "remote_host", "remote_kv_source"]
+    assert "the engine from which the whole prompt is loaded" in notes[0] and "kv_role does not allow" in notes[1]
+
+
 def test_whoever_does_not_want_to_be_told(make: Make) -> None:
     p, d = make(), make(extra={"decode_answers": False})
     text = prompt(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from tests.vllm.cases import check
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, Engine, answer, prompt
+from tests.vllm.engine import BLOCK, FULL, HYBRID, Engine, Group, answer, prompt
 
 overlap = both_ways
 EXTRA = {"ask_timeout": 10.0}
@@ -21,9 +22,9 @@ EXTRA = {"ask_timeout": 10.0}
 class Core(EngineCoreProc):  # type: ignore[misc]
     """vLLM's engine with its loop, of which the connector knows only that it is being built while the connector is."""
 
-    def __init__(self, make: Make, shutdown: int, **extra: Any) -> None:
+    def __init__(self, make: Make, shutdown: int, groups: Sequence[Group] = FULL, **extra: Any) -> None:
         self.shutdown_state, self.input_queue = 0, queue.Queue()
-        self.engine: Engine = make(blocks=120, shutdown=shutdown, extra={**EXTRA, **extra})
+        self.engine: Engine = make(groups, blocks=120, shutdown=shutdown, extra={**EXTRA, **extra})
 
     def stop(self) -> None:
         """What vLLM does when it is asked to stop, and has been given time for that."""
@@ -56,11 +57,13 @@ def home(make: Make) -> Core:
     return Core(make, 30, drain=1.0)
 
 
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "window"])
 def test_a_request_that_is_cut_off_goes_on_with_its_kv(
-    make: Make, home: Core, caplog: pytest.LogCaptureFixture
+    make: Make, groups: Sequence[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
-    d2, text = make(blocks=120, extra=EXTRA), prompt(50)
-    name = home.engine.add(text, n=100)
+    """A window is found at the place where the answer was cut off, which is not one that vLLM keeps by default."""
+    home, d2, text = Core(make, 30, groups, drain=1.0), make(groups, blocks=120, extra=EXTRA), prompt(50)
+    name = home.engine.add(text, {"kvxfer_sources": []}, n=100)
     while len(home.engine.said.get(name, ())) < 40:
         home.engine.step()
     home.stop()

@@ -20,7 +20,7 @@ from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.enclosing import loads_safely
 from kvxfer_vllm.held import HeldPrefixes
-from kvxfer_vllm.hints import HintNotes, Hints
+from kvxfer_vllm.hints import KEYS, HintNotes, Hints
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.no_part import NoPart
@@ -116,17 +116,26 @@ class Arrivals:
             if named is None:
                 return
             self._cached.arrived(facts, lambda tokens: Prefix(tokens, model=self.model, **named))
-            if hints.sources and not p.is_load(params) and not self._replayed and not request.skip_reading_prefix_cache:
+            if hints.sources and (why := self._asks_nobody(facts, params)) is not None:
+                self.hints.unused(KEYS[hints.kind], why)
+            elif hints.sources:
                 self._ask(facts, Prefix(request.prompt_token_ids or (), model=self.model, **named), hints)
         except KvxferError as e:
             log.debug("request %s is not looked for at other engines, nor found by them: %s", printable(facts.name), e)
 
-    def _ask(self, facts: RequestFacts, prompt: Prefix, hints: Hints) -> None:
+    def _asks_nobody(self, facts: RequestFacts, params: Mapping[str, Any]) -> str | None:
+        """Return why no engine is asked that the hints of a request name; None if they are asked."""
+        if p.is_load(params):
+            return "stands beside a key that names the engine from which the whole prompt is loaded"
         if not self._consumes:
-            self.hints.unused(
-                hints.kind, "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
-            )
-            return
+            return "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
+        if self._replayed:
+            return "asks this engine to load a prefix, but its model computes the window behind each prefix again"
+        if facts.request.skip_reading_prefix_cache:
+            return "asks for a prefix of a request whose whole prompt has to be computed"
+        return None
+
+    def _ask(self, facts: RequestFacts, prompt: Prefix, hints: Hints) -> None:
         sources = [Source(where.host, where.port, 0) for where in hints.sources]
         tokens = facts.request.num_prompt_tokens - 1
         if self._side.ask(facts.name, prompt, sources, tokens, kind=hints.kind):

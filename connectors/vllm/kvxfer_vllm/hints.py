@@ -24,7 +24,7 @@ from kvxfer.text import printable
 from kvxfer_vllm.params import ADDRESS, LONGEST, OURS, is_offer
 from kvxfer_vllm.schemas import OTHERS
 
-__all__ = ["MAX_SOURCES", "SOURCES", "HintNotes", "Hints", "hints_of"]
+__all__ = ["KEYS", "MAX_SOURCES", "SOURCES", "HintNotes", "Hints", "hints_of"]
 
 log = logger("kvxfer.vllm")
 
@@ -151,6 +151,8 @@ READERS = {
     "kv_hint": ("kv_hint", _envelope),
 }
 """By the key that is at fault if a hint cannot be read: what the hints of a schema are called, and what reads them."""
+KEYS = {kind: key for key, (kind, _) in READERS.items()}
+"""By what the hints of a schema are called: the key that has them."""
 
 
 def _parsed(text: Any) -> Address:
