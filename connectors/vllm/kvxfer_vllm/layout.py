@@ -26,7 +26,6 @@ from kvxfer_vllm.drafts import draft_of
 from kvxfer_vllm.pages import (
     Form,
     encoding_of,
-    fits_other_sizes,
     form_of,
     group_pages,
     replicated,
@@ -253,8 +252,7 @@ class _Pages:
                 f"layer {self._name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known"
             )
         found = state_pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
-        of = "" if fits_other_sizes(self._layer) else f"/of {self._size} ranks"
-        return [self._described(p.plane, p.unit, p.encoding + of, p.heads, None, p.offset) for p in found]
+        return [self._described(p.plane, p.unit, p.encoding, p.heads, None, p.offset) for p in found]
 
     def _heads(self) -> Heads:
         """Return the range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas.

@@ -5,7 +5,7 @@ from kvxfer_vllm.pages.encoding import encoding_of
 from kvxfer_vllm.pages.forms import WRITERS, Form, form_of, replicated, writer_of
 from kvxfer_vllm.pages.groups import GroupPages, group_pages, layer_specs, replays, takes_turns
 from kvxfer_vllm.pages.heads import total_heads
-from kvxfer_vllm.pages.states import fits_other_sizes, state_pieces
+from kvxfer_vllm.pages.states import state_pieces
 
 __all__ = [
     "CATALOGUE",
@@ -15,7 +15,6 @@ __all__ = [
     "GroupPages",
     "encoding_of",
     "entry_of",
-    "fits_other_sizes",
     "form_of",
     "group_pages",
     "layer_specs",
