@@ -123,7 +123,16 @@ def gathered(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tenso
 
 
 def scan(
-    u: Tensor, states: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor, **m: Any
+    u: Tensor,
+    states: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    bias: Tensor,
+    **m: Any,
 ) -> Tensor:
     """``selective_scan_fn``: prompts, ``[channels, tokens]``."""
     out, starts = torch.empty_like(u), m["query_start_loc"].tolist()
@@ -140,7 +149,7 @@ def update(
     states: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, bias: Tensor, **more: Any
 ) -> None:
     """``selective_state_update``: one token of each request, ``[requests, channels]``."""
-    for i, slot in enumerate(more["state_batch_indices"].tolist()):
+    for i, slot in enumerate(more["state_batch_indices"].flatten().tolist()):
         more["out"][i] = _step(states[slot], x[i], dt[i], A, B[i], C[i], D, more["z"][i], bias)
 
 

@@ -23,7 +23,14 @@ from kvxfer_vllm.pages import state_pieces  # noqa: E402
 
 Shapes = mamba_utils.MambaStateShapeCalculator
 BLOCKS, TAPS = 5, 4
-KINDS = ["ShortConv", "MambaMixer", "MambaMixer2 of 1 group", "MambaMixer2 of 4 groups", "QwenGatedDeltaNetAttention", "KimiGatedDeltaNetAttention"]
+KINDS = [
+    "ShortConv",
+    "MambaMixer",
+    "MambaMixer2 of 1 group",
+    "MambaMixer2 of 4 groups",
+    "QwenGatedDeltaNetAttention",
+    "KimiGatedDeltaNetAttention",
+]
 
 
 def sections(kind: str) -> list[tuple[int, bool]]:

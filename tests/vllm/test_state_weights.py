@@ -133,7 +133,9 @@ def test_a_rank_s_share_of_a_state_is_what_it_has_the_weights_for(kind: str, siz
                 piece = found[f"inputs {s}.{row}"]
                 first = (piece.offset - row * len(loaded) * ITEM) // ITEM
                 assert piece.heads is not None and (piece.heads.total, piece.unit) == (total, ITEM)
-                of_all = range(sum(totals[:s]) + piece.heads.start, sum(totals[:s]) + piece.heads.start + piece.heads.count)
+                of_all = range(
+                    sum(totals[:s]) + piece.heads.start, sum(totals[:s]) + piece.heads.start + piece.heads.count
+                )
                 assert loaded[first : first + piece.heads.count] == list(of_all)
         state = found["state"]
         assert state.heads is not None and state.heads.total == heads
