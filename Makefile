@@ -6,6 +6,7 @@
 #   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
 #   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.30 and 0.31, and all tests without servers on Python 3.11 to 3.13
+#   make test-next   the connector's tests on vLLM 0.33, which has no build for CPUs: on the kernels of 0.32
 #   make test-upgrade prefill and decode servers of two releases of vLLM, each way round
 #   make coverage    a report of the lines that tests reach
 #   make gpu         on a machine with GPUs: tests, transfers, and first tokens on real servers, with tables in build/gpu
@@ -75,6 +76,24 @@ test-upgrade: $(READY)
 	$(MAKE) VENV=$(OLD) VLLM=$(lastword $(RELEASES)) $(OLD)/.ready
 	KVXFER_OTHER_VLLM=$(abspath $(OLD))/bin/python $(BIN)/python -m pytest tests/e2e/test_releases.py $(ARGS)
 
+# The connector on the release that users install, if that has no build for CPUs: its Python code with the kernels of the last one that has.
+NEXT := 0.33.0
+AHEAD := $(VENV)/vllm-$(NEXT)
+$(AHEAD)/.ready: $(READY)
+	rm -rf $(AHEAD) && mkdir -p $(AHEAD)
+	$(PIP) download -q --no-deps --only-binary :all: -d $(AHEAD) vllm==$(NEXT)
+	$(BIN)/python -m zipfile -e $(AHEAD)/vllm-*.whl $(AHEAD)
+	rm $(AHEAD)/vllm-*.whl && find $(AHEAD) -name '*.so' -delete
+	$(INSTALL) --no-deps --target $(AHEAD) orjson
+	cp $(VENV)/lib/python3*/site-packages/vllm/*.so $(AHEAD)/vllm
+	sed -i 's/^Version: .*/&+cpu/' $(AHEAD)/vllm-*.dist-info/METADATA
+	@touch $@
+
+test-next: $(AHEAD)/.ready
+	PYTHONPATH=$(abspath $(AHEAD)) $(BIN)/python -m pytest -n 4 tests/vllm $(ARGS)
+	PYTHONPATH=$(abspath $(AHEAD)) $(BIN)/python -m pytest tests/e2e/test_pair.py tests/e2e/test_groups.py tests/e2e/test_heads.py \
+	    tests/e2e/test_states.py $(ARGS)
+
 test-python: $(READY)
 	$(UCX_TESTS)
 	$(MOONCAKE_TESTS)
@@ -88,7 +107,7 @@ coverage: $(READY)
 	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-system test-matrix test-upgrade test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
+.PHONY: demo test test-system test-matrix test-next test-upgrade test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)

@@ -26,7 +26,7 @@ FORMS = {
     "kv": "each head's token is its K, then its V",
     "latent": "each token is one row, the same on all ranks",
     "packed": "each head's tokens are one piece",
-    "whole": "all values, then all scales; the same on all ranks",
+    "indexer": "all values, then all scales, a row of each for each token; the same on all ranks",
 }
 SHOWN = {"end to end": "end to end", "scheduler": "on the scheduler", "planner": "planner only"}
 

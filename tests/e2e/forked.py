@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -28,18 +29,26 @@ class Fresh(Server):
 class Forked(Server):
     """A server that is a fork itself."""
 
+    program = "tests.e2e.imported"
+
     def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> _Process:
         assert not before, "a fork stays where it is"
         with mock.patch.dict(os.environ, ENVIRONMENT):  # which torch and vLLM read as they are imported
             forkserver.set_forkserver_preload(["tests.e2e.imported"])
             forkserver.ensure_running()
         begun, begins = _FORKS.Pipe(duplex=False)
-        process = _FORKS.Process(target=_serve, args=(arguments, env, self.log, begins))
+        process = _FORKS.Process(target=_serve, args=(self.program, arguments, env, self.log, begins))
         process.start()
         begins.close()
         begun.recv()  # it leads its process group: what is sent to the group arrives
         begun.close()
         return _Process(process)
+
+
+class Referenced(Forked):
+    """One whose recurrent layers have reference kernels."""
+
+    program = "tests.e2e.references"
 
 
 class _Process:
@@ -63,7 +72,7 @@ class _Process:
         return self.returncode
 
 
-def _serve(arguments: list[str], env: dict[str, str], log: Path, begins: Connection) -> None:
+def _serve(program: str, arguments: list[str], env: dict[str, str], log: Path, begins: Connection) -> None:
     """Be the server: in a process group of its own, with what it says in its log."""
     os.setpgid(0, 0)
     begins.send(None)
@@ -75,7 +84,5 @@ def _serve(arguments: list[str], env: dict[str, str], log: Path, begins: Connect
     os.environ.update(env)
     # One of its own, as a new interpreter has: a killed server leaves shared memory to it, which it tells in the log.
     resource_tracker._resource_tracker._fd = None
-    from tests.e2e.imported import main
-
     sys.argv[1:] = arguments
-    main()
+    import_module(program).main()

@@ -58,7 +58,7 @@ def write_window(folder: Path) -> None:
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     }
-    _write(folder, config, _window_weights)
+    write(folder, config, _window_weights)
 
 
 def write_recurrent(folder: Path) -> None:
@@ -76,71 +76,71 @@ def write_recurrent(folder: Path) -> None:
         "block_ffn_dim_multiplier": 1.0,
         "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
     }
-    _write(folder, config, _recurrent_weights)
+    write(folder, config, _recurrent_weights)
 
 
-def _write(folder: Path, config: dict[str, Any], weights: Callable[[np.random.Generator], Weights]) -> None:
+def write(folder: Path, config: dict[str, Any], weights: Callable[[np.random.Generator], Weights]) -> None:
     write_model(folder)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, **_SHAPE, **config}, indent=1))
     save_file(weights(np.random.default_rng(0)), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _linear(rng: np.random.Generator, rows: int, *columns: int) -> np.ndarray:
+def linear(rng: np.random.Generator, rows: int, *columns: int) -> np.ndarray:
     return rng.normal(0.0, SPREAD, (rows, *columns)).astype(np.float32)
 
 
-def _norm(scale: float, size: int = HIDDEN) -> np.ndarray:
+def norm(scale: float, size: int = HIDDEN) -> np.ndarray:
     return np.full(size, scale, np.float32)
 
 
 def _window_weights(rng: np.random.Generator) -> Weights:
     one = 1  # Gemma adds it to the weights of its norms
-    weights = {"model.embed_tokens.weight": _linear(rng, VOCAB, HIDDEN), "model.norm.weight": _norm(1 - one)}
+    weights = {"model.embed_tokens.weight": linear(rng, VOCAB, HIDDEN), "model.norm.weight": norm(1 - one)}
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
         weights |= {
-            f"{layer}.self_attn.q_proj.weight": _linear(rng, HEADS * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.k_proj.weight": _linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.v_proj.weight": _linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.o_proj.weight": _linear(rng, HIDDEN, HEADS * HEAD_DIM),
-            f"{layer}.mlp.gate_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.up_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.down_proj.weight": _linear(rng, HIDDEN, INTERMEDIATE),
-            f"{layer}.input_layernorm.weight": _norm(1 - one),
-            f"{layer}.pre_feedforward_layernorm.weight": _norm(1 - one),
+            f"{layer}.self_attn.q_proj.weight": linear(rng, HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.o_proj.weight": linear(rng, HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}.mlp.gate_proj.weight": linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": linear(rng, HIDDEN, INTERMEDIATE),
+            f"{layer}.input_layernorm.weight": norm(1 - one),
+            f"{layer}.pre_feedforward_layernorm.weight": norm(1 - one),
             # Louder than the embedding, which the tied head would otherwise just repeat.
-            f"{layer}.post_attention_layernorm.weight": _norm(6 - one),
-            f"{layer}.post_feedforward_layernorm.weight": _norm(3 - one),
+            f"{layer}.post_attention_layernorm.weight": norm(6 - one),
+            f"{layer}.post_feedforward_layernorm.weight": norm(3 - one),
         }
     return weights
 
 
 def _recurrent_weights(rng: np.random.Generator) -> Weights:
-    weights = {"model.embed_tokens.weight": _linear(rng, VOCAB, HIDDEN), "model.embedding_norm.weight": _norm(1)}
+    weights = {"model.embed_tokens.weight": linear(rng, VOCAB, HIDDEN), "model.embedding_norm.weight": norm(1)}
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
         weights |= {
-            f"{layer}.operator_norm.weight": _norm(6),
-            f"{layer}.ffn_norm.weight": _norm(3),
-            f"{layer}.feed_forward.w1.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-            f"{layer}.feed_forward.w3.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-            f"{layer}.feed_forward.w2.weight": _linear(rng, HIDDEN, INTERMEDIATE),
+            f"{layer}.operator_norm.weight": norm(6),
+            f"{layer}.ffn_norm.weight": norm(3),
+            f"{layer}.feed_forward.w1.weight": linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.feed_forward.w3.weight": linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.feed_forward.w2.weight": linear(rng, HIDDEN, INTERMEDIATE),
         }
         if i % 2:
             weights |= {
-                f"{layer}.self_attn.q_proj.weight": _linear(rng, HEADS * HEAD_DIM, HIDDEN),
-                f"{layer}.self_attn.k_proj.weight": _linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
-                f"{layer}.self_attn.v_proj.weight": _linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
-                f"{layer}.self_attn.out_proj.weight": _linear(rng, HIDDEN, HEADS * HEAD_DIM),
-                f"{layer}.self_attn.q_layernorm.weight": _norm(2, HEAD_DIM),
-                f"{layer}.self_attn.k_layernorm.weight": _norm(2, HEAD_DIM),
+                f"{layer}.self_attn.q_proj.weight": linear(rng, HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.self_attn.k_proj.weight": linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.self_attn.v_proj.weight": linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.self_attn.out_proj.weight": linear(rng, HIDDEN, HEADS * HEAD_DIM),
+                f"{layer}.self_attn.q_layernorm.weight": norm(2, HEAD_DIM),
+                f"{layer}.self_attn.k_layernorm.weight": norm(2, HEAD_DIM),
             }
         else:
             weights |= {
-                f"{layer}.conv.in_proj.weight": _linear(rng, 3 * HIDDEN, HIDDEN),
-                f"{layer}.conv.conv.weight": 4 * _linear(rng, HIDDEN, 1, TAPS),
-                f"{layer}.conv.out_proj.weight": _linear(rng, HIDDEN, HIDDEN),
+                f"{layer}.conv.in_proj.weight": linear(rng, 3 * HIDDEN, HIDDEN),
+                f"{layer}.conv.conv.weight": 4 * linear(rng, HIDDEN, 1, TAPS),
+                f"{layer}.conv.out_proj.weight": linear(rng, HIDDEN, HIDDEN),
             }
     return weights
 
@@ -164,42 +164,42 @@ def write_mamba(folder: Path, groups: int = 1) -> None:
         "use_conv_bias": True,
         "tie_word_embeddings": False,
     }
-    _write(folder, config, partial(_mamba_weights, groups=groups))
+    write(folder, config, partial(_mamba_weights, groups=groups))
 
 
 def _mamba_weights(rng: np.random.Generator, groups: int) -> Weights:
     inner = HEADS * HEAD_DIM
     channels = inner + 2 * groups * STATE
     weights = {
-        "backbone.embeddings.weight": _linear(rng, VOCAB, HIDDEN),
-        "backbone.norm_f.weight": _norm(1),
-        "lm_head.weight": _linear(rng, VOCAB, HIDDEN),
+        "backbone.embeddings.weight": linear(rng, VOCAB, HIDDEN),
+        "backbone.norm_f.weight": norm(1),
+        "lm_head.weight": linear(rng, VOCAB, HIDDEN),
     }
     for i, kind in enumerate(MAMBA):
         layer = f"backbone.layers.{i}"
-        weights[f"{layer}.norm.weight"] = _norm(1)
+        weights[f"{layer}.norm.weight"] = norm(1)
         if kind == "M":
             weights |= {
-                f"{layer}.mixer.in_proj.weight": _linear(rng, inner + channels + HEADS, HIDDEN),
-                f"{layer}.mixer.conv1d.weight": 4 * _linear(rng, channels, 1, TAPS),
-                f"{layer}.mixer.conv1d.bias": _linear(rng, channels),
+                f"{layer}.mixer.in_proj.weight": linear(rng, inner + channels + HEADS, HIDDEN),
+                f"{layer}.mixer.conv1d.weight": 4 * linear(rng, channels, 1, TAPS),
+                f"{layer}.mixer.conv1d.bias": linear(rng, channels),
                 f"{layer}.mixer.A_log": np.linspace(-4, -1, HEADS, dtype=np.float32),  # forgets in 3 to 50 tokens
-                f"{layer}.mixer.D": _norm(1, HEADS),
-                f"{layer}.mixer.dt_bias": _linear(rng, HEADS),
-                f"{layer}.mixer.norm.weight": _norm(1, inner),
-                f"{layer}.mixer.out_proj.weight": _linear(rng, HIDDEN, inner),
+                f"{layer}.mixer.D": norm(1, HEADS),
+                f"{layer}.mixer.dt_bias": linear(rng, HEADS),
+                f"{layer}.mixer.norm.weight": norm(1, inner),
+                f"{layer}.mixer.out_proj.weight": linear(rng, HIDDEN, inner),
             }
         elif kind == "*":
             weights |= {
-                f"{layer}.mixer.q_proj.weight": 2 * _linear(rng, HEADS * HEAD_DIM, HIDDEN),
-                f"{layer}.mixer.k_proj.weight": _linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
-                f"{layer}.mixer.v_proj.weight": _linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
-                f"{layer}.mixer.o_proj.weight": _linear(rng, HIDDEN, HEADS * HEAD_DIM),
+                f"{layer}.mixer.q_proj.weight": 2 * linear(rng, HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.mixer.k_proj.weight": linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.mixer.v_proj.weight": linear(rng, KV_HEADS * HEAD_DIM, HIDDEN),
+                f"{layer}.mixer.o_proj.weight": linear(rng, HIDDEN, HEADS * HEAD_DIM),
             }
         else:
             weights |= {
-                f"{layer}.mixer.up_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-                f"{layer}.mixer.down_proj.weight": _linear(rng, HIDDEN, INTERMEDIATE),
+                f"{layer}.mixer.up_proj.weight": linear(rng, INTERMEDIATE, HIDDEN),
+                f"{layer}.mixer.down_proj.weight": linear(rng, HIDDEN, INTERMEDIATE),
             }
     return weights
 
@@ -226,27 +226,27 @@ def write_unlike_heads(folder: Path) -> None:
         "attention_value_scale": None,
         "tie_word_embeddings": False,
     }
-    _write(folder, config, _unlike_weights)
+    write(folder, config, _unlike_weights)
 
 
 def _unlike_weights(rng: np.random.Generator) -> Weights:
     weights = {
-        "model.embed_tokens.weight": _linear(rng, VOCAB, HIDDEN),
-        "model.norm.weight": _norm(1),
-        "lm_head.weight": _linear(rng, VOCAB, HIDDEN),
+        "model.embed_tokens.weight": linear(rng, VOCAB, HIDDEN),
+        "model.norm.weight": norm(1),
+        "lm_head.weight": linear(rng, VOCAB, HIDDEN),
     }
     for i in range(LAYERS):
         layer, heads = f"model.layers.{i}", KV_HEADS * (1 if i % 2 else 2)
         weights |= {
-            f"{layer}.self_attn.q_proj.weight": _linear(rng, HEADS * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.k_proj.weight": _linear(rng, heads * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.v_proj.weight": _linear(rng, heads * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.o_proj.weight": _linear(rng, HIDDEN, HEADS * HEAD_DIM),
-            f"{layer}.mlp.gate_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.up_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.down_proj.weight": _linear(rng, HIDDEN, INTERMEDIATE),
-            f"{layer}.input_layernorm.weight": _norm(1),
-            f"{layer}.post_attention_layernorm.weight": _norm(1),
+            f"{layer}.self_attn.q_proj.weight": linear(rng, HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": linear(rng, heads * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": linear(rng, heads * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.o_proj.weight": linear(rng, HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}.mlp.gate_proj.weight": linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": linear(rng, HIDDEN, INTERMEDIATE),
+            f"{layer}.input_layernorm.weight": norm(1),
+            f"{layer}.post_attention_layernorm.weight": norm(1),
         }
     return weights
 
@@ -271,28 +271,28 @@ def write_mla(folder: Path) -> None:
         "first_k_dense_replace": LAYERS,
         "tie_word_embeddings": False,
     }
-    _write(folder, config, _latent_weights)
+    write(folder, config, _latent_weights)
 
 
 def _latent_weights(rng: np.random.Generator) -> Weights:
     weights = {
-        "model.embed_tokens.weight": _linear(rng, VOCAB, HIDDEN),
-        "model.norm.weight": _norm(1),
-        "lm_head.weight": _linear(rng, VOCAB, HIDDEN),
+        "model.embed_tokens.weight": linear(rng, VOCAB, HIDDEN),
+        "model.norm.weight": norm(1),
+        "lm_head.weight": linear(rng, VOCAB, HIDDEN),
     }
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
         weights |= {
             # Sharp attention, and louder than the embedding: few tokens decide what comes next, wherever they stand.
-            f"{layer}.self_attn.q_proj.weight": 3 * _linear(rng, HEADS * (UNROTATED + ROTATED), HIDDEN),
-            f"{layer}.self_attn.kv_a_proj_with_mqa.weight": _linear(rng, LATENT + ROTATED, HIDDEN),
-            f"{layer}.self_attn.kv_a_layernorm.weight": _norm(1, LATENT),
-            f"{layer}.self_attn.kv_b_proj.weight": _linear(rng, HEADS * 2 * UNROTATED, LATENT),
-            f"{layer}.self_attn.o_proj.weight": 3 * _linear(rng, HIDDEN, HEADS * UNROTATED),
-            f"{layer}.mlp.gate_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.up_proj.weight": _linear(rng, INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.down_proj.weight": _linear(rng, HIDDEN, INTERMEDIATE),
-            f"{layer}.input_layernorm.weight": _norm(1),
-            f"{layer}.post_attention_layernorm.weight": _norm(1),
+            f"{layer}.self_attn.q_proj.weight": 3 * linear(rng, HEADS * (UNROTATED + ROTATED), HIDDEN),
+            f"{layer}.self_attn.kv_a_proj_with_mqa.weight": linear(rng, LATENT + ROTATED, HIDDEN),
+            f"{layer}.self_attn.kv_a_layernorm.weight": norm(1, LATENT),
+            f"{layer}.self_attn.kv_b_proj.weight": linear(rng, HEADS * 2 * UNROTATED, LATENT),
+            f"{layer}.self_attn.o_proj.weight": 3 * linear(rng, HIDDEN, HEADS * UNROTATED),
+            f"{layer}.mlp.gate_proj.weight": linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": linear(rng, INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": linear(rng, HIDDEN, INTERMEDIATE),
+            f"{layer}.input_layernorm.weight": norm(1),
+            f"{layer}.post_attention_layernorm.weight": norm(1),
         }
     return weights

@@ -268,6 +268,14 @@ def test_an_indexers_page_is_no_rows_of_tokens(
     (view,) = cache.views
     whole = replace(view, unit=132 * TOKENS, token_stride=None)
     assert passes(replace(cache, views=(whole,)), tensors, config, caplog).startswith("1 of 1 layers write")
+    at = view.offsets[0] + TOKENS * 128
+    rows = (
+        replace(view, plane="index values", unit=128, token_stride=128),
+        replace(view, plane="index scales", unit=4, token_stride=4, offsets=(at,)),
+    )
+    assert passes(replace(cache, views=rows), tensors, config, caplog).startswith("1 of 1 layers write")
+    said = refusal(replace(cache, views=(rows[0], replace(rows[1], offsets=(at - 4,)))), tensors, config)
+    assert "plane 'index scales'" in said
 
 
 def test_what_has_no_write_of_its_own_is_named_and_let_be(

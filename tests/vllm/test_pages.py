@@ -7,7 +7,7 @@ computed all.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,24 +182,45 @@ def write_indexer(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int,
 def indexer(**more: Any) -> Layer:
     given = {"head_size": 132, "dtype": torch.uint8, **more}
     layer = latent(write_indexer, DeepseekV32IndexerBackend, **given)
-    return Layer(layer.spec, layer.write, layer.backend)
+    return Layer(layer.spec, layer.write, layer.backend, {"uses_shuffled_layout": False})
 
 
 SPARSE = {"model.layers.0.attn": ds_mla(), "model.layers.0.indexer.k_cache": indexer()}
+SHUFFLED = {**SPARSE, "model.layers.0.indexer.k_cache": replace(indexer(), more={"uses_shuffled_layout": True})}
 
 
 @pytest.mark.parametrize("start", [0, 64])
 @pytest.mark.parametrize("n", [65, 150, 190, 192])
 @pytest.mark.parametrize("sizes", [(1, 1), (8, 4), (2, 8)])
-def test_scales_of_a_sparse_indexer_go_with_their_tokens(sizes: tuple[int, int], n: int, start: int) -> None:
-    p = engine(SPARSE, 64, sizes[0])
-    d, whole = (engine(SPARSE, 64, sizes[1]) for _ in range(2))
-    law(SPARSE, p, d, whole, (64, 64), n, start)
+@pytest.mark.parametrize("layers", [SPARSE, SHUFFLED], ids=["rows", "shuffled"])
+def test_scales_of_a_sparse_indexer_go_with_their_tokens(
+    layers: dict[str, Layer], sizes: tuple[int, int], n: int, start: int
+) -> None:
+    p = engine(layers, 64, sizes[0])
+    d, whole = (engine(layers, 64, sizes[1]) for _ in range(2))
+    law(layers, p, d, whole, (64, 64), n, start)
 
 
-def test_an_indexers_pages_of_other_sizes_are_refused_by_name() -> None:
+@pytest.mark.parametrize("n", [2, 65, 150, 191])
+@pytest.mark.parametrize("sizes", [(64, 32), (32, 64), (64, 48)])
+def test_an_indexers_pages_go_into_pages_of_other_sizes(sizes: tuple[int, int], n: int) -> None:
+    p = engine(SPARSE, sizes[0], 2, kernel=16 if sizes[0] == 64 else None)
+    d, whole = (engine(SPARSE, sizes[1]) for _ in range(2))
+    law(SPARSE, p, d, whole, sizes, n)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        SHUFFLED,
+        {"model.layers.0.indexer.k_cache": indexer(head_size=68)},
+        {"model.layers.0.indexer.k_cache": indexer(dtype=torch.int16)},
+    ],
+    ids=["shuffled", "fp4", "of two bytes"],
+)
+def test_pages_of_another_indexer_of_other_sizes_are_refused_by_name(layers: dict[str, Layer]) -> None:
     with pytest.raises(Incompatible, match=r"MLAAttentionSpec.*DeepseekV32IndexerBackend|token \(opaque\)"):
-        load(engine(SPARSE, 64), engine(SPARSE, 32), [1], [1, 2], 0, 64)
+        load(engine(layers, 64), engine(layers, 32), [1], [1, 2], 0, 64)
 
 
 def test_an_indexer_that_stores_other_scales_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,14 @@ from kvxfer_vllm.pages import state_pieces  # noqa: E402
 
 Shapes = mamba_utils.MambaStateShapeCalculator
 BLOCKS, TAPS = 5, 4
-KINDS = ["ShortConv", "MambaMixer", "MambaMixer2 of 1 group", "MambaMixer2 of 4 groups", "QwenGatedDeltaNetAttention"]
+KINDS = [
+    "ShortConv",
+    "MambaMixer",
+    "MambaMixer2 of 1 group",
+    "MambaMixer2 of 4 groups",
+    "QwenGatedDeltaNetAttention",
+    "KimiGatedDeltaNetAttention",
+]
 
 
 def sections(kind: str) -> list[tuple[int, bool]]:
@@ -34,6 +41,7 @@ def sections(kind: str) -> list[tuple[int, bool]]:
         "MambaMixer": [(24, False)],
         "MambaMixer2": [(4 * 6, False), (groups * 5, groups == 1), (groups * 5, groups == 1)],
         "QwenGatedDeltaNetAttention": [(4 * 3, False), (4 * 3, False), (8 * 2, False)],
+        "KimiGatedDeltaNetAttention": [(4 * 4, False)] * 3,
     }[kind.split()[0]]
 
 
@@ -46,6 +54,8 @@ def shapes(kind: str, size: int, drafts: int) -> tuple[tuple[int, ...], ...]:
         return Shapes.mamba1_state_shape(size, 24, 3, TAPS)
     if name == "MambaMixer2":
         return Shapes.mamba2_state_shape(size, 24, 1 if "1 group" in kind else 4, 4, 6, 5, TAPS, drafts)
+    if name == "KimiGatedDeltaNetAttention":
+        return Shapes.kda_state_shape(size, 4, 4, conv_kernel_size=TAPS, num_spec=drafts)
     return Shapes.gated_delta_net_state_shape(size, 4, 8, 3, 2, TAPS, drafts)
 
 
@@ -155,14 +165,14 @@ def test_between_equal_engines_a_state_is_moved_in_few_pieces(monkeypatch: pytes
     ("kind", "more"),
     [
         ("MambaMixer2 of 4 groups", {"norm": None}),
-        ("KimiGatedDeltaNetAttention", {}),
+        ("OlmoGatedDeltaNetAttention", {}),
         ("QwenGatedDeltaNetAttention", {"__module__": "somebodys.plugin"}),
     ],
 )
 def test_what_is_not_certain_goes_to_the_same_rank_of_an_equal_engine(
     monkeypatch: pytest.MonkeyPatch, kind: str, more: dict[str, Any]
 ) -> None:
-    world = World(kind) if not kind.startswith("Kimi") else World("QwenGatedDeltaNetAttention")
+    world = World(kind) if not kind.startswith("Olmo") else World("QwenGatedDeltaNetAttention")
     monkeypatch.setattr(f"{__name__}.shapes", lambda _, size, drafts, find=shapes: find(world.kind, size, drafts))
     two, other = (engine(monkeypatch, kind, 2, "SD", **more) for _ in range(2))
     for side in two:

@@ -26,9 +26,9 @@ from kvxfer_vllm.drafts import draft_of
 from kvxfer_vllm.pages import (
     Form,
     encoding_of,
-    fits_other_sizes,
     form_of,
     group_pages,
+    indexer_rows,
     replicated,
     state_pieces,
     total_heads,
@@ -198,6 +198,8 @@ class _Pages:
         """Rows of tokens, as far as it is known that they are."""
         form, spec = form_of(self._spec, self._writer), self._spec
         _, slots, states, content = self._t.shape
+        if form == "indexer":
+            return self._indexer() or self._whole()
         if form == "whole" or (form == "kv" and self._k + self._v != content):
             return self._whole()
         if states != self._tokens or slots != spec.num_kv_heads:
@@ -218,6 +220,25 @@ class _Pages:
             return [self._plane("kv", cell, "row", self._heads(), self._token)]
         heads = self._heads()
         return [self._plane("k", k, form, heads, self._token), self._plane("v", v, form, heads, self._token, k)]
+
+    def _indexer(self) -> list[Plane]:
+        """Return the values and the scales of a sparse indexer's tokens, each as rows; nothing if its pages are not known."""
+        rows = indexer_rows(self._layer, self._spec)
+        _, slots, states, content = self._t.shape
+        kernel = getattr(getattr(self._layer, "kv_cache", None), "shape", (states, content))
+        if (
+            rows is None
+            or (slots, states, content) != (1, self._tokens, sum(rows))
+            or tuple(kernel[-2:]) != (states, content)
+        ):
+            return []
+        if self._token != content:  # the page of one layer is not in one piece
+            return []
+        values, scales = rows
+        return [
+            self._plane("index values", values, "indexer", None, values),
+            self._plane("index scales", scales, "indexer", None, scales, states * values),
+        ]
 
     def _whole(self) -> list[Plane]:
         """Pages of which nothing is known.
@@ -253,8 +274,7 @@ class _Pages:
                 f"layer {self._name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known"
             )
         found = state_pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
-        of = "" if fits_other_sizes(self._layer) else f"/of {self._size} ranks"
-        return [self._described(p.plane, p.unit, p.encoding + of, p.heads, None, p.offset) for p in found]
+        return [self._described(p.plane, p.unit, p.encoding, p.heads, None, p.offset) for p in found]
 
     def _heads(self) -> Heads:
         """Return the range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas.

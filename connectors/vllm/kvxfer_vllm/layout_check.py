@@ -11,6 +11,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.geometry import Cache
 from kvxfer.logs import logger
 from kvxfer.memory.proof import Proof, Unproven, Write
+from kvxfer_vllm.pages import INDEXER_SCALED
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["check_layout"]
 
 log = logger("kvxfer.vllm")
-
-_INDEXER_SCALED = 128
-"""Elements of an indexer's key that share a scale of 4 bytes."""
 
 
 def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmConfig) -> None:
@@ -96,11 +94,11 @@ def _of_indexer(layer: Any, dtype: torch.dtype) -> Write:
     """Return the write of a sparse indexer's keys, fp8 with fp32 scales, as vLLM's unfused kernels do it."""
     from vllm import _custom_ops as ops
 
-    size, rest = divmod(layer.head_dim * _INDEXER_SCALED, _INDEXER_SCALED + 4)
+    size, rest = divmod(layer.head_dim * INDEXER_SCALED, INDEXER_SCALED + 4)
     if rest or layer.uses_shuffled_layout:
         raise Unproven("it is not of fp8 with a scale for each 128 elements, in rows")
 
     def call(keys: Any, slots: Any) -> None:
-        ops.indexer_k_quant_and_cache(keys[0], layer.kv_cache, slots, _INDEXER_SCALED, "ue8m0")
+        ops.indexer_k_quant_and_cache(keys[0], layer.kv_cache, slots, INDEXER_SCALED, "ue8m0")
 
     return Write({"index": (size,)}, dtype, call)

@@ -52,8 +52,10 @@ _ATTENTION_CUT = "head, token (not the tokens of CPU pages); nothing if the back
 _ATTENTION_DEPENDS = "cache dtype and fp8 flavour; for packed pages also back end, and instruction set or device"
 _LATENT = "[block, token, latent]; for a sparse indexer [block, all values, then all scales]"
 _LATENT_SOURCE = "vllm/model_executor/layers/attention/mla_attention.py, vllm/v1/attention/backends/mla/indexer.py"
-_LATENT_CUT = "token; nothing for an indexer's page or one with several tokens per row"
-_LATENT_DEPENDS = "cache dtype and fp8 flavour; for whole pages also back end, device, format of the scales"
+_LATENT_CUT = "token; nothing for a page with several tokens per row, or an indexer's other than fp8 in rows"
+_LATENT_DEPENDS = (
+    "cache dtype and fp8 flavour; for an indexer's also device, format of the scales; for whole pages also back end"
+)
 _TEST = "tests/vllm/test_pages.py"
 
 CATALOGUE: dict[str, Entry] = {
@@ -103,7 +105,7 @@ CATALOGUE: dict[str, Entry] = {
             "state",
             "[block, inputs of a convolution in either order, a matrix for each head]",
             "vllm/model_executor/layers/mamba/abstract.py, mamba_utils.py, and each layer's own file",
-            "head and channel for short convolutions and Mamba 2; nothing otherwise",
+            "head and channel for layers of vLLM's own that are named below; nothing otherwise",
             "kind of layer, dtypes, sort of device; tensor-parallel size if nothing is cut",
             "tests/vllm/test_state_pages.py",
         ),

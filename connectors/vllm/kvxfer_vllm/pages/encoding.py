@@ -33,6 +33,8 @@ def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor,
         return f"vllm/attention/{form}/{cached}/{spec.head_size}+{getattr(spec, 'head_size_v', spec.head_size)}"
     if form == "latent":
         return f"vllm/mla/{cached}"
+    if form == "indexer":
+        return f"vllm/indexer/{cached}/{_device(tensor)}/{_scales(config)}"
     _, heads, states, content = tensor.shape
     if form == "packed":
         return f"vllm/attention/packed/{cached}/{_isa()}/{states}x{content}"

@@ -11,11 +11,15 @@ from typing import Any, Literal
 
 from kvxfer_vllm.pages.catalogue import CATALOGUE
 
-__all__ = ["WRITERS", "Form", "form_of", "replicated", "writer_of"]
+__all__ = ["INDEXER_SCALED", "WRITERS", "Form", "form_of", "indexer_rows", "replicated", "writer_of"]
 
-Form = Literal["kv", "row", "latent", "packed", "whole"]
+Form = Literal["kv", "row", "latent", "indexer", "packed", "whole"]
 """``kv``: each head's token is its K, then its V. ``row``: each head's token is one run of bytes. ``latent``: each token is
-one run of bytes, for all heads. ``packed``: each head's tokens are one piece. ``whole``: the page is one piece."""
+one run of bytes, for all heads. ``indexer``: the values of all tokens, then their scales, for all heads. ``packed``: each
+head's tokens are one piece. ``whole``: the page is one piece."""
+
+INDEXER_SCALED = 128
+"""Bytes of an indexer's values, one for each number, that share a scale of 4 bytes."""
 
 _HERE = "v1.attention.backends"
 
@@ -54,10 +58,10 @@ WRITERS: dict[str, Form] = {
         ),
         "latent",
     ),
-    f"{_HERE}.mla.indexer.DeepseekV32IndexerBackend": "whole",  # listed because all ranks hold the same pages
+    f"{_HERE}.mla.indexer.DeepseekV32IndexerBackend": "indexer",
 }
 """Attention back ends by the class that names them, without the leading ``vllm.``. All ``latent`` ones leave the writing to
-``MLAAttentionImpl.do_kv_cache_update``, or write rows of their own."""
+``MLAAttentionImpl.do_kv_cache_update``, or write rows of their own. ``indexer`` holds where ``indexer_rows`` says so."""
 
 _ON_ALL_RANKS = {"models.deepseek_v41.compressor.CompressorBackend", f"{_HERE}.mla.indexer.KpoolTailBackend"}
 """Writers of rings whose rows come from layers that tensor parallelism does not divide."""
@@ -100,8 +104,20 @@ def replicated(spec: Any, writer: str) -> bool:
     """Return whether all tensor-parallel ranks hold the same pages, because these hold one vector that all heads share."""
     if writer in _ON_ALL_RANKS:
         return True
-    shared = WRITERS.get(writer) == "latent" or writer.endswith(".DeepseekV32IndexerBackend")
+    shared = WRITERS.get(writer) in ("latent", "indexer")
     return getattr(spec, "max_tp_shards", None) == 1 or (shared and getattr(spec, "num_kv_heads", 0) == 1)
+
+
+def indexer_rows(layer: Any, spec: Any) -> tuple[int, int] | None:
+    """Return how many bytes of values and of scales an indexer's page has for each token; ``None`` if it is not laid out so.
+
+    It is, for fp8 with fp32 scales, where kernels do not shuffle tokens within a page.
+    """
+    per_token = spec.head_size * getattr(spec.dtype, "itemsize", 0)
+    scales, rest = divmod(per_token * 4, INDEXER_SCALED + 4)
+    if rest or getattr(spec.dtype, "itemsize", 0) != 1 or getattr(layer, "uses_shuffled_layout", True):
+        return None
+    return per_token - scales, scales
 
 
 def quant_of(spec: Any) -> str:

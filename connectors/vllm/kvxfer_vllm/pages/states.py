@@ -6,8 +6,7 @@ layers are listed here by their classes, with the sections that their weights ar
 of its own, and its channels take the place of heads, so that either of vLLM's two orders can be moved into the other. After the
 rows for inputs, vLLM keeps rows for drafts, which no other engine needs.
 
-The states of any other layer go to the same rank of an engine of the same size. So do those of layers that have not been tested
-on real servers of different sizes.
+The states of any other layer go to the same rank of an engine of the same size.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 
 from kvxfer.geometry import Heads, Rank
 
-__all__ = ["Piece", "fits_other_sizes", "state_pieces"]
+__all__ = ["Piece", "state_pieces"]
 
-_TRIED = frozenset({"ShortConv", "MambaMixer2"})
-"""Layers whose states were moved between real servers of different tensor-parallel sizes in ``tests/e2e/test_states.py``."""
+_DELTA = frozenset({"QwenGatedDeltaNetAttention", "KimiGatedDeltaNetAttention", "KimiK3DeltaAttention"})
+"""Layers whose convolution has the channels of queries, of as many keys, and of values."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,6 @@ def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> l
     return out
 
 
-def fits_other_sizes(layer: Any) -> bool:
-    """Return whether a layer's states may go to an engine of another tensor-parallel size, if their planes fit."""
-    kind = type(layer)
-    return kind.__module__.startswith("vllm.") and kind.__name__ in _TRIED
-
-
 @dataclass(frozen=True)
 class _Section:
     """Channels ``[start, start + count)`` of ``total``."""
@@ -97,7 +90,7 @@ def _sections(layer: Any, spec: Any, rank: int, size: int) -> list[_Section] | N
     elif kind.__name__ == "MambaMixer2" and len(matrix) == 3:
         inner = matrix[0] * matrix[1]
         return _beside_groups(layer, inner, channels - inner, matrix[2], rank, size)
-    elif kind.__name__ == "QwenGatedDeltaNetAttention" and len(matrix) == 3:
+    elif kind.__name__ in _DELTA and len(matrix) == 3:
         values = matrix[0] * matrix[1]
         keys, odd = divmod(channels - values, 2)
         if keys <= 0 or odd:
@@ -123,7 +116,8 @@ def _whole(spec: Any, rank: Rank, size: int, device: str) -> Piece:
     states = zip(spec.shapes, spec.dtypes, strict=True)
     parts = ",".join(f"{'x'.join(map(str, shape))}:{_plain(dtype)}" for shape, dtype in states)
     order = "channels first" if _channels_outside() else "rows first"
-    encoding = f"vllm/state/{getattr(spec.mamba_type, 'name', spec.mamba_type)}/{parts}/{order}/{device}"
+    name = getattr(spec.mamba_type, "name", spec.mamba_type)
+    encoding = f"vllm/state/{name}/{parts}/{order}/{device}/of {size} ranks"
     nbytes = int(spec.state_content_size_bytes)
     heads = None if getattr(spec, "tp_replicated", False) else Heads(rank.tp, 1, size, nbytes)
     return Piece("state", nbytes, encoding, heads)
