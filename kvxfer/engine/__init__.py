@@ -22,7 +22,8 @@ Behind the two sides, each idea has a module of its own:
 
 - ``exchange``: what the two sides send each other with each step; ``dispatch`` and ``side_channel``: what goes ahead of a step.
 - ``loads``: the requests that load. The life of a load is a record and a table (``kvxfer.schedule.Load``). ``prefetch``: sync loads,
-  with ``paces``: how fast recent loads were; ``ends``: the ranks' word on async ones, joined; ``rank_ends``: how loads end on one rank.
+  with ``paces``: how fast recent loads were; ``alone``: whether the engine has anything else to do; ``ends``: the ranks' word on async
+  ones, joined; ``rank_ends``: how loads end on one rank.
 - ``computed``: how many layers a step has computed; ``offers``: requests that offer, and blocks that
   others may be reading (``kvxfer.schedule.Offering``); ``standstill``: engines that
   wait for each other's blocks.
@@ -31,6 +32,7 @@ Behind the two sides, each idea has a module of its own:
 - ``trace``: a line for each load that ends.
 """
 
+from kvxfer.engine.alone import EngineQueue
 from kvxfer.engine.answers import AnswerCounts, HeldPrefix, Inquiry
 from kvxfer.engine.asks import AskCounts
 from kvxfer.engine.ends import Update
@@ -52,6 +54,7 @@ __all__ = [
     "Chain",
     "ChannelAddress",
     "ElasticPool",
+    "EngineQueue",
     "HeldPrefix",
     "Inquiry",
     "LendingPool",

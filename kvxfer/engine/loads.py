@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from kvxfer.config import Config
+from kvxfer.engine.alone import LOOK_S, LOOKS, Alone
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import LoadEnds, Update
 from kvxfer.engine.exchange import BlockCopy, Report
@@ -30,6 +31,7 @@ class Loads:
 
     Attributes:
         paces: How fast recent loads were.
+        alone: Whether the engine has nothing else to do.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Loads:
     ) -> None:
         self._stories = stories
         self._schedule, self._dispatch, self._notices, self._tables = schedule, dispatch, notices, tables
+        self.alone = Alone(schedule)
         self._prefetches = Prefetches(
-            schedule, ledger, pins, tables.groups, ranks, config.step_budget, self._hear, trace
+            schedule, ledger, pins, tables.groups, ranks, config.step_budget, self._hear, trace, self.alone
         )
         self.paces = self._prefetches.paces
         self._ends = LoadEnds(schedule, pins, ranks, self.paces, trace)
@@ -216,9 +219,19 @@ class Loads:
                 continue
             if load.is_sync:
                 self._prefetches.take_in(load, result)
-            elif load.under_way and result.quiet and result.failure is None:
+            elif load.under_way:
                 self._ends.came(load, result)
         return bool(news)
+
+    def wait_alone(self) -> bool:
+        """Wait for async loads while the engine has nothing else to do; see ``SchedulerSide.wait_alone``."""
+        if not (self.under_way and self._dispatch.told and self._dispatch.direct and self.alone.now):
+            return False
+        for _ in range(LOOKS):
+            if self._ends.news or not self.alone.now:
+                break
+            self._hear(LOOK_S)
+        return True
 
     @property
     def under_way(self) -> bool:

@@ -12,6 +12,7 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiries import Inquiries
+from kvxfer.engine.alone import EngineQueue
 from kvxfer.engine.answers import AnswerCounts, Holds, PrefixAnswers
 from kvxfer.engine.asks import AskCounts, Asks
 from kvxfer.engine.dispatch import Dispatch
@@ -63,6 +64,8 @@ class SchedulerSide:
             later, as an attribute.
         wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon; until then
             ``waiting`` is true. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
+        queue: The engine's requests. With it, while all of them wait for loads, ``loadable`` and ``wait_alone`` wait for up to 50 ms,
+            until a load ends or something arrives. None: they do not.
 
     Attributes:
         source: Where other engines find this one.
@@ -87,6 +90,7 @@ class SchedulerSide:
         writes_early: bool = False,
         holds: Holds | None = None,
         wake: Callable[[], None] | None = None,
+        queue: EngineQueue | None = None,
     ) -> None:
         self.holds, self.wake = holds, wake
         arguments.instance("config", config, Config)
@@ -95,6 +99,8 @@ class SchedulerSide:
         groups = arguments.sequence_of("groups", groups, Group, 1)
         if pins is not None:
             arguments.instance("pins", pins, BlockPins)
+        if queue is not None:
+            arguments.instance("queue", queue, EngineQueue)
         self._stories = Stories(engine, lambda: self._schedule)
         trace = Trace(config.trace, engine, self._stories)
         self._ranks = ranks
@@ -126,6 +132,7 @@ class SchedulerSide:
             trace,
             self._stories,
         )
+        self._loads.alone.queue = queue
         self._standstill = Standstill(self._schedule.producer)
         self._drains_until = 0.0
         self._benefit = Benefit(self._loads.paces)
@@ -507,6 +514,17 @@ class SchedulerSide:
         commands = self._schedule.commands()
         self._offers.shipped()
         return self._dispatch.step(commands, renewals, self._loads.copies(), self._offers.over())
+
+    def wait_alone(self) -> bool:
+        """Wait for a load to end, if all requests of the engine wait for loads (``queue``). Call it in a step that computes nothing.
+
+        Call it behind ``step()``, whose result goes to the workers afterwards. It returns once a load has ended, something has arrived
+        or 50 ms are over; call ``report`` next.
+
+        Returns:
+            Whether there was nothing but loads to wait for. If not, or if that step says what workers must hear at once, it has not waited.
+        """
+        return self._loads.wait_alone()
 
     def short_of_blocks(self) -> None:
         """Record that the engine cannot admit or continue a request for want of blocks. Call it before ``step``.

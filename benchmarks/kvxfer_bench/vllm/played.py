@@ -53,6 +53,7 @@ __all__ = ["DecodeEngine", "engines"]
 class DecodeEngine:
     """vLLM's scheduler with a worker whose forward pass takes ``step_s``.
 
+    steps, begun: how many it has made, and when each of them began.
     overlap: a step is planned and launched while the one before it runs, and its results are seen a step later.
     """
 
@@ -88,7 +89,7 @@ class DecodeEngine:
         copy = BlockCopier([self._memory], pool.cache).copy
         self._worker._work.start(agent, Layout(pool.cache, (1,)), copy=copy, channel=WorkerChannel)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self._worker.get_handshake_metadata()})
-        self.steps = 0
+        self.steps, self.begun = 0, list[float]()
         self.step()
 
     def _vllm_config(self) -> VllmConfig:
@@ -135,6 +136,7 @@ class DecodeEngine:
     def step(self) -> None:
         """Make what vLLM's loop calls a step: plan one and launch it, see the results of one that has ended, and sleep if it was empty."""
         self.steps += 1
+        self.begun.append(time.monotonic())
         self.core.make_step()
 
     def _launched(self, output: SchedulerOutput) -> None:

@@ -35,18 +35,20 @@ class PlayedCore(EngineCoreProc):
     """
 
     def __init__(self, config: VllmConfig, scheduler: Callable[[], Any], overlap: bool) -> None:
-        self.input_queue, self.output_queue, self.aborts_queue = queue.Queue(), queue.Queue(), queue.Queue()
+        self.input_queue: Any = queue.Queue()
+        self.output_queue: Any = queue.Queue()
+        self.aborts_queue: Any = queue.Queue()
         self.vllm_config, self.scheduler = config, scheduler()
         self.log_stats = self.publish_dp_lb_stats = self.check_for_draft_tokens = False
         self.is_mm_encoder_only = self.is_pooling_model = False
         self.batch_queue_size, self.async_scheduling = 1 + overlap, overlap
-        self.batch_queue = deque(maxlen=2) if overlap else None
-        self.step_fn = self.step_with_batch_queue if overlap else self.step  # type: ignore[assignment]
+        self.batch_queue: Any = deque(maxlen=2) if overlap else None
+        self.step_fn = self.step_with_batch_queue if overlap else self.step
         self._weight_version = "default"
 
     def computes_with(self, worker: PlayedWorker) -> None:
         """Have this worker compute the steps."""
-        self.model_executor = worker  # type: ignore[assignment]
+        self.model_executor = worker
 
     def make_step(self) -> None:
         """Make what vLLM's loop calls a step."""
@@ -98,7 +100,12 @@ class PlayedWorker:
         if not non_block:
             sleep_until(ends)
         result = self._finish(names, [[7] if done else [] for done in whole])
-        return _Done(lambda: (sleep_until(ends), result)[1]) if non_block else result
+
+        def computed() -> ModelRunnerOutput:
+            sleep_until(ends)
+            return result
+
+        return _Done(computed) if non_block else result
 
     def _finish(self, names: list[str], tokens: list[list[int]]) -> ModelRunnerOutput:
         w, output = self._connector, self._output

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import BlockPins, Prefix, Report, SchedulerSide, Ticket
+from kvxfer.engine import BlockPins, EngineQueue, Prefix, Report, SchedulerSide, Ticket
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
@@ -45,7 +45,7 @@ from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.settings import groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 from kvxfer_vllm.tracing import OFFER, RequestSpans
-from kvxfer_vllm.wake import waker
+from kvxfer_vllm.wake import EngineLoop
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,6 +98,9 @@ class SchedulerHooks:
         # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
+        loop = EngineLoop()
+        arriving = loop.arriving if compat.TELLS_ARRIVALS else None
+        queue = None if arriving is None else EngineQueue(lambda: len(self._requests), arriving)
         self.side = SchedulerSide(
             config,
             self._engine,
@@ -107,7 +110,8 @@ class SchedulerHooks:
             pins=self._pins,
             writes_early=self._writes_early,
             holds=self._cached.holds,
-            wake=waker(),
+            wake=loop.waker,
+            queue=queue,
         )
         self._facts = sealed(self.side.facts)
         self._hints, self._news = HintNotes(), PrefixNews()
@@ -422,6 +426,8 @@ class SchedulerHooks:
         self._unplaced, self._steps = 0, self._steps + 1
         step, self._next = self._next, StepMetadata()
         step.step, step.idle = self.side.step(), idle
+        if idle and step.silent:
+            step.waited = self.side.wait_alone()
         self._holding_back = False
         return step
 

@@ -1,4 +1,4 @@
-"""Wake vLLM's engine loop, which makes no steps while it has no requests and then hears nothing but its own input queue."""
+"""vLLM's engine loop, which makes no steps while it has no requests and then hears nothing but its own input queue."""
 
 from __future__ import annotations
 
@@ -7,25 +7,44 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["waker"]
+__all__ = ["EngineLoop"]
 
 
-def waker() -> Callable[[], None] | None:
-    """Return what wakes the engine loop that is being built while this runs; None if there is no such loop, or none that sleeps.
+class EngineLoop:
+    """The engine loop that is being built while this is made, if there is one.
 
-    vLLM gives connectors no handle of their engine, so it is looked for among the callers. What is returned may be called by any thread.
+    vLLM gives connectors no handle of their engine, so it is looked for among the callers.
     """
-    core = _core()
-    inbox = getattr(core, "input_queue", None)
-    if not isinstance(inbox, queue.Queue):
-        return None
-    try:
-        from vllm.v1.engine import EngineCoreRequestType
 
-        word = EngineCoreRequestType.WAKEUP
-    except (ImportError, AttributeError):
-        return None
-    return lambda: inbox.put_nowait((word, None))
+    def __init__(self) -> None:
+        core = _core()
+        inbox = getattr(core, "input_queue", None)
+        self._inbox = inbox if isinstance(inbox, queue.Queue) else None
+        parallel = getattr(getattr(core, "vllm_config", None), "parallel_config", None)
+        self._by_itself = getattr(parallel, "data_parallel_size", 1) == 1
+
+    @property
+    def waker(self) -> Callable[[], None] | None:
+        """What wakes the loop, for any thread to call; None if there is no such loop, or none that sleeps."""
+        inbox = self._inbox
+        if inbox is None:
+            return None
+        try:
+            from vllm.v1.engine import EngineCoreRequestType
+
+            word = EngineCoreRequestType.WAKEUP
+        except (ImportError, AttributeError):
+            return None
+        return lambda: inbox.put_nowait((word, None))
+
+    @property
+    def arriving(self) -> Callable[[], bool] | None:
+        """What tells whether something has come that the loop has not looked at yet.
+
+        None if that is not known, or if other engines wait for each of its steps (data parallelism).
+        """
+        inbox = self._inbox
+        return None if inbox is None or not self._by_itself else lambda: not inbox.empty()
 
 
 def _core() -> Any:

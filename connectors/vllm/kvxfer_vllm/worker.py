@@ -49,7 +49,7 @@ class WorkerHooks:
         self._clearing: Clearing | None = None
         self._adapters = LoadedAdapters(getattr(vllm_config, "lora_config", None))
         self._report = Report()
-        self._idle = self._told = False  # of the last step: whether it computed nothing, and whether something had ended by then
+        self._idle = self._told = False  # of the last step: whether it computed nothing, and whether a load was over
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -193,8 +193,8 @@ class WorkerHooks:
         if not self._drafts:
             self.after_forward(metadata)
         self._idle = metadata.idle
-        report = self._on.collect(IDLE_S if metadata.idle and not self._told else 0.0)
-        self._told = bool(report)
+        report = self._on.collect(IDLE_S if metadata.idle and not (metadata.waited or self._told) else 0.0)
+        self._told = bool(report.over)
         self._received.update(report.over)
         self._failed.update(report.failed)
         self._report = self._report.merge(report)
