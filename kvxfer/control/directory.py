@@ -22,6 +22,7 @@ from kvxfer.config import Config
 from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.control.inquiries import Inquiries, PeerInquiry
+from kvxfer.control.stories import explain_locally
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
@@ -56,7 +57,7 @@ MAX_TOLD = 100_000
 MAX_AWAITED = 100_000
 """The most transfers whose beginning other engines wait for here."""
 EXPLAIN_SHARE = 10
-"""After an answer, none is given for this many times as long as it took."""
+"""After an answer its peer gets none for this many times as long as it took, and its connection for twice that time."""
 _BUSY = m.Refused(FailureKind.OVERLOADED, "it has just answered another question", again=True)
 _UNPUBLISHED = m.encode(m.Refused(FailureKind.NOT_PUBLISHED, "its ranks are not published yet", again=True))
 TOGETHER, TOGETHER_BYTES = 1000, sockets.GUEST_FRAME // 2
@@ -100,7 +101,7 @@ class Directory:
     Attributes:
         source: Where other engines find this one.
         explain: Answers what operators ask about requests (``kvxfer why``). Called on the directory's thread; may be set at any time. By
-            default it knows of none.
+            default it tells of the transfers of those of its ranks' agents that are in this process.
         begun: A function of a transfer and a digest that returns whether the engine has begun with that transfer, or is done
             with it. Called on the directory's thread; may be set at any time. By default it returns True.
         inquiries: What other engines want to know, for this engine to ``answer``. None: they are told that nothing is held.
@@ -128,8 +129,11 @@ class Directory:
             tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.InquiryAnswer]
         ] = deque(maxlen=MAX_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
-        self.explain: Callable[[m.Explain], m.Explained] = lambda asked: m.Explained(self.engine, time.time(), 0)
-        self._explain_at = 0.0  # when the next question may be answered
+        self.explain: Callable[[m.Explain], m.Explained] = lambda asked: explain_locally(
+            self.engine, [rank.epoch for rank in self._ranks], asked
+        )
+        # When the next question of an operator's connection, and of its peer, may be answered.
+        self._explain_at: dict[sockets.ControlConnection | PeerIdentity, float] = {}
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
         self._awaited: IndexedExpiringMap[sockets.ControlConnection, TransferId, bytes] = IndexedExpiringMap(
@@ -342,7 +346,7 @@ class Directory:
             case m.Lookup():
                 connection.send_frame(self._descriptor or _UNPUBLISHED)
             case m.Explain():
-                connection.send(self._explained(msg))
+                connection.send(self._explained(msg, connection))
             case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
                 with self._lock:
                     self._notice(self._placed(msg), connection, len(frame))
@@ -361,15 +365,22 @@ class Directory:
         named = tuple(m.Named(one.transfer.of(self.epoch), one.digest) for one in notice.transfers)
         return msgspec.structs.replace(notice, transfers=named)
 
-    def _explained(self, asked: m.Explain) -> m.Explained | m.Refused:
-        """Answer an operator's question. It looks at thousands of records, so a peer that repeats it may not keep others waiting."""
-        now = time.monotonic()
-        if now < self._explain_at:
+    def _explained(self, asked: m.Explain, connection: sockets.ControlConnection) -> m.Explained | m.Refused:
+        """Answer an operator's question.
+
+        It looks at thousands of records. So a connection that repeats it does not keep other peers waiting, nor others of its host for
+        long; and all who ask have one share of the thread together.
+        """
+        now, waits = time.monotonic(), self._explain_at
+        for over in [key for key, until in waits.items() if until <= now]:
+            del waits[over]
+        if connection in waits or connection.peer in waits:
             return _BUSY
         try:
             return self.explain(asked)
         finally:
-            self._explain_at = now + EXPLAIN_SHARE * (time.monotonic() - now)
+            wait = EXPLAIN_SHARE * (time.monotonic() - now) * (1 + len(waits))
+            waits[connection.peer], waits[connection] = now + wait, now + 2 * wait
 
     def _take(self, connection: sockets.ControlConnection, frame: bytes) -> None:
         """Handle the answer of a directory that was told something; what is none is dropped."""

@@ -17,6 +17,7 @@ from kvxfer.control.fences import Fences
 from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.peers import AgentPeers
 from kvxfer.control.revocations import SharedRevocationCounter
+from kvxfer.control.stories import AgentStories
 from kvxfer.data.commands import Connected, Disconnected, EndpointMade, LinkBroken, Reset, Result, SlotNews, ThreadDied
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
@@ -81,6 +82,7 @@ class AgentRuntime(AgentPeers):
         self._hasher, self._revocations, self._calls, self._events = hasher, revocations, calls, events
         self._fences = Fences(config.lease)
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
+        self._stories = AgentStories(me.epoch)
         self.direct = self.staged = 0
         self._unclaimed = RateLimitedWarnings(
             log, every=10.0
@@ -89,6 +91,7 @@ class AgentRuntime(AgentPeers):
     # --- what the engine says --------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, after: Fence | None, called: float, now: float) -> list[Action]:
+        self._stories.offered(offer, called)
         return [] if self._fences.hold(offer, after, called) else self._unfenced(offer, called, None, now)
 
     def _unfenced(self, offer: Offer, called: float, error: str | None, now: float) -> list[Action]:
@@ -118,6 +121,7 @@ class AgentRuntime(AgentPeers):
         """
         if not self.producer.holds(transfer):
             self._over(transfer, generation)
+            self._stories.forget(transfer)
         if not self.producer.releases(transfer):
             self._calls.free(transfer, generation)
 
@@ -131,6 +135,7 @@ class AgentRuntime(AgentPeers):
         return []
 
     def fetch(self, fetch: Fetch, called: float, now: float) -> list[Action]:
+        self._stories.fetched(fetch, called)
         return self.consumer.fetch(fetch, now, called)
 
     def prepare(self, source: Source, own: Source | None, now: float) -> list[Action]:
@@ -147,6 +152,7 @@ class AgentRuntime(AgentPeers):
                 return self._machine(result.ref.role).moved(result, now)
             case Moving():
                 self.consumer.moving(result, now)
+                return self.producer.moving(result)
             case Hashed():
                 return self._machine(result.ref.role).hashed(result, now)
             case EndpointMade() | Connected() | LinkBroken():
@@ -223,6 +229,7 @@ class AgentRuntime(AgentPeers):
     def _emit(self, event: Event) -> None:
         match event:
             case Ended():
+                self._stories.ended(event)
                 if event.role == "producer" and event.generation is not None:
                     self._over(event.transfer, event.generation)
                 why = event.outcome.failure

@@ -16,7 +16,7 @@ from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Generation
+from kvxfer.identity import Generation, RequestId
 from kvxfer.logs import logger
 from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, RankResult
 from kvxfer.text import printable
@@ -50,14 +50,14 @@ class Update:
     ``disagreed`` and ``short`` come once steps have told of every rank, ``loaded`` otherwise as soon as the side channel has.
     """
 
-    free: frozenset[str] = frozenset()
-    loaded: frozenset[str] = frozenset()
-    failed: Mapping[str, Failure] = field(default_factory=dict)
-    arrived: Mapping[str, int] = field(default_factory=dict)
-    disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    payloads: Mapping[str, bytes] = field(default_factory=dict)
-    short: Mapping[str, int] = field(default_factory=dict)
-    repeated: frozenset[str] = frozenset()
+    free: frozenset[RequestId] = frozenset()
+    loaded: frozenset[RequestId] = frozenset()
+    failed: Mapping[RequestId, Failure] = field(default_factory=dict)
+    arrived: Mapping[RequestId, int] = field(default_factory=dict)
+    disagreed: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
+    payloads: Mapping[RequestId, bytes] = field(default_factory=dict)
+    short: Mapping[RequestId, int] = field(default_factory=dict)
+    repeated: frozenset[RequestId] = frozenset()
 
 
 def disagreement(generations: Iterable[Generation]) -> Failure:
@@ -118,7 +118,7 @@ class LoadEnds:
         ended = [load for load in seen if self._may_end(load)]
         return replace(self._ended(ended), arrived=self._progress(report.arrived), repeated=frozenset(repeated))
 
-    def over_elsewhere(self, load: Load) -> None:
+    def confirm(self, load: Load) -> None:
         """Record without a report that a load is over on all ranks."""
         if load.fetched is not None and not load.is_sync:
             self._told(load)
@@ -146,7 +146,7 @@ class LoadEnds:
             if (load := self._under_way(request)) is not None:
                 self._writes(load, ranks)
 
-    def _under_way(self, request: str) -> Load | None:
+    def _under_way(self, request: RequestId) -> Load | None:
         load = self._schedule.named(request)
         return load if load is not None and load.under_way else None
 
@@ -211,7 +211,7 @@ class LoadEnds:
             self._schedule.on(load, _E.ENDED_WRITTEN if load.writing else told)
         return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
 
-    def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
+    def _progress(self, arrived: Mapping[RequestId, Mapping[Rank, int]]) -> dict[RequestId, int]:
         """Return how many tokens all ranks have of those loads that have made progress."""
         out = {}
         for request, ranks in arrived.items():

@@ -8,7 +8,7 @@ from typing import TypeVar
 from kvxfer import arguments
 from kvxfer.engine.side_channel import ChannelAddress, RankResult
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import StepCommands
 from kvxfer.values import BlockTable, OfferEnd, Rank, Stages
@@ -26,7 +26,7 @@ class BlockCopy:
     The block at a position is copied if both tables have one there.
     """
 
-    request: str
+    request: RequestId
     src: BlockTable
     dst: BlockTable
 
@@ -91,20 +91,20 @@ class Report:
     descriptors: dict[Rank, RankDescriptor] = field(default_factory=dict)
     released: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     revoked: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
-    delivered: dict[str, set[Generation]] = field(default_factory=dict)
-    over: dict[str, set[Rank]] = field(default_factory=dict)
-    failed: dict[str, Failure] = field(default_factory=dict)
-    arrived: dict[str, dict[Rank, int]] = field(default_factory=dict)
-    payloads: dict[str, bytes] = field(default_factory=dict)
-    short: dict[str, int] = field(default_factory=dict)
-    writing: dict[str, set[Rank]] = field(default_factory=dict)
-    quiet: dict[str, set[Rank]] = field(default_factory=dict)
-    stages: dict[str, dict[Rank, Stages]] = field(default_factory=dict)
+    delivered: dict[RequestId, set[Generation]] = field(default_factory=dict)
+    over: dict[RequestId, set[Rank]] = field(default_factory=dict)
+    failed: dict[RequestId, Failure] = field(default_factory=dict)
+    arrived: dict[RequestId, dict[Rank, int]] = field(default_factory=dict)
+    payloads: dict[RequestId, bytes] = field(default_factory=dict)
+    short: dict[RequestId, int] = field(default_factory=dict)
+    writing: dict[RequestId, set[Rank]] = field(default_factory=dict)
+    quiet: dict[RequestId, set[Rank]] = field(default_factory=dict)
+    stages: dict[RequestId, dict[Rank, Stages]] = field(default_factory=dict)
     invalid: set[int] = field(default_factory=set)
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
-    prefetched: dict[tuple[str, Rank], RankResult] = field(default_factory=dict)
-    copied: dict[str, dict[Rank, float]] = field(default_factory=dict)
+    prefetched: dict[tuple[RequestId, Rank], RankResult] = field(default_factory=dict)
+    copied: dict[RequestId, dict[Rank, float]] = field(default_factory=dict)
     offers_ended: dict[TransferId, dict[Rank, OfferEnd]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:
@@ -148,5 +148,5 @@ def _join(a: dict[K, dict[Rank, T]], b: dict[K, dict[Rank, T]]) -> dict[K, dict[
     return {k: a.get(k, {}) | b.get(k, {}) for k in a.keys() | b.keys()}
 
 
-def _union(a: dict[str, set[T]], b: dict[str, set[T]]) -> dict[str, set[T]]:
+def _union(a: dict[K, set[T]], b: dict[K, set[T]]) -> dict[K, set[T]]:
     return {k: a.get(k, set()) | b.get(k, set()) for k in a.keys() | b.keys()}

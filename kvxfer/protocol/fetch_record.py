@@ -58,11 +58,15 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     spans: dict[int, Span] = field(default_factory=dict)  # of the parts announced, by their numbers
     bands: int = 1  # of the producer's layers
     banded: bool = False  # parts of single bands are asked for
-    flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
+    flight: dict[PartRef, None] = field(
+        default_factory=dict
+    )  # parts of the attempt that may still touch memory, or read it
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     came_bytes: int = 0  # of the attempt's parts that have arrived
     announced_bytes: int = 0  # of all of its parts
     coming: dict[PartRef, int] = field(default_factory=dict)  # of parts that take long: the bytes that have come
+    told_moved: int = 0  # the bytes that the producer says it has written
+    told_bytes: int = 0  # the bytes of the parts that it has begun
     checksum: int = 0  # of all that has been hashed; checksums add up
     sum: bytes = b""  # the producer's, if it has said so
     payload: bytes = b""  # what came with the final part
@@ -89,7 +93,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         self.least, self.counted = least, False
         self.attempt, self.generation, self.revocations, self.end, self.error = attempt, None, None, None, None
         self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
-        self.came_bytes = self.announced_bytes = 0
+        self.came_bytes = self.announced_bytes = self.told_moved = self.told_bytes = 0
         self.spans.clear()
         self.to_hash.clear()
         self.coming.clear()
@@ -123,9 +127,9 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         if info.mode == "write" and not msg.piece_bytes:
             if hashed is None:
                 return []
-            self.flight.add(ref)
+            self.flight[ref] = None
             return [Hash(ref, hashed, "destination")]
-        self.flight.add(ref)
+        self.flight[ref] = None
         if hashed is not None:
             self.to_hash[ref] = hashed
         return [Move(ref, VERBS[info.mode], plan, msg.stream, msg.piece_bytes, hashed)]
@@ -140,6 +144,17 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         self.came_bytes += done.nbytes
         self.checksum += done.checksum or 0
         return plan if done.checksum is None and self.state is RankFetchState.MOVING else None
+
+    def underway(self, msg: m.Underway) -> bool:
+        """Record how much the producer says that it has written; return whether that is more than before."""
+        moved, self.told_bytes = min(msg.moved, msg.nbytes), max(msg.nbytes, self.told_bytes)
+        more, self.told_moved = moved > self.told_moved, max(moved, self.told_moved)
+        return more
+
+    @property
+    def so_far(self) -> int:
+        """The bytes of the attempt that have come, of those parts too that are on their way."""
+        return max(self.came_bytes + sum(self.coming.values()), self.told_moved)
 
     def lost(self, why: Failure) -> Failure:
         """Return why the fetch fails with its link: of a peer that was there, that it is lost, and not only out of reach."""
@@ -238,10 +253,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         """Return how many bytes have come, of those parts too that are on their way, and how many were announced."""
         came = announced = 0
         for rank in self.rank_fetches:
-            came += rank.came_bytes
-            announced += rank.announced_bytes
-            if rank.coming:
-                came += sum(rank.coming.values())
+            came += rank.so_far
+            announced += max(rank.announced_bytes, rank.told_bytes)
         return came, announced
 
     def explain(self, why: Failure, now: float) -> Failure:
@@ -250,7 +263,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         if not announced:
             return why
         more, still = any(rank.end is None for rank in self.rank_fetches), now - (self.last or self.announced)
-        seen = any(rank.coming.keys() & rank.flight for rank in self.rank_fetches)
+        seen = any(rank.told_moved or rank.coming.keys() & rank.flight for rank in self.rank_fetches)
         return enriched(why, came, announced, more, self.stages(now).moving, still, seen)
 
     @property
@@ -321,9 +334,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         payload, short = (self.payload, self.short) if delivered else (b"", None)
         seconds, stages = now - self.began, self.stages(now)
         more = self.generation, seconds - stages.moving if self.begun else 0.0, payload, stages, short
-        nbytes = (
-            self.nbytes if delivered else self.nbytes + sum([n for x in self.rank_fetches for n in x.coming.values()])
-        )
+        nbytes = self.nbytes if delivered else self.nbytes + sum([x.so_far - x.came_bytes for x in self.rank_fetches])
         return Ended("consumer", s.transfer, s.handle, self.outcome, nbytes, seconds, *more)
 
     def overdue(self, start: float, timeout: float) -> Failure:
@@ -344,6 +355,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
             if rank.state in (RankFetchState.LINKING, RankFetchState.PAUSED) and not rank.revoked:
                 return FailureKind.PEER_LOST if rank.broke is not None else FailureKind.PEER_UNREACHABLE
         for rank in self.rank_fetches:
+            if rank.told_bytes and rank.state is RankFetchState.REQUESTED:
+                continue  # its first part is on its way
             if rank.state in (RankFetchState.REQUESTED, RankFetchState.LINKING, RankFetchState.PAUSED):
                 return FailureKind.REVOKED if rank.revoked else FailureKind.NEVER_OFFERED
         return FailureKind.TIMED_OUT

@@ -71,6 +71,11 @@ class _Gate:
     def __init__(self, after: Fence | None, due: Callable[[], float]) -> None:
         self._after, self._ask, self._due = after, due, None if after is not None else due()
 
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left; infinite if the other fence has not passed."""
+        return math.inf if self._due is None else max(self._due - time.monotonic(), 0.0)
+
     def passed(self) -> bool:
         if self._due is None and (self._after is None or self._after.passed()):
             self._due = self._ask()
@@ -93,6 +98,7 @@ class Faulty(Wrapper):
         self._random = random.Random(self._options.seed)
         self._memories = Memories()
         self._running: dict[int, Batch] = {}
+        self._slow: dict[int, _Gate] = {}  # those of them that the link's speed holds back
         self._failing: set[int] = set()
         self._succeeded = 0
         self._dead = False
@@ -130,10 +136,19 @@ class Faulty(Wrapper):
             after = _Gate(after, lambda: max(soonest, self._sent(batch)))
         number = self.inner.submit(batch, after)
         self._running[number] = batch
+        if self._options.bytes_per_s and batch.verb is not Verb.RECV and isinstance(after, _Gate):
+            self._slow[number] = after
         if failed:
             self._failing.add(number)
             self.inner.abort(number)
         return number
+
+    def bytes_moved(self, batch: int) -> int:
+        if batch not in self._slow:
+            return self.inner.bytes_moved(batch)
+        assert self._options.bytes_per_s is not None
+        nbytes = self._running[batch].nbytes
+        return max(nbytes - math.ceil(min(self._slow[batch].left_s * self._options.bytes_per_s, nbytes)), 0)
 
     def _sent(self, batch: Batch) -> float:
         """Return when the link will have moved this batch as well; of SEND and RECV, only the SEND uses the link."""
@@ -150,6 +165,7 @@ class Faulty(Wrapper):
             if isinstance(done, Quieted):
                 continue
             batch = self._running.pop(done.batch)
+            self._slow.pop(done.batch, None)
             if done.error is None:
                 self._succeeded += 1
                 if batch.verb in ARRIVING:

@@ -76,7 +76,7 @@ class Consumer:
 
     def knows_a_long_one(self) -> None:
         """A load from the same engine has taken longer than a step may wait."""
-        self.side._loads.paces.delivered(SOURCE, TOKENS, LONG_S)
+        self.side.loads.paces.delivered(SOURCE, TOKENS, LONG_S)
 
     def waits(self, name: str) -> list[float]:
         """For how long it waits, look by look, as the engine asks for a request's tokens."""
@@ -137,7 +137,7 @@ def test_a_load_that_is_here_ends_the_wait_for_another(d: Consumer) -> None:
 
 
 def test_beside_the_steps_a_load_that_ends_ends_the_wait(d: Consumer) -> None:
-    d.side._loads.paces.failed(SOURCE)
+    d.side.loads.paces.failed(SOURCE)
     d.load("a")
     d.moves("a", 1)
     d.side.step()
@@ -147,7 +147,7 @@ def test_beside_the_steps_a_load_that_ends_ends_the_wait(d: Consumer) -> None:
 
 
 def test_a_load_that_fails_ends_the_wait_and_steps_go_on_until_one_has_reported_it(d: Consumer) -> None:
-    d.side._loads.paces.failed(SOURCE)
+    d.side.loads.paces.failed(SOURCE)
     d.load("a")
     d.moves("a", 1)
     d.side.step()
@@ -162,7 +162,7 @@ def test_a_load_that_fails_ends_the_wait_and_steps_go_on_until_one_has_reported_
 
 
 def test_what_workers_must_hear_is_not_kept_from_them(d: Consumer) -> None:
-    d.side._loads.paces.failed(SOURCE)
+    d.side.loads.paces.failed(SOURCE)
     for first, name in ((1, "a"), (3, "b")):
         d.load(name)
         d.moves(name, first)
@@ -177,7 +177,7 @@ def test_what_workers_must_hear_is_not_kept_from_them(d: Consumer) -> None:
 
 
 def test_fetches_that_may_not_have_gone_ahead_are_not_kept_from_workers(d: Consumer) -> None:
-    d.side._loads.paces.failed(SOURCE)
+    d.side.loads.paces.failed(SOURCE)
     d.load("a")
     d.board.deaf = True
     d.moves("a", 1)

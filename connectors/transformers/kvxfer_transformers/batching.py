@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from kvxfer import ArgumentError, Config, Failure, KvxferError, Ticket
 from kvxfer.logs import logger
+from kvxfer.text import printable
 from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.manager import Hooks, batch_processor, go_on, rename, reserve
 from kvxfer_transformers.paged import block_table, described
@@ -24,6 +25,8 @@ __all__ = ["BatchingExchange"]
 
 log = logger("kvxfer.transformers")
 
+MAX_NAME = 200
+"""The most characters of a request's name within one of ours."""
 MAX_TICKETS = 10_000
 """The most tickets that wait to be asked for; the oldest is forgotten."""
 IDLE_S = 0.005
@@ -192,7 +195,7 @@ class BatchingExchange:
                 eos_token_id=generation.eos_token_id if eos_token_id is None else eos_token_id,
                 streaming=streaming,
             )
-            self._arrivals.append(_Arrival(state, told, digest, self._name("load")))
+            self._arrivals.append(_Arrival(state, told, digest, self._name("load", state.request_id)))
         self._manager._wake_up_loop.set()
         return str(state.request_id)
 
@@ -286,7 +289,7 @@ class BatchingExchange:
         ids, tokens = [*state.initial_tokens, *state.generated_tokens], state.position_offset
         if tokens >= len(ids):
             raise KvxferError(f"request {request_id} has KV of {tokens} tokens and {len(ids)} ids")
-        name, scheduler = self._name("offer"), self._side.scheduler
+        name, scheduler = self._name("offer", request_id), self._side.scheduler
         table = block_table(self._paged, request_id, tokens)
         [digest] = prompt_digests(self._model, self._facts, [ids[:tokens]], self._prefills[request_id])
         scheduler.offer(name, self._side.mint(), digest, tokens)
@@ -399,9 +402,10 @@ class BatchingExchange:
             raise ArgumentError(f"request_id must be one that no request under way has, not {name!r}")
         return name
 
-    def _name(self, what: str) -> str:
+    def _name(self, what: str, request_id: str = "") -> str:
+        """Return a name that none has had, by which `kvxfer why` finds the request."""
         self._count += 1
-        return f"kvxfer-{what}-{self._count}"
+        return f"kvxfer-{what}-{self._count}" + (f" of {printable(request_id)[:MAX_NAME]}" if request_id else "")
 
 
 def _ids(input_ids: Any) -> list[int]:
