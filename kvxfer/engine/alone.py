@@ -14,7 +14,7 @@ from kvxfer.schedule import FetchSchedule, Load, LoadState
 __all__ = ["LOOKS", "LOOK_S", "Alone", "EngineQueue"]
 
 LOOK_S = 0.001
-"""Seconds from one look at the engine's queue to the next: the longest delay for whoever comes while a load is waited for."""
+"""Seconds from one look at the engine's queue to the next: the longest delay for a request that comes while a load is waited for."""
 LOOKS = 50
 """How often it is looked at in one wait; then the engine makes a step, in which it says what it has to say to others."""
 

@@ -66,8 +66,8 @@ class Prefetches:
         """Borrow blocks and queue the fetch of a load's tokens from ``start`` on.
 
         Returns:
-            False if the load has to be async: it is long and the engine has more to do, copying it would take too long, it begins
-            within a block (which would be copied whole, over the local tokens in front), its link has failed, or the pool has no
+            False if the load has to be async. It is long and the engine has more to do, or copying it would take too long. Or it begins
+            within a block, which would be copied whole, over the local tokens in front. Or its link has failed, or the pool has no
             blocks to lend.
 
         Raises:
