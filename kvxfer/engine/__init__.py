@@ -22,6 +22,7 @@ Behind the two sides, each idea has a module of its own: ``docs/engine-room.md``
 offering.
 """
 
+from kvxfer.engine.alone import EngineQueue
 from kvxfer.engine.answers import AnswerCounts, HeldPrefix, Inquiry
 from kvxfer.engine.asks import AskCounts
 from kvxfer.engine.ends import Update
@@ -43,6 +44,7 @@ __all__ = [
     "Chain",
     "ChannelAddress",
     "ElasticPool",
+    "EngineQueue",
     "HeldPrefix",
     "Inquiry",
     "LendingPool",

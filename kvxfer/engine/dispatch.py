@@ -25,15 +25,18 @@ class Dispatch:
 
     Attributes:
         channel: What workers of this host send ahead of a step.
+        told: Whether workers know all that the last step says: nothing, or fetches that have gone ahead.
     """
 
     def __init__(self, schedule: Schedule, own: Source | None, ranks: int, facts: dict[str, str]) -> None:
         self._schedule, self._own, self._ranks = schedule, own, ranks
         self.channel, self._channels = SideChannel(), dict[Rank, ChannelAddress]()
+        self.told = False
         self._facts: dict[str, str] | None = facts  # what the workers have not heard of yet
         self._steps = 0
         self._fetched = 0  # the number of the next step's first fetch
         self._sent = 0  # how many of that step's fetches have gone ahead
+        self._lost = False  # whether some worker may not have got one of them
         self._prefetches: list[int] = []  # those of that step's fetches that are prefetches, by number
         self._revoked_in: int | None = None  # the last step with revocations
         self._begun: dict[Rank, int] = {}  # the last step with revocations that each rank has begun
@@ -53,6 +56,7 @@ class Dispatch:
         over: tuple[TransferId, ...],
     ) -> Step:
         """Return the next step, with these commands, renewals, copies and transfers that are over."""
+        ahead = self._sent >= len(commands.fetches) and not self._lost
         first, self._sent = self._fetched, 0
         self._fetched += len(commands.fetches)
         prefetches, self._prefetches = tuple(self._prefetches), []
@@ -60,6 +64,10 @@ class Dispatch:
         self._steps += 1
         if commands.revokes:
             self._revoked_in = self._steps
+        news = (
+            commands.offers or commands.revokes or commands.cancels or renewals or copies or over or facts is not None
+        )
+        self.told, self._lost = ahead and not news, False
         return Step(commands, renewals, facts, self._steps, first, prefetches, copies, over)
 
     def begun(self, steps: Mapping[Rank, int]) -> None:
@@ -102,5 +110,5 @@ class Dispatch:
         fetches = self._schedule.consumer.fetches
         if len(fetches) > self._sent and self.direct:
             ahead = DirectFetches(self._fetched + self._sent, tuple(fetches[self._sent :]), tuple(self._prefetches))
-            self.channel.send(ahead)
+            self._lost |= not self.channel.send(ahead)
             self._sent = len(fetches)

@@ -75,9 +75,18 @@ class LoadEnds:
     def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int, paces: LinkPaces, trace: Trace) -> None:
         self._schedule, self._pins, self._ranks, self._paces, self._trace = schedule, pins, ranks, paces, trace
         self._early: list[Load] = []  # those that the side channel has reported since the last report
+        self._reported_soon = False  # whether it has announced an end since then that only a step reports
+
+    @property
+    def news(self) -> bool:
+        """Whether a load has ended, as the side channel says, and no report has been processed since."""
+        return bool(self._early) or self._reported_soon
 
     def came(self, load: Load, result: RankResult) -> None:
-        """Record that a load was delivered on one rank, which a step will report once more."""
+        """Record that a load has ended on one rank, which a step will report as well."""
+        if result.failure is not None or not result.quiet:
+            self._reported_soon = True
+            return
         if result.generation is not None:
             load.generations.add(result.generation)
         load.stages[result.rank] = result.stages
@@ -88,6 +97,8 @@ class LoadEnds:
     def report(self, report: Report) -> Update:
         """Process what ranks report, and return what has become of the loads that are over on all of them."""
         seen, self._early = dict.fromkeys(self._early), []
+        if report:
+            self._reported_soon = False
         self._gather(report)
         for request, ranks in report.quiet.items():
             load = self._schedule.named(request)

@@ -6,6 +6,7 @@ import time
 
 from kvxfer import arguments
 from kvxfer.config import Config
+from kvxfer.engine.alone import LOOK_S, LOOKS, Alone
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import LoadEnds, Update
 from kvxfer.engine.exchange import Report
@@ -31,6 +32,7 @@ class Loads:
         schedule: All loads.
         prefetches: Those of them that are sync.
         paces: How fast recent loads were.
+        alone: Whether the engine has nothing else to do.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Loads:
         trace: Trace,
     ) -> None:
         self.schedule, self._dispatch, self._notices = schedule.consumer, dispatch, notices
-        self._tables, self._trace = tables, trace
-        self.prefetches = Prefetches(schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace)
+        self._tables, self._trace, self.alone = tables, trace, Alone(schedule.consumer)
+        self.prefetches = Prefetches(
+            schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace, self.alone
+        )
         self.paces = self.prefetches.paces
         self._ends = LoadEnds(schedule.consumer, pins, ranks, self.paces, trace)
 
@@ -199,9 +203,19 @@ class Loads:
                 continue
             if load.is_sync:
                 self.prefetches.take_in(load, result)
-            elif load.under_way and result.quiet and result.failure is None:
+            elif load.under_way:
                 self._ends.came(load, result)
         return bool(news)
+
+    def wait_alone(self) -> bool:
+        """Wait for async loads while the engine has nothing else to do; see ``SchedulerSide.wait_alone``."""
+        if not (self.under_way and self._dispatch.told and self._dispatch.direct and self.alone.now):
+            return False
+        for _ in range(LOOKS):
+            if self._ends.news or not self.alone.now:
+                break
+            self._hear(LOOK_S)
+        return True
 
     @property
     def under_way(self) -> bool:

@@ -5,7 +5,8 @@ A short load can avoid that. Its fetch begins when the request is first seen, in
 When the engine asks how many tokens the request can load, it waits for that fetch, within a budget that all requests of the
 step share. If everything was delivered by then, the request runs in this very step, whose workers first copy the blocks;
 unlike a transfer, a copy within one memory cannot fail. If the fetch has not ended, the engine asks again in the next
-step; if it has failed, the engine computes the tokens at once. So the engine never counts on bytes that are not there, and
+step; if it has failed, the engine computes the tokens at once. An engine that has nothing else to do waits for a load of any
+length, until somebody comes. So the engine never counts on bytes that are not there, and
 never has to undo a load, however it handles those that fail.
 """
 
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
+from kvxfer.engine.alone import LOOK_S, LOOKS, Alone
 from kvxfer.engine.ends import disagreement
 from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
@@ -28,12 +30,16 @@ __all__ = ["Prefetches"]
 
 _S, _E = LoadState, LoadEvent
 
+ASYNC_S = 0.002
+"""What an async load costs an idle engine besides its bytes, at most: vLLM sleeps for 1 ms after an empty step, and plans one more."""
+
 
 class Prefetches:
     """The scheduler side's sync loads. One thread.
 
     ``budget`` is the seconds of a step that may be spent on waiting and copying. ``receive`` waits for
     results, for up to the seconds that it is given, and passes them to ``take_in``; it returns whether there were any.
+    ``alone`` says when the engine has nothing else to do.
     """
 
     def __init__(
@@ -45,7 +51,9 @@ class Prefetches:
         budget: float,
         receive: Callable[[float], bool],
         trace: Trace,
+        alone: Alone,
     ) -> None:
+        self._alone = alone
         self._schedule, self._ledger, self._pins = schedule.consumer, schedule.ledger, pins
         self._groups, self._ranks = tuple(groups), ranks
         self._budget = self._left = budget
@@ -58,8 +66,9 @@ class Prefetches:
         """Borrow blocks and queue the fetch of a load's tokens from ``start`` on.
 
         Returns:
-            False if the load has to be async: it is long, it begins within a block (which would be copied whole, over
-            the local tokens in front), its link has failed, or the pool has no blocks to lend.
+            False if the load has to be async. It is long and the engine has more to do, or copying it would take too long. Or it begins
+            within a block, which would be copied whole, over the local tokens in front. Or its link has failed, or the pool has no
+            blocks to lend.
 
         Raises:
             ScheduleError: The pool has lent blocks that are in use.
@@ -70,9 +79,10 @@ class Prefetches:
         if any(start % group.block_tokens for group in self._groups):
             return False
         expected = self.paces.estimate(source, tokens - start)
-        if expected is None or expected > self._budget:
+        alone = self._alone.with_load(load)
+        if expected is None or (expected > self._budget and not alone):
             return False  # async loads keep this estimate up to date too, but not that of copies
-        if not self._copying.fits(tokens - start, self._budget - expected):
+        if not self._copying.fits(tokens - start, max(self._budget - expected, ASYNC_S if alone else 0.0)):
             return False
         spans = [self._span(group, start, tokens) for group in self._groups]
         taken = self._pins.borrow(load.holder, sum(past - first for first, past in spans))
@@ -112,7 +122,9 @@ class Prefetches:
 
     def _wait(self, load: Load) -> None:
         """Wait for a load, in one step only: one that has overrun its time may never end, and would delay all others."""
-        patience = granted = 0.0 if load.waited else max(0.0, self._left - self._to_copy(load))
+        self._wait_alone(load)
+        in_vain = load.waited or load.expected > self._budget
+        patience = granted = 0.0 if in_vain else max(0.0, self._left - self._to_copy(load))
         while load.state is _S.AHEAD:
             begun = time.monotonic()
             news = self._receive(patience)
@@ -124,6 +136,13 @@ class Prefetches:
             load.waited = True
             if granted >= load.expected:
                 self.paces.failed(load.wanted.source)
+
+    def _wait_alone(self, load: Load) -> None:
+        """Wait for a load while there are no others to be delayed."""
+        for _ in range(LOOKS):
+            if load.state is not _S.AHEAD or not self._alone.now:
+                break
+            self._receive(LOOK_S)
 
     def _to_copy(self, load: Load) -> float:
         """Return the seconds that copying a load's tokens should take."""

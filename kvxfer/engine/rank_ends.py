@@ -116,6 +116,7 @@ class RankEnds:
         report.stages.setdefault(request, {})[self._rank] = event.stages
         if failure is not None:
             self._failing[request] = failure
+            self._say(result)
         else:
             if event.generation is not None:
                 report.delivered.setdefault(request, set()).add(event.generation)
@@ -125,6 +126,7 @@ class RankEnds:
                 report.short[request] = event.short
             if event.payload or event.short is not None:  # which a RankResult cannot tell: only a step reports the end
                 del self._known[request]
+                self._say(result)
 
     def _load_released(self, request: RequestId) -> None:
         """Report that nothing touches a load's blocks any more."""

@@ -13,6 +13,7 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiries import Inquiries
+from kvxfer.engine.alone import EngineQueue
 from kvxfer.engine.answers import Holds, PrefixAnswers
 from kvxfer.engine.asks import Asks
 from kvxfer.engine.dispatch import Dispatch
@@ -64,6 +65,8 @@ class SchedulerSide(Requests):
             later, as an attribute.
         wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon; until then
             ``waiting`` is true. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
+        queue: The engine's requests. With it, while all of them wait for loads, ``loadable`` and ``wait_alone`` wait for up to 50 ms,
+            until a load ends or something arrives. None: they do not.
 
     Attributes:
         source: Where other engines find this one.
@@ -92,6 +95,7 @@ class SchedulerSide(Requests):
         writes_early: bool = False,
         holds: Holds | None = None,
         wake: Callable[[], None] | None = None,
+        queue: EngineQueue | None = None,
     ) -> None:
         arguments.instance("config", config, Config)
         self._ranks = ranks = arguments.integer("ranks", ranks, 1, MAX_RANKS)
@@ -111,6 +115,7 @@ class SchedulerSide(Requests):
         loads = Loads(config, self._schedule, self._pins, tables, ranks, self._dispatch, notices, trace)
         self._benefit = Benefit()
         asks = Asks(config, self.directory, notices, consumer, loads, self._benefit)
+        loads.alone.queue = None if queue is None else arguments.instance("queue", queue, EngineQueue)
         super().__init__(self.directory.source, tables, offers, loads, asks, stories)
         self._answers = PrefixAnswers(self.directory, offers, producer, groups, self._pins.limit)
         self.asked, self.answered = asks.counts, self._answers.counts
@@ -140,6 +145,17 @@ class SchedulerSide(Requests):
         commands = self._schedule.commands()
         self.offers.shipped()
         return self._dispatch.step(commands, renewals, self.loads.prefetches.copies(), self.offers.over())
+
+    def wait_alone(self) -> bool:
+        """Wait for a load to end, if all requests of the engine wait for loads (``queue``). Call it in a step that computes nothing.
+
+        Call it behind ``step()``, whose result goes to the workers afterwards. It returns once a load has ended, something has arrived
+        or 50 ms are over; call ``report`` next.
+
+        Returns:
+            Whether there was nothing but loads to wait for. If not, or if that step says what workers must hear at once, it has not waited.
+        """
+        return self.loads.wait_alone()
 
     def short_of_blocks(self) -> None:
         """Record that the engine cannot admit or continue a request for want of blocks. Call it before ``step``.

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from kvxfer.config import Config
-from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket, WorkerSide
+from kvxfer.engine import BlockPins, EngineQueue, Report, SchedulerSide, Ticket, WorkerSide
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Region
 from kvxfer.identity import TransferId, new_epoch
@@ -270,11 +270,11 @@ class Engine:
         self.pool = Pool(blocks)
         self.pins = BlockPins(blocks if elastic else blocks // 4, self.pool)
         with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
-            self.side = SchedulerSide(
-                Config(), "small", groups, ranks, FACTS, pins=self.pins, writes_early=writes_early
-            )
+            more: dict[str, Any] = {"pins": self.pins, "writes_early": writes_early}
+            more["queue"] = EngineQueue(lambda: len(self.waiting), lambda: False)
+            self.side = SchedulerSide(Config(), "small", groups, ranks, FACTS, **more)
         self.agents = [Agent(wire, groups, Rank(0, r), elastic=elastic) for r in range(ranks)]
-        more: Any = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}
+        more = {"quarantine": blocks // 4 if early else 0, "channel": board.worker if board else None}
         self.workers = [WorkerSide(a, **more) for a in self.agents]  # type: ignore[arg-type]
         wire.sources[self.side.source] = self.agents
         self.waiting: list[Request] = []
@@ -329,7 +329,10 @@ class Engine:
 
     def step(self, budget: int) -> None:
         batch = [work for request in list(self.waiting) if (work := self.plan(request, budget)) is not None]
-        step = pickle.loads(pickle.dumps(self.side.step()))
+        said = self.side.step()
+        if not batch:
+            self.side.wait_alone()
+        step = pickle.loads(pickle.dumps(said))
         for worker in self.workers:
             worker.begin(step)
             worker.load(step)

@@ -1,7 +1,7 @@
-"""``kvxfer bench handover``: what a load costs a decode engine besides moving its bytes, counted in steps of vLLM's own scheduler.
+"""``kvxfer bench handover``: what a load costs a decode engine besides moving its bytes, counted in steps of vLLM's own engine loop.
 
-While other requests decode, prompts arrive one after the other, and the KV of each is ready at the producer. The number of steps that
-each waits is counted exactly; when it reached each stage is taken from its trace (``trace`` in the settings).
+While other requests decode, or none does, prompts arrive one after the other, and the KV of each is ready at the producer. The number of
+steps that each waits is counted exactly; when it reached each stage is taken from its trace (``trace`` in the settings).
 """
 
 from __future__ import annotations
@@ -31,15 +31,22 @@ MODES = {"stepwise": False, "overlapped": True}
 
 
 def measure(
-    tokens: int, rounds: int, step_ms: float, budget_ms: float, backend: str, overlap: bool = False
+    tokens: int,
+    rounds: int,
+    step_ms: float,
+    budget_ms: float,
+    backend: str,
+    overlap: bool = False,
+    others: int = OTHERS,
 ) -> dict[str, Any]:
-    """Load prompts of ``tokens`` tokens one after the other into a busy engine whose steps take ``step_ms``; count ``rounds`` of them.
+    """Load prompts of ``tokens`` tokens one after the other into an engine whose steps take ``step_ms``; count ``rounds`` of them.
 
-    With a ``budget_ms`` (``step_budget``) of 0, all loads go beside the steps.
+    With a ``budget_ms`` (``step_budget``) of 0, all loads go beside the steps. While they come, ``others`` requests decode.
 
     Returns:
-        The further steps that each load took. For each stage, the median over these loads of the time at which it was reached, in µs
-        from the request's arrival; and, for each stage but the first, how long after the stage before it that was.
+        The further steps that each load took, and how many steps began between its end and the moment at which the scheduler side
+        knew. For each stage, the median over these loads of the time at which it was reached, in µs from the request's arrival; and,
+        for each stage but the first, how long after the stage before it that was.
     """
     from kvxfer_bench.vllm.played import (
         engines,
@@ -48,10 +55,10 @@ def measure(
     from kvxfer_vllm.params import content_name
 
     settings = {"backend": backend, "step_budget": budget_ms / 1000}
-    further, computed = [], []
+    further, computed, unseen = [], [], []
     with engines(settings, step_ms / 1000, overlap) as (engine, producer):
         source = producer.source
-        for i in range(OTHERS):
+        for i in range(others):
             engine.add(engine.request(f"other{i}", 16, 1 << 14))
         for i in range(rounds + WARM_UP):
             base = f"own/{source.epoch:x}/r{i}"
@@ -73,11 +80,14 @@ def measure(
             step, computing = engine.computed[request.request_id]
             further.append(step - first)
             computed.append(round(1e6 * (computing - begun)))
+            us = engine.traces()[-1]["us"]
+            unseen.append(sum(begun + us["ended"] / 1e6 < at <= begun + us["seen"] / 1e6 for at in engine.begun))
         lines = engine.traces()[WARM_UP:]
     ladders = [line["us"] | {"computed": at} for line, at in zip(lines, computed[WARM_UP:], strict=True)]
     steps = list(itertools.pairwise(STAGES))
     return {
         "further_steps": further[WARM_UP:],
+        "unseen_steps": unseen[WARM_UP:],
         "ladder_us": {stage: round(statistics.median(x[stage] for x in ladders)) for stage in STAGES},
         "spent_us": {b: round(statistics.median(x[b] - x[a] for x in ladders)) for a, b in steps},
     }
@@ -113,7 +123,7 @@ def handover(
     svg: Annotated[Path | None, typer.Option(help="Also draw the stages into this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Count the engine steps that a load costs while other requests decode, and time its stages.
+    """Count the engine steps that a load costs while other requests decode, and time its stages; and if none does.
 
     It also measures how much of a transfer remains after the producer's last token if both engines get the request at once and the
     link takes half as long as the prefill.
@@ -124,6 +134,10 @@ def handover(
     for way, budget in (("in_step", budget_ms), ("beside", 0.0)):
         found[way] = {mode: measure(tokens, rounds, step_ms, budget, backend, over) for mode, over in MODES.items()}
         found[f"extra_steps_{way}"] = max(max(found[way][mode]["further_steps"]) for mode in MODES)
+    found["idle"] = {
+        way: {mode: measure(tokens, rounds, step_ms, budget, backend, over, 0) for mode, over in MODES.items()}
+        for way, budget in (("in_step", budget_ms), ("beside", 0.0))
+    }
     found["exposed"] = exposure(CHUNKS, CHUNKED, TRANSFER_MS, backend)
     if svg is not None:
         svg.write_text(picture(found))
@@ -135,6 +149,13 @@ def handover(
         for mode in MODES:
             spent = ", ".join(f"{stage} {us}" for stage, us in found[way][mode]["spent_us"].items())
             typer.echo(f"  {mode}: {found[way][mode]['further_steps']}; µs from one stage to the next: {spent}")
+    for way, words in WAYS.items():
+        for mode in MODES:
+            spent = found["idle"][way][mode]["spent_us"]
+            typer.echo(
+                f"{words}, nothing else to do, {mode}: {spent['seen']} µs from the end of a load until the scheduler knows, "
+                f"{spent['computed']} until it is computed"
+            )
     left = found["exposed"]
     typer.echo(
         f"still to be moved at the producer's last token: with one chunk, {left['whole_ms']} ms; with {CHUNKS} chunks, "

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +26,6 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -37,7 +34,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -45,9 +41,9 @@ from kvxfer.cli.transfer.shapes import Pool
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import WorkerChannel
-from kvxfer_bench.vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer, sleep_until
+from kvxfer_bench.vllm.played_core import PlayedCore, PlayedWorker
+from kvxfer_bench.vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer
 from kvxfer_vllm.arrivals import Arrivals
-from kvxfer_vllm.compat import output_of
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.requests import RequestFacts
@@ -59,6 +55,7 @@ __all__ = ["DecodeEngine", "engines"]
 class DecodeEngine:
     """vLLM's scheduler with a worker whose forward pass takes ``step_s``.
 
+    steps, begun: how many it has made, and when each of them began.
     overlap: a step is planned and launched while the one before it runs, and its results are seen a step later.
     """
 
@@ -78,19 +75,23 @@ class DecodeEngine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
         kv = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
         self._worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv)
-        scheduler = AsyncScheduler if self.overlap else Scheduler
-        self._scheduler = scheduler(config, kv, StructuredOutputManager(config), BLOCK, hash_block_size=BLOCK)
+        kind = AsyncScheduler if self.overlap else Scheduler
+
+        def scheduler() -> Scheduler:
+            return kind(config, kv, StructuredOutputManager(config), BLOCK, hash_block_size=BLOCK)
+
+        self.core = PlayedCore(config, scheduler, self.overlap)
+        self._scheduler: Any = self.core.scheduler
+        self.core.computes_with(PlayedWorker(self._worker, self._scheduler, self.step_s, self._launched))
         connector: Any = self._scheduler.connector
         self.side = connector._sched.side
-        self._aggregator = KVOutputAggregator.from_connector(connector, 1)
         pool = Pool(MODEL, BLOCKS, "cpu")
         self._memory = torch.from_numpy(pool.words)
         agent = Agent(pool.cache, Config.from_mapping(self._config), "decode", self.side.facts)
         copy = BlockCopier([self._memory], pool.cache).copy
         self._worker._work.start(agent, Layout(pool.cache, (1,)), copy=copy, channel=WorkerChannel)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self._worker.get_handshake_metadata()})
-        self.steps = 0
-        self._flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, float]] = deque()  # launched, and when they end
+        self.steps, self.begun = 0, list[float]()
         self.step()
 
     def _vllm_config(self) -> VllmConfig:
@@ -136,41 +137,15 @@ class DecodeEngine:
         return arrivals.content.digest(RequestFacts(request.request_id, 0, request), arrivals.model)
 
     def step(self) -> None:
-        """Plan a step and launch it; see the results of one that has ended."""
+        """Make what vLLM's loop calls a step: plan one and launch it, see the results of one that has ended, and sleep if it was empty."""
         self.steps += 1
-        output = self._scheduler.schedule()
+        self.begun.append(time.monotonic())
+        self.core.make_step()
+
+    def _launched(self, output: SchedulerOutput) -> None:
         now = time.monotonic()
         for name in output.num_scheduled_tokens:
             self.computed.setdefault(name, (self.steps, now))
-        before = self._flight[-1][-1] if self._flight else now
-        ends = max(before, now) + (self.step_s if output.num_scheduled_tokens else 0.001)
-        self._flight.append((output, self._launch(output, ends), ends))
-        if len(self._flight) > self.overlap:
-            output, result, ends = self._flight.popleft()
-            sleep_until(ends)
-            self._scheduler.update_from_output(output, self._aggregator.aggregate([result]))
-
-    def _launch(self, output: SchedulerOutput, ends: float) -> ModelRunnerOutput:
-        """Call the worker's hooks around a forward pass; the last of them once it has ended, if steps do not overlap."""
-        w = self._worker
-        w.handle_preemptions(output.kv_connector_metadata)
-        w.bind_connector_metadata(output.kv_connector_metadata)
-        context = SimpleNamespace(attn_metadata=None)
-        if output.has_sync_kv_loads:
-            w.start_load_kv(context)
-        if not self.overlap:
-            sleep_until(ends)
-        if not output.has_sync_kv_loads:
-            w.start_load_kv(context)
-        w.wait_for_save()
-        kv = output_of(w, output.finished_req_ids)
-        kv.kv_connector_worker_meta = w.build_connector_worker_meta()
-        w.clear_connector_metadata()
-        names = list(output.num_scheduled_tokens)
-        requests = self._scheduler.requests
-        whole = [requests[name].num_computed_tokens >= requests[name].num_prompt_tokens for name in names]
-        tokens = [[7] if done else [] for done in whole]
-        return ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens, kv_connector_output=kv)
 
     def until(self, name: str) -> None:
         """Step until a request is computed.

@@ -27,6 +27,7 @@ from kvxfer_vllm.migration import translate
 from kvxfer_vllm.scheduler import SchedulerHooks
 from kvxfer_vllm.settings import check_backend, check_installed, groups_of, hits_may_differ, settings_of
 from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats
+from kvxfer_vllm.wanted_layout import wanted_layout
 from kvxfer_vllm.worker import WorkerHooks
 
 if TYPE_CHECKING:
@@ -205,13 +206,15 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return None: any layout will do, and the engines may differ in it. vLLM asks before it loads weights.
+        """Return the layout that suits transfers best (``wanted_layout``); None if vLLM is to choose. vLLM asks before it loads weights.
+
+        Any layout will do, and the engines may differ in it.
 
         Raises:
             ConfigError: The back end of the settings is not installed, which is better said now than once the weights are loaded.
         """
-        check_backend(vllm_config.kv_transfer_config, cls._translate)
-        return None
+        settings = check_backend(vllm_config.kv_transfer_config, cls._translate)
+        return wanted_layout(vllm_config) if settings.get("blocks_outermost", True) is True else None
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM's engine loop: wake it, and see whether it has been asked to stop. vLLM gives connectors no handle of it."""
+"""vLLM's engine loop: wake it, see whether something has come or it has been asked to stop. vLLM gives no handle of it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ class EngineLoop:
     Attributes:
         wake: Wakes it; it makes no steps while it has no requests, and then hears nothing but its own input queue. Any thread may call
             it. None: there is no loop, or none that sleeps.
+        arriving: Returns whether something has come that it has not looked at yet: a request, an abort, a call. None: that is not known,
+            or other engines wait for each of its steps (data parallelism).
     """
 
     def __init__(self) -> None:
         self._core = _core()
-        self.wake = _waker(self._core)
+        self.wake, self.arriving = _waker(self._core), _arriving(self._core)
 
     @property
     def stopping(self) -> bool:
@@ -39,6 +41,14 @@ def _waker(core: Any) -> Callable[[], None] | None:
     except (ImportError, AttributeError):
         return None
     return lambda: inbox.put_nowait((word, None))
+
+
+def _arriving(core: Any) -> Callable[[], bool] | None:
+    inbox = getattr(core, "input_queue", None)
+    parallel = getattr(getattr(core, "vllm_config", None), "parallel_config", None)
+    if not isinstance(inbox, queue.Queue) or getattr(parallel, "data_parallel_size", 1) > 1:
+        return None
+    return lambda: not inbox.empty()
 
 
 def _core() -> Any:

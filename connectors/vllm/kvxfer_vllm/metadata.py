@@ -28,6 +28,7 @@ class StepMetadata(KVConnectorMetadata):
         partial: Requests of which a part was loaded, and their blocks that were not.
         asked: Requests whose loads begin and, if they fail, are computed whatever vLLM's policy says: it is told that they have ended.
         idle: Whether the step computes nothing.
+        waited: Whether the scheduler side has waited for loads in this step, so that workers need not.
     """
 
     step: Step = field(default_factory=Step)
@@ -36,6 +37,12 @@ class StepMetadata(KVConnectorMetadata):
     partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
     asked: tuple[str, ...] = ()
     idle: bool = False
+    waited: bool = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether it says nothing that vLLM waits for."""
+        return not (self.doomed or self.freed or self.partial or self.asked)
 
 
 @dataclass

@@ -27,12 +27,14 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
             cache is free. 0: it stays in the prefix cache like all else.
         drain: Seconds since its last request and their last question for which others can still ask an engine that is shut down for what it
             holds, within vLLM's ``--shutdown-timeout``. 0: it ends with its last request, and what it has promised.
+        blocks_outermost: Whether vLLM is asked for a cache in which the layers of a block lie side by side, where that is known to work.
         secondary_tiers: Read by Dynamo alone, whose router then sends hints (``kv_hint``): where its workers say they can be asked.
     """
 
     legacy_hosts: tuple[str, ...] = ()
     decode_answers: bool = True
     keep_answers: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    blocks_outermost: bool = True
     drain: Annotated[float, Meta(ge=0, le=86400)] = 5.0
     secondary_tiers: tuple[dict[str, Any], ...] = ()
 

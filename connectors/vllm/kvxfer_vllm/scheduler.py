@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import BlockPins, Report, SchedulerSide
+from kvxfer.engine import BlockPins, EngineQueue, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
@@ -84,6 +84,8 @@ class SchedulerHooks:
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
         loop = EngineLoop()
+        arriving = loop.arriving if compat.TELLS_ARRIVALS else None
+        queue = None if arriving is None else EngineQueue(self._unfinished, arriving)
         self.side = SchedulerSide(
             config,
             self._engine,
@@ -94,6 +96,7 @@ class SchedulerHooks:
             writes_early=self._writes_early,
             holds=self._cached.holds,
             wake=loop.wake,
+            queue=queue,
         )
         self._news = PrefixNews()
         self._stopping = Stopping(loop, self.side, config.drain, getattr(vllm_config, "shutdown_timeout", 0))
@@ -128,6 +131,10 @@ class SchedulerHooks:
     def _running(self, name: str) -> RequestFacts | None:
         facts = self._requests.get(name)
         return None if facts is None or facts.over else facts
+
+    def _unfinished(self) -> int:
+        """Return how many requests vLLM has that are not over."""
+        return sum(not facts.over for facts in self._requests.values())
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
@@ -253,6 +260,8 @@ class SchedulerHooks:
         self._unplaced, self._steps = 0, self._steps + 1
         step, self._next = self._next, StepMetadata()
         step.step, step.idle = self.side.step(), idle
+        if idle and step.silent:
+            step.waited = self.side.wait_alone()
         self._holding_back = False
         return step
 

@@ -84,15 +84,17 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
     return config
 
 
-def check_backend(transfer: Any, translated: Translate) -> None:
-    """Check that the back end that the settings name is there.
+def check_backend(transfer: Any, translated: Translate) -> Mapping[str, Any]:
+    """Check that the back end that the settings name is there; return the settings, which are checked no further.
 
     Raises:
         ConfigError: It is not installed, or a setting is wrong.
     """
-    if transfer is not None:
-        mapping, _ = translated(transfer.kv_connector_extra_config or {}, transfer)
-        check_installed(mapping.get("backend"))
+    if transfer is None:
+        return {}
+    mapping, _ = translated(transfer.kv_connector_extra_config or {}, transfer)
+    check_installed(mapping.get("backend"))
+    return mapping
 
 
 def check_installed(backend: object) -> None:

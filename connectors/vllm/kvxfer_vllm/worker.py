@@ -49,6 +49,7 @@ class WorkerHooks:
         self._clearing: Clearing | None = None
         self._adapters = LoadedAdapters(getattr(vllm_config, "lora_config", None))
         self._report = Report()
+        self._idle = self._told = False  # of the last step: whether it computed nothing, and whether a load was over
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -186,11 +187,14 @@ class WorkerHooks:
         """Process what has ended since the last step.
 
         While nothing is computed vLLM makes an empty step every millisecond, each half a millisecond of Python in which the threads
-        that move KV cannot run. So an empty step waits for something to end, but not longer than a new request can wait.
+        that move KV cannot run. So an empty step waits for something to end, but not longer than a new request can wait. With
+        asynchronous scheduling vLLM reads a step's report only after the next step, so one that follows such a report does not wait.
         """
         if not self._drafts:
             self.after_forward(metadata)
-        report = self._on.collect(IDLE_S if metadata.idle else 0.0)
+        self._idle = metadata.idle
+        report = self._on.collect(IDLE_S if metadata.idle and not (metadata.waited or self._told) else 0.0)
+        self._told = bool(report.over)
         self._received.update(report.over)
         self._failed.update(report.failed)
         self._report = self._report.merge(report)
@@ -211,10 +215,14 @@ class WorkerHooks:
         return out
 
     def report(self) -> ReportMetadata | None:
-        """Return what the scheduler side must know; None if that is nothing."""
+        """Return what the scheduler side must know; None if that is nothing.
+
+        Of a step that computes nothing there is always a report. Otherwise vLLM would not call the scheduler side, which may have
+        heard by the side channel that a load is here.
+        """
         out, self._report = self._report, Report()
         loaded = self._adapters.take_news()
-        if not out and not loaded:
+        if not out and not loaded and not self._idle:
             return None
         return ReportMetadata(out, {self._vllm.parallel_config.rank: loaded} if loaded else {})
 

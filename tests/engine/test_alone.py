@@ -1,0 +1,187 @@
+"""An engine that has nothing to do but to wait for loads waits for them within a step, until a load ends or somebody comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.config import Config
+from kvxfer.engine import BlockPins, EngineQueue, Report, SchedulerSide
+from kvxfer.engine.alone import LOOK_S, LOOKS, Alone
+from kvxfer.engine.side_channel import RankResult
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import Source, TransferId
+from kvxfer.protocol.values import Stages
+from kvxfer.schedule import LoadState
+from kvxfer.values import BlockTable, Group, Rank
+from tests.engine.direct import Switchboard
+from tests.engine.small import FACTS, Lending
+
+SOURCE, RANK, TOKENS, LONG_S = Source("127.0.0.1", 1, 1), Rank(), 8, 1.0
+MOVING = LoadState.AHEAD, LoadState.MOVING
+
+
+@given(st.lists(st.tuples(st.sampled_from(LoadState), st.booleans()), max_size=6), st.integers(0, 3), st.booleans())
+def test_an_engine_is_alone_if_all_its_requests_wait_for_loads_and_nobody_comes(
+    loads: list[tuple[LoadState, bool]], others: int, arriving: bool
+) -> None:
+    working: list[Any] = [SimpleNamespace(state=state, over=over) for state, over in loads]
+    schedule: Any = SimpleNamespace(working=working)
+    alone = Alone(schedule)
+    assert not alone.now, "its requests are not known"
+    unfinished = others + sum(not over for _, over in loads)
+    alone.queue = EngineQueue(lambda: unfinished, lambda: arriving)
+    waits = all(state in MOVING for state, over in loads if not over)
+    assert alone.now == (waits and not others and not arriving)
+    for load in working:
+        rest = [x for x in working if x is not load and not x.over]
+        if not load.over:
+            assert alone.with_load(load) == (not others and all(x.state in MOVING for x in rest))
+
+
+class Consumer:
+    """The scheduler side of an engine with a side channel and a pool that lends; its only worker is played.
+
+    requests, arriving: what the engine says of its requests. came: what a worker says while it is waited for, look by look.
+    """
+
+    def __init__(self) -> None:
+        self.requests, self.arriving, self.came = 0, False, list[RankResult]()
+        self.looks = 0
+        self.board = Switchboard(waited=self._waited)
+        with mock.patch("kvxfer.engine.dispatch.SideChannel", self.board.scheduler):
+            pins, queue = BlockPins(16, Lending(24)), EngineQueue(lambda: self.requests, lambda: self.arriving)
+            self.side = SchedulerSide(Config(), "d", (Group(4),), 1, FACTS, pins=pins, queue=queue)
+        worker = self.board.worker(lambda direct: None, list)
+        self.side.listen_to({RANK: worker.address})
+        self.side.step()  # says the facts
+        self.until = 0  # the look at which what has come is said
+
+    def _waited(self) -> None:
+        self.looks += 1
+        if self.looks == self.until:
+            self.board.late += self.came
+            self.came = []
+
+    def load(self, name: str) -> None:
+        self.requests += 1
+        assert self.side.load(name, TransferId(f"own/{name}", 0), b"digest", SOURCE, TOKENS, offered=True)
+        self.side.prefetch(name, 0)
+
+    def knows_a_long_one(self) -> None:
+        """A load from the same engine has taken longer than a step may wait."""
+        self.side.loads.paces.delivered(SOURCE, TOKENS, LONG_S)
+
+    def waits(self, name: str) -> list[float]:
+        """For how long it waits, look by look, as the engine asks for a request's tokens."""
+        self.board.waits.clear()
+        self.side.loadable(name, 0)
+        return [wait for wait in self.board.waits if wait]
+
+    def moves(self, name: str, first: int) -> None:
+        """It is given blocks of its own, and loads into them."""
+        assert self.side.loadable(name, 0) == TOKENS
+        self.side.allocated(name, BlockTable.of([[first, first + 1]]), TOKENS)
+
+
+def result(name: str, number: int, failure: Failure | None = None) -> RankResult:
+    return RankResult(name, RANK, number, 1, failure, failure is None, Stages(1.0, 2.0))
+
+
+@pytest.fixture
+def d() -> Iterator[Consumer]:
+    made = Consumer()
+    yield made
+    made.side.close()
+
+
+def test_a_load_of_any_length_is_taken_within_the_step(d: Consumer) -> None:
+    d.knows_a_long_one()
+    d.load("a")
+    d.came, d.until = [result("a", 0)], 7
+    assert d.side.loadable("a", 0) == TOKENS and d.side.is_prefetched("a")
+    assert d.looks == 7 and set(filter(None, d.board.waits)) == {LOOK_S}
+
+
+def test_beside_a_request_that_computes_a_long_load_is_not(d: Consumer) -> None:
+    d.knows_a_long_one()
+    d.requests = 1
+    d.load("a")
+    assert d.side.loadable("a", 0) == TOKENS and not d.side.is_prefetched("a"), "it goes beside the steps"
+
+
+def test_whoever_comes_ends_the_wait_and_a_long_load_has_no_other(d: Consumer) -> None:
+    d.knows_a_long_one()
+    d.load("a")
+    assert len(d.waits("a")) == LOOKS, "and then it makes a step"
+    assert len(d.waits("a")) == LOOKS, "in the next one, too"
+    d.arriving = True
+    assert d.waits("a") == []
+    d.arriving, d.requests = False, 2
+    assert d.waits("a") == [], "it is there, and is to be computed"
+
+
+def test_a_load_that_is_here_ends_the_wait_for_another(d: Consumer) -> None:
+    d.knows_a_long_one()
+    d.load("a")
+    d.load("b")
+    d.came, d.until = [result("b", 1)], 3
+    assert len(d.waits("a")) == 3
+    assert d.side.loadable("b", 0) == TOKENS and d.side.is_prefetched("b")
+
+
+def test_beside_the_steps_a_load_that_ends_ends_the_wait(d: Consumer) -> None:
+    d.side.loads.paces.failed(SOURCE)
+    d.load("a")
+    d.moves("a", 1)
+    d.side.step()
+    d.came, d.until = [result("a", 0)], 5
+    assert d.side.wait_alone() and d.looks == 5
+    assert d.side.report(Report()).loaded == {"a"}
+
+
+def test_a_load_that_fails_ends_the_wait_and_steps_go_on_until_one_has_reported_it(d: Consumer) -> None:
+    d.side.loads.paces.failed(SOURCE)
+    d.load("a")
+    d.moves("a", 1)
+    d.side.step()
+    why = Failure(FailureKind.REVOKED, "it was taken away")
+    d.came, d.until = [result("a", 0, why)], 5
+    assert d.side.wait_alone() and d.looks == 5
+    assert not d.side.report(Report()).failed
+    d.side.step()
+    assert d.side.wait_alone() and d.looks == 5
+    assert d.side.report(Report(over={"a": {RANK}}, failed={"a": why})).failed == {"a": why}
+    assert not d.side.wait_alone(), "there is nothing to wait for"
+
+
+def test_what_workers_must_hear_is_not_kept_from_them(d: Consumer) -> None:
+    d.side.loads.paces.failed(SOURCE)
+    for first, name in ((1, "a"), (3, "b")):
+        d.load(name)
+        d.moves(name, first)
+    d.side.step()
+    assert d.side.wait_alone()
+    d.side.finished("a", BlockTable.of([[1, 2]]), False)
+    d.requests -= 1
+    assert d.side.step().commands.cancels
+    assert not d.side.wait_alone()
+    d.side.step()
+    assert d.side.wait_alone()
+
+
+def test_fetches_that_may_not_have_gone_ahead_are_not_kept_from_workers(d: Consumer) -> None:
+    d.side.loads.paces.failed(SOURCE)
+    d.load("a")
+    d.board.deaf = True
+    d.moves("a", 1)
+    d.side.step()
+    assert not d.side.wait_alone()
+    d.side.step()
+    assert d.side.wait_alone()

@@ -1,0 +1,84 @@
+"""An engine that waits for loads alone learns of their end at once, and looks up as soon as somebody else comes.
+
+vLLM's own engine loop makes the steps, with its sleep after an empty one; agents, side channel and links are the real ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvxfer.identity import TransferId
+from kvxfer_bench.vllm.handover import MODES, measure
+from kvxfer_bench.vllm.played import DecodeEngine, engines
+from kvxfer_bench.vllm.played_prefill import Producer, Prompt
+from kvxfer_vllm.params import content_name
+
+ROUNDS, LONG = 9, 12288
+
+
+@pytest.mark.parametrize("budget_ms", (0.0, 5.0), ids=("beside", "within"))
+@pytest.mark.parametrize("overlap", MODES.values(), ids=MODES)
+def test_no_step_passes_between_the_end_of_a_load_and_its_being_seen(overlap: bool, budget_ms: float) -> None:
+    """Another program may have the processor meanwhile, so the median counts, and steps, not milliseconds."""
+    found = measure(LONG, ROUNDS, 5.0, budget_ms, "cma", overlap, others=0)
+    assert statistics.median(found["unseen_steps"]) == 0, found
+
+
+@pytest.fixture(params=MODES.values(), ids=MODES)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[DecodeEngine, Producer]]:
+    with engines({"backend": "cma"}, 0.005, request.param) as found:
+        yield found
+
+
+def slow_load(engine: DecodeEngine, producer: Producer) -> Any:
+    """A request that loads what its producer computes in six seconds."""
+    source, base = producer.source, "own/1/slow"
+    params = {
+        "do_remote_prefill": True,
+        "remote_host": source.host,
+        "remote_port": source.port,
+        "kvxfer_transfer": base,
+        "kvxfer_epoch": f"{source.epoch:x}",
+    }
+    request = engine.request("slow", 1024, 1, params)
+    content = engine.digest(request)
+    producer.begin(Prompt(TransferId(content_name(base, content), 0), content, 1024, 60, 6.0))
+    return request
+
+
+def seconds(engine: DecodeEngine) -> float:
+    begun = time.monotonic()
+    engine.step()
+    return time.monotonic() - begun
+
+
+def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(pair: tuple[DecodeEngine, Producer]) -> None:
+    engine, producer = pair
+    engine.add(slow_load(engine, producer))
+    for _ in range(4):
+        engine.step()
+    assert statistics.median(seconds(engine) for _ in range(5)) >= 0.04, "nothing else is to be done"
+    engine.core.input_queue.put(None)
+    assert statistics.median(seconds(engine) for _ in range(9)) < 0.02, "somebody has come, who is not looked at yet"
+    engine.core.input_queue.get()
+    begun = time.monotonic()
+    threading.Timer(0.01, engine.core.input_queue.put, (None,)).start()
+    engine.step()
+    assert time.monotonic() - begun < 0.04, "somebody comes during the wait"
+
+
+def test_a_request_that_is_to_be_computed_is_not_held_up_by_a_load(pair: tuple[DecodeEngine, Producer]) -> None:
+    engine, producer = pair
+    engine.add(slow_load(engine, producer))
+    for _ in range(4):
+        engine.step()
+    other = engine.request("other", 16, 64)
+    engine.add(other)
+    assert statistics.median(seconds(engine) for _ in range(20)) < 0.03
+    assert other.request_id in engine.computed and other.num_output_tokens > 5
