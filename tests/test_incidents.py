@@ -90,7 +90,7 @@ def play(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.parametrize("incident", ROWS)
 def test_what_a_row_quotes_is_said(incident: str) -> None:
-    assert len(ROWS) == 12
+    assert len(ROWS) == 20
     words = ROWS[incident][0]
     assert words in _texts() or words in _texts().replace("…", "")
 

@@ -29,7 +29,7 @@ BY_REQUEST_OR_TRANSFER = {
     "Directory._awaited": "offers that engines wait for",
     "SchedulerHooks._requests": "vLLM's requests",
     "Batches._by_id": "HTTP requests, by what their prompts have in common",
-    "UsedOffers._keys": "offers that were loaded once",
+    "LoadOutcomes.used": "offers that were loaded once",
 }
 """The tables of an engine's scheduler that are keyed by a request or a transfer."""
 
@@ -54,8 +54,8 @@ BY_SOMETHING_ELSE = {
     "PrefixPool._holders": "prefix",
     "Requests._descriptors": "rank",
     "SideChannel._sockets": "rank",
+    "StepCost._seen": "size of a step",
     "Directory._beyond": "peer",
-    "Directory._notices": "order of arrival",
     "Directory._paused": "connection",
     "Directory._peers": "engine",
     "Inquiries._turns": "peer",
@@ -156,7 +156,7 @@ def _passes_on(method: ast.FunctionDef) -> bool:
 
 
 def test_no_method_only_passes_on() -> None:
-    interface = {"WorkerSide.fileno"}
+    interface = {"WorkerSide.fileno", "Benefit.loaded"}  # which are one of several that belong together
     found = {
         f"{cls.name}.{method.name}"
         for cls in _classes(*_rooms())

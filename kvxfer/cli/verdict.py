@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxfer.failures import FailureKind
+from kvxfer.failures import ADVICE, FailureKind
 from kvxfer.protocol.messages import Story
 from kvxfer.text import size
 
@@ -85,12 +85,13 @@ def amount(story: Story) -> str:
     return f"{size(story.came)}{whole}{rate}"
 
 
-def judge(consumer: Story | None, producer: Story | None) -> Finding:
+def judge(consumer: Story | None, producer: Story | None, unknown: str = "") -> Finding:
     """Return the verdict on one request.
 
     Args:
         consumer: What the decode engine says; ``None`` if it does not know the request, or was not asked.
         producer: The same of the prefill engine.
+        unknown: The address of the prefill engine, if that has answered that it does not know the request.
     """
     if consumer is None:
         return _unloaded(producer)
@@ -103,7 +104,7 @@ def judge(consumer: Story | None, producer: Story | None) -> Finding:
         return _under_way(consumer, producer)
     if consumer.outcome in ("delivered", "not loaded"):
         return _delivered(consumer)
-    return _failed(consumer, producer)
+    return _failed(consumer, producer, unknown)
 
 
 def _unloaded(producer: Story | None) -> Finding:
@@ -159,10 +160,11 @@ def _waits(story: Story) -> dict[str, float]:
     return out
 
 
-def _failed(consumer: Story, producer: Story | None) -> Finding:
+def _failed(consumer: Story, producer: Story | None, unknown: str) -> Finding:
     """Return the verdict on a load that failed. The failure's own text has how far it got, and advice."""
     kind, says, do = consumer.outcome, consumer.text, ""
-    text, _, advice = says.rpartition("; ")
+    usual = ADVICE.get(kind, "")  # type: ignore[call-overload]
+    text, _, advice = (says.removesuffix("; " + usual), "", usual) if says.endswith(usual) else says.rpartition("; ")
     if not text:
         text, advice = says, ""
     asked = consumer.at + consumer.stages["asked"] if "asked" in consumer.stages else None
@@ -175,8 +177,17 @@ def _failed(consumer: Story, producer: Story | None) -> Finding:
         elif producer.outcome == K.UNFETCHED and asked is not None and ended < asked:
             text += f"; its lease had ended {asked - ended:.1f} s before the decode engine asked"
             do = f"raise 'lease' on the prefill engine above {asked - computed:.0f} s, or add decode engines: so long it took to get there"
+        elif producer.outcome in (K.UNFETCHED, K.WITHDRAWN) and asked is None:
+            text += "; the prefill engine had it, and was not asked"
         elif producer.outcome not in (kind, "delivered") and producer.over:
-            text += f"; the prefill engine says: {producer.text or producer.outcome}"
+            theirs = (producer.text or producer.outcome).removesuffix("; " + ADVICE.get(producer.outcome, ""))  # type: ignore[call-overload]
+            text += f"; the prefill engine says: {theirs}"
+    elif producer is None and unknown and kind in (K.NEVER_OFFERED, K.WITHDRAWN):
+        text += f"; the engine at {unknown} knows nothing of it"
+        do = (
+            "check that this address, and the name that was resolved to it, lead to the engine that computed the prompt; it may have "
+            "restarted, or the router sent the prompt to another one"
+        )
     elif producer is not None:
         text += f"; the prefill engine says: {producer.text}"
     return Finding(False, text, do or advice)

@@ -33,7 +33,7 @@ from kvxfer.control.lookup import LookupAnswer, ask_for_prefix, explain, look_up
 from kvxfer.errors import ConfigError, KvxferError, PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Region, View
-from kvxfer.geometry.cache import flat_starts
+from kvxfer.geometry.region import flat_starts
 from kvxfer.identity import Address, Source, TransferId, parse_address
 from kvxfer.memory import Space, allocate
 from kvxfer.protocol import messages as m

@@ -91,6 +91,7 @@ class _Asker:
         self._security = security
         self.errors: list[str] = []
         self.answered = 0
+        self.knowing: set[str] = set()  # the addresses that have answered and remember requests
 
     def __call__(self, at: Address | None, asked: Explain) -> tuple[Story, ...]:
         if at is None:
@@ -108,6 +109,7 @@ class _Asker:
             self.errors.append(f"{at}: engine {answer.engine!r} keeps no stories of requests; its log has them")
             return ()
         self.answered += 1
+        self.knowing.add(str(at))
         return answer.stories
 
 
@@ -128,7 +130,9 @@ def _stories(asker: _Asker, asked: Explain, decode: Address | None, prefill: Add
         if theirs is None and load.role == "none":
             theirs = next((s for s in offers if id(s) not in told), None) if len(loads) == 1 else None
         told.add(id(theirs))
-        out.append((load, theirs, judge(load, theirs)))
+        peer = load.peer if prefill is None else str(prefill)
+        unknown = peer if theirs is None and peer in asker.knowing else ""
+        out.append((load, theirs, judge(load, theirs, unknown)))
     if asked.request or decode is None:
         out += [(None, s, judge(None, s)) for s in offers if id(s) not in told and s.key not in keys]
     return out

@@ -11,15 +11,15 @@ import os
 import select
 import socket
 import ssl
-import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from kvxfer.control.frames import FrameBuffer, head_of
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
+from kvxfer.control.wrong_place import AT_ONCE, HTTP
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
@@ -34,7 +34,6 @@ Addresses = list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[
 """The result of ``socket.getaddrinfo``: each address that a name stands for."""
 
 
-_HEAD = struct.Struct("<I")
 _READ, _READS = 64 << 10, 4
 """The most bytes read at once, and the most reads in a turn."""
 _UNTAKEN = 64 << 10
@@ -93,16 +92,14 @@ class ControlConnection:
         self.watched: tuple[int, int] | None = None  # descriptor and events that ``ControlSockets`` polls it for
         self.moved = False  # has another socket since then, whose descriptor may have the same number
         self.told = False  # its owner need not hear any more that it is lost
-        self.counted = 0  # of ``held``, as ``ControlSockets`` knows it
         self._dirty, self._secure, self._proved = dirty, secure, proved
         self._socket: socket.socket | None = None
         self._targets: Addresses = []  # still to be tried
         self.try_by = 0.0  # until when the present one has to answer, if there are others
         self._silent = False  # one has not answered, where a process may listen all the same
         self._connected = self._open = False
-        self._in = bytearray()
-        self._frames: deque[bytes] = deque()  # complete ones, taken from the front of ``_in``
-        self._framed = 0  # bytes of them
+        self._met = False  # the peer has ever said something
+        self._in = FrameBuffer()
         self._out = bytearray()
         self._finished, self._dregs = False, 0
         self._want = select.EPOLLIN
@@ -126,7 +123,7 @@ class ControlConnection:
     @property
     def held(self) -> int:
         """The bytes that are held for this connection."""
-        return self._framed + len(self._in) + len(self._out)
+        return self._in.nbytes + len(self._out)
 
     # --- for its owner ---------------------------------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ class ControlConnection:
         """Queue a message that is encoded already; see ``send``."""
         if self.lost is not None or self._finished or len(self._out) + len(frame) > _QUEUE:
             return False
-        self._out += _HEAD.pack(len(frame))
+        self._out += head_of(frame)
         self._out += frame
         self._dirty.add(self)
         return True
@@ -151,23 +148,19 @@ class ControlConnection:
         """Return the next frame; ``None`` if there is none now, or if the peer must read answers first."""
         if not self.ready:
             return None
-        frame = self._frames.popleft()
-        self._framed -= len(frame)
-        if not self._frames:
-            self._split()  # the limit may have grown since
+        frame = self._in.pop()
+        if not self._in:
+            self._in.split(self.limit)  # which may have grown since
         return frame
 
     def put_back(self, frame: bytes) -> None:
         """Return a received frame to the front, so that ``receive`` returns it again."""
-        self._frames.appendleft(frame)
-        self._framed += len(frame)
+        self._in.put_back(frame)
 
     def finish(self) -> None:
         """Send and receive nothing more; the connection is closed once what is queued has been sent."""
         self._finished = True
         self._in.clear()
-        self._frames.clear()
-        self._framed = 0
         self._dirty.add(self)
 
     # --- for ControlSockets -----------------------------------------------------------------------------------------------
@@ -175,7 +168,12 @@ class ControlConnection:
     @property
     def ready(self) -> bool:
         """Whether a frame can be received."""
-        return bool(self._frames) and not self._choked and not self.waits
+        return bool(self._in) and not self._choked and not self.waits
+
+    @property
+    def connected(self) -> bool:
+        """Whether the peer's host has taken the connection; it may be silent since."""
+        return self._connected
 
     @property
     def opened(self) -> bool:
@@ -312,22 +310,23 @@ class ControlConnection:
             except (BlockingIOError, ssl.SSLWantReadError):
                 return False
             if not data:
-                self.lose("it closed the connection (its process ended, or it gave this side up)")
+                self.lose(self._closed("it closed the connection (its process ended, or it gave this side up)"))
                 return False
-            self.heard = time.monotonic()
+            self.heard, self._met = time.monotonic(), True
             if self._finished:
                 self._dregs += len(data)
                 if self._dregs > _DREGS:
                     self.lose("it goes on sending after the last message")
                     return False
                 continue
-            self._in += data
-            too_long = self._split()
-            if self._in and self.key_id is None and (why := spoken(self._in)):
+            self._in.rest += data
+            too_long = self._in.split(self.limit)
+            if self._in.rest and self.key_id is None and (why := spoken(self._in.rest)):
                 self._deny(why, KEYLESS)
                 return False
-            if too_long and not self._frames:
-                self.lose(f"it sent a frame of {too_long} bytes; at most {self.limit} are allowed")
+            if too_long and not self._in:
+                http = self._in.rest.startswith(b"HTTP/")
+                self.lose(HTTP if http else f"it sent a frame of {too_long} bytes; at most {self.limit} are allowed")
                 return False
             if len(data) < _READ and not isinstance(self._socket, ssl.SSLSocket):
                 return False
@@ -363,12 +362,16 @@ class ControlConnection:
         self.lose(why)
 
     def _fail(self, e: OSError) -> None:
-        why = mismatch(e) or self._told()
+        why = mismatch(e, dialled=not self.dialled_us) or self._told()
         if why:
             self._deny(why, alert_for(e))
             return
         why = getattr(e, "verify_message", "") or getattr(e, "reason", "") or e.strerror or str(e)
-        self.lose(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}")
+        self.lose(self._closed(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}"))
+
+    def _closed(self, why: str) -> str:
+        """Return why the connection is lost, if the peer has closed or reset it."""
+        return why if self.dialled_us or self._met or not self._connected else f"{AT_ONCE}: {why}"
 
     def _told(self) -> str:
         """Return what the peer has said about keys before the connection broke, as it does when it closes it at once."""
@@ -391,28 +394,10 @@ class ControlConnection:
             self._socket.close()
             self._socket = None
 
-    def _split(self) -> int:
-        """Take the complete frames out of what has come.
-
-        Return the length of a frame that is too long, after which nothing is taken; else 0.
-        """
-        at, end, length = 0, len(self._in), 0
-        with memoryview(self._in) as view:
-            while end - at >= 4:
-                (length,) = _HEAD.unpack_from(view, at)
-                if length > self.limit or at + 4 + length > end:
-                    break
-                self._frames.append(bytes(view[at + 4 : at + 4 + length]))
-                self._framed += length
-                at += 4 + length
-        if at:
-            del self._in[:at]
-        return length if length > self.limit else 0
-
     @property
     def _full(self) -> bool:
         """Whether frames must be received before more is read."""
-        return not self._finished and (bool(self._frames) or self._choked)
+        return not self._finished and (bool(self._in) or self._choked)
 
     @property
     def _choked(self) -> bool:

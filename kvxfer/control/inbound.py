@@ -25,8 +25,9 @@ __all__ = ["Inbound"]
 
 K = FailureKind
 
-MOST = 1024
+MAX_LINKS = 1024
 """The most links that others may dial to this agent. For one more, one over which nothing moves is given up."""
+NO_DIRECTORY = "this is the port of a worker, not of its engine's directory"
 MAX_NAME = 100
 """The most characters of an engine's name."""
 
@@ -144,6 +145,8 @@ class Inbound(LinkTable[_Dialled]):
             ) if known is None:
                 _refuse(connection, Failure(K.PEER_LOST, "this link is not known here (any more)"), again=True)
             case _:
+                if isinstance(msg, m.Lookup | m.Explain) and known is None:
+                    _refuse(connection, Failure(K.PEER_UNREACHABLE, NO_DIRECTORY), again=False)
                 raise PeerError(f"{who}: a {type(msg).__name__} makes no sense here", kind=K.MISUSE)
         return None
 
@@ -193,7 +196,7 @@ class Inbound(LinkTable[_Dialled]):
             PeerError: Something moves over each of them, and nobody has more than the newcomer.
         """
         made = [link for link in self._links.values() if link.planner is not None]
-        if not made or (len(made) < MOST and not self._sockets.short):
+        if not made or (len(made) < MAX_LINKS and not self._sockets.short):
             return None
         made.sort(key=lambda link: link.asked)
         idle = [link for link in made if link.up and not self._serving(link.id)]

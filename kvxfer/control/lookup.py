@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.sockets import ControlSockets, address
+from kvxfer.control.wrong_place import unanswered
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId, new_epoch
@@ -117,7 +118,7 @@ def _ask(
             kind = FailureKind.REFUSED if connection.denied else FailureKind.PEER_UNREACHABLE
             raise PeerError(connection.lost, kind=kind)
         now = time.monotonic()
-    raise PeerError(f"it did not answer within {seconds:g} s", kind=FailureKind.PEER_UNREACHABLE)
+    raise PeerError(unanswered(seconds, connection.connected), kind=FailureKind.PEER_UNREACHABLE)
 
 
 def _known(answer: m.Message, kind: type[T]) -> T:

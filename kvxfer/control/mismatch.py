@@ -30,8 +30,11 @@ _OF_KEYS = (
 _PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
 
 
-def mismatch(error: OSError) -> str:
-    """Return what an error of a connection says of the two sides' keys; empty if it says nothing of them."""
+def mismatch(error: OSError, dialled: bool = False) -> str:
+    """Return what an error of a connection says of the two sides' keys; empty if it says nothing of them.
+
+    ``dialled``: whether this side dialled. Then something else may listen there, such as an engine's HTTP server.
+    """
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer uses another key (TLS: {error.verify_message})"
     if not isinstance(error, ssl.SSLError):
@@ -45,7 +48,8 @@ def mismatch(error: OSError) -> str:
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return f"the peer presents no key {tls}"
     if reason in _PLAIN:
-        return f"the peer speaks without a key, and this engine has one {tls}"
+        other = "; or is it the port of something else than an engine's directory?" if dialled else ""
+        return f"the peer speaks without a key, and this engine has one {tls}{other}"
     return ""
 
 

@@ -18,6 +18,7 @@ import msgspec
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.revocations import RevocationView
 from kvxfer.control.sockets import GUEST_FRAME, ControlConnection, ControlSockets
+from kvxfer.control.wrong_place import unanswered
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
@@ -272,9 +273,13 @@ class Outbound(LinkTable[_Dial]):
     def _look_after(self, link: _Dial, now: float) -> Lost | None:
         heard = link.connection.heard
         if now - heard > self._silence:
-            what = "it was silent" if link.up else "no answer to the hello"
-            kind = K.PEER_LOST if link.up else K.PEER_UNREACHABLE
-            return self._lost(link, kind, f"{what} for {self._silence:g} s")
+            if link.up:
+                return self._lost(link, K.PEER_LOST, f"it was silent for {self._silence:g} s")
+            return self._lost(
+                link,
+                K.PEER_UNREACHABLE,
+                f"no answer to the hello: {unanswered(self._silence, link.connection.connected)}",
+            )
         if now - link.pinged >= self._silence / 4:
             link.pinged, link.pings = now, link.pings + 1
             self.send(link.id, m.Ping(link.pings))

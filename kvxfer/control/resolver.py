@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from kvxfer import facts as f
 from kvxfer.control import sockets
 from kvxfer.control.outbound import Target
+from kvxfer.control.wrong_place import unanswered
 from kvxfer.data.policy import unlinkable
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
@@ -94,6 +95,12 @@ class _Query:
     wanted: float
     silent: Failure | None = None
     excuse: Failure | None = None
+    met: bool = False  # a connection was made, and is given up
+
+    @property
+    def connected(self) -> bool:
+        """Whether its host has ever taken a connection."""
+        return self.met or (self.connection is not None and self.connection.connected)
 
 
 class Resolver:
@@ -152,6 +159,7 @@ class Resolver:
             raise PeerError(f"{q.silent.detail}, and has not since", kind=q.silent.kind)
 
     def _redial(self, directory: Source, q: _Query, now: float) -> None:
+        q.met = q.connected
         silent, q.connection, q.dialled = q.connection, None, now
         if silent is not None:
             if q.silent is None:
@@ -280,7 +288,7 @@ class Resolver:
             if q is None:
                 continue
             if q.silent is None and now - q.since >= self._patience:
-                silent = Failure(K.PEER_UNREACHABLE, f"it did not answer within {self._patience:g} s")
+                silent = Failure(K.PEER_UNREACHABLE, unanswered(self._patience, q.connected))
                 if q.excuse is not None:
                     silent = Failure(q.excuse.kind, f"{q.excuse.detail}, for {self._patience:g} s")
                 self._silence(q, silent)

@@ -18,20 +18,8 @@ In each step of the engine:
 
 Nothing here knows an engine, a tensor library or a transport.
 
-Behind the two sides, each idea has a module of its own:
-
-- ``requests``: the engine's calls about one request, each checked once.
-- ``exchange``: what the two sides send each other with each step; ``dispatch`` and ``side_channel``: what goes ahead of a step.
-- ``loads``: the requests that load. The life of a load is a record and a table (``kvxfer.schedule.Load``). ``prefetch``: sync loads,
-  with ``paces``: how fast recent loads were; ``alone``: whether the engine has anything else to do; ``ends``: the ranks' word on async
-  ones, joined; ``rank_ends``: how loads end on one rank.
-- ``computed``: how many layers a step has computed; ``offers``: requests that offer, and blocks that
-  others may be reading (``kvxfer.schedule.Offering``); ``standstill``: engines that
-  wait for each other's blocks.
-- ``notices``: what engines tell each other through their directories, with ``renewals`` of leases and ``starts`` of producers.
-- ``pins``: blocks kept from reuse; ``prefix_pool``: a pool of blocks for engines that have none.
-- ``asks``: requests that look for a prefix at other engines; ``answers``: what those ask of this one.
-- ``trace``: a line for each load that ends; ``stories`` and ``telling``: what an operator is told who asks.
+Behind the two sides, each idea has a module of its own: ``docs/engine-room.md`` says which, and draws the life of a load and of an
+offering.
 """
 
 from kvxfer.engine.alone import EngineQueue

@@ -9,7 +9,8 @@ from itertools import count
 import msgspec
 
 from kvxfer.config import Config
-from kvxfer.control.directory import Answered, Directory, Unheard
+from kvxfer.control.directory import Directory
+from kvxfer.control.notices import Answered, Unheard
 from kvxfer.engine.ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
@@ -191,8 +192,9 @@ class Asks:
 
     def _load(self, request: RequestId, ask: Ask, best: PrefixOffer) -> bool:
         what = request, best.transfer, best.digest, best.source, best.tokens
-        if not self._loads.load(*what, begun=True, offered=True, progress=0, enough=0, answer=None):
+        if not self._schedule.arrive(*what, offered=True):
             return False
+        self._loads.arrived(request)
         load = self._schedule.of(request)
         assert load is not None
         load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind

@@ -7,9 +7,10 @@ twice, by the side channel and with a step; only after the second report may ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import TypeVar
 
 from kvxfer.engine.exchange import Report
 from kvxfer.engine.paces import LinkPaces
@@ -27,6 +28,7 @@ __all__ = ["LoadEnds", "Update", "disagreement"]
 log = logger("kvxfer.engine")
 
 _S, _E = LoadState, LoadEvent
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,28 +129,25 @@ class LoadEnds:
 
     def _gather(self, report: Report) -> None:
         """Note on each load what ranks report of it."""
-        for request, generations in report.delivered.items():
-            if (load := self._under_way(request)) is not None:
-                load.generations |= generations
-        for request, payload in report.payloads.items():
-            if (load := self._under_way(request)) is not None:
-                load.payload = load.payload or payload
-        for request, tokens in report.short.items():
-            if (load := self._under_way(request)) is not None:
-                load.short = tokens if load.short is None else min(tokens, load.short)
-        for request, failure in report.failed.items():
-            if (load := self._under_way(request)) is not None:
-                load.failure = load.failure or failure
-        for request, stages in report.stages.items():
-            if (load := self._under_way(request)) is not None:
-                load.stages |= stages
-        for request, ranks in report.writing.items():
-            if (load := self._under_way(request)) is not None:
-                self._writes(load, ranks)
+        for load, generations in self._under_way(report.delivered):
+            load.generations |= generations
+        for load, payload in self._under_way(report.payloads):
+            load.payload = load.payload or payload
+        for load, tokens in self._under_way(report.short):
+            load.short = tokens if load.short is None else min(tokens, load.short)
+        for load, failure in self._under_way(report.failed):
+            load.failure = load.failure or failure
+        for load, stages in self._under_way(report.stages):
+            load.stages |= stages
+        for load, ranks in self._under_way(report.writing):
+            self._writes(load, ranks)
 
-    def _under_way(self, request: RequestId) -> Load | None:
-        load = self._schedule.named(request)
-        return load if load is not None and load.under_way else None
+    def _under_way(self, news: Mapping[RequestId, T]) -> Iterator[tuple[Load, T]]:
+        """Yield those of the requests whose load is under way, and what is reported of each."""
+        for request, told in news.items():
+            load = self._schedule.named(request)
+            if load is not None and load.under_way:
+                yield load, told
 
     def _writes(self, load: Load, ranks: Iterable[Rank]) -> None:
         """Record that a load has failed while these ranks still write.
@@ -214,9 +213,8 @@ class LoadEnds:
     def _progress(self, arrived: Mapping[RequestId, Mapping[Rank, int]]) -> dict[RequestId, int]:
         """Return how many tokens all ranks have of those loads that have made progress."""
         out = {}
-        for request, ranks in arrived.items():
-            if (load := self._under_way(request)) is not None:
-                load.arrived |= ranks
-                if len(load.arrived) == self._ranks:
-                    out[request] = min(load.arrived.values())
+        for load, ranks in self._under_way(arrived):
+            load.arrived |= ranks
+            if len(load.arrived) == self._ranks:
+                out[load.request] = min(load.arrived.values())
         return out

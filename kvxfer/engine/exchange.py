@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from kvxfer import arguments
 from kvxfer.engine.side_channel import ChannelAddress, RankResult
@@ -14,9 +14,6 @@ from kvxfer.schedule import StepCommands
 from kvxfer.values import BlockTable, OfferEnd, Rank, Stages
 
 __all__ = ["BlockCopy", "Report", "Step"]
-
-K = TypeVar("K")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,43 +107,19 @@ class Report:
     def merge(self, later: Report) -> Report:
         """Return both reports as one. If both have a report of the same rank, that in ``later`` must be the later one."""
         arguments.instance("later", later, Report)
-        return Report(
-            self.descriptors | later.descriptors,
-            _join(self.released, later.released),
-            _join(self.revoked, later.revoked),
-            _union(self.delivered, later.delivered),
-            _union(self.over, later.over),
-            later.failed | self.failed,
-            _join(self.arrived, later.arrived),
-            later.payloads | self.payloads,
-            later.short | {k: min(n, later.short.get(k, n)) for k, n in self.short.items()},
-            _union(self.writing, later.writing),
-            _union(self.quiet, later.quiet),
-            _join(self.stages, later.stages),
-            self.invalid | later.invalid,
-            self.begun | later.begun,
-            self.channels | later.channels,
-            self.prefetched | later.prefetched,
-            _join(self.copied, later.copied),
-            _join(self.offers_ended, later.offers_ended),
-        )
+        merged = {name: _merged(news, getattr(later, name)) for name, news in vars(self).items()}
+        merged["failed"], merged["payloads"] = later.failed | self.failed, later.payloads | self.payloads
+        merged["short"] |= {k: min(n, self.short[k]) for k, n in later.short.items() if k in self.short}
+        return Report(**merged)
 
     def __bool__(self) -> bool:
         ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet or self.arrived
-        return bool(
-            ends
-            or self.descriptors
-            or self.channels
-            or self.begun
-            or self.prefetched
-            or self.copied
-            or self.offers_ended
-        )
+        told = self.descriptors or self.channels or self.begun or self.prefetched or self.copied or self.offers_ended
+        return bool(ends or told)
 
 
-def _join(a: dict[K, dict[Rank, T]], b: dict[K, dict[Rank, T]]) -> dict[K, dict[Rank, T]]:
-    return {k: a.get(k, {}) | b.get(k, {}) for k in a.keys() | b.keys()}
-
-
-def _union(a: dict[K, set[T]], b: dict[K, set[T]]) -> dict[K, set[T]]:
-    return {k: a.get(k, set()) | b.get(k, set()) for k in a.keys() | b.keys()}
+def _merged(a: Any, b: Any) -> Any:
+    """Return both as one: dicts key by key, sets as their union, and of anything else the second."""
+    if isinstance(a, dict):
+        return {**a, **{k: _merged(a[k], v) if k in a else v for k, v in b.items()}}
+    return a | b if isinstance(a, set) else b

@@ -29,6 +29,7 @@ class Loads:
     """The requests that load; one thread. Calls about any other request do nothing.
 
     Attributes:
+        schedule: All loads.
         prefetches: Those of them that are sync.
         paces: How fast recent loads were.
         alone: Whether the engine has nothing else to do.
@@ -45,7 +46,7 @@ class Loads:
         notices: Notices,
         trace: Trace,
     ) -> None:
-        self._schedule, self._dispatch, self._notices = schedule.consumer, dispatch, notices
+        self.schedule, self._dispatch, self._notices = schedule.consumer, dispatch, notices
         self._tables, self._trace, self.alone = tables, trace, Alone(schedule.consumer)
         self.prefetches = Prefetches(
             schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace, self.alone
@@ -55,30 +56,13 @@ class Loads:
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def load(
-        self,
-        request: RequestId,
-        transfer: TransferId,
-        digest: bytes,
-        source: Source,
-        tokens: int,
-        begun: bool,
-        offered: bool,
-        progress: int,
-        enough: int,
-        answer: str | None,
-    ) -> bool:
-        """Accept a load; see ``SchedulerSide.load``."""
-        what = request, transfer, digest, source, tokens
-        if not self._schedule.arrive(*what, progress, offered, enough, answer, begun):
-            return False
-        load = self._schedule.of(request)
-        assert load is not None
-        if not load.came_at:
+    def arrived(self, request: RequestId) -> None:
+        """Ask whether the producer of a load has begun, and prepare to fetch from it."""
+        load = self.schedule.of(request)
+        if load is not None and not load.came_at:
             load.came_at = time.monotonic()
             self._notices.loads(load)
-            self._dispatch.prepare(source)
-        return True
+            self._dispatch.prepare(load.wanted.source)
 
     def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
         """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
@@ -92,11 +76,11 @@ class Loads:
         arguments.instance("transfer", transfer, TransferId)
         arguments.bytes_of("digest", digest, MAX_DIGEST)
         arguments.instance("source", source, Source)
-        self._schedule.decline(transfer, digest, source, "the request was rejected", answer)
+        self.schedule.decline(transfer, digest, source, "the request was rejected", answer)
 
     def prefetch(self, request: RequestId, computed: int) -> None:
         """Begin the load before the request has blocks, if it is short; see ``SchedulerSide.prefetch``."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is not None:
             self._fetch_ahead(load, computed)
 
@@ -112,7 +96,7 @@ class Loads:
 
     def loadable(self, request: RequestId, computed: int) -> int | None:
         """Return how many tokens can come from outside; see ``SchedulerSide.loadable``."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is None:
             return 0
         if load.state is _S.WAITING and computed < load.wanted.tokens and self._notices.awaits(load):
@@ -120,11 +104,11 @@ class Loads:
         load.computed = computed
         if not computed:  # local blocks may not be in use yet, and would be lent to this very load
             self._fetch_ahead(load, 0)
-        return self.prefetches.tokens(load, computed) if load.is_sync else self._schedule.matched(request, computed)
+        return self.prefetches.tokens(load, computed) if load.is_sync else self.schedule.matched(request, computed)
 
     def is_sync(self, request: RequestId) -> bool:
         """Return whether the tokens promised for this request are already here, to be copied into its blocks."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         return load is not None and load.is_sync
 
     def allocated(self, request: RequestId, table: BlockTable, external: int) -> None:
@@ -133,7 +117,7 @@ class Loads:
         Raises:
             ScheduleError: The request counts on tokens that it does not load, or has no blocks for them.
         """
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is None:
             if external:
                 raise ScheduleError(
@@ -145,9 +129,9 @@ class Loads:
             if load.is_sync:
                 self.prefetches.admit(load, table, external)
                 return
-            self._schedule.allocated(request, table, load.computed, external)
+            self.schedule.allocated(request, table, load.computed, external)
         except KvxferError as error:
-            self._give_up(load, f"the consumer cannot load it: {error}")
+            self._end(load, _E.GIVE_UP, f"the consumer cannot load it: {error}")
             raise
         if external:
             load.fetched_at = time.monotonic()
@@ -155,13 +139,13 @@ class Loads:
 
     def preempted(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is not None:
             self._end(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
 
     def finished(self, request: RequestId) -> None:
         """Record that the request is over, at whatever point."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is not None:
             if load.fetched is None:
                 self._trace.never_begun(load)
@@ -169,31 +153,25 @@ class Loads:
                 load.over = True
                 self.prefetches.end(load, _E.GIVE_UP, "the consumer's request is over")
             else:
-                self._schedule.finish(request)
+                self.schedule.finish(request)
 
     def withdraw_all(self, reason: str) -> None:
         """End all loads, though their requests go on."""
-        for load in self._schedule:
+        for load in self.schedule:
             if not load.over:
-                self._give_up(load, reason)
-
-    def _give_up(self, load: Load, reason: str) -> None:
-        if load.is_sync:
-            self.prefetches.end(load, _E.GIVE_UP, reason)
-        else:
-            self._schedule.give_up(load, reason)
+                self._end(load, _E.GIVE_UP, reason)
 
     def _end(self, load: Load, event: LoadEvent, reason: str) -> None:
         if load.is_sync:
             self.prefetches.end(load, event, reason)
         else:
-            self._schedule.on(load, event, reason)
+            self.schedule.on(load, event, reason)
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def short_of_blocks(self) -> None:
         """Give back blocks of prefetches that wait for their request."""
-        for load in list(self._schedule.working):
+        for load in list(self.schedule.working):
             if load.state is _S.HERE:
                 self.prefetches.end(load, _E.TAKE_BLOCKS)
 
@@ -201,18 +179,18 @@ class Loads:
         """Process what ranks have reported with steps and by the side channel; return what it means."""
         self._hear()
         for result in report.prefetched.values():
-            load = self._schedule.named(result.handle)
+            load = self.schedule.named(result.handle)
             if load is not None and load.is_sync and load.fetched == result.number:
                 self.prefetches.take_in(load, result)
         for request, copied in report.copied.items():
-            load = self._schedule.named(request)
+            load = self.schedule.named(request)
             if load is not None and load.state is _S.COPYING:
                 self.prefetches.copied(load, copied)
         return self._ends.report(report)
 
     def confirm_ended(self, request: RequestId) -> None:
         """Record without a report that a load is over on all ranks; does nothing if a report has said so."""
-        load = self._schedule.named(request)
+        load = self.schedule.named(request)
         if load is not None:
             self._ends.confirm(load)
 
@@ -220,7 +198,7 @@ class Loads:
         """Process what workers have sent, waiting up to ``timeout`` seconds for something; return whether there was anything."""
         news = self._dispatch.channel.receive(timeout)
         for result in news:
-            load = self._schedule.named(result.handle)
+            load = self.schedule.named(result.handle)
             if load is None or load.fetched != result.number:
                 continue
             if load.is_sync:
@@ -242,12 +220,12 @@ class Loads:
     @property
     def under_way(self) -> bool:
         """Whether a load is under way beside the steps."""
-        return any(load.under_way for load in self._schedule.working)
+        return any(load.under_way for load in self.schedule.working)
 
     @property
     def unfinished(self) -> bool:
         """Whether steps have more to tell of a load than the engine waits for: blocks are pinned, copied or still written to."""
-        return any(load.writing or load.state in UNSEEN for load in self._schedule.working)
+        return any(load.writing or load.state in UNSEEN for load in self.schedule.working)
 
 
 UNSEEN = frozenset((_S.AHEAD, _S.ADMITTED, _S.COPYING, _S.ABANDONED, _S.WRITTEN, _S.REPEATED))

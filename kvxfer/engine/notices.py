@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from kvxfer.config import Config
-from kvxfer.control.directory import Answered, Directory, Unheard
+from kvxfer.control.directory import Directory
+from kvxfer.control.notices import Answered, Unheard
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.starts import AGAIN_S, Starts
 from kvxfer.failures import Failure, FailureKind
@@ -69,7 +70,7 @@ class Notices:
             why = f"the producer has not begun within {self._starts.patience:g} s"
             log.warning("request %s is computed here: %s", printable(load.request), why)
             load.failure = Failure(FailureKind.NEVER_OFFERED, why, str(load.wanted.source))
-            self._schedule.consumer.give_up(load, why)
+            self._schedule.consumer.on(load, LoadEvent.GIVE_UP, why)
         return load.state is LoadState.WAITING
 
     # --- offers here -------------------------------------------------------------------------------------------------
@@ -130,7 +131,8 @@ class Notices:
                     if (wanted.source.host, wanted.source.port) != (notice.host, notice.port):
                         continue
                     if wanted.transfer.unplaced:
-                        self._schedule.consumer.give_up(load, "the producer's directory cannot be reached")
+                        why = "the producer's directory cannot be reached"
+                        self._schedule.consumer.on(load, LoadEvent.GIVE_UP, why)
                     else:
                         load.on(LoadEvent.BEGUN)
                 continue

@@ -91,7 +91,10 @@ class Requests:
         request = RequestId(arguments.string("request", request))
         if answer is not None:
             arguments.string("answer", answer)
-        return self.offers.offer(request, transfer, digest, tokens, consumers, stops, answer)
+        arrived = self.offers.schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
+        if arrived:
+            self.offers.arrived(request)
+        return arrived
 
     def offer_computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, *, consumers: int = 1
@@ -187,7 +190,11 @@ class Requests:
         enough = arguments.integer("enough", enough, 0, tokens)
         if answer is not None:
             arguments.string("answer", answer)
-        return self.loads.load(request, transfer, digest, source, tokens, begun, offered, progress, enough, answer)
+        what = request, transfer, digest, source, tokens
+        arrived = self.loads.schedule.arrive(*what, progress, offered, enough, answer, begun)
+        if arrived:
+            self.loads.arrived(request)
+        return arrived
 
     def ask(
         self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, computed: int = 0, kind: str = ""

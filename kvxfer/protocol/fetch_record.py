@@ -11,7 +11,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.parts import PIECE_LEAST, Span, placed, plan_part, reached, to_hash
+from kvxfer.protocol.parts import MIN_PIECE, Span, placed, plan_part, reached, to_hash
 from kvxfer.protocol.progress import enriched
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
@@ -33,6 +33,7 @@ from kvxfer.protocol.values import (
     in_order,
     link_name,
 )
+from kvxfer.transitions import Life
 from kvxfer.transport import Verb
 from kvxfer.values import Fetch
 
@@ -45,8 +46,10 @@ NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
 """Why an attempt is void if another rank of the producer has a newer generation."""
 
 
-class RankFetch(msgspec.Struct, eq=False, gc=False):
+class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, gc=False):
     """The share of a fetch that comes from one producer rank."""
+
+    table = RANK_FETCH
 
     spec: RankRoute
     state: RankFetchState = RankFetchState.LINKING
@@ -80,14 +83,6 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     asked: int = 0  # how often the present message has been sent
     counted: bool = False  # the producer has confirmed that it counts this reader as done
 
-    def on(self, stimulus: RankFetchEvent) -> bool:
-        """Make a transition; return false if the stimulus is ignored in this state."""
-        after = RANK_FETCH.after(self.state, stimulus)
-        if after is None:
-            return False
-        self.state = after
-        return True
-
     def begin(self, attempt: int, remote_writes: bool, least: Generation) -> None:
         """Begin the next attempt; nothing is left of the one before."""
         self.least, self.counted = least, False
@@ -104,7 +99,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
             what = "it mixed generations in one attempt"
         elif msg.generation < self.least:
             what = "it has an older generation than it was asked for"
-        elif msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
+        elif msg.piece_bytes and not min(info.piece_bytes, MIN_PIECE) <= msg.piece_bytes <= info.piece_bytes:
             what = "it sends pieces of another size than was agreed on"
         elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= info.planner.bands:
             what = "it names bands of layers that do not exist"

@@ -25,6 +25,7 @@ from kvxfer.protocol.values import (
     Released,
     in_order,
 )
+from kvxfer.transitions import Life
 from kvxfer.values import MAX_BANDS, Offer
 
 __all__ = ["Early", "OfferRecord", "Key", "ConsumerLink", "Over", "RankServe", "follows", "told"]
@@ -58,11 +59,13 @@ class ConsumerLink(msgspec.Struct, eq=False):
         return self.pace.slow((request.tokens - request.start) * self.info.planner.token_bytes)
 
 
-class RankServe(msgspec.Struct, eq=False):
+class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):
     """One attempt of one consumer rank, on the producer's side.
 
     Thousands may wait, so it holds nothing that the garbage collector has to visit: no list and no set.
     """
+
+    table = RANK_SERVE
 
     record: OfferRecord
     link: LinkId
@@ -89,14 +92,6 @@ class RankServe(msgspec.Struct, eq=False):
     hashing: dict[PartRef, None] = field(default_factory=dict)  # parts that are still being hashed
     checksum: int = 0  # of those that have been; checksums add up
     commit: m.CommitRequest | None = None  # waits for the last of them
-
-    def on(self, stimulus: ServeEvent) -> bool:
-        """Make a transition; return false if the stimulus is ignored in this state."""
-        after = RANK_SERVE.after(self.state, stimulus)
-        if after is None:
-            return False
-        self.state = after
-        return True
 
     @property
     def nbytes(self) -> int:

@@ -18,10 +18,10 @@ from kvxfer.values import BlockTable
 Bands = tuple[int, int]
 """The first of some bands of layers, and the one after the last (``kvxfer.geometry.bands``)."""
 
-PIECE_LEAST = 8 << 20
+MIN_PIECE = 8 << 20
 """The least bytes of a piece, below which its fixed costs show; or a quarter of a slot if that is more, because slots are sized for the
 link."""
-CHECKED, CHECKED_LEAST = 4, 16 << 20
+CHECKED, MIN_CHECKED = 4, 16 << 20
 """The number of parts that a large one is cut into if parts are hashed, and the least bytes of each to be worth its messages."""
 HOST_BYTES, DEVICE_BYTES = 32 << 20, 512 << 20
 """The most bytes of a part, by where it lies: these take the link some milliseconds, far more than a part or a batch costs."""
@@ -165,7 +165,7 @@ def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
     if info.integrity != "full" and info.mode != "sendrecv":
         return [span]
     host = on_host(info.planner.src.regions)
-    parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if host and info.integrity == "full" else 1
+    parts = min(CHECKED, plan.nbytes // MIN_CHECKED) if host and info.integrity == "full" else 1
     if info.mode == "sendrecv":
         most = most_bytes(info.planner.src.regions)
         if piece_bytes(plan, info):
@@ -196,4 +196,4 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
         return 0
     longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
     depth = HOST_DEPTH if on_host(info.planner.src.regions) else DEVICE_DEPTH
-    return min(info.piece_bytes, max(PIECE_LEAST, info.piece_bytes // 4, plan.nbytes // depth, longest))
+    return min(info.piece_bytes, max(MIN_PIECE, info.piece_bytes // 4, plan.nbytes // depth, longest))

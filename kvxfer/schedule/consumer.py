@@ -15,7 +15,7 @@ class FetchSchedule:
     """The engine's loads (``Load``): decides what to load, and queues the fetches. A transfer is fetched at most once, by one request.
 
     There is one for each engine, called by one thread. The calls for a request are ``arrive``, ``matched`` as often as the
-    engine likes, ``allocated``, ``loaded``, ``finish``; calls about a request that did not arrive do nothing.
+    engine likes, ``allocated``, ``finish``; calls about a request that did not arrive do nothing.
 
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
@@ -84,18 +84,9 @@ class FetchSchedule:
         answer: str | None = None,
         begun: bool = True,
     ) -> bool:
-        """Record a request, the first ``tokens`` tokens of whose prompt can be loaded from ``source``.
+        """Record a request that may load, and return whether it does: see ``SchedulerSide.load``, and ``Fetch``.
 
-        Requests with the same transfer (samples of one prompt) share it: one loads, the others wait and then find
-        the blocks in the engine's prefix cache. Calling it again for a known request changes nothing. If ``tokens`` is 0, an
-        ``offered`` transfer is given up at once. If another ``answer`` has told of the transfer, its producer counts another
-        consumer, and is told that there is none. Unless it has ``begun``, it is not to be fetched before ``LoadEvent.BEGUN``. See
-        ``Fetch`` for the other arguments.
-
-        Returns:
-            False if the transfer is in use for other content or from another source, or if a load of it, or of an earlier
-            request of this name, was given up and is not quiet yet. The request must then be computed here, and further
-            calls about it do nothing.
+        Calling it again for a known request changes nothing. Unless it has ``begun``, it is not fetched before ``LoadEvent.BEGUN``.
 
         Raises:
             ScheduleError: The request loads another transfer.
@@ -127,7 +118,7 @@ class FetchSchedule:
         wanted.answers.add(answer)
         wanted.loads.append(load)
         if offered and not tokens and not wanted.closed:
-            self._decline(load, _E.NOT_NEEDED, "the consumer does not need it")
+            self.on(load, _E.NOT_NEEDED, "the consumer does not need it")
         return True
 
     def decline(self, transfer: TransferId, digest: bytes, source: Source, reason: str, answer: str = "") -> None:
@@ -152,16 +143,9 @@ class FetchSchedule:
         return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING, _S.REPEATED) else 0
 
     def allocated(self, request: RequestId, table: BlockTable, computed: int, external: int) -> None:
-        """Record that the engine admitted the request, and counts on ``external`` tokens from outside.
+        """Record that the engine admitted the request, and counts on ``external`` tokens: see ``SchedulerSide.allocated``.
 
-        If ``external`` is 0 (the engine has all, or gets them elsewhere), a transfer that has not begun is given up. A second
-        call after a load, with 0, changes nothing.
-
-        Args:
-            request: The engine's id of the request.
-            table: The whole block table; -1 where there is no block.
-            computed: The local tokens before the external ones, as in the last call of ``matched``.
-            external: How many of the tokens that ``matched`` returned; fewer only if no group is a ``state``.
+        ``computed``: the local tokens before these, as in the last call of ``matched``. A second call, with 0, changes nothing.
 
         Raises:
             ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it, or some of those
@@ -171,7 +155,7 @@ class FetchSchedule:
         if external > 0:
             self.fetch(request, table, computed, external, _E.FETCH)
         elif load is not None:
-            self._decline(load, _E.NOT_NEEDED, "the consumer does not need it")
+            self.on(load, _E.NOT_NEEDED, "the consumer does not need it")
 
     def fetch(self, request: RequestId, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
         """Queue the fetch of a load into these blocks; ``event`` says whose they are. For the rest see ``allocated``.
@@ -243,46 +227,19 @@ class FetchSchedule:
         if load.fetched is not None and load.state in (_S.REPEATED, _S.CLOSED, _S.HERE):
             self._ledger.drop(load.holder)
         if load.state in (_S.HERE, _S.CANCELLED, _S.ABANDONED, _S.CLOSED):
-            self._close(load, before)
+            self._close(load, before, event, reason)
         return True
-
-    def loaded(self, request: RequestId) -> None:
-        """Record that all workers have reported the request's load: it is over, and its memory quiet.
-
-        Call it once for each fetch, however it ended, even after a cancel and for a request that is finished. A
-        load that failed is not tried again: the engine computes the tokens or fails the request, as its policy says.
-        """
-        load = self.named(request)
-        if load is not None and load.under_way:
-            self.on(load, _E.ENDED)
 
     def unasked(self, request: RequestId) -> None:
         """Record that the load has failed before any worker asked its producer; have the producer told, so that it frees its blocks.
 
-        Call it before ``loaded``, and only if no worker has asked: a producer that was asked counts this engine already, and
+        Call it before the end is told, and only if no worker has asked: a producer that was asked counts this engine already, and
         would count it twice.
         """
         load = self.named(request)
         if load is not None and load.fetched is not None and load.state is not _S.CLOSED:
             wanted = load.wanted
             self.decline(wanted.transfer, wanted.digest, wanted.source, "the consumer gave up before it could ask")
-
-    def preempt(self, request: RequestId) -> None:
-        """Record that the engine takes the request's blocks away.
-
-        What was loaded into them is computed here when the request resumes; a transfer whose load has not begun can still
-        be loaded.
-        """
-        load = self.of(request)
-        if load is not None:
-            self.on(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
-
-    def give_up(self, load: Load, reason: str) -> None:
-        """End a load though its request goes on."""
-        if load.state in (_S.WAITING, _S.OPEN) and all(other is load or other.over for other in load.wanted.loads):
-            self._decline(load, _E.GIVE_UP, reason)
-        else:
-            self.on(load, _E.GIVE_UP, reason)
 
     def finish(self, request: RequestId, reason: str = "the consumer's request is over") -> None:
         """Record that the request is over, at whatever point: rejected, aborted or done."""
@@ -292,35 +249,28 @@ class FetchSchedule:
             if load.state is _S.CLOSED:
                 self._forget(load)
             else:
-                self.give_up(load, reason)
+                self.on(load, _E.GIVE_UP, reason)
 
-    def _close(self, load: Load, before: LoadState) -> None:
-        """Close the transfer with the load that was to fetch it, and forget what nobody will ask about."""
-        if before not in (_S.WAITING, _S.OPEN, _S.SHARED) and not load.wanted.closed:
-            self._close_wanted(load.wanted)
+    def _close(self, load: Load, before: LoadState, event: LoadEvent, reason: str) -> None:
+        """Close the transfer with the load that was to fetch it, and forget what nobody will ask about.
+
+        One that has not begun goes with its last request, or with one that is admitted without it; its producer is told.
+        """
+        wanted = load.wanted
+        closes = before is not _S.SHARED
+        if before in (_S.WAITING, _S.OPEN):
+            closes = event is _E.NOT_NEEDED or all(other is load or other.over for other in wanted.loads)
+            if closes:
+                self.decline(wanted.transfer, wanted.digest, wanted.source, reason)
+        if closes and not wanted.closed:
+            wanted.closed = True
+            for sibling in wanted.loads:
+                sibling.on(_E.SIBLING_ENDS)
         if load.state is _S.CLOSED:
             if load.fetched is not None:
                 self.working.remove(load)
             if load.over:
                 self._forget(load)
-
-    @staticmethod
-    def _close_wanted(wanted: Wanted) -> None:
-        wanted.closed = True
-        for sibling in wanted.loads:
-            sibling.on(_E.SIBLING_ENDS)
-
-    def _decline(self, load: Load, event: LoadEvent, reason: str) -> None:
-        """Give a transfer up that has not begun, for all its requests, and have its producer told; else only this load."""
-        if load.state in (_S.WAITING, _S.OPEN):
-            wanted = load.wanted
-            self.decline(wanted.transfer, wanted.digest, wanted.source, reason)
-            load.on(event)
-            self._close_wanted(wanted)
-            if load.over:
-                self._forget(load)
-        else:
-            self.on(load, event, reason)
 
     def _forget(self, load: Load) -> None:
         wanted = load.wanted
@@ -332,12 +282,6 @@ class FetchSchedule:
                 del self._wanted[wanted.transfer.anywhere]
 
     # --- once a step ---------------------------------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> dict[TransferId, tuple[bytes, Source]]:
-        """The transfers that workers do not know yet, with digest and producer; the scheduler side itself renews their leases."""
-        open_ = (load.wanted for load in self._loads.values() if load.state in (_S.WAITING, _S.OPEN))
-        return {wanted.transfer: (wanted.digest, wanted.source) for wanted in open_}
 
     def __len__(self) -> int:
         """Return how many transfers are remembered, including cancelled ones that are not quiet yet."""

@@ -58,16 +58,6 @@ class Offerings:
         found = self.of(request)
         return found is not None and found.tracked
 
-    def offered(self, request: RequestId) -> BlockTable:
-        """Return the blocks of a running request that other engines may be reading."""
-        found = self.run_by(request)
-        return self._nothing if found is None else found.blocks
-
-    def total(self, request: RequestId) -> int:
-        """Return how many tokens a running request will offer; 0 if it is not tracked."""
-        found = self.of(request)
-        return 0 if found is None or not found.tracked else found.total
-
     def offers(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether this transfer, with this digest, is offered or will be. Any thread."""
         found = self.current(transfer)
@@ -84,11 +74,6 @@ class Offerings:
         """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
         found = self.current(transfer)
         return found is not None and found.digest == digest and (found.progress > 0 or found.held)
-
-    @property
-    def held(self) -> frozenset[TransferId]:
-        """The transfers whose request has finished and whose blocks are held until ``released``."""
-        return frozenset(found.transfer for found in self if found.held)
 
     @property
     def transfers(self) -> tuple[TransferId, ...]:

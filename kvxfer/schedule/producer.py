@@ -47,24 +47,11 @@ class OfferSchedule(Offerings):
         stops: bool = False,
         answer: str | None = None,
     ) -> bool:
-        """Track a request, the first ``tokens`` tokens of whose prompt will be fetched by ``consumers`` engines.
+        """Track a request that offers, and return whether it is tracked: see ``SchedulerSide.offer``.
 
-        Requests that offer the same transfer share it: the blocks of one are offered. If that one fails, another's are.
-        Calling it again for a tracked request changes nothing.
-
-        Args:
-            request: The engine's id of the request.
-            transfer: The name under which consumers fetch it.
-            digest: What its KV depends on.
-            tokens: How many tokens.
-            consumers: How many engines its answer adds to those that will fetch it. None are added to an offer whose request
-                has finished: the request is then taken for a retry, whose answer replaces the earlier one.
-            stops: Nothing is computed for the request after these tokens, so that a recurrent state stays as they leave it.
-            answer: The name of the answer that tells consumers of it, by default the request's.
-
-        Returns:
-            Whether it is tracked. It is not if there is nothing to offer, if the transfer is offered with other content, or if the
-            blocks of an earlier request of this name are held.
+        Calling it again for a tracked request changes nothing. ``consumers``: how many engines its ``answer`` adds to those that will
+        fetch it. None are added to an offer whose request has finished: this one is then taken for a retry, whose answer replaces the
+        earlier one.
 
         Raises:
             ScheduleError: The request offers another transfer, or another number of tokens.
@@ -107,7 +94,7 @@ class OfferSchedule(Offerings):
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int = 1
     ) -> Offering | None:
-        """Offer KV that no request computes, because it is in these blocks already, which stay until ``released`` says so.
+        """Offer KV that no request computes, because it is in these blocks already, which stay until ``done`` says so.
 
         Returns:
             The offering: a new one, or the one of the same content under this name. None if the name has other content.
@@ -147,16 +134,9 @@ class OfferSchedule(Offerings):
     def step(
         self, request: RequestId, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
     ) -> None:
-        """Record that the request runs in this step.
+        """Record that the request runs in this step: see ``SchedulerSide.runs``.
 
-        Args:
-            request: The engine's id of the request.
-            computed: Tokens computed before this step, prefix-cache hits and loads included.
-            scheduled: Tokens that this step computes.
-            table: The whole block table as this step uses it; never an increment. A row may be longer than the
-                tokens need.
-            end: The blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request
-                computes.
+        ``end``: the blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request computes.
         """
         found = self.run_by(request)
         if found is None:
@@ -192,10 +172,10 @@ class OfferSchedule(Offerings):
             complete: Whether it ended normally and its KV is good; False after an abort or an error.
             kept: Whether the blocks that it has offered, though not complete, stay as they are until they are released.
             keep: Called if the engine need not keep the blocks, before anything is forgotten. Pins what others may be reading until
-                ``released``, and returns whether it has.
+                ``done``, and returns whether it has.
 
         Returns:
-            True if the engine must keep the blocks until ``released`` returns the request. False if it can free them
+            True if the engine must keep the blocks until ``done`` says so. False if it can free them
             now, because everything is revoked or has been read.
         """
         found = self.of(request)
@@ -229,8 +209,8 @@ class OfferSchedule(Offerings):
     def withdraw(self, transfer: TransferId, reason: str) -> None:
         """Withdraw a transfer that nobody will read any more: its lease ran out, or the consumer gave it up unread.
 
-        Blocks held for it stay held until the workers, told by the revocation, report it quiet and ``released``
-        is called. If the request still runs, it is no longer tracked.
+        Blocks held for it stay held until the workers, told by the revocation, report it quiet (``done``). If the request still
+        runs, it is no longer tracked.
         """
         found = self.current(transfer)
         if found is not None:
@@ -259,22 +239,6 @@ class OfferSchedule(Offerings):
         """Record that an answer goes out to nobody: the consumers that it would have added will not come."""
         for told in [told for told in self if told.tracked and told.answers.pop(answer, 0)]:
             self.decline(told.transfer, reason)
-
-    def released(self, transfer: TransferId, generation: Generation) -> RequestId | None:
-        """Record that all ranks are done with a transfer: all consumers have read it, or it is revoked, will not come again, and is quiet.
-
-        ``generation`` is the one that was read or revoked; reports about an earlier request of the same
-        transfer are recognised by it and ignored. An offer that crossed the report is revoked.
-
-        Returns:
-            The request whose held blocks are now to be freed, at most once. None if it still runs (the
-            blocks are its own, and ``finish`` will return False) or is unknown.
-        """
-        freed = None
-        for found in list(self.under(transfer)):
-            if self.done(found, generation) and found.request:
-                freed = found.request
-        return freed
 
     def done(self, found: Offering, generation: Generation) -> bool:
         """Record that all ranks are done with an offering up to a generation; return whether its held blocks are now free."""

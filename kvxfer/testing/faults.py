@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -20,10 +20,8 @@ import numpy as np
 from msgspec import Meta
 
 from kvxfer import memory
-from kvxfer.backend.memories import Memories
 from kvxfer.backend.options import BackendOptions
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.cache import Region
 from kvxfer.testing.wrapper import Wrapper
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Quieted, Verb
 
@@ -96,7 +94,6 @@ class Faulty(Wrapper):
         self._options = Options.parse(options)
         super().__init__(agent, self._options.inner, self._options.inner_options)
         self._random = random.Random(self._options.seed)
-        self._memories = Memories()
         self._running: dict[int, Batch] = {}
         self._slow: dict[int, _Gate] = {}  # those of them that the link's speed holds back
         self._failing: set[int] = set()
@@ -115,15 +112,6 @@ class Faulty(Wrapper):
         spoils = self._options.corrupt or self._options.zero_block
         # The bytes to corrupt are found by their runs, so the inner back end must get runs, not plans.
         return replace(inner, factored=False, verbs=inner.verbs - {Verb.WRITE} if spoils else inner.verbs)
-
-    def register(self, regions: Sequence[Region]) -> int:
-        memory = self.inner.register(regions)
-        self._memories.add(regions, frozenset(r.kind for r in regions))
-        return memory
-
-    def deregister(self, memory: int) -> None:
-        self.inner.deregister(memory)
-        self._memories.remove(memory)
 
     def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         if isinstance(batch, PlanBatch):
@@ -191,7 +179,7 @@ class Faulty(Wrapper):
             return
         run = int(batch.lengths.argmax())
         length = int(batch.lengths[run])
-        held = memory.space(self._memories.regions(batch.local))
+        held = memory.space(self.memories.regions(batch.local))
         region, at = held.locate(int(batch.local_offsets[run]), length)
         if self._options.zero_block:
             held.scatter(region, np.array([at]), np.zeros((1, length), np.uint8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +15,10 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache, Group, Region, View
-from kvxfer.identity import TransferId
-from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.fake import FakeTransport
-from kvxfer.values import BlockTable, Fetch, Offer
-from tests.data.elastic_pages import ElasticPages, second_mapping
+from tests.data.elastic_pages import second_mapping
 
-__all__ = ["AT_ONCE", "LAYERS", "LAYOUTS", "PLANES", "ROWS_A_PAGE", "TOKENS", "KeepsPages", "Layout", "Room", "Side"]
+__all__ = ["AT_ONCE", "LAYERS", "LAYOUTS", "PLANES", "ROWS_A_PAGE", "TOKENS", "KeepsPages", "Layout", "Side"]
 
 Layout = Literal["contiguous", "apart"]
 """``contiguous``: one buffer, block by block, in each its layers, in each layer K and then V; a page has two blocks. ``apart``: K and V
@@ -150,7 +146,7 @@ class Side:
         dice: random.Random,
         pages: Callable[..., Any],
     ) -> Side:
-        """Start one; see ``Room`` for what it is made of."""
+        """Start one; see ``tests.data.elastic_engine.Setup`` for what it is made of."""
         config = Config.from_mapping(
             {
                 "backend": backend,
@@ -181,105 +177,3 @@ class Side:
         self.agent.close()
         self.directory.close()
         self.cache.pages.close()
-
-
-@dataclass
-class _Moving:
-    theirs: list[int]
-    mine: list[int]
-    fresh: np.ndarray
-    released: int = 0
-
-
-class Room:
-    """A producer and a consumer, each of whose caches is elastic or not, by what its operator says.
-
-    Args:
-        backend: Its name, or ``auto``.
-        layouts: Of the producer and of the consumer.
-        elastic: Whether each is; ``None``: found out.
-        options: Of the back end.
-        row: Bytes of a block's K or V of one layer; a back end with a longer ``run_bytes`` stages them.
-        pages: Makes the memory, as ``ElasticPages`` does.
-    """
-
-    def __init__(
-        self,
-        backend: str,
-        layouts: tuple[Layout, Layout] = ("contiguous", "contiguous"),
-        elastic: tuple[bool | None, bool | None] = (True, True),
-        options: Mapping[str, Any] | None = None,
-        row: int = 4096,
-        pages: Callable[..., Any] = ElasticPages,
-    ) -> None:
-        self._row = row
-        self._dice, self._number = random.Random(f"{backend} {layouts}"), 0
-        self.sides: list[Side] = []
-        for layout, is_elastic in zip(layouts, elastic, strict=True):
-            self.sides.append(Side.start(backend, layout, is_elastic, options or {}, row, self._dice, pages))
-
-    def move(self, transfers: int) -> list[int]:
-        """Move as many requests of fresh blocks, several at a time, whose pages are mapped before and unmapped after.
-
-        Returns:
-            Which of them brought other bytes than were there.
-        """
-        wrong: list[int] = []
-        moving: dict[TransferId, _Moving] = {}
-        last, end = self._number + transfers, time.monotonic() + 60
-        while self._number < last or moving:
-            assert time.monotonic() < end, f"{moving.keys()} do not end"
-            while self._number < last and len(moving) < AT_ONCE:
-                self._begin(moving)
-            for side in self.sides:
-                side.cache.stir()
-                for event in side.agent.events():
-                    match event:
-                        case Ended(outcome=outcome):
-                            assert outcome.delivered, outcome
-                        case Released(transfer=transfer):
-                            if self._let_go(moving, transfer) is False:
-                                wrong.append(transfer.prompt)
-            time.sleep(0.0002)
-        for side in self.sides:
-            assert not any(side.cache.pages.zero()), "somebody has written where no memory was"
-        return wrong
-
-    @property
-    def staged(self) -> bool:
-        """Whether all went staged; all or nothing is asserted."""
-        stats = [side.agent.stats() for side in self.sides]
-        direct, staged = any(s.direct for s in stats), any(s.staged for s in stats)
-        assert direct is not staged, stats
-        return staged
-
-    def close(self) -> None:
-        for side in self.sides:
-            side.close()
-
-    def _begin(self, moving: dict[TransferId, _Moving]) -> None:
-        p, d = self.sides
-        count = self._dice.randint(1, 6)
-        tokens, transfer = count * TOKENS, TransferId("own/1/elastic", self._number)
-        self._number += 1
-        theirs, mine = p.take(count, self._dice), d.take(count, self._dice)
-        shape = (count, len(LAYERS), len(PLANES), self._row)
-        fresh = np.frombuffer(self._dice.randbytes(int(np.prod(shape))), np.uint8).reshape(shape)
-        p.cache.write(theirs, fresh)
-        moving[transfer] = _Moving(theirs, mine, fresh)
-        p.agent.offer(Offer(transfer, b"d", 1, tokens, BlockTable.of([theirs]), True))
-        source = p.directory.source
-        d.agent.fetch(Fetch(str(transfer), transfer, b"d", source, BlockTable.of([mine]), 0, tokens))
-
-    def _let_go(self, moving: dict[TransferId, _Moving], transfer: TransferId) -> bool | None:
-        """Free a request's blocks once both sides have let go of them; then return whether its bytes are right."""
-        it = moving[transfer]
-        it.released += 1
-        if it.released < 2:
-            return None
-        p, d = self.sides
-        right = np.array_equal(d.cache.read(it.mine), it.fresh)
-        del moving[transfer]
-        p.give_back(it.theirs)
-        d.give_back(it.mine)
-        return right

@@ -1,10 +1,10 @@
-"""An engine over an elastic cache in a process of its own, and two of them, between which requests are moved."""
+"""Two engines over elastic caches, in processes of their own or in this one, between which requests are moved."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +18,19 @@ from kvxfer.values import BlockTable, Fetch, Offer
 from tests.data.elastic_cache import AT_ONCE, LAYERS, PLANES, TOKENS, Layout, Side
 from tests.data.elastic_pages import ElasticPages
 
-__all__ = ["Engine", "Setup", "Two"]
+__all__ = ["Engine", "Setup", "Two", "two_here"]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is made of; see ``tests.data.elastic_cache.Room``.
+    """What an engine is made of.
 
     Attributes:
-        pages: Makes the memory; must be picklable.
+        backend: Its name, or ``auto``.
+        elastic: Whether its operator says that the cache is; ``None``: it is found out.
+        row: Bytes of a block's K or V of one layer; a back end with a longer ``run_bytes`` stages them.
+        options: Of the back end.
+        pages: Makes the memory, as ``ElasticPages`` does; must be picklable.
     """
 
     backend: str
@@ -86,14 +90,18 @@ class Engine:
         return released
 
     def ends(self) -> Counter[str]:
-        """Return how many requests brought ``right`` bytes, and how many ``wrong`` ones."""
+        """Return how many requests brought ``right`` bytes, and how many ``wrong`` ones; check that none came where no memory was."""
+        assert not any(self._side.cache.pages.zero()), "somebody has written where no memory was"
         return self._ends
 
     def staged(self) -> tuple[bool, bool]:
-        """Return whether anything went straight, and whether anything went staged; check that nobody has written where no memory was."""
-        assert not any(self._side.cache.pages.zero()), "somebody has written where no memory was"
+        """Return whether anything went straight, and whether anything went staged."""
         stats = self._side.agent.stats()
         return bool(stats.direct), bool(stats.staged)
+
+    def backends(self) -> set[str]:
+        """Return those of its links."""
+        return {link.backend for link in self._side.agent.links()}
 
     def close(self) -> None:
         self._side.close()
@@ -107,19 +115,40 @@ class Engine:
         return np.array_equal(self._side.cache.read(blocks), self._bytes(number, len(blocks)))
 
 
+class Here:
+    """An engine in this process, called as ``Remote`` calls one in another."""
+
+    def __init__(self, name: str, make: Callable[..., Engine], *args: Any) -> None:
+        self._engine, self._answers = make(*args), deque[Any]()
+        self.close = self._engine.close
+
+    def wait(self) -> None:
+        pass
+
+    def send(self, method: str, *args: Any) -> None:
+        self._answers.append(getattr(self._engine, method)(*args))
+
+    def get(self) -> Any:
+        return self._answers.popleft()
+
+    def __call__(self, *call: Any) -> Any:
+        self.send(*call)
+        return self.get()
+
+
 class Two:
-    """A producer and a consumer.
+    """A producer and a consumer, each of which is ``made`` in a process of its own or here.
 
     Raises:
         KvxferError: One of them cannot be made.
     """
 
-    def __init__(self, producer: Setup, consumer: Setup) -> None:
+    def __init__(self, producer: Setup, consumer: Setup, made: type[Remote | Here] = Remote) -> None:
         self._dice = random.Random(f"{producer.backend} {producer.layout} {consumer.layout}")
-        self._engines: list[Remote] = []
+        self._engines: list[Remote | Here] = []
         try:
-            self._engines.append(Remote("producer", Engine, "producer", producer))
-            self._engines.append(Remote("consumer", Engine, "consumer", consumer))
+            self._engines.append(made("producer", Engine, "producer", producer))
+            self._engines.append(made("consumer", Engine, "consumer", consumer))
             for engine in self._engines:
                 engine.wait()
         except BaseException:
@@ -155,8 +184,14 @@ class Two:
             released.update(p.get() + d.get())
             over = [number for number in under_way if released[number] == 2]
             under_way -= set(over)
-        ends: Counter[str] = d("ends")
+        ends: Counter[str] = p("ends") + d("ends")
         return ends
+
+    @property
+    def backends(self) -> set[str]:
+        """The back ends of all links."""
+        p, d = self._engines
+        return set(p("backends") | d("backends"))
 
     @property
     def staged(self) -> bool:
@@ -169,3 +204,14 @@ class Two:
     def close(self) -> None:
         for engine in self._engines:
             engine.close()
+
+
+def two_here(
+    backend: str,
+    layouts: tuple[Layout, Layout] = ("contiguous", "contiguous"),
+    elastic: tuple[bool | None, bool | None] = (True, True),
+    **more: Any,
+) -> Two:
+    """Make both in this process; ``more`` is as for ``Setup``."""
+    setups = [Setup(backend, layout, is_elastic, **more) for layout, is_elastic in zip(layouts, elastic, strict=True)]
+    return Two(*setups, made=Here)

@@ -15,8 +15,8 @@ from kvxfer.memory import with_elastic
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Verb
 from tests.conftest import require
-from tests.data.elastic_cache import LAYOUTS, KeepsPages, Room
-from tests.data.elastic_engine import Setup, Two
+from tests.data.elastic_cache import LAYOUTS, KeepsPages
+from tests.data.elastic_engine import Setup, Two, two_here
 from tests.data.elastic_pages import PAGE, ElasticPages
 
 BACKENDS = [("zmq", False), ("tcp", False), ("cma", False), ("nixl", True)]
@@ -24,11 +24,11 @@ BACKENDS = [("zmq", False), ("tcp", False), ("cma", False), ("nixl", True)]
 
 
 @pytest.fixture
-def room() -> Iterator[Callable[..., Room]]:
-    made: list[Room] = []
+def room() -> Iterator[Callable[..., Two]]:
+    made: list[Two] = []
 
-    def make(*args: Any, **more: Any) -> Room:
-        made.append(Room(*args, **more))
+    def make(*args: Any, **more: Any) -> Two:
+        made.append(two_here(*args, **more))
         return made[-1]
 
     yield make
@@ -38,12 +38,12 @@ def room() -> Iterator[Callable[..., Room]]:
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 @pytest.mark.parametrize(("backend", "staged"), BACKENDS)
-def test_pages_come_and_go_under_load(room: Callable[..., Room], backend: str, staged: bool, layouts: Any) -> None:
+def test_pages_come_and_go_under_load(room: Callable[..., Two], backend: str, staged: bool, layouts: Any) -> None:
     """Straight where a back end follows the pages, and through staging memory where its registration may keep them."""
     if backend in ("nixl", "cma"):
         require(backend)
     engines = room(backend, layouts)
-    assert engines.move(300) == []
+    assert engines.move(300) == {"right": 300}
     assert engines.staged is staged
 
 
@@ -59,34 +59,34 @@ def test_between_two_processes(backend: str, staged: bool) -> None:
 
 @pytest.mark.parametrize("elastic", [(True, True), (True, False), (False, True)], ids=["both", "producer", "consumer"])
 def test_auto_takes_what_moves_it_straight(
-    room: Callable[..., Room], elastic: tuple[bool, bool], caplog: pytest.LogCaptureFixture
+    room: Callable[..., Two], elastic: tuple[bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     """In host memory the cheapest that works here follows the pages, and the log says so."""
     require("cma")
     with caplog.at_level(logging.INFO, "kvxfer"):
         engines = room("auto", elastic=elastic)
-        assert engines.move(40) == []
+        assert engines.move(40) == {"right": 40}
     assert not engines.staged
-    assert {link.backend for side in engines.sides for link in side.agent.links()} == {"cma"}
+    assert engines.backends == {"cma"}
     said = [r.getMessage() for r in caplog.records if "is elastic" in r.getMessage()]
     assert len(said) == sum(elastic) and all(text.endswith("back end cma moves it straight") for text in said)
 
 
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
 @pytest.mark.parametrize("elastic", [(True, False), (False, True)], ids=["producer", "consumer"])
-def test_either_side_has_it_staged(room: Callable[..., Room], verbs: list[str], elastic: tuple[bool, bool]) -> None:
+def test_either_side_has_it_staged(room: Callable[..., Two], verbs: list[str], elastic: tuple[bool, bool]) -> None:
     """A back end that keeps pages moves nothing straight if one of the two caches is elastic."""
     options: Mapping[str, Any] = {"verbs": verbs, "elastic": False}
     engines = room("kvxfer.testing.fake:FakeTransport", elastic=elastic, options=options)
-    assert engines.move(20) == []
+    assert engines.move(20) == {"right": 20}
     assert engines.staged
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
-def test_a_kept_registration_is_caught(room: Callable[..., Room], layouts: Any) -> None:
+def test_a_kept_registration_is_caught(room: Callable[..., Two], layouts: Any) -> None:
     """What these tests are for: a back end that goes on with old pages delivers what was there before, with a success."""
     engines = room(f"{KeepsPages.__module__}:{KeepsPages.__name__}", layouts)
-    assert engines.move(40)
+    assert engines.move(40)["wrong"]
 
 
 def test_back_ends_that_keep_pages_refuse_elastic_memory() -> None:

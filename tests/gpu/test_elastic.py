@@ -18,8 +18,8 @@ from kvxfer.errors import KvxferError
 from kvxfer.geometry import Region
 from kvxfer.memory import with_elastic
 from tests.conftest import require
-from tests.data.elastic_cache import LAYOUTS, ROWS_A_PAGE, Room
-from tests.data.elastic_engine import Setup, Two
+from tests.data.elastic_cache import LAYOUTS, ROWS_A_PAGE
+from tests.data.elastic_engine import Setup, Two, two_here
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cuda.bindings.driver")
@@ -107,8 +107,10 @@ def test_forced_to_register_it(backend: str, exported: Exported) -> None:
 def test_a_kept_registration_is_caught() -> None:
     """What these tests are for. In one process: there ``nixl`` reaches all memory by its addresses."""
     require("nixl")
-    with closing(Room("tests.gpu.keeps_pages:KeepsPages", elastic=(None, None), row=PAGE, pages=CudaPages)) as engines:
-        assert engines.move(40)
+    with closing(
+        two_here("tests.gpu.keeps_pages:KeepsPages", elastic=(None, None), row=PAGE, pages=CudaPages)
+    ) as engines:
+        assert engines.move(40)["wrong"]
         assert not engines.staged
 
 

@@ -43,6 +43,7 @@ from kvxfer.control.agent import Agent
 from kvxfer.engine import WorkerChannel
 from kvxfer_bench.vllm.played_core import PlayedCore, PlayedWorker
 from kvxfer_bench.vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer
+from kvxfer_vllm.arrivals import Arrivals
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.requests import RequestFacts
@@ -132,8 +133,8 @@ class DecodeEngine:
     def digest(self, request: Request) -> bytes:
         """Return the digest of its prompt."""
         connector: Any = self._scheduler.connector
-        arrivals = connector._sched._arrivals
-        return bytes(arrivals.content.digest(RequestFacts(request.request_id, 0, request), arrivals.model))
+        arrivals: Arrivals = connector._sched._arrivals
+        return arrivals.content.digest(RequestFacts(request.request_id, 0, request), arrivals.model)
 
     def step(self) -> None:
         """Make what vLLM's loop calls a step: plan one and launch it, see the results of one that has ended, and sleep if it was empty."""

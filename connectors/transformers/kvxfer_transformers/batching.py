@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvxfer.text import printable
 from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.manager import Hooks, batch_processor, go_on, rename, reserve
 from kvxfer_transformers.paged import block_table, described
+from kvxfer_transformers.prompts import prompt_ids
 from kvxfer_transformers.side import SingleProcess
 from kvxfer_transformers.ticket import BatchTicket
 
@@ -122,7 +124,7 @@ class BatchingExchange:
             ArgumentError: ``input_ids`` is not a prompt, or ``request_id`` is that of a request that is under way.
             KvxferError: The manager takes no more requests.
         """
-        ids = _ids(input_ids)
+        ids = prompt_ids(input_ids)
         with self._naming:
             name = self._unused("prefill", request_id)
             self._prefills[name] = salt
@@ -177,7 +179,7 @@ class BatchingExchange:
                 under way.
             KvxferError: The exchange is closed, or the manager has stopped.
         """
-        told, ids = BatchTicket.read(ticket), _ids(input_ids)
+        told, ids = BatchTicket.read(ticket), prompt_ids(input_ids)
         if len(told.rows) != 1 or told.rows[0] is None or not told.tail[0]:
             raise ArgumentError("ticket must be of a single prompt of at least two tokens")
         behind = ids[told.tokens :]
@@ -208,10 +210,7 @@ class BatchingExchange:
         """Give up all offers; requests that are being fetched are prefilled here. May be called more than once."""
         if self._closed:
             return
-        if self._manager.is_running():
-            with self._manager.pause():
-                self._end()
-        else:
+        with self._manager.pause() if self._manager.is_running() else nullcontext():
             self._end()
 
     # --- the manager's thread --------------------------------------------------------------------------------------
@@ -243,14 +242,9 @@ class BatchingExchange:
             )
             self._release(self._held)
             return True
-        if self._loads:
-            count = len(self._loads)
-            until = time.monotonic() + self._config.longest + self._config.peer_timeout
-            while len(self._loads) == count and time.monotonic() < until:
-                select.select([self._side.worker], [], [], 0.1)
-                self._turn()
-            return len(self._loads) < count
-        return False
+        count = len(self._loads)
+        self._wait(lambda: len(self._loads) == count > 0)
+        return len(self._loads) < count
 
     def _finishing(self, original: Callable[[str], None], request_id: str) -> None:
         state = self._scheduler.active_requests.get(request_id)
@@ -278,11 +272,15 @@ class BatchingExchange:
         self._release(self._held)
         for name in self._loads:
             self._side.scheduler.preempted(name)
-        until = time.monotonic() + self._config.longest + self._config.peer_timeout
-        while self._loads and time.monotonic() < until:
-            self._turn()
-            select.select([self._side.worker], [], [], IDLE_S)
+        self._wait(lambda: bool(self._loads))
         original(*arguments, **named)
+
+    def _wait(self, while_: Callable[[], bool]) -> None:
+        """Make turns while something is so, for no longer than loads may take."""
+        until = time.monotonic() + self._config.longest + self._config.peer_timeout
+        while while_() and time.monotonic() < until:
+            select.select([self._side.worker], [], [], IDLE_S)
+            self._turn()
 
     def _offer(self, request_id: str, state: RequestState) -> None:
         """Offer what a request has in the cache, and keep its blocks under a name of this exchange."""
@@ -345,10 +343,8 @@ class BatchingExchange:
         for name in update.free:
             self._held.discard(name)
             self._paged.free_blocks(name)
-        for name in update.loaded:
-            self._over(name, None)
-        for name, failure in update.failed.items():
-            self._over(name, failure)
+        for name in [*update.loaded, *update.failed]:
+            self._over(name, update.failed.get(name))
 
     def _over(self, name: str, failure: Failure | None) -> None:
         """Let a request run once its load is over."""
@@ -389,9 +385,8 @@ class BatchingExchange:
         for arrival in [*self._loads.values(), *self._arrivals]:
             if not arrival.cancelled:
                 self._prefill_here(arrival, "the exchange was closed")
-        self._held.clear()
-        self._loads.clear()
-        self._arrivals.clear()
+        for table in (self._held, self._loads, self._arrivals):
+            table.clear()
 
     def _unused(self, what: str, name: str | None) -> str:
         """Return a request's name, or make one up: the manager keeps blocks by name, so that no two requests may have one."""
@@ -406,10 +401,3 @@ class BatchingExchange:
         """Return a name that none has had, by which `kvxfer why` finds the request."""
         self._count += 1
         return f"kvxfer-{what}-{self._count}" + (f" of {printable(request_id)[:MAX_NAME]}" if request_id else "")
-
-
-def _ids(input_ids: Any) -> list[int]:
-    ids = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-    if not ids or not all(type(token) is int for token in ids):
-        raise ArgumentError("input_ids must be the ids of one prompt, a row of integers")
-    return ids

@@ -217,7 +217,7 @@ class Arrivals:
             self._outcomes.expect(facts, request, str(transfer), None)
             return
         key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
-        if key in self._outcomes.used:
+        if key is not None and self._outcomes.used.get(key):
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
             self._side.takes_no_part(name, "it is computed here: an earlier request has used the offer of its params")
             self._outcomes.expect(facts, request, str(transfer), None)

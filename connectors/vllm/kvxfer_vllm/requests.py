@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import Prefix, Ticket
 from kvxfer.failures import FailureKind as K
+from kvxfer.protocol.timers import Recent
 from kvxfer.values import BlockTable
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats
 from kvxfer_vllm.tracing import LOAD, RequestSpans
-from kvxfer_vllm.used import UsedOffers
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,6 +26,9 @@ GONE = {
 }
 """The outcomes after which the producer does not offer it any more."""
 
+
+MAX_USED = 1 << 16
+"""The most offers that are remembered as used; the oldest are forgotten first."""
 
 Naming = Callable[[Sequence[int]], Prefix]
 """Names first tokens of a request by content. It is given an array, in which a token takes 4 bytes until it is hashed."""
@@ -122,14 +126,15 @@ class LoadOutcomes:
     """What becomes of the loads of requests; one thread.
 
     Attributes:
-        used: The offers that such requests have had.
+        used: The keys (``params.offer_key``) of the offers that such requests have had. Each can be loaded once. A front end may call its
+            engine several times under the params of one answer: after a tool, say, or for a retry.
         counts: What there is to tell since ``stats`` was called last.
     """
 
     def __init__(self, spans: RequestSpans) -> None:
         self._spans = spans
         self.counts = KVXferStats()
-        self.used = UsedOffers()
+        self.used: Recent[bytes, bool] = Recent(math.inf, MAX_USED)
 
     def expect(self, facts: RequestFacts, request: Request, transfer: str, key: bytes | None) -> None:
         """Record that a request has come whose KV is to be loaded, and the key of the offer that this takes, if it has one."""
@@ -143,7 +148,7 @@ class LoadOutcomes:
         self.counts.request(outcome, time.monotonic() - facts.since)
         facts.end_span(outcome)
         if facts.key is not None and outcome in GONE:
-            self.used.add(facts.key)
+            self.used.put(facts.key, True, 0.0)
         facts.since = None
 
     def stats(self) -> KVXferStats | None:

@@ -6,7 +6,7 @@ All methods run on the engine-core thread; none blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import BlockPins, EngineQueue, Report, SchedulerSide
@@ -62,7 +62,7 @@ has aborted, refused as too long or ended after an error."""
 
 
 class SchedulerHooks:
-    """One engine's requests, as vLLM tells of them."""
+    """One engine's requests, as vLLM tells of them; ``frees`` says whether blocks that are held for others will be free soon."""
 
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -103,7 +103,7 @@ class SchedulerHooks:
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._requests: dict[str, RequestFacts] = {}  # by name; also those that are over, while their blocks are held
-        self._frees = PendingFrees()
+        self.frees = PendingFrees()
         self._numbers = itertools.count()
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
@@ -221,7 +221,7 @@ class SchedulerHooks:
             self.side.offers.unanswered(last_of)
         if held:
             facts.over = True
-            self._frees.held(name)
+            self.frees.held(name)
         else:
             self._forget(facts)
         if ticket is None or not self.side.offers.stands(ticket):
@@ -316,7 +316,7 @@ class SchedulerHooks:
         last = self._requests.get(name)
         facts = last if last is None or last.over else last.earlier
         if facts is not None:
-            self._frees.released(name)
+            self.frees.released(name)
             self._forget(facts)
             facts.end_span()
 
@@ -335,11 +335,6 @@ class SchedulerHooks:
         """Return what there is to tell of requests since the last call, if anything."""
         self._outcomes.counts.prefixes(self._news.take(self.side.asked, self.side.answered))
         return self._outcomes.stats()
-
-    @property
-    def frees_soon(self) -> bool:
-        """Whether vLLM should wait for blocks that are held for others, rather than preempt a request."""
-        return self._frees.soon()
 
     @property
     def waiting(self) -> bool:
@@ -408,5 +403,4 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        ours: tuple[Sized, ...] = (self._requests, self._next.partial, self._batches, self.side)
-        return sum(map(len, ours))
+        return len(self._requests) + len(self._next.partial) + len(self._batches) + len(self.side)

@@ -71,7 +71,7 @@ class Story(WireMessage, frozen=True):
 
 
 class Prefixes(WireMessage, frozen=True):
-    """What an engine has answered to others that asked what it holds of a prompt, and what came of its own questions, since it began.
+    """What an engine has answered to others that asked what it holds of a prompt, and what came of its own questions, from its start on.
 
     Attributes:
         inquiries: Questions of others.
