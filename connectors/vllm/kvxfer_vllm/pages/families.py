@@ -68,7 +68,7 @@ _NO_CUT = "tensor-parallel sizes must be equal"
 _REFERENCE = "with reference kernels, see [below](#recurrent-states)"
 
 FAMILIES = (
-    Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR),
+    Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR, release="0.32"),
     Family(
         "Qwen 2, 2.5, 3",
         ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
@@ -189,8 +189,8 @@ FAMILIES = (
         _E2E_STATES,
         _REFERENCE,
     ),
-    Family("Jamba", ("JambaForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES, _REFERENCE),
-    Family("Kimi Linear", ("KimiLinearForCausalLM",), (_LATENT, _STATE), "end to end", _E2E_STATES, _REFERENCE),
+    Family("Jamba", ("JambaForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES, _REFERENCE, "0.32"),
+    Family("Kimi Linear", ("KimiLinearForCausalLM",), (_LATENT, _STATE), "end to end", _E2E_STATES, _REFERENCE, "0.32"),
     Family("Kimi K3", ("KimiK3ForConditionalGeneration",), (_LATENT, _STATE), "planner", _WEIGHTS),
     Family(
         "Whisper",
