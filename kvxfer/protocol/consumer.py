@@ -198,7 +198,7 @@ class ConsumerMachine:
         if done.failure is None:
             f.nbytes += done.nbytes
             f.last = now
-            self._routes.moved(done.ref.link, done.nbytes, done.seconds, now)
+            self._routes.moved(done, now)
             if plan is not None:
                 return [Hash(done.ref, plan, "destination")]
         if done.quiet:

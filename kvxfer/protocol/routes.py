@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source
+from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.pace import LinkPace
-from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Resolve, Resolved
+from kvxfer.protocol.parts import way_costs, ways
+from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Moved, Resolve, Resolved
 
 __all__ = ["Routes"]
 
@@ -22,11 +24,13 @@ class Routes:
     Attributes:
         links: What is known of each link; ``None`` while it is being made.
         paces: The pace of each link over which something has come.
+        costs: What ways cost on each link over which a part has come that is long enough to tell.
     """
 
     def __init__(self) -> None:
         self.links: dict[LinkId, LinkInfo | None] = {}
         self.paces: dict[LinkId, LinkPace] = {}
+        self.costs: dict[LinkId, WayCosts] = {}
         self._routes: dict[Source, Resolved] = {}
         self._prepared: set[Source] = set()  # sources whose links are to be made once there is a route
         self._behind: Index[LinkId, Source] = Index()  # the sources whose routes lead over a link
@@ -87,17 +91,33 @@ class Routes:
 
     def close(self, link: LinkId, why: Failure) -> list[Action]:
         """Give a link up. Routes that lead over it have to be looked up again."""
-        self.links.pop(link, None), self.paces.pop(link, None)
+        self.links.pop(link, None), self.paces.pop(link, None), self.costs.pop(link, None)
         for source in self._behind.pop(link):
             self._routes.pop(source, None)
         return [Close(link, why)]
 
-    def moved(self, link: LinkId, nbytes: int, seconds: float, now: float) -> None:
+    def moved(self, done: Moved, now: float) -> None:
         """Record that a part has come over a link."""
+        link = done.ref.link
         if link not in self.paces and link in self.links:
             self.paces[link] = LinkPace()
         if link in self.paces:
-            self.paces[link].took(nbytes, seconds, now)
+            self.paces[link].took(done.nbytes, done.seconds, now)
+        info = self.links.get(link)
+        if done.way is not None and info is not None:
+            if link not in self.costs:
+                self.costs[link] = way_costs(info)
+            self.costs[link].took(done.way, ways(done.way.rows, done.way.nbytes, info), done.own_seconds)
+
+    def wish(self, link: LinkId, info: LinkInfo, tokens: int) -> tuple[bool, LinkCost | None]:
+        """Return what is asked for with this number of tokens: whether single bands, and by which costs parts go straight or staged."""
+        pace, costs, cost = self.paces.get(link), self.costs.get(link), None
+        if pace is None:
+            return False, None  # nothing has come over it
+        nbytes = int(tokens * info.planner.token_bytes)
+        if costs is not None and nbytes > LEAST and info.mode != "write":
+            cost = costs.ask(ways(max(int(nbytes / costs.row), 1), nbytes, info))
+        return pace.slow(nbytes), cost
 
     def up(self, link: LinkId, info: LinkInfo) -> list[tuple[FetchRecord, RankFetch]]:
         """Record that a link is up, unless it has been given up; return what uses it."""

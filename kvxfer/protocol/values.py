@@ -14,6 +14,7 @@ from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.memory import Side
+from kvxfer.protocol.cost import Way
 from kvxfer.protocol.messages import Message
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
@@ -332,6 +333,8 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
         collateral: Whether it ended for no fault of its own, so that another attempt may follow: its link broke under something else, or
             its consumer held a slot of staging memory for too long while others waited for one.
         seconds: Seconds since the data thread began with the part.
+        way: The way that it went, if it was long enough to tell what ways cost.
+        own_seconds: The same without what other parts had of that time: of a time in which several are under way, each has an equal share.
         checksum: The checksum of ``Move.check``, if it was made on the way; ``None`` if it is still to be made.
     """
 
@@ -342,6 +345,8 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     collateral: bool = False
     seconds: float = 0.0
     checksum: int | None = None
+    way: Way | None = None
+    own_seconds: float = 0.0
 
 
 class Moving(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from kvxfer.values import MAX_BANDS, MAX_DIGEST
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16
