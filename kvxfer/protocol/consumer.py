@@ -16,6 +16,7 @@ from kvxfer.geometry import PlanError
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.attempts import Attempts
+from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
 from kvxfer.protocol.routes import Routes
 from kvxfer.protocol.timers import Timers
@@ -188,6 +189,11 @@ class ConsumerMachine:
                 return self._attempt_closed(f, rank, msg, now)
             case _:
                 assert_never(msg)
+
+    def cost(self, link: LinkId) -> LinkCost | None:
+        """Return what things have been found to cost on a link; ``None`` if nothing has come over it that tells. Any thread."""
+        costs = self._routes.costs.get(link)
+        return None if costs is None else costs.known()
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """Handle the end of a part on this side."""

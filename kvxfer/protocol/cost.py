@@ -25,13 +25,13 @@ PAYS = 0.9
 KNOWN, ALIKE = 4, 8
 """A time counts as known once as many parts of a way have been measured that were at most so many times longer or shorter. One before
 them, which makes connections, teaches nothing."""
-TRIED = 1 / 100
-"""The share of the time of all parts that may be lost with trials of other ways."""
+TRIED, TRIED_AGAIN = 1 / 50, 1 / 200
+"""The share of the time of all parts that may be lost with trials of other ways: while one of them is not known, and later."""
 TRIAL_S = 0.05
 """The most seconds that a part may lose by a trial, as far as is known."""
 EVERY = 16
 """The fewest measured parts between two trials of a way that is known."""
-GAIN, ODD = 1 / 8, 4.0
+GAIN, ODD = 1 / 16, 4.0
 """The weight of one more part among those of its size, and how much faster than these it may count as. One that was held up weighs
 little by itself."""
 SIZES = 32
@@ -180,14 +180,17 @@ class WayCosts:
         self._terms = np.ones(6)  # as multiples of the first guess
         self._sizes: dict[tuple[int, int, int], _Size] = {}  # the last one seen last
         self._count = 0  # of all measured parts
-        self._seen = [False, False, False]
+        self._seen = [0, 0, 0]  # the measured parts that went each way
         self._tried = [0, 0, 0]  # the count when each way was last tried
-        self._credit = 0.0  # seconds that may be lost with trials
+        self._credit = [0.0, 0.0, 0.0]  # seconds that may be lost with trials of each way
 
-    def known(self, ways: Sequence[Way]) -> LinkCost:
-        """Return what is known, as far as it tells how long these ways take."""
+    def known(self, ways: Sequence[Way] | None = None) -> LinkCost:
+        """Return what is known, as far as it tells how long these ways take; ``None``: of parts of any size. Any thread."""
         part, descriptor, piece, byte, alone, among = (self._terms * self._guess).tolist()
-        sure = {way.sort for way in ways if self._sure(way)}
+        if ways is None:
+            sure = {sort for sort, count in enumerate(self._seen) if count > KNOWN}
+        else:
+            sure = {way.sort for way in ways if self._sure(way)}
         return LinkCost(
             part,
             descriptor if 0 in sure else None,
@@ -217,13 +220,18 @@ class WayCosts:
         self.row = way.nbytes / way.rows
         self._count += 1
         sort = way.sort
-        if sort == cheapest(ways, self.known(ways)).sort:
-            self._credit = min(self._credit + TRIED * min(seconds, 2 * self._seconds(way)), TRIAL_S)
+        known = self.known(ways)
+        if sort == cheapest(ways, known).sort:
+            share = TRIED_AGAIN if max(map(known.seconds, ways)) < math.inf else TRIED
+            earned = share / 2 * min(seconds, 2 * self._seconds(way))
+            self._credit = [min(credit + earned, TRIAL_S) for credit in self._credit]
         else:
-            self._credit -= max(seconds - min(map(self._seconds, ways)), 0.0)
+            usual = min(map(self._seconds, ways))
+            due = max(2 * (self._seconds(way) - usual), usual)  # more than that was not for the way
+            self._credit[sort] -= min(max(seconds - usual, 0.0), due, TRIAL_S)
         if self._seen[sort]:
             self._learn(way, seconds)
-        self._seen[sort] = True
+        self._seen[sort] += 1
 
     def _learn(self, way: Way, seconds: float) -> None:
         sort = way.sort
@@ -249,22 +257,30 @@ class WayCosts:
     def ask(self, ways: Sequence[Way]) -> LinkCost | None:
         """Return the costs by which the way of the next part is to be chosen; ``None`` if the first guess stands.
 
-        Now and then these have another way tried than the cheapest. A trial loses no more than others may have lost so far: a hundredth of
-        the time of all parts.
+        Now and then these have another way tried than the cheapest. A trial has to wait until what it should lose is a small share of the
+        time of all parts since the last one.
         """
         if len(ways) == 1:
             return None
         known = self.known(ways)
         chosen = cheapest(ways, known)
-        if self._credit > 0.0:
-            taken = self._seconds(chosen)
-            for way in ways:
-                sort = way.sort
-                since, wait = self._count - self._tried[sort], EVERY if self._sure(way) else KNOWN
-                if sort != chosen.sort and since >= wait and self._seconds(way) - taken <= self._credit:
-                    self._tried[sort] = self._count
-                    return TRIALS[sort]
+        trial = self._trial(ways, chosen)
+        if trial is not None:
+            self._tried[trial.sort] = self._count
+            return TRIALS[trial.sort]
         return None if chosen is ways[0] else known
+
+    def _trial(self, ways: Sequence[Way], chosen: Way) -> Way | None:
+        """Return another way to be tried now, if one has been waiting for long enough and has the credit for it."""
+        usual = self._seconds(chosen)
+        for way in ways:
+            sort = way.sort
+            if way is chosen or self._credit[sort] <= 0.0:
+                continue
+            wait = EVERY if self._sure(way) else KNOWN
+            if self._count - self._tried[sort] >= wait and self._seconds(way) - usual <= self._credit[sort]:
+                return way
+        return None
 
     def _seconds(self, way: Way) -> float:
         return float(sum([count * self._terms[term] * self._guess[term] for term, count in way.counts()]))
