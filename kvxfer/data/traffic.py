@@ -23,7 +23,7 @@ from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.logs import logger
-from kvxfer.protocol.cost import LEAST, Way
+from kvxfer.protocol.cost import LEAST, PartWay
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, Moving, PartRef, Role
 from kvxfer.security import Security
@@ -310,7 +310,7 @@ class Traffic:
         if closing and not job.quiet and not job.lends_memory:  # the peer will tell about lent memory
             self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
         took, nbytes = now - job.begun, 0 if job.error else job.nbytes
-        way = Way(job.action.plan.rows, nbytes, job.action.piece_bytes) if nbytes > LEAST else None
+        way = PartWay(job.action.plan.rows, nbytes, job.action.piece_bytes) if nbytes > LEAST else None
         self._ends.add(job, Moved(job.ref, job.error, job.quiet, nbytes, job.collateral, took, None, way, own))
 
     # --- the turn of the data thread ---------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-__all__ = ["LEAST", "LinkCost", "Way", "WayCosts", "cheapest", "guess"]
+__all__ = ["LEAST", "LinkCost", "PartWay", "WayCosts", "cheapest", "guess"]
 
 LEAST = 1 << 20
 """Parts of at most this many bytes are not measured, and go by the first guess: most of their time is spent elsewhere."""
@@ -51,7 +51,7 @@ Floats = npt.NDArray[np.float64]
 Cost = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
-class Way(NamedTuple):
+class PartWay(NamedTuple):
     """A way for a part.
 
     Attributes:
@@ -102,7 +102,7 @@ class LinkCost(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     alone: Cost | None
     among: Cost | None
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, way: PartWay) -> float:
         """Return how long a part should take by a way; ``inf`` if that is not known."""
         pieces = way.pieces
         base = self.part + self.byte * way.nbytes
@@ -117,7 +117,7 @@ TRIALS = (
     LinkCost(0.0, 1.0, 0.0, 0.0, 0.0, 1.0),
     LinkCost(0.0, 1.0, 0.0, 0.0, 1.0, 0.0),
 )
-"""Costs with which a way is the cheapest by far, by its ``Way.sort``: who tells a peer that these are its costs has it try the way."""
+"""Costs with which a way is the cheapest by far, by its ``PartWay.sort``: who tells a peer that these are its costs has it try the way."""
 
 
 def guess(run_bytes: int, host: bool) -> LinkCost:
@@ -126,7 +126,7 @@ def guess(run_bytes: int, host: bool) -> LinkCost:
     return LinkCost(PART_S, run_bytes * byte, PIECE_S, byte, byte, byte)
 
 
-def cheapest(ways: Sequence[Way], cost: LinkCost | None) -> Way:
+def cheapest(ways: Sequence[PartWay], cost: LinkCost | None) -> PartWay:
     """Return the way to take. ``ways`` begins with the one that is taken while the others are not known to pay.
 
     Longer rows never make a part go staged that would go straight: they only make going straight cheaper.
@@ -157,7 +157,7 @@ class _Size:
     def __init__(self) -> None:
         self.nbytes, self.count, self.rates = 0, 0, np.zeros(6)
 
-    def add(self, way: Way, seconds: float) -> None:
+    def add(self, way: PartWay, seconds: float) -> None:
         rates = np.zeros(6)
         for term, count in way.counts():
             rates[term] = count / seconds
@@ -184,7 +184,7 @@ class WayCosts:
         self._tried = [0, 0, 0]  # the count when each way was last tried
         self._credit = [0.0, 0.0, 0.0]  # seconds that may be lost with trials of each way
 
-    def known(self, ways: Sequence[Way] | None = None) -> LinkCost:
+    def known(self, ways: Sequence[PartWay] | None = None) -> LinkCost:
         """Return what is known, as far as it tells how long these ways take; ``None``: of parts of any size. Any thread."""
         part, descriptor, piece, byte, alone, among = (self._terms * self._guess).tolist()
         if ways is None:
@@ -200,14 +200,14 @@ class WayCosts:
             among if 2 in sure else None,
         )
 
-    def _sure(self, way: Way) -> bool:
+    def _sure(self, way: PartWay) -> bool:
         sort, alike = way.sort, 0
         for (other, _, _), size in self._sizes.items():
             if other == sort and way.nbytes <= ALIKE * size.nbytes and size.nbytes <= ALIKE * way.nbytes:
                 alike += size.count
         return alike >= KNOWN
 
-    def took(self, way: Way, ways: Sequence[Way], seconds: float) -> None:
+    def took(self, way: PartWay, ways: Sequence[PartWay], seconds: float) -> None:
         """Learn from a part.
 
         Args:
@@ -233,7 +233,7 @@ class WayCosts:
             self._learn(way, seconds)
         self._seen[sort] += 1
 
-    def _learn(self, way: Way, seconds: float) -> None:
+    def _learn(self, way: PartWay, seconds: float) -> None:
         sort = way.sort
         key = sort, way.nbytes.bit_length() // 2, 0 if sort else way.rows.bit_length() // 2
         size = self._sizes[key] = self._sizes.pop(key) if key in self._sizes else _Size()
@@ -254,7 +254,7 @@ class WayCosts:
                 terms[i] = max((vector[i] + trust - rest) / (row[i] + trust), 0.0)
         self._terms = np.array(terms)
 
-    def ask(self, ways: Sequence[Way]) -> LinkCost | None:
+    def ask(self, ways: Sequence[PartWay]) -> LinkCost | None:
         """Return the costs by which the way of the next part is to be chosen; ``None`` if the first guess stands.
 
         Now and then these have another way tried than the cheapest. A trial has to wait until what it should lose is a small share of the
@@ -270,7 +270,7 @@ class WayCosts:
             return TRIALS[trial.sort]
         return None if chosen is ways[0] else known
 
-    def _trial(self, ways: Sequence[Way], chosen: Way) -> Way | None:
+    def _trial(self, ways: Sequence[PartWay], chosen: PartWay) -> PartWay | None:
         """Return another way to be tried now, if one has been waiting for long enough and has the credit for it."""
         usual = self._seconds(chosen)
         for way in ways:
@@ -282,5 +282,5 @@ class WayCosts:
                 return way
         return None
 
-    def _seconds(self, way: Way) -> float:
+    def _seconds(self, way: PartWay) -> float:
         return float(sum([count * self._terms[term] * self._guess[term] for term, count in way.counts()]))

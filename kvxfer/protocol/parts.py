@@ -12,7 +12,7 @@ import numpy as np
 from kvxfer.config import SLOTS
 from kvxfer.geometry import HOST, Cache, CopyPlan, Planner, Region
 from kvxfer.memory import sample
-from kvxfer.protocol.cost import LinkCost, Way, WayCosts, cheapest, guess
+from kvxfer.protocol.cost import LinkCost, PartWay, WayCosts, cheapest, guess
 from kvxfer.protocol.values import LinkInfo, PartRef
 from kvxfer.values import BlockTable
 
@@ -207,7 +207,7 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo, cost: LinkCost | None = None) ->
     return cheapest(ways(rows, plan.nbytes, info, longest), cost).piece_bytes
 
 
-def ways(rows: int, nbytes: int, info: LinkInfo, longest: int = 0) -> list[Way]:
+def ways(rows: int, nbytes: int, info: LinkInfo, longest: int = 0) -> list[PartWay]:
     """Return the ways that a part may go; the first is that of the first guess.
 
     Args:
@@ -216,13 +216,13 @@ def ways(rows: int, nbytes: int, info: LinkInfo, longest: int = 0) -> list[Way]:
         info: What is known of the link.
         longest: Bytes of its longest row, if that may be longer than a piece.
     """
-    straight, below = Way(rows, nbytes), info.stage_below * rows
+    straight, below = PartWay(rows, nbytes), info.stage_below * rows
     if nbytes >= IN_DOUBT * below:
         return [straight]
     depths = HOST_DEPTHS if on_host(info.planner.src.regions) else DEVICE_DEPTHS
     least = max(PIECE_LEAST, info.piece_bytes // 4, longest)
     sizes = dict.fromkeys(min(info.piece_bytes, max(least, nbytes // depth)) for depth in depths)
-    staged = [Way(rows, nbytes, size) for size in sizes]
+    staged = [PartWay(rows, nbytes, size) for size in sizes]
     if IN_DOUBT * nbytes < below:
         return staged
     return [straight, *staged] if nbytes >= below else [staged[0], straight, *staged[1:]]

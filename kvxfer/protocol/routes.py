@@ -24,7 +24,8 @@ class Routes:
     Attributes:
         links: What is known of each link; ``None`` while it is being made.
         paces: The pace of each link over which something has come.
-        costs: What ways cost on each link over which a part has come that is long enough to tell.
+        costs: What ways cost on each link over which a part has come that is long enough to tell. Not where producers write, because only
+            they see whether a part goes straight.
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class Routes:
         if link in self.paces:
             self.paces[link].took(done.nbytes, done.seconds, now)
         info = self.links.get(link)
-        if done.way is not None and info is not None:
+        if done.way is not None and info is not None and info.mode != "write":
             if link not in self.costs:
                 self.costs[link] = way_costs(info)
             self.costs[link].took(done.way, ways(done.way.rows, done.way.nbytes, info), done.own_seconds)

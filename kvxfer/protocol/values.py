@@ -14,7 +14,7 @@ from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.memory import Side
-from kvxfer.protocol.cost import Way
+from kvxfer.protocol.cost import PartWay
 from kvxfer.protocol.messages import Message
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
@@ -345,7 +345,7 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     collateral: bool = False
     seconds: float = 0.0
     checksum: int | None = None
-    way: Way | None = None
+    way: PartWay | None = None
     own_seconds: float = 0.0
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.geometry import HOST
-from kvxfer.protocol.cost import PAYS, TRIAL_S, TRIALS, TRIED, LinkCost, Way, WayCosts, cheapest, guess
+from kvxfer.protocol.cost import PAYS, TRIAL_S, TRIALS, TRIED, LinkCost, PartWay, WayCosts, cheapest, guess
 from kvxfer.protocol.parts import IN_DOUBT, ways
 from kvxfer.protocol.values import LinkInfo
 from tests.protocol.test_pieces import planner
@@ -53,7 +53,7 @@ class Simulated:
     def __post_init__(self) -> None:
         self.costs = WayCosts(guess(self.info.stage_below, self.info is HOSTS))
 
-    def move(self, rows: int, row: int) -> Way:
+    def move(self, rows: int, row: int) -> PartWay:
         """Move a part by the way that is chosen for it."""
         choice = ways(rows, rows * row, self.info)
         way = cheapest(choice, self.costs.ask(choice))
