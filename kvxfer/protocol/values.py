@@ -192,7 +192,8 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
         planner: Plans copies between the two caches.
         peer: The other agent's epoch.
         piece_bytes: The size of a staged piece that both sides agreed on.
-        stage_below: A part goes staged if its pattern rows are shorter than this many bytes on average; 0 means never.
+        stage_below: A part goes staged if its rows are shorter than this many bytes on average, as a first guess (``parts.ways``); 0 means
+            never.
         integrity: How much of what moves is hashed on both sides.
         revocations: On a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here.
         name: The peer's name for operators.
