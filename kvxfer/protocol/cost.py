@@ -23,7 +23,7 @@ LEAST = 1 << 20
 PAYS = 0.9
 """Another way than the first guess's is taken if it should take at most this share of the time."""
 KNOWN, ALIKE = 4, 8
-"""A time counts as known once as many parts of a way have been measured that were at most so many times longer or shorter. One before
+"""A time counts as known once as many parts of a way have been measured that were at most this number of times longer or shorter. One before
 them, which makes connections, teaches nothing."""
 TRIED, TRIED_AGAIN = 1 / 50, 1 / 200
 """The share of the time of all parts that may be lost with trials of other ways: while one of them is not known, and later."""
@@ -39,7 +39,7 @@ SIZES = 32
 TRUST = 1e-3
 """The weight of the first guesses against that of a size of parts."""
 SWEEPS = 4
-"""How often each term is fitted anew after a part; the next part goes on from there."""
+"""How often each term is fitted again after a part; the next part goes on from there."""
 
 PART_S, PIECE_S = 100e-6, 200e-6
 HOST_BYTE_S, DEVICE_BYTE_S = 250e-12, 2.5e-12

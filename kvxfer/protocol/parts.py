@@ -34,7 +34,7 @@ HOST_DEPTHS, DEVICE_DEPTHS = (2, 1), (1, 2)
 packing, moving and unpacking overlap. A device packs a part in a fraction of the time that a piece costs threads on both sides
 (docs/decisions/0016)."""
 IN_DOUBT = 64
-"""Whether a part goes straight or staged is open to measurement while its rows are at most so many times longer or shorter than the first
+"""Whether a part goes straight or staged is open to measurement while its rows are at most this number of times longer or shorter than the first
 guess of the length at which both cost the same."""
 
 
