@@ -245,6 +245,7 @@ class ConsumerMachine:
 
     def tick(self, now: float) -> list[Action]:
         """Handle deadlines and repeat messages. Call it when ``next_tick`` is due."""
+        self._routes.learn()
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
@@ -261,6 +262,8 @@ class ConsumerMachine:
 
     def next_tick(self) -> float | None:
         """Return when ``tick`` next has something to do, or ``None``."""
+        if self._routes.unlearned:
+            return 0.0
         return min((t for t in (self._deadlines.next(), self._attempts.next()) if t is not None), default=None)
 
     def __len__(self) -> int:

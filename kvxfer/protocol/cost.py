@@ -8,7 +8,8 @@ squares, relative to each time. What a link never does keeps its first guess. do
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -23,8 +24,8 @@ LEAST = 1 << 20
 PAYS = 0.9
 """Another way than the first guess's is taken if it should take at most this share of the time."""
 KNOWN, ALIKE = 4, 8
-"""A time counts as known once as many parts of a way have been measured that were at most this number of times longer or shorter. One before
-them, which makes connections, teaches nothing."""
+"""A time counts as known once this number of parts of a way have been measured that were at most this number of times longer or shorter.
+One before them, which makes connections, teaches nothing."""
 TRIED, TRIED_AGAIN = 1 / 50, 1 / 200
 """The share of the time of all parts that may be lost with trials of other ways: while one of them is not known, and later."""
 TRIAL_S = 0.05
@@ -34,6 +35,8 @@ EVERY = 16
 GAIN, ODD = 1 / 16, 4.0
 """The weight of one more part among those of its size, and how much faster than these it may count as. One that was held up weighs
 little by itself."""
+NOTED = 64
+"""The most parts of which something may wait to be learned; of more, the last ones count."""
 SIZES = 32
 """The most sizes of parts, each twice to four times as long as the next, of which something is kept."""
 TRUST = 1e-3
@@ -171,13 +174,19 @@ class WayCosts:
     """What the ways cost on one link, as far as its transfers have told.
 
     Attributes:
-        row: Bytes of a row of the last measured part, on average; 0 before there was one.
+        row: Bytes of a row of the last measured part, on average.
+
+    Args:
+        first: The first guess.
+        choices: Returns the ways of a part of so many rows and bytes; the first is that of the first guess.
     """
 
-    def __init__(self, first: LinkCost) -> None:
-        self.row = 0.0
+    def __init__(self, first: LinkCost, choices: Callable[[int, int], Sequence[PartWay]]) -> None:
+        self.row = 1.0
+        self._choices = choices
+        self._noted: deque[tuple[PartWay, float]] = deque(maxlen=NOTED)  # parts of which nothing has been learned yet
         self._guess = np.array(msgspec.structs.astuple(first))
-        self._terms = np.ones(6)  # as multiples of the first guess
+        self._terms: list[float] = self._guess.tolist()
         self._sizes: dict[tuple[int, int, int], _Size] = {}  # the last one seen last
         self._count = 0  # of all measured parts
         self._seen = [0, 0, 0]  # the measured parts that went each way
@@ -186,7 +195,7 @@ class WayCosts:
 
     def known(self, ways: Sequence[PartWay] | None = None) -> LinkCost:
         """Return what is known, as far as it tells how long these ways take; ``None``: of parts of any size. Any thread."""
-        part, descriptor, piece, byte, alone, among = (self._terms * self._guess).tolist()
+        part, descriptor, piece, byte, alone, among = self._terms
         if ways is None:
             sure = {sort for sort, count in enumerate(self._seen) if count > KNOWN}
         else:
@@ -207,17 +216,22 @@ class WayCosts:
                 alike += size.count
         return alike >= KNOWN
 
-    def took(self, way: PartWay, ways: Sequence[PartWay], seconds: float) -> None:
-        """Learn from a part.
+    def took(self, way: PartWay, seconds: float) -> None:
+        """Record by which way a part went and how long it took, less what others had of that time.
 
-        Args:
-            way: The way that it went.
-            ways: All ways that it could have gone.
-            seconds: How long it took, less what others had of that time.
+        That is all that is done before its end is known to the engine; see ``learn``.
         """
-        if seconds <= 0.0 or not way.rows:
-            return
-        self.row = way.nbytes / way.rows
+        if seconds > 0.0 and way.rows:
+            self.row = way.nbytes / way.rows
+            self._noted.append((way, seconds))
+
+    def learn(self) -> None:
+        """Learn from the parts that were recorded. ``ask`` does it as well; it takes some 0.1 ms."""
+        while self._noted:
+            self._measured(*self._noted.popleft())
+
+    def _measured(self, way: PartWay, seconds: float) -> None:
+        ways = self._choices(way.rows, way.nbytes)
         self._count += 1
         sort = way.sort
         known = self.known(ways)
@@ -230,10 +244,10 @@ class WayCosts:
             due = max(2 * (self._seconds(way) - usual), usual)  # more than that was not for the way
             self._credit[sort] -= min(max(seconds - usual, 0.0), due, TRIAL_S)
         if self._seen[sort]:
-            self._learn(way, seconds)
+            self._keep(way, seconds)
         self._seen[sort] += 1
 
-    def _learn(self, way: PartWay, seconds: float) -> None:
+    def _keep(self, way: PartWay, seconds: float) -> None:
         sort = way.sort
         key = sort, way.nbytes.bit_length() // 2, 0 if sort else way.rows.bit_length() // 2
         size = self._sizes[key] = self._sizes.pop(key) if key in self._sizes else _Size()
@@ -246,22 +260,24 @@ class WayCosts:
         """Bring each term to where the squares of all relative errors are least, while the others stay as they are."""
         rates = np.array([size.rates for size in self._sizes.values()]) * self._guess
         matrix, vector = (rates.T @ rates).tolist(), rates.sum(axis=0).tolist()
-        terms = self._terms.tolist()
+        terms = (self._terms / self._guess).tolist()
         for _ in range(SWEEPS):
             for i, row in enumerate(matrix):
                 trust = TRUST / max(terms[i], 1.0) ** 2
                 rest = sum([a * b for a, b in zip(row, terms, strict=True)]) - row[i] * terms[i]
                 terms[i] = max((vector[i] + trust - rest) / (row[i] + trust), 0.0)
-        self._terms = np.array(terms)
+        self._terms = (terms * self._guess).tolist()
 
-    def ask(self, ways: Sequence[PartWay]) -> LinkCost | None:
+    def ask(self, rows: int, nbytes: int) -> LinkCost | None:
         """Return the costs by which the way of the next part is to be chosen; ``None`` if the first guess stands.
 
         Now and then these have another way tried than the cheapest. A trial has to wait until what it should lose is a small share of the
         time of all parts since the last one.
         """
+        ways = self._choices(rows, nbytes)
         if len(ways) == 1:
             return None
+        self.learn()
         known = self.known(ways)
         chosen = cheapest(ways, known)
         trial = self._trial(ways, chosen)
@@ -283,4 +299,4 @@ class WayCosts:
         return None
 
     def _seconds(self, way: PartWay) -> float:
-        return float(sum([count * self._terms[term] * self._guess[term] for term, count in way.counts()]))
+        return sum([count * self._terms[term] for term, count in way.counts()])

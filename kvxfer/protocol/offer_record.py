@@ -15,7 +15,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.pace import LinkPace
-from kvxfer.protocol.parts import AHEAD, Span, way_costs, ways
+from kvxfer.protocol.parts import AHEAD, Span, way_costs
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
 from kvxfer.protocol.values import (
     Abort,
@@ -69,13 +69,13 @@ class ConsumerLink(msgspec.Struct, eq=False):
         self.pace.took(done.nbytes, done.seconds, now)
         if done.way is not None and self.info.mode == "write":
             self.costs = self.costs or way_costs(self.info)
-            self.costs.took(done.way, ways(done.way.rows, done.way.nbytes, self.info), done.own_seconds)
+            self.costs.took(done.way, done.own_seconds)
 
     def cost(self, request: m.FetchRequest, plan: CopyPlan) -> LinkCost | None:
         """Return the costs by which the way of a part is chosen: of the side that has seen whole parts move."""
         if self.info.mode != "write" or self.costs is None or plan.nbytes <= LEAST:
             return request.cost
-        return self.costs.ask(ways(plan.rows, plan.nbytes, self.info))
+        return self.costs.ask(plan.rows, plan.nbytes)
 
 
 class RankServe(msgspec.Struct, eq=False):

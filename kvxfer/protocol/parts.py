@@ -34,8 +34,8 @@ HOST_DEPTHS, DEVICE_DEPTHS = (2, 1), (1, 2)
 packing, moving and unpacking overlap. A device packs a part in a fraction of the time that a piece costs threads on both sides
 (docs/decisions/0016)."""
 IN_DOUBT = 64
-"""Whether a part goes straight or staged is open to measurement while its rows are at most this number of times longer or shorter than the first
-guess of the length at which both cost the same."""
+"""Whether a part goes straight or staged is open to measurement while its rows are at most this number of times longer or shorter than
+the first guess of the length at which both cost the same."""
 
 
 class Span(NamedTuple):
@@ -230,4 +230,5 @@ def ways(rows: int, nbytes: int, info: LinkInfo, longest: int = 0) -> list[PartW
 
 def way_costs(info: LinkInfo) -> WayCosts:
     """Return what ways cost on a link, before anything has moved over it."""
-    return WayCosts(guess(max(info.stage_below, 1), on_host(info.planner.src.regions)))
+    first = guess(max(info.stage_below, 1), on_host(info.planner.src.regions))
+    return WayCosts(first, lambda rows, nbytes: ways(rows, nbytes, info))

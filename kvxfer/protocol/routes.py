@@ -10,7 +10,7 @@ from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.pace import LinkPace
-from kvxfer.protocol.parts import way_costs, ways
+from kvxfer.protocol.parts import way_costs
 from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Moved, Resolve, Resolved
 
 __all__ = ["Routes"]
@@ -26,12 +26,14 @@ class Routes:
         paces: The pace of each link over which something has come.
         costs: What ways cost on each link over which a part has come that is long enough to tell. Not where producers write, because only
             they see whether a part goes straight.
+        unlearned: Those of them that have something to learn from.
     """
 
     def __init__(self) -> None:
         self.links: dict[LinkId, LinkInfo | None] = {}
         self.paces: dict[LinkId, LinkPace] = {}
         self.costs: dict[LinkId, WayCosts] = {}
+        self.unlearned: list[WayCosts] = []
         self._routes: dict[Source, Resolved] = {}
         self._prepared: set[Source] = set()  # sources whose links are to be made once there is a route
         self._behind: Index[LinkId, Source] = Index()  # the sources whose routes lead over a link
@@ -108,7 +110,13 @@ class Routes:
         if done.way is not None and info is not None and info.mode != "write":
             if link not in self.costs:
                 self.costs[link] = way_costs(info)
-            self.costs[link].took(done.way, ways(done.way.rows, done.way.nbytes, info), done.own_seconds)
+            self.costs[link].took(done.way, done.own_seconds)
+            self.unlearned.append(self.costs[link])
+
+    def learn(self) -> None:
+        """Learn from the parts that have come, once nothing waits for it."""
+        while self.unlearned:
+            self.unlearned.pop().learn()
 
     def wish(self, link: LinkId, info: LinkInfo, tokens: int) -> tuple[bool, LinkCost | None]:
         """Return what is asked for with this number of tokens: whether single bands, and by which costs parts go straight or staged."""
@@ -117,7 +125,7 @@ class Routes:
             return False, None  # nothing has come over it
         nbytes = int(tokens * info.planner.token_bytes)
         if costs is not None and nbytes > LEAST and info.mode != "write":
-            cost = costs.ask(ways(max(int(nbytes / costs.row), 1), nbytes, info))
+            cost = costs.ask(max(int(nbytes / costs.row), 1), nbytes)
         return pace.slow(nbytes), cost
 
     def up(self, link: LinkId, info: LinkInfo) -> list[tuple[FetchRecord, RankFetch]]:
@@ -125,6 +133,7 @@ class Routes:
         if link not in self.links:
             return []
         self.links[link] = info
+        self.costs.pop(link, None)  # it may be made by another back end now
         return self.users(link)
 
     def use(self, f: FetchRecord) -> None:

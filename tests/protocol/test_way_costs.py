@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.geometry import HOST
-from kvxfer.protocol.cost import PAYS, TRIAL_S, TRIALS, TRIED, LinkCost, PartWay, WayCosts, cheapest, guess
-from kvxfer.protocol.parts import IN_DOUBT, ways
+from kvxfer.protocol.cost import PAYS, TRIAL_S, TRIALS, TRIED, LinkCost, PartWay, cheapest, guess
+from kvxfer.protocol.parts import IN_DOUBT, way_costs, ways
 from kvxfer.protocol.values import LinkInfo
 from tests.protocol.test_pieces import planner
 
@@ -51,18 +51,19 @@ class Simulated:
     sorts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.costs = WayCosts(guess(self.info.stage_below, self.info is HOSTS))
+        self.costs = way_costs(self.info)
 
     def move(self, rows: int, row: int) -> PartWay:
         """Move a part by the way that is chosen for it."""
         choice = ways(rows, rows * row, self.info)
-        way = cheapest(choice, self.costs.ask(choice))
+        way = cheapest(choice, self.costs.ask(rows, rows * row))
         seconds = self.true.seconds(way)
         self.took += seconds
         self.by_guess += self.true.seconds(choice[0])
         self.least += min(map(self.true.seconds, choice))
         late = 10 if self.dice.random() < self.held_up else 1
-        self.costs.took(way, choice, seconds * math.exp(self.dice.gauss(0.0, self.noise)) * late)
+        self.costs.took(way, seconds * math.exp(self.dice.gauss(0.0, self.noise)) * late)
+        self.costs.learn()
         self.sorts.append(way.sort)
         return way
 
@@ -95,7 +96,7 @@ def test_little_is_lost_against_one_who_knows_the_link(true: LinkCost, shapes: l
 def test_nothing_changes_before_something_was_measured(true: LinkCost) -> None:
     link = Simulated(true)
     choice = ways(512, 512 * 256 * KIB, DEVICE)
-    assert link.costs.ask(choice) is None and cheapest(choice, None) is choice[0]
+    assert link.costs.ask(512, 512 * 256 * KIB) is None and cheapest(choice, None) is choice[0]
     assert cheapest(choice, link.costs.known(choice)) is choice[0]
     link.move(512, 256 * KIB)
     assert link.costs.known(choice).descriptor is None and link.sorts == [choice[0].sort]
@@ -106,10 +107,12 @@ def test_one_measurement_of_another_way_changes_nothing() -> None:
     link = Simulated(VIRTUAL)
     choice = ways(512, 512 * 256 * KIB, DEVICE)
     for _ in range(50):
-        link.costs.took(choice[0], choice, 4e-3)
+        link.costs.took(choice[0], 4e-3)
+        link.costs.learn()
     straight = next(way for way in choice if not way.pieces)
     for _ in range(3):
-        link.costs.took(straight, choice, 1e-9)
+        link.costs.took(straight, 1e-9)
+        link.costs.learn()
         assert cheapest(choice, link.costs.known(choice)) is choice[0]
 
 
@@ -138,14 +141,16 @@ def test_the_figures_come_to_the_true_costs(factors: tuple[float, ...], seed: in
     """With parts of all kinds, however wrong the first guess was. What adds little to any part need not be known well."""
     first = guess(256 * KIB, False)
     true = LinkCost(*(term * factor for term, factor in zip(msgspec.structs.astuple(first), factors, strict=True)))
-    dice, costs = random.Random(seed), WayCosts(first)
+    dice = random.Random(seed)
     shapes = [(n, row) for n in (8, 64, 512, 4096) for row in (64 * KIB, 512 * KIB, 4 * MIB) if n * row > MIB]
     info = msgspec.structs.replace(DEVICE, stage_below=256 * KIB)
+    costs = way_costs(info)
     for _ in range(800):
         rows, row = dice.choice(shapes)
         choice = ways(rows, rows * row, info)
         way = dice.choice(choice)
-        costs.took(way, choice, true.seconds(way) * math.exp(dice.gauss(0.0, 0.1)))
+        costs.took(way, true.seconds(way) * math.exp(dice.gauss(0.0, 0.1)))
+        costs.learn()
     for rows, row in shapes:
         choice = ways(rows, rows * row, info)
         for way in choice:
@@ -175,7 +180,8 @@ def test_parts_that_are_held_up_do_not_turn_the_choice() -> None:
         choice = ways(512, 512 * 256 * KIB, DEVICE)
         straight = next(way for way in choice if not way.pieces)
         for _ in range(3):
-            link.costs.took(straight, choice, 0.1)
+            link.costs.took(straight, 0.1)
+            link.costs.learn()
         assert cheapest(choice, link.costs.known(choice)) is straight
 
 
