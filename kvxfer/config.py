@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from kvxfer import identity
 from kvxfer.errors import ConfigError
-from kvxfer.facts import TEXT
+from kvxfer.facts import MAX_TEXT
 from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address, port_range
 
 SLOTS, MIN_PIECE = 4, 4096
@@ -23,7 +23,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait 
 Budget = Annotated[float, Meta(ge=0, le=1)]
 Staging = Annotated[int, Meta(ge=SLOTS * MIN_PIECE)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
-ModelName = Annotated[str, Meta(min_length=1, max_length=TEXT)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 Integrity = Literal["off", "sample", "full"]
 
 Ask = Literal["auto", "always", "never"]

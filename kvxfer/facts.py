@@ -19,11 +19,11 @@ from kvxfer.text import escaped
 
 __all__ = ["Facts", "check", "difference", "sealed", "settings_hash"]
 
-MOST, NAME, TEXT = 32, 40, 200
+MAX_FACTS, MAX_NAME, MAX_TEXT = 32, 40, 200
 
 Facts = Annotated[
-    dict[Annotated[str, Meta(min_length=1, max_length=NAME)], Annotated[str, Meta(max_length=TEXT)]],
-    Meta(max_length=MOST),
+    dict[Annotated[str, Meta(min_length=1, max_length=MAX_NAME)], Annotated[str, Meta(max_length=MAX_TEXT)]],
+    Meta(max_length=MAX_FACTS),
 ]
 """Short texts by short names; messages list them in this order."""
 
@@ -41,14 +41,14 @@ def check(facts: Mapping[str, str]) -> dict[str, str]:
     """
     if not isinstance(facts, Mapping):
         raise ConfigError(f"facts must be a mapping of texts by name, not a {type(facts).__name__}")
-    if len(facts) > MOST:
-        raise ConfigError(f"{len(facts)} facts are more than {MOST}; state a hash of some")
+    if len(facts) > MAX_FACTS:
+        raise ConfigError(f"{len(facts)} facts are more than {MAX_FACTS}; state a hash of some")
     for name, text in facts.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise ConfigError(f"the fact {name!r:.60} must be a text by a name, not {text!r:.60}")
-        if not 0 < len(name) <= NAME or len(text) > TEXT or not (name + text).isprintable():
+        if not 0 < len(name) <= MAX_NAME or len(text) > MAX_TEXT or not (name + text).isprintable():
             raise ConfigError(
-                f"the fact {name[:NAME]!r}: {text[:TEXT]!r} is not up to {NAME} and {TEXT} printable characters; "
+                f"the fact {name[:MAX_NAME]!r}: {text[:MAX_TEXT]!r} is not up to {MAX_NAME} and {MAX_TEXT} printable characters; "
                 "state a hash of it"
             )
     return dict(facts)

@@ -8,7 +8,7 @@ import re
 from array import array
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 # Counts how often an engine gave up blocks and offered again; meaningful only together with an epoch.
 Generation: TypeAlias = int
+
+RequestId = NewType("RequestId", str)
+"""An engine's own name of a request. No other engine hears of it, and a later request may have it again."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")

@@ -25,7 +25,7 @@ __all__ = ["KeyRing", "KeySet", "keyring", "read_keys", "write_keys"]
 
 log = logger("kvxfer.security")
 
-LONGEST = 4 << 20
+MAX_BYTES = 4 << 20
 """The most bytes of a key file: thousands of keys."""
 SETTLES_S = 2.0
 """A file that was written within these seconds is read at each look, because another write may leave its time and size the same."""
@@ -143,9 +143,9 @@ class KeyRing:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            data = file.read(LONGEST + 1)
-        if len(data) > LONGEST:
-            raise OSError(errno.EFBIG, f"it has more than {LONGEST >> 20} MiB")
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES >> 20} MiB")
         self._warn(status.st_mode)
         settled = abs(time.time() - status.st_mtime) > SETTLES_S
         return (_identity(status) if settled else None), data.decode(errors="replace")

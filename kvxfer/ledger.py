@@ -47,7 +47,7 @@ class BlockLedger:
     def __init__(self, spaces: Mapping[int, int] | None = None) -> None:
         self._spaces = dict(spaces or {})
         self.filling = False
-        self._claims: dict[Hashable, list[_Claim]] = {}
+        self._claims: dict[Hashable, tuple[_Claim, ...]] = {}
         self._filled: defaultdict[int, set[int]] = defaultdict(set)
         self._read: defaultdict[int, set[int]] = defaultdict(set)
         self._more: defaultdict[int, dict[int, int]] = defaultdict(
@@ -86,7 +86,7 @@ class BlockLedger:
                 self.filling |= bool(ids)
             else:
                 self._reads(space, ids)
-        self._claims.setdefault(holder, []).append(_Claim(fills, blocks, by, generation))
+        self._claims[holder] = (*self._claims.get(holder, ()), _Claim(fills, blocks, by, generation))
 
     def drop(self, holder: Hashable, generation: int = sys.maxsize) -> None:
         """Drop the claims of ``holder`` up to a generation, if it has any."""
@@ -95,7 +95,7 @@ class BlockLedger:
             return
         for claim in claims:
             if claim.generation > generation:
-                self._claims.setdefault(holder, []).append(claim)
+                self._claims[holder] = (*self._claims.get(holder, ()), claim)
                 continue
             for space, ids in claim.blocks.items():
                 if claim.fills:

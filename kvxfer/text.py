@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["LONGEST_SHOWN", "escaped", "printable", "size"]
+__all__ = ["MAX_SHOWN", "escaped", "printable", "size"]
 
-LONGEST_SHOWN = 200
+MAX_SHOWN = 200
 """The most characters of a name in the log."""
 
 
@@ -17,7 +17,7 @@ def escaped(text: str) -> str:
 
 def printable(name: object) -> str:
     """Return a request's or transfer's name cut and escaped for the log, because clients choose it freely."""
-    return escaped(str(name)[:LONGEST_SHOWN])
+    return escaped(str(name)[:MAX_SHOWN])
 
 
 def size(nbytes: float) -> str:

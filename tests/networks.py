@@ -3,6 +3,7 @@
 Each has an address that the others reach, a loopback of its own, and nothing else: what is told `127.0.0.1` finds only itself.
 """
 
+import json
 import os
 import select
 import shutil
@@ -12,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Host", "hosts", "lack", "on_slow_link"]
+__all__ = ["Host", "Program", "hosts", "lack", "on_slow_link", "program"]
 
 PROGRAMS = ("unshare", "nsenter", "ip")
 PATIENCE_S = 30.0
@@ -124,3 +126,36 @@ def on_slow_link(program: str, mbit: int, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+class Program:
+    """A module of these tests that runs on a host, and is told lines of JSON, and tells objects."""
+
+    def __init__(self, module: str, host: Host, *arguments: str, within: Sequence[str] = ()) -> None:
+        command = [*host.into, *within, sys.executable, "-m", module, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, *words: Any, **named: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(named or words) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The object that it tells next; what libraries print is none."""
+        assert self._process.stdout is not None
+        while not (line := self._process.stdout.readline()).startswith("{"):
+            assert line, "it has ended"
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def program(module: str, host: Host, *arguments: str, within: Sequence[str] = ()) -> Iterator[Program]:
+    one = Program(module, host, *arguments, within=within)
+    try:
+        yield one
+    finally:
+        one.end()

@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvxfer.engine import WorkerChannel
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Await, Named
 from kvxfer.security import make_key
+from kvxfer.testing.engine import ConversationEngine, until
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import registry
 from tests.conftest import require
@@ -312,6 +314,43 @@ def test_it_says_what_becomes_of_elastic_caches(node: Any) -> None:
     assert found["peers"][0]["peer_elastic"] is True
     assert "failure" not in found["peers"][0]
     assert call(node("tcp", seed=1).source)["peer_elastic"] is False
+
+
+def test_a_visit_tells_what_became_of_prefixes() -> None:
+    """What others have asked an engine for, what it has asked others for, and how soon it answers now, if it makes steps."""
+    text = list(range(64))
+    with ConversationEngine({"backend": "tcp"}, name="d") as d, ConversationEngine({"backend": "tcp"}, name="p") as p:
+        for engine in (d, p):
+            engine.step()
+        d.finish_turn(d.begin("held", [*text, 99], [98]))
+        for tail, sources in ((99, [d.scheduler.source]), (98, [])):
+            turn = p.begin(f"turn-{tail}", [*text, tail], [1], sources)
+            until(lambda turn=turn: (d.step(timeout=0.001), p.step(timeout=0.001)) and turn.done)
+
+        def visited(engine: ConversationEngine) -> dict[str, Any]:
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(call, engine.scheduler.source, backend="tcp")
+                until(lambda: engine.step(timeout=0.001) and False or found.done(), 60.0)
+            return found.result()
+
+        asked = visited(d)["prefixes"]
+        assert (asked["inquiries"], asked["held"], asked["offered"], asked["refused"], asked["asked"]) == (
+            1,
+            1,
+            64,
+            0,
+            0,
+        )
+        assert 0 < asked["answer_s"] < 5 and 0 < asked["asked_now_s"] < 2
+        found = visited(p)
+        asking = found["prefixes"]
+        kinds = ("asked", "unanswered", "found", "loaded", "dear", "recomputed", "inquiries")
+        assert [asking[kind] for kind in kinds] == [1, 0, 64, 64, 0, 0, 0]
+        with StringIO() as shown:
+            show_visit(Console(file=shown, width=500), found)
+            assert "asked others for: 1 requests, 0 unanswered; 64 tokens found, 64 loaded" in shown.getvalue()
+            assert "one after " in shown.getvalue()
+        assert call(p.scheduler.source, backend="tcp")["prefixes"]["asked_now_s"] is None, "it makes no steps"
 
 
 SLOW = """

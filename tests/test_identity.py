@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvxfer.identity import Address, IdentityError, TransferId, allowed, digest, key, new_epoch, parse_address
 
-suffixes = st.text("0123456789abcdef", min_size=8, max_size=8)
 # External ids, with a bias to those that look as if an engine had had its hands on them.
 externals = (
     st.lists(

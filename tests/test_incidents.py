@@ -68,6 +68,9 @@ class Play:
         ran = CliRunner().invoke(build(), ["why", "cmpl-7", "--decode", f"{source.host}:{source.port}", *more])
         return ran.exit_code, ran.output
 
+    def story(self, d: PagedEngine) -> Any:
+        return json.loads(self.why(d, "--json")[1])["requests"][0]
+
 
 @pytest.fixture
 def play(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
@@ -132,6 +135,29 @@ def test_a_link_that_moves_some_and_not_all(play: Play) -> None:
     assert play.counted() == {"timed_out/127.0.0.1"}
     code, text = play.why(d)
     assert code == 1 and "had come" in text
+
+
+@pytest.mark.parametrize("way", ["read", "write", "sendrecv", "read packed", "write packed", "sendrecv packed"])
+def test_a_slow_link_says_how_far_it_got_whoever_moves_the_bytes(play: Play, way: str) -> None:
+    verb, _, packed = way.partition(" ")
+    inner = {"verbs": ["send", "recv"] if verb == "sendrecv" else [verb], "run_bytes": 1 << 20 if packed else 1}
+    slow = {
+        "backend": "kvxfer.testing.faults:Faulty",
+        "backend_options": {"inner": "kvxfer.testing.fake:FakeTransport", "inner_options": inner, "bytes_per_s": 40.0},
+    }
+    p, d = play.engine(**slow), play.engine(**slow)
+    said = play.load(d, p.offer("q", TOKENS))
+    if verb == "sendrecv":  # the receiving side of this back end does not tell
+        assert re.search(
+            r"timed_out.*; 0 of [\d.]+ k?B had come after 3\.\d s; the link is slow, or stands still", said
+        ), said
+        return
+    assert re.search(r"timed_out.*; [\d.]+ B of [\d.]+ k?B.* had come in [23]\.\d s, [\d.]+ B/s", said), said
+    assert "at that rate it takes" in said
+    assert play.counted() == {"timed_out/127.0.0.1"}
+    code, text = play.why(d)
+    assert code == 1 and "at that rate it takes" in " ".join(text.split())
+    assert play.story(d)["decode"]["came"] > 0
 
 
 def test_nobody_answers(play: Play) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from kvxfer.cli.main import build
 from kvxfer.cli.verdict import judge
 from kvxfer.engine import stories
 from kvxfer.engine.scheduler import SchedulerSide
+from kvxfer.identity import Source
 from kvxfer.protocol.messages import Explain, Story, decode, encode
 from kvxfer.security import make_key
 from kvxfer.testing.engine import PagedEngine, until
@@ -194,20 +197,66 @@ def test_no_more_is_kept_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(kept._notes) == stories.KEPT
 
 
-def test_a_question_repeated_without_end_keeps_nobody_waiting(make: Any) -> None:
-    pair = make()
-    directory, asked = pair.d.scheduler.directory, 0
+class Slow:
+    """A directory whose answers to operators take 50 ms."""
 
-    def slow(question: Explain) -> Any:
-        nonlocal asked
-        asked += 1
+    def __init__(self, pair: Any) -> None:
+        self.directory, self.asked, self._tell = pair.d.scheduler.directory, 0, pair.d.scheduler.directory.explain
+        self.directory.explain = self._explain
+
+    def _explain(self, question: Explain) -> Any:
+        self.asked += 1
         time.sleep(0.05)
-        return pair.d.scheduler._stories.explain(question)
+        return self._tell(question)
 
-    directory.explain = slow
-    began = time.monotonic()
-    until(lambda: (directory._explained(Explain()), time.monotonic() > began + 1.0)[1])
-    assert asked <= 3
+
+@contextmanager
+def repeating(source: Source, host: str) -> Iterator[None]:
+    """Put one question after the other from this host, without reading more than there is to read."""
+    with socket.create_connection((source.host, source.port), source_address=(host, 0)) as s:
+        frame, over = encode(Explain("r")), threading.Event()
+
+        def ask() -> None:
+            while not over.is_set():
+                s.sendall(len(frame).to_bytes(4, "little") + frame)
+                s.recv(1 << 16)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def test_a_question_repeated_without_end_takes_a_share_of_the_thread(make: Any) -> None:
+    pair = make()
+    slow = Slow(pair)
+    with repeating(pair.d.scheduler.source, "127.0.0.1"):
+        time.sleep(1.0)
+    assert 0 < slow.asked <= 3
+
+
+def test_a_peer_that_repeats_its_question_keeps_no_other_peer_waiting(make: Any) -> None:
+    pair = make()
+    slow = Slow(pair)
+    with repeating(pair.d.scheduler.source, "127.0.0.2"):
+        until(lambda: slow.asked > 0)
+        for _ in range(2):
+            began = time.monotonic()
+            pair.why("nobody")
+            assert time.monotonic() - began < 0.9, "it need not be asked again"
+            time.sleep(2.5)  # in which its own share comes back
+
+
+def test_a_program_that_repeats_its_question_keeps_no_operator_on_its_host_waiting(make: Any) -> None:
+    pair = make()
+    slow = Slow(pair)
+    with repeating(pair.d.scheduler.source, "127.0.0.1"):
+        until(lambda: slow.asked > 0)
+        code, text = pair.why("nobody")
+    assert code == 3 and "no engine that was asked knows request 'nobody'" in text and "problem" not in text
 
 
 def test_messages_of_any_length_fit() -> None:

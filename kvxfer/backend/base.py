@@ -13,7 +13,7 @@ from kvxfer.backend.memories import Memories
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Quieted, Transport, Verb
 
 __all__ = ["ONE_SIDED", "Base"]

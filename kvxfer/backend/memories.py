@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import HOST, Region, flat_starts
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import HOST, Region, flat_starts
 
 __all__ = ["Memories"]
 

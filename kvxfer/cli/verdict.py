@@ -129,6 +129,7 @@ def _under_way(consumer: Story, producer: Story | None) -> Finding:
         "waiting": "it waits for the prefill engine to begin",
         "open": "it waits for free blocks of the decode engine",
         "shared": "another request of the same prompt loads it",
+        "fetching": "it waits for the prefill engine, or its bytes are on their way",
     }.get(consumer.outcome, "its bytes are on their way")
     theirs = ""
     if producer is not None and not producer.over and "computed" not in producer.stages:

@@ -30,13 +30,14 @@ from kvxfer.cli.terminal import verbatim
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.control.lookup import LookupAnswer, look_up
+from kvxfer.control.lookup import LookupAnswer, ask_for_prefix, explain, look_up
 from kvxfer.errors import ConfigError, KvxferError, PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Region, View
-from kvxfer.geometry.cache import flat_starts
-from kvxfer.identity import Source, TransferId, parse_address
+from kvxfer.geometry.region import flat_starts
+from kvxfer.identity import Address, Source, TransferId, parse_address
 from kvxfer.memory import Space, allocate
+from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
 from kvxfer.security import Security
 from kvxfer.transport import registry
@@ -50,6 +51,8 @@ ASKED = 50
 LINK_S = 15.0
 """Time in which all links must be made."""
 PING_S = 0.5
+ANSWER_S = 2.0
+"""Time in which an engine answers a question for a prefix: with its next step, which may take long."""
 LONGEST_S = 120.0
 
 
@@ -106,6 +109,16 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
             f"engine {found['engine']!r} at {found['peer']}: {found['ranks']} rank(s), first answer after "
             f"{found['first_answer_ms']} ms, then round trips of {found['round_trip_ms']} ms"
         )
+    if asked := found.get("prefixes"):
+        now = "not at once" if asked["asked_now_s"] is None else f"one after {asked['asked_now_s'] * 1e3:.1f} ms now"
+        say(
+            f"prefixes that others asked it for: {asked['inquiries']} questions, {asked['held']} of them held, {asked['offered']} tokens "
+            f"offered, {asked['refused']} refused for want of room; answers after {asked['answer_s'] * 1e3:.1f} ms (median), {now}"
+        )
+        say(
+            f"prefixes that it asked others for: {asked['asked']} requests, {asked['unanswered']} unanswered; {asked['found']} tokens "
+            f"found, {asked['loaded']} loaded, {asked['dear']} computed because that was faster, {asked['recomputed']} recomputed"
+        )
     for link in found.get("links", ()):
         trip = "no answer" if link["round_trip"] is None else f"ping {link['round_trip'] * 1e3:.3f} ms"
         by = f" by {link['transport']}" if link["transport"] else ""
@@ -150,6 +163,7 @@ def _visit(peer: str, config: Config) -> dict[str, Any]:
         "ranks": len(found.engine.ranks),
         "first_answer_ms": round(found.first_s * 1e3, 3),
         "round_trip_ms": round(statistics.median(found.round_trips) * 1e3, 3),
+        "prefixes": _prefixes(target, config),
     }
     source = Source(target.host, target.port, found.engine.epoch)
     try:
@@ -159,6 +173,17 @@ def _visit(peer: str, config: Config) -> dict[str, Any]:
         return report
     except (KvxferError, OSError) as e:
         return report | {"failure": _told(Failure.of(e, peer=peer))}
+
+
+def _prefixes(target: Address, config: Config) -> dict[str, Any] | None:
+    """Return what became of questions for prefixes there, and how soon one is answered now; None if it does not say."""
+    security = Security.of(config)
+    try:
+        told = explain(target.host, target.port, security, config.peer_timeout, m.Explain(most=1)).prefixes
+        took = ask_for_prefix(target.host, target.port, security, ANSWER_S)
+    except PeerError:
+        return None
+    return msgspec.structs.asdict(told) | {"asked_now_s": took}
 
 
 def _told(failure: Failure) -> dict[str, str]:

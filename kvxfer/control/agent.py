@@ -41,7 +41,7 @@ from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.logs import logger
 from kvxfer.memory import with_elastic
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.values import Action, Event, Hashed, Stats
+from kvxfer.protocol.values import Event, Hashed, Stats
 from kvxfer.security import Security
 from kvxfer.transport import Capabilities, Fence, Transport
 from kvxfer.transport.auto import candidates, options_for
@@ -144,14 +144,13 @@ class Agent:
         return LinkPolicy.of(name, caps, staging, self.cache.told(), self.config.integrity)
 
     def _data_thread(self, name: str) -> DataThread:
-        regions = self.cache.regions
         return DataThread(
             name,
             partial(self._transport, name),
-            regions,
+            self.cache.regions,
             stager(self.cache, self.config.staging_bytes),
             self._post,
-            Limits(grace=self.config.abort_timeout, quarantine=sum(r.nbytes for r in regions) // 4),
+            Limits(grace=self.config.abort_timeout, quarantine=sum(r.nbytes for r in self.cache.regions) // 4),
             self._security,
         )
 
@@ -271,7 +270,7 @@ class Agent:
         arguments.instance("source", source, Source)
         if own is not None:
             arguments.instance("own", own, Source)
-        self._loop.do(partial(self._shell.prepare, source, own))
+        self._loop.do(lambda now: self._shell.consumer.prepare(source, own))
 
     def cancel(self, handle: str, reason: str) -> None:
         """Give up a fetch that the engine no longer wants; do nothing if it is over, or never began.
@@ -283,7 +282,7 @@ class Agent:
         self._check_open("cancel")
         arguments.string("handle", handle)
         arguments.string("reason", reason, MAX_REASON, empty=True)
-        self._loop.do(partial(self._shell.cancel, handle, reason))
+        self._loop.do(partial(self._shell.consumer.cancel, handle, reason))
 
     def identify(self, facts: Mapping[str, str]) -> None:
         """State what all KV of the engine depends on from now on (``kvxfer.facts``); takes effect after all earlier calls.
@@ -336,15 +335,7 @@ class Agent:
     def stats(self) -> Stats:
         """Return counts of what is under way now, and of what has happened since the start."""
         self._owner.check()
-        shell = self._shell
-        return Stats(
-            fetches=len(shell.consumer),
-            offers=len(shell.producer),
-            quarantined_bytes=self._data.quarantined_bytes,
-            corrupt=shell.consumer.corrupt + shell.producer.corrupt,
-            direct=shell.direct,
-            staged=shell.staged,
-        )
+        return self._shell.stats()
 
     def links(self) -> list[LinkStatus]:
         """Return all links that exist or are being made: first those that this agent dialled, then those that peers dialled."""
@@ -406,7 +397,4 @@ class Agent:
     # --- control and data threads ----------------------------------------------------------------------------------
 
     def _post(self, result: Result | Hashed) -> None:
-        self._loop.do(partial(self._result, result))
-
-    def _result(self, result: Result | Hashed, now: float) -> list[Action]:
-        return self._shell.result(result, now)  # the shell is made after the threads that post results
+        self._loop.do(lambda now: self._shell.result(result, now))  # which is made after the threads that post results

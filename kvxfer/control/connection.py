@@ -11,14 +11,13 @@ import os
 import select
 import socket
 import ssl
-import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from kvxfer.control.frames import FrameBuffer, head_of
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
@@ -34,7 +33,6 @@ Addresses = list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[
 """The result of ``socket.getaddrinfo``: each address that a name stands for."""
 
 
-_HEAD = struct.Struct("<I")
 _READ, _READS = 64 << 10, 4
 """The most bytes read at once, and the most reads in a turn."""
 _UNTAKEN = 64 << 10
@@ -93,16 +91,13 @@ class ControlConnection:
         self.watched: tuple[int, int] | None = None  # descriptor and events that ``ControlSockets`` polls it for
         self.moved = False  # has another socket since then, whose descriptor may have the same number
         self.told = False  # its owner need not hear any more that it is lost
-        self.counted = 0  # of ``held``, as ``ControlSockets`` knows it
         self._dirty, self._secure, self._proved = dirty, secure, proved
         self._socket: socket.socket | None = None
         self._targets: Addresses = []  # still to be tried
         self.try_by = 0.0  # until when the present one has to answer, if there are others
         self._silent = False  # one has not answered, where a process may listen all the same
         self._connected = self._open = False
-        self._in = bytearray()
-        self._frames: deque[bytes] = deque()  # complete ones, taken from the front of ``_in``
-        self._framed = 0  # bytes of them
+        self._in = FrameBuffer()
         self._out = bytearray()
         self._finished, self._dregs = False, 0
         self._want = select.EPOLLIN
@@ -126,7 +121,7 @@ class ControlConnection:
     @property
     def held(self) -> int:
         """The bytes that are held for this connection."""
-        return self._framed + len(self._in) + len(self._out)
+        return self._in.nbytes + len(self._out)
 
     # --- for its owner ---------------------------------------------------------------------------------------------
 
@@ -142,7 +137,7 @@ class ControlConnection:
         """Queue a message that is encoded already; see ``send``."""
         if self.lost is not None or self._finished or len(self._out) + len(frame) > _QUEUE:
             return False
-        self._out += _HEAD.pack(len(frame))
+        self._out += head_of(frame)
         self._out += frame
         self._dirty.add(self)
         return True
@@ -151,23 +146,19 @@ class ControlConnection:
         """Return the next frame; ``None`` if there is none now, or if the peer must read answers first."""
         if not self.ready:
             return None
-        frame = self._frames.popleft()
-        self._framed -= len(frame)
-        if not self._frames:
-            self._split()  # the limit may have grown since
+        frame = self._in.pop()
+        if not self._in:
+            self._in.split(self.limit)  # which may have grown since
         return frame
 
     def put_back(self, frame: bytes) -> None:
         """Return a received frame to the front, so that ``receive`` returns it again."""
-        self._frames.appendleft(frame)
-        self._framed += len(frame)
+        self._in.put_back(frame)
 
     def finish(self) -> None:
         """Send and receive nothing more; the connection is closed once what is queued has been sent."""
         self._finished = True
         self._in.clear()
-        self._frames.clear()
-        self._framed = 0
         self._dirty.add(self)
 
     # --- for ControlSockets -----------------------------------------------------------------------------------------------
@@ -175,7 +166,7 @@ class ControlConnection:
     @property
     def ready(self) -> bool:
         """Whether a frame can be received."""
-        return bool(self._frames) and not self._choked and not self.waits
+        return bool(self._in) and not self._choked and not self.waits
 
     @property
     def opened(self) -> bool:
@@ -321,12 +312,12 @@ class ControlConnection:
                     self.lose("it goes on sending after the last message")
                     return False
                 continue
-            self._in += data
-            too_long = self._split()
-            if self._in and self.key_id is None and (why := spoken(self._in)):
+            self._in.rest += data
+            too_long = self._in.split(self.limit)
+            if self._in.rest and self.key_id is None and (why := spoken(self._in.rest)):
                 self._deny(why, KEYLESS)
                 return False
-            if too_long and not self._frames:
+            if too_long and not self._in:
                 self.lose(f"it sent a frame of {too_long} bytes; at most {self.limit} are allowed")
                 return False
             if len(data) < _READ and not isinstance(self._socket, ssl.SSLSocket):
@@ -391,28 +382,10 @@ class ControlConnection:
             self._socket.close()
             self._socket = None
 
-    def _split(self) -> int:
-        """Take the complete frames out of what has come.
-
-        Return the length of a frame that is too long, after which nothing is taken; else 0.
-        """
-        at, end, length = 0, len(self._in), 0
-        with memoryview(self._in) as view:
-            while end - at >= 4:
-                (length,) = _HEAD.unpack_from(view, at)
-                if length > self.limit or at + 4 + length > end:
-                    break
-                self._frames.append(bytes(view[at + 4 : at + 4 + length]))
-                self._framed += length
-                at += 4 + length
-        if at:
-            del self._in[:at]
-        return length if length > self.limit else 0
-
     @property
     def _full(self) -> bool:
         """Whether frames must be received before more is read."""
-        return not self._finished and (bool(self._frames) or self._choked)
+        return not self._finished and (bool(self._in) or self._choked)
 
     @property
     def _choked(self) -> bool:

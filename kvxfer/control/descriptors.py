@@ -8,7 +8,7 @@ from contextlib import suppress
 
 __all__ = ["DescriptorLimits"]
 
-_SHARE, _LEAST = 8, 32
+_SHARE, _MIN = 8, 32
 """The part of all descriptors that is left to others, and the fewest that are."""
 
 
@@ -24,7 +24,7 @@ class DescriptorLimits:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if soft == resource.RLIM_INFINITY:
             soft = 1 << 30
-        reserve = max(soft // _SHARE, _LEAST)
+        reserve = max(soft // _SHARE, _MIN)
         self.accepted = max(soft - reserve, soft // 2)
         self.dialled = max(soft - reserve // 2, soft // 2)
 

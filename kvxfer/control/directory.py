@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -21,19 +20,22 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
+from kvxfer.control.explaining import Explainer
 from kvxfer.control.inquiries import Inquiries, PeerInquiry
+from kvxfer.control.notices import Answered, Notice, NoticeBox, bundles
+from kvxfer.control.stories import explain_locally
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import IndexedExpiringMap, PeerBudgets
+from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import RateLimitedWarnings, Security
 from kvxfer.threads import NamedThread
 
-__all__ = ["ANY_EPOCH", "Answered", "Directory", "Unheard"]
+__all__ = ["ANY_EPOCH", "Directory"]
 
 log = logger("kvxfer.directory")
 
@@ -46,40 +48,15 @@ SLICE_S = 0.005
 """Seconds of a turn that may be spent on incoming messages, and on outgoing ones."""
 SHARE = 16
 """The most messages of one connection before others have their turn."""
-MAX_NOTICES = 4 << 20
-"""The most bytes of notices that wait for this engine's scheduler side. Beyond it, each peer has an equal share, and in it each of its
-connections. All closed ones of a peer have one together."""
 BEYOND_PER_S = 8 << 20
-"""The most bytes a second of notices beyond its share that are looked at for a peer, over all of its connections."""
+"""The most bytes a second of notices beyond its share (``NoticeBox``) that are looked at for a peer, over all of its connections."""
 MAX_TOLD = 100_000
 """The most notices that wait to be sent."""
 MAX_AWAITED = 100_000
 """The most transfers whose beginning other engines wait for here."""
-EXPLAIN_SHARE = 10
-"""After an answer, none is given for this many times as long as it took."""
-_BUSY = m.Refused(FailureKind.OVERLOADED, "it has just answered another question", again=True)
+_NOT_UNDERSTOOD = m.Refused(FailureKind.INCOMPATIBLE, f"not understood by kvxfer protocol {m.PROTOCOL}", False)
 _UNPUBLISHED = m.encode(m.Refused(FailureKind.NOT_PUBLISHED, "its ranks are not published yet", again=True))
-TOGETHER, TOGETHER_BYTES = 1000, sockets.GUEST_FRAME // 2
-"""The most transfers in one notice, and bytes of them, with room for what else it says; more are sent in several."""
 
-
-class Unheard(msgspec.Struct, frozen=True):
-    """The directory at an address cannot be reached (any more): what was sent to it, and its answers, may be lost."""
-
-    host: str
-    port: int
-
-
-class Answered(msgspec.Struct, frozen=True):
-    """What the directory at an address has answered to an inquiry."""
-
-    host: str
-    port: int
-    holding: m.InquiryAnswer
-
-
-Notice = m.Renew | m.Decline | m.Begun | Answered | Unheard
-"""A notice about a transfer between another engine and this one."""
 N = TypeVar("N", bound=m.Renew | m.Decline | m.Await)
 
 
@@ -100,7 +77,7 @@ class Directory:
     Attributes:
         source: Where other engines find this one.
         explain: Answers what operators ask about requests (``kvxfer why``). Called on the directory's thread; may be set at any time. By
-            default it knows of none.
+            default it tells of the transfers of those of its ranks' agents that are in this process.
         begun: A function of a transfer and a digest that returns whether the engine has begun with that transfer, or is done
             with it. Called on the directory's thread; may be set at any time. By default it returns True.
         inquiries: What other engines want to know, for this engine to ``answer``. None: they are told that nothing is held.
@@ -128,18 +105,16 @@ class Directory:
             tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.InquiryAnswer]
         ] = deque(maxlen=MAX_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
-        self.explain: Callable[[m.Explain], m.Explained] = lambda asked: m.Explained(self.engine, time.time(), 0)
-        self._explain_at = 0.0  # when the next question may be answered
+        self.explain: Callable[[m.Explain], m.Explained] = lambda asked: explain_locally(
+            self.engine, [rank.epoch for rank in self._ranks], asked
+        )
+        self._explainer = Explainer()
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
         self._awaited: IndexedExpiringMap[sockets.ControlConnection, TransferId, bytes] = IndexedExpiringMap(
             config.lease, MAX_AWAITED
         )
-        self._notices: dict[int, Notice] = {}
-        self._answered = False  # whether an answer to an inquiry is among them
-        self._numbers = count()
-        self._room: PeerBudgets[sockets.ControlConnection | PeerIdentity, int] = PeerBudgets(MAX_NOTICES)
-        self._lock = threading.Lock()
+        self._notices = NoticeBox()
         self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
         self._beyond: dict[PeerIdentity, float] = {}  # the latest of these, by peer
         self._peers: dict[Source, sockets.ControlConnection] = {}
@@ -203,10 +178,8 @@ class Directory:
         self._state(self._ranks, f.check(facts))
 
     def _state(self, ranks: tuple[m.RankDescriptor, ...], facts: Mapping[str, str]) -> None:
-        descriptor = (
-            m.encode(m.EngineDescriptor(m.PROTOCOL, self.engine, self.epoch, ranks, dict(facts))) if ranks else b""
-        )
-        self._ranks, self._facts, self._descriptor = ranks, facts, descriptor
+        descriptor = m.EngineDescriptor(m.PROTOCOL, self.engine, self.epoch, ranks, dict(facts))
+        self._ranks, self._facts, self._descriptor = ranks, facts, m.encode(descriptor) if ranks else b""
 
     def _check_open(self, call: str) -> None:
         self._owner.check()
@@ -216,11 +189,7 @@ class Directory:
     def notices(self) -> list[Notice]:
         """Return the notices of other engines since the last call."""
         self._owner.check()
-        with self._lock:
-            out = list(self._notices.values())
-            self._notices, self._answered = {}, False
-            self._room = PeerBudgets(MAX_NOTICES)
-        return out
+        return self._notices.take()
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
         """Tell the engines that wait for it that this one has begun with a transfer; ``begun`` must already return True."""
@@ -237,7 +206,7 @@ class Directory:
         arguments.instance("source", source, Source)
         if not isinstance(message, m.Renew | m.Decline | m.Await):
             raise ArgumentError(f"message must be a notice, not {arguments.describe(message)}")
-        for named in _together(message.transfers):
+        for named in bundles(message.transfers):
             self._outbox.append((source, msgspec.structs.replace(message, transfers=named)))
         self._sockets.wake()
 
@@ -254,7 +223,7 @@ class Directory:
     @property
     def noticed(self) -> bool:
         """Whether ``notices`` has an answer, or an engine waits in ``inquiries``. Any thread."""
-        return bool(self._answered or self.inquiries)
+        return bool(self._notices.answered or self.inquiries)
 
     def close(self, timeout: float = 2.0) -> None:
         """Stop serving, and wait for that for up to ``timeout`` seconds. May be called any number of times."""
@@ -309,43 +278,32 @@ class Directory:
         self._sockets.flush()
 
     def _hear(self, connection: sockets.ControlConnection) -> None:
+        handle = self._answer if connection.destination is None else self._take
         for _ in range(SHARE):
-            frame = connection.receive()
-            if frame is None:
+            if (frame := connection.receive()) is None:
                 break
-            if connection.destination is None:
-                self._answer(connection, frame)
-            else:
-                self._take(connection, frame)
+            handle(connection, frame)
         if connection.lost is None or connection.ready:
             return
         key = connection.destination
         if not isinstance(key, Source):
-            with self._lock:
-                self._room.merge(connection, connection.peer, connection.peer)
+            self._notices.leave(connection)
         elif self._peers.get(key) is connection:
             del self._peers[key]
             self._idle.cancel(key)
             self._unheard(key, connection.lost)
 
     def _answer(self, connection: sockets.ControlConnection, frame: bytes) -> None:
-        try:
-            msg = m.decode(frame)
-        except PeerError as e:
-            connection.send(
-                m.Refused(FailureKind.INCOMPATIBLE, f"not understood by kvxfer protocol {m.PROTOCOL}", False)
-            )
-            self._sockets.finish(connection)
-            self._complain("directory: ignored a message from %s: %s", connection.host, e)
-            return
-        match msg:
+        match msg := self._decoded(connection, frame):
+            case None:
+                connection.send(_NOT_UNDERSTOOD)
+                self._sockets.finish(connection)
             case m.Lookup():
                 connection.send_frame(self._descriptor or _UNPUBLISHED)
             case m.Explain():
-                connection.send(self._explained(msg))
+                connection.send(self._explainer.answer(msg, connection, self.explain))
             case m.Renew() | m.Decline() if msg.epoch in (self.epoch, ANY_EPOCH):
-                with self._lock:
-                    self._notice(self._placed(msg), connection, len(frame))
+                self._notice(self._placed(msg), connection, len(frame))
             case m.Await() if msg.epoch in (self.epoch, ANY_EPOCH):
                 for named in self._placed(msg).transfers:
                     self._await(connection, named)
@@ -354,6 +312,13 @@ class Directory:
             case _:
                 pass  # for an engine that was here before, or not for a directory
 
+    def _decoded(self, connection: sockets.ControlConnection, frame: bytes) -> m.Message | None:
+        try:
+            return m.decode(frame)
+        except PeerError as e:
+            self._complain("directory: ignored a message from %s: %s", connection.host, e)
+            return None
+
     def _placed(self, notice: N) -> N:
         """Return a notice with this engine's own names for transfers of which a consumer does not know the epoch."""
         if notice.epoch != ANY_EPOCH:
@@ -361,31 +326,14 @@ class Directory:
         named = tuple(m.Named(one.transfer.of(self.epoch), one.digest) for one in notice.transfers)
         return msgspec.structs.replace(notice, transfers=named)
 
-    def _explained(self, asked: m.Explain) -> m.Explained | m.Refused:
-        """Answer an operator's question. It looks at thousands of records, so a peer that repeats it may not keep others waiting."""
-        now = time.monotonic()
-        if now < self._explain_at:
-            return _BUSY
-        try:
-            return self.explain(asked)
-        finally:
-            self._explain_at = now + EXPLAIN_SHARE * (time.monotonic() - now)
-
     def _take(self, connection: sockets.ControlConnection, frame: bytes) -> None:
         """Handle the answer of a directory that was told something; what is none is dropped."""
-        try:
-            msg = m.decode(frame)
-        except PeerError as e:
-            self._complain("directory: ignored a message from %s: %s", connection.host, e)
-            return
+        msg = self._decoded(connection, frame)
         if isinstance(msg, m.InquiryAnswer) and isinstance(to := connection.destination, Source):
-            with self._lock:
-                self._notice(Answered(to.host, to.port, msg), connection, len(frame))
-                self._answered = True
+            self._notice(Answered(to.host, to.port, msg), connection, len(frame))
             self.wake()
         elif isinstance(msg, m.Begun):
-            with self._lock:
-                self._notice(msg, connection, len(frame))
+            self._notice(msg, connection, len(frame))
 
     def _inquire(self, connection: sockets.ControlConnection, msg: m.Inquire) -> None:
         """Have the engine answer an inquiry, or answer that nothing is held if it cannot be asked."""
@@ -401,9 +349,7 @@ class Directory:
 
     def _unheard(self, peer: Source, why: object) -> None:
         self._complain("directory: notices for %s may be lost: %s", peer, why)
-        with self._lock:
-            if len(self._notices) < MAX_TOLD:
-                self._notices[next(self._numbers)] = Unheard(peer.host, peer.port)
+        self._notices.unheard(peer.host, peer.port)
         self.wake()
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
@@ -420,16 +366,12 @@ class Directory:
     def _notice(
         self, notice: m.Renew | m.Decline | m.Begun | Answered, connection: sockets.ControlConnection, nbytes: int
     ) -> None:
-        number = next(self._numbers)
-        lost = self._room.take(connection, number, nbytes, connection.peer)
+        lost = self._notices.put(notice, connection, nbytes)
         if lost is None:
             self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)
             due = max(time.monotonic(), self._beyond.get(connection.peer, 0.0)) + nbytes / BEYOND_PER_S
             connection.waits, self._paused[connection], self._beyond[connection.peer] = True, due, due
-            return
-        self._notices[number] = notice
-        for other in lost:
-            del self._notices[other]
+        for _ in range(lost or 0):
             self._complain("directory: a peer sends more notices than the engine can take; one is dropped")
 
     def _deliver(self, source: Source, message: m.Message) -> None:
@@ -446,16 +388,3 @@ class Directory:
         self._idle.set(key, time.monotonic() + IDLE_S)
         if not connection.send(message):
             self._complain("directory: %s does not read the notices sent to it", source)
-
-
-def _together(named: tuple[m.Named, ...]) -> Iterator[tuple[m.Named, ...]]:
-    """Yield the transfers of a notice, as many together as a peer takes, which hangs up on longer ones."""
-    first = nbytes = 0
-    for i, one in enumerate(named):
-        size = len(msgspec.msgpack.encode(one))
-        if i - first == TOGETHER or nbytes + size > TOGETHER_BYTES:
-            yield named[first:i]
-            first, nbytes = i, 0
-        nbytes += size
-    if named:
-        yield named[first:]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvxfer.control.admission import Admission
 from kvxfer.control.connection import ControlConnection
@@ -19,11 +19,13 @@ __all__ = ["Apart", "Entrance"]
 KEYS_S = 1.0
 """Seconds between two looks at whether the keys have changed."""
 
+T = TypeVar("T")
+
 
 class Apart(Protocol):
-    """How a job that may block is done: on another thread, and what follows from it on this one. Returns false if it cannot be."""
+    """How a job that may block is done: on another thread, and what follows from its result on this one. Returns false if it cannot be."""
 
-    def __call__(self, weight: int, job: Callable[[], None], then: Callable[[], None], /) -> bool: ...
+    def __call__(self, weight: int, job: Callable[[], T], then: Callable[..., None], /) -> bool: ...
 
 
 class Entrance:
@@ -80,12 +82,12 @@ class Entrance:
         if names:
             self._admission.resolve()
 
-    def _looked(self) -> None:
+    def _looked(self, found: object) -> None:
         self._looking = False
         held, self._held = self._held, []
         for conn in held:
             self._begin(conn, self._admission.admits(conn.host) is True)
 
 
-def _nothing() -> None:
+def _nothing(found: object) -> None:
     """Do nothing."""

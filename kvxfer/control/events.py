@@ -15,7 +15,7 @@ from kvxfer.protocol.values import Event
 
 __all__ = ["EventQueue", "Readable", "readable"]
 
-_LONGEST_S = 3600.0
+_MAX_WAIT_S = 3600.0
 
 
 @runtime_checkable
@@ -67,7 +67,7 @@ class EventQueue:
     def take(self, timeout: float) -> list[Event]:
         """Return what there is. If that is nothing, wait up to ``timeout`` seconds for something, unless ``end`` was called."""
         out = self._taken()
-        until = time.monotonic() + min(timeout, _LONGEST_S)
+        until = time.monotonic() + min(timeout, _MAX_WAIT_S)
         while not out and not self._over and (left := until - time.monotonic()) > 0:
             poll = select.poll()
             poll.register(self._flag, select.POLLIN)

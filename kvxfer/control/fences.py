@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from kvxfer.identity import TransferId
+from kvxfer.identity import Generation, TransferId
 from kvxfer.transport import Fence
 from kvxfer.values import Offer
 
@@ -48,7 +48,7 @@ class Fences:
         if transfer in self._held:
             self._renewed[transfer] = now
 
-    def forget(self, transfer: TransferId, generation: int) -> None:
+    def forget(self, transfer: TransferId, generation: Generation) -> None:
         """Drop a transfer's offers up to this generation, which are void."""
         kept = deque(held for held in self._held.pop(transfer, ()) if held[0].generation > generation)
         if kept:

@@ -25,7 +25,7 @@ __all__ = ["Inbound"]
 
 K = FailureKind
 
-MOST = 1024
+MAX_LINKS = 1024
 """The most links that others may dial to this agent. For one more, one over which nothing moves is given up."""
 MAX_NAME = 100
 """The most characters of an engine's name."""
@@ -193,7 +193,7 @@ class Inbound(LinkTable[_Dialled]):
             PeerError: Something moves over each of them, and nobody has more than the newcomer.
         """
         made = [link for link in self._links.values() if link.planner is not None]
-        if not made or (len(made) < MOST and not self._sockets.short):
+        if not made or (len(made) < MAX_LINKS and not self._sockets.short):
             return None
         made.sort(key=lambda link: link.asked)
         idle = [link for link in made if link.up and not self._serving(link.id)]

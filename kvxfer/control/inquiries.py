@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol import messages as m
@@ -19,10 +20,11 @@ MAX_INQUIRIES = 512
 
 @dataclass(frozen=True, eq=False)
 class PeerInquiry:
-    """An inquiry, and the connection over which it came."""
+    """An inquiry, the connection over which it came, and when."""
 
     message: m.Inquire
     connection: ControlConnection
+    came_at: float = field(default_factory=time.monotonic)
 
     @property
     def peer(self) -> Hashable:

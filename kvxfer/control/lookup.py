@@ -1,7 +1,8 @@
-"""Ask a directory, from a program that is not an engine: for its engine's descriptor, or what has become of requests."""
+"""Ask a directory, from a program that is not an engine: for its engine's descriptor, or what became of requests and of prefixes."""
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,15 +11,19 @@ from kvxfer.control.connection import ControlConnection
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
+from kvxfer.identity import TransferId, new_epoch
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security
 
-__all__ = ["LookupAnswer", "explain", "look_up"]
+__all__ = ["LookupAnswer", "ask_for_prefix", "explain", "look_up"]
 
 T = TypeVar("T")
 
 REPEAT_S = 0.5
 """Seconds after which the question is repeated, because a directory has no answer until its engine's ranks are known."""
+
+TOKENS, DIGEST = 16, 16
+"""Tokens of a prefix that nobody has, and bytes of its digest."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,29 @@ def explain(host: str, port: int, security: Security, seconds: float, asked: m.E
     try:
         connection = sockets.dial(address(host, port), None, m.MAX_BYTES)
         return _known(_ask(sockets, connection, asked, seconds)[1], m.Explained)
+    finally:
+        sockets.close()
+
+
+def ask_for_prefix(host: str, port: int, security: Security, seconds: float) -> float | None:
+    """Return in how many seconds the engine at this address answers a question for a prefix that nobody has. Blocks.
+
+    None: not within ``seconds``; it makes no steps.
+
+    Raises:
+        PeerError: See ``look_up``.
+    """
+    sockets = ControlSockets(security)
+    question = m.Inquire(0, TransferId.mint(new_epoch(), "question"), TOKENS, os.urandom(DIGEST))
+    try:
+        connection = sockets.dial(address(host, port), None, m.MAX_BYTES)
+        _ask(sockets, connection, m.Lookup(m.PROTOCOL), seconds)  # what the connection takes does not count
+        try:
+            took, answer = _ask(sockets, connection, question, seconds)
+        except PeerError:
+            return None
+        _known(answer, m.InquiryAnswer)
+        return took
     finally:
         sockets.close()
 

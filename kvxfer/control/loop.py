@@ -25,7 +25,7 @@ __all__ = ["CLOSED", "CLOSE_S", "LINGER_S", "ControlLoop", "Step"]
 
 log = logger("kvxfer.agent")
 
-LONGEST_WAIT_S = 1.0
+MAX_WAIT_S = 1.0
 STALL_S = 0.5
 """A turn that begins this many seconds late means that the process did not run."""
 SLICE_S = 0.002
@@ -183,7 +183,7 @@ class ControlLoop:
         Only some calls and messages are handled in each turn, so that neither keeps the other waiting.
         """
         work = self._work
-        wait = min(max(work.next_due() - time.monotonic(), 0.001), LONGEST_WAIT_S)
+        wait = min(max(work.next_due() - time.monotonic(), 0.001), MAX_WAIT_S)
         news = self.sockets.poll(wait)
         now = time.monotonic()
         self._discount_stall(now)
@@ -202,7 +202,7 @@ class ControlLoop:
 
     def _discount_stall(self, now: float) -> None:
         """Do not count time in which this process was stopped or starved as silence of the peers."""
-        stalled, self._awake = now - self._awake - LONGEST_WAIT_S, now
+        stalled, self._awake = now - self._awake - MAX_WAIT_S, now
         if stalled > STALL_S:
             log.warning("this process stalled for %.1f s (it was suspended or starved)", stalled)
             self._work.discount_stall(stalled, now)

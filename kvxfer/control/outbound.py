@@ -197,7 +197,7 @@ class Outbound(LinkTable[_Dial]):
         except PeerError as e:
             return Lost(link, Failure.of(e, peer=known.name))
         match msg:
-            case m.PartReady() | m.Checksums() | m.CommitAck() | m.AttemptClosed() if known.up:
+            case m.PartReady() | m.Underway() | m.Checksums() | m.CommitAck() | m.AttemptClosed() if known.up:
                 return msg
             case m.SlotReady() if known.up:
                 self.heard(link, msg)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeVar
 
 from kvxfer.config import Config
-from kvxfer.control.examiner import Examiner
 from kvxfer.control.inbound import Inbound
 from kvxfer.control.link import LinkStatus, Lost
 from kvxfer.control.loop import ControlLoop, Step
@@ -20,6 +19,7 @@ from kvxfer.control.outbound import Outbound
 from kvxfer.control.resolver import Path, Paths, Resolver
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.control.sockets import ControlConnection
+from kvxfer.control.worker import Worker
 from kvxfer.data.commands import LinkNews, SlotNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import admit
@@ -62,8 +62,8 @@ class AgentPeers:
         self._loop, self._data, self._me, self._facts = loop, data, me, facts
         self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
-        self._hellos = Examiner("kvxfer-hellos", 1, loop.do)
-        self._descriptors = Examiner("kvxfer-examine", MAX_EXAMINED, loop.do)
+        self._hellos = Worker("kvxfer-hellos", 1, loop.do)
+        self._descriptors = Worker("kvxfer-examine", MAX_EXAMINED, loop.do)
         silence, stated, invite, serving = config.peer_timeout, facts or {}, revocations.invite, self.producer.serving
         self._in = Inbound(loop.sockets, data, silence, me.epoch, invite, self._examine_hello, serving)
         self._out = Outbound(loop.sockets, data, silence, me.cache, engine, stated)

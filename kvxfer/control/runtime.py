@@ -17,12 +17,13 @@ from kvxfer.control.fences import Fences
 from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.peers import AgentPeers
 from kvxfer.control.revocations import SharedRevocationCounter
+from kvxfer.control.stories import AgentStories
 from kvxfer.data.commands import Connected, Disconnected, EndpointMade, LinkBroken, Reset, Result, SlotNews, ThreadDied
 from kvxfer.data.hasher import Hasher
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
@@ -45,6 +46,7 @@ from kvxfer.protocol.values import (
     Resolve,
     Role,
     Send,
+    Stats,
 )
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
@@ -57,12 +59,7 @@ log = logger("kvxfer.agent")
 
 
 class AgentRuntime(AgentPeers):
-    """What an agent does: both state machines, with its peers and everything else that they need.
-
-    Attributes:
-        direct: How many parts were begun without packing.
-        staged: How many parts were begun packed.
-    """
+    """What an agent does: both state machines, with its peers and everything else that they need."""
 
     def __init__(
         self,
@@ -81,7 +78,8 @@ class AgentRuntime(AgentPeers):
         self._hasher, self._revocations, self._calls, self._events = hasher, revocations, calls, events
         self._fences = Fences(config.lease)
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
-        self.direct = self.staged = 0
+        self._stories = AgentStories(me.epoch)
+        self._direct = self._staged = 0  # parts that were begun without packing, and packed
         self._unclaimed = RateLimitedWarnings(
             log, every=10.0
         )  # about offers that nobody has asked for, or needs any more
@@ -89,6 +87,7 @@ class AgentRuntime(AgentPeers):
     # --- what the engine says --------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, after: Fence | None, called: float, now: float) -> list[Action]:
+        self._stories.offered(offer, called)
         return [] if self._fences.hold(offer, after, called) else self._unfenced(offer, called, None, now)
 
     def _unfenced(self, offer: Offer, called: float, error: str | None, now: float) -> list[Action]:
@@ -101,7 +100,14 @@ class AgentRuntime(AgentPeers):
         return out
 
     def revoke(
-        self, transfer: TransferId, generation: int, reason: str, gone: bool, kept: bool, declared: bool, now: float
+        self,
+        transfer: TransferId,
+        generation: Generation,
+        reason: str,
+        gone: bool,
+        kept: bool,
+        declared: bool,
+        now: float,
     ) -> list[Action]:
         self._fences.forget(transfer, generation)
         why = Failure(FailureKind.WITHDRAWN if gone else FailureKind.REVOKED, reason)
@@ -111,13 +117,14 @@ class AgentRuntime(AgentPeers):
         self._forget_if_over(transfer, generation)
         return out
 
-    def _forget_if_over(self, transfer: TransferId, generation: int) -> None:
+    def _forget_if_over(self, transfer: TransferId, generation: Generation) -> None:
         """Forget what is kept of a transfer that the producer's machine does not hold.
 
         Offers that come too late, or are revoked before they were announced, never end by an event.
         """
         if not self.producer.holds(transfer):
             self._over(transfer, generation)
+            self._stories.forget(transfer)
         if not self.producer.releases(transfer):
             self._calls.free(transfer, generation)
 
@@ -131,13 +138,8 @@ class AgentRuntime(AgentPeers):
         return []
 
     def fetch(self, fetch: Fetch, called: float, now: float) -> list[Action]:
+        self._stories.fetched(fetch, called)
         return self.consumer.fetch(fetch, now, called)
-
-    def prepare(self, source: Source, own: Source | None, now: float) -> list[Action]:
-        return self.consumer.prepare(source, own)
-
-    def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
-        return self.consumer.cancel(handle, reason, now)
 
     # --- what the data plane says ----------------------------------------------------------------------------------
 
@@ -147,6 +149,7 @@ class AgentRuntime(AgentPeers):
                 return self._machine(result.ref.role).moved(result, now)
             case Moving():
                 self.consumer.moving(result, now)
+                return self.producer.moving(result)
             case Hashed():
                 return self._machine(result.ref.role).hashed(result, now)
             case EndpointMade() | Connected() | LinkBroken():
@@ -207,8 +210,8 @@ class AgentRuntime(AgentPeers):
             case Send() | Dial() | Close() | Resolve():
                 self._ask(action)
             case Move():
-                self.direct += not action.piece_bytes
-                self.staged += bool(action.piece_bytes)
+                self._direct += not action.piece_bytes
+                self._staged += bool(action.piece_bytes)
                 self._data.post(action)
             case Abort():
                 self._data.post(action)
@@ -223,6 +226,7 @@ class AgentRuntime(AgentPeers):
     def _emit(self, event: Event) -> None:
         match event:
             case Ended():
+                self._stories.ended(event)
                 if event.role == "producer" and event.generation is not None:
                     self._over(event.transfer, event.generation)
                 why = event.outcome.failure
@@ -277,6 +281,17 @@ class AgentRuntime(AgentPeers):
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
+
+    def stats(self) -> Stats:
+        """Return counts of what is under way now, and of what has happened since the start. Any thread."""
+        return Stats(
+            fetches=len(self.consumer),
+            offers=len(self.producer),
+            quarantined_bytes=self._data.quarantined_bytes,
+            corrupt=self.consumer.corrupt + self.producer.corrupt,
+            direct=self._direct,
+            staged=self._staged,
+        )
 
     @property
     def held(self) -> int:

@@ -12,30 +12,27 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
+from kvxfer.control.guests import Guests
 from kvxfer.control.handshakes import Handshakes
 from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
-from kvxfer.failures import FailureKind
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.flag import Flag
 from kvxfer.identity import Address, IdentityError, is_ip, parse_address
-from kvxfer.protocol.peer import PeerIdentity, largest_group
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.security import Security
 
 __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
 
 GUEST_FRAME = 256 << 10
 """The most bytes of a guest's frame: ten times the hello of a model with 126 layers."""
-GUESTS, GUEST_BYTES = 1024, 16 << 20
-"""The most guests, and the most bytes that are held for all of them."""
-FEW_GUESTS = 16
-"""As many may stay however few descriptors are left: newcomers need one for their handshake and hello."""
 _ACCEPTS = 8
 """The most connections that are accepted at once, because each may take a millisecond for its handshake."""
 _LOOKS = 64
@@ -75,8 +72,7 @@ class ControlSockets:
         self._listener: socket.socket | None = None
         self._rests_until: float | None = None  # while the listener is not polled
         self._by_fd: dict[int, ControlConnection] = {}
-        self._guests: OrderedDict[ControlConnection, None] = OrderedDict()  # the longest silent one first
-        self._guest_bytes = 0
+        self._guests = Guests()
         self._dirty: set[ControlConnection] = set()
         # Those with frames, and those lost without the owner's knowing yet.
         self._ready: dict[ControlConnection, None] = {}
@@ -87,8 +83,8 @@ class ControlSockets:
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._handshakes = Handshakes()
         self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
-        self._names = Worker("kvxfer-names", _LOOKUPS)
-        self._entrance = Entrance(security, self._apart, self._admit)
+        self._names = Worker("kvxfer-names", _LOOKUPS, self._hand)
+        self._entrance = Entrance(security, self._names.submit, self._admit)
 
     def listen(self, host: str, port: int) -> int:
         """Accept connections from now on, and return the port; 0 takes a free one.
@@ -127,14 +123,15 @@ class ControlSockets:
         conn = ControlConnection(target.host, destination, limit, self._dirty, secure, proved, guest=False)
         if is_ip(target.host) and self._security.fresh:
             self._begin(conn, _addresses(target))
-        else:
-            self._find(conn, target)
+        elif not self._names.submit(0, partial(self._look_up, target), partial(self._begin, conn)):
+            raise PeerError(
+                f"cannot dial {str(target)!r}: too many names are being looked up", kind=FailureKind.OVERLOADED
+            )
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
         """No longer count a connection as a guest; its peer may send frames of ``limit`` bytes from now on."""
-        if self._guests.pop(conn, True) is None:
-            self._guest_bytes -= conn.counted
+        self._guests.discard(conn)
         conn.guest, conn.limit = False, limit
 
     @property
@@ -170,8 +167,7 @@ class ControlSockets:
             self._unready(conn)
             if not conn.guest:
                 conn.guest = True  # until the peer has hung up, it may be cut off like a guest
-                conn.counted = 0
-                self._guests[conn] = None
+                self._guests.add(conn)
 
     def poll(self, seconds: float) -> set[ControlConnection]:
         """Wait up to ``seconds`` for something to do; read and write without blocking.
@@ -233,8 +229,7 @@ class ControlSockets:
             if conn is None:
                 return
             del queue[conn]
-            if conn in self._guests:
-                self._guests.move_to_end(conn)
+            self._guests.heard(conn)
             try:
                 yield conn
             finally:
@@ -301,16 +296,11 @@ class ControlSockets:
             secure, proved = self._security.accepted, self._security.proved
             conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, secure, proved, guest=True)
             accepted += 1
-            self._guests[conn] = None
+            self._guests.add(conn)
             conn.hold(sock)
             self._entrance.knock(conn)
-            if len(self._guests) > GUESTS:
-                self._lose(
-                    self._spare_guest(), f"there are more than {GUESTS} connections, and it was silent for longest"
-                )
-            elif len(self._guests) > FEW_GUESTS and self.short:
-                why = "this process has few descriptors left (ulimit -n), and it was silent for longest"
-                self._lose(self._spare_guest(), why)
+            if (excess := self._guests.excess(self.short)) is not None:
+                self._lose(*excess)
 
     def _admit(self, conn: ControlConnection, admitted: bool) -> None:
         """Begin with a peer that dialled if it is ``admitted``."""
@@ -323,13 +313,6 @@ class ControlSockets:
         else:
             conn.lose(_UNLISTED)
         self._settle(conn)
-
-    def _spare_guest(self) -> ControlConnection:
-        """Return the guest to close when there are too many."""
-        strangers = [guest for guest in self._guests if not guest.authenticated]
-        proved = [guest for guest in self._guests if guest.authenticated]
-        crowd = strangers if 4 * len(strangers) > len(self._guests) else proved
-        return largest_group(crowd, lambda guest: guest.peer)[0]
 
     def _rest(self, until: float | None) -> None:
         """Accept nobody until then; ``None``: accept again. Nothing else tells when there is a descriptor again."""
@@ -348,8 +331,7 @@ class ControlSockets:
         conn.watched = None
         self._more.discard(conn)
         self._beginning.discard(conn)
-        if self._guests.pop(conn, True) is None:
-            self._guest_bytes -= conn.counted
+        self._guests.discard(conn)
 
     def _settle(self, conn: ControlConnection) -> None:
         """Update what is polled, counted and ready after a connection has changed."""
@@ -368,10 +350,8 @@ class ControlSockets:
         if conn.pending:
             self._more.add(conn)
         if conn.guest:
-            self._guest_bytes += conn.held - conn.counted
-            conn.counted = conn.held
-            if self._guest_bytes > GUEST_BYTES:
-                self._lose(max(self._guests, key=lambda guest: guest.held), "strangers fill too much memory")
+            if (greediest := self._guests.measure(conn)) is not None:
+                self._lose(greediest, "strangers fill too much memory")
         if conn.watched is not None and conn.moved:  # the next address is being tried
             del self._by_fd[conn.watched[0]]
             conn.watched = None
@@ -386,12 +366,14 @@ class ControlSockets:
             self._epoll.modify(*wanted)
         conn.watched = wanted
 
-    def _begin(self, conn: ControlConnection, targets: Addresses | OSError) -> None:
+    def _begin(self, conn: ControlConnection, targets: Addresses | OSError | Failure) -> None:
         if conn.lost is not None:
             return
         if isinstance(targets, OSError):
             conn.refused = targets.errno == socket.EAI_NONAME
             conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
+        elif isinstance(targets, Failure):
+            conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.detail}")
         elif self._limits.spent:
             conn.lack()
         else:
@@ -400,32 +382,17 @@ class ControlSockets:
             self._undecided.add(conn)
         self._settle(conn)
 
-    def _find(self, conn: ControlConnection, target: Address) -> None:
-        """Look a name up, and at the keys if they have changed."""
-        found: list[Addresses | OSError] = []
-
-        def look() -> None:
-            self._security.refresh()
-            try:
-                found.append(_addresses(target))
-            except OSError as e:
-                found.append(e)
-
-        if not self._apart(0, look, lambda: self._begin(conn, found[0])):
-            raise PeerError(
-                f"cannot dial {str(target)!r}: too many names are being looked up", kind=FailureKind.OVERLOADED
-            )
-
-    def _apart(self, weight: int, job: Callable[[], None], then: Callable[[], None]) -> bool:
-        """Do a job on the thread for names, and what follows from it on this one; return false if too many wait."""
-        return self._names.submit(weight, partial(self._do_apart, job, then))
-
-    def _do_apart(self, job: Callable[[], None], then: Callable[[], None]) -> None:
+    def _look_up(self, target: Address) -> Addresses | OSError:
+        """Look a name up, and at the keys if they have changed; on the thread for names."""
+        self._security.refresh()
         try:
-            job()
-        finally:
-            self._found.append(then)
-            self.wake()
+            return _addresses(target)
+        except OSError as e:
+            return e
+
+    def _hand(self, call: Callable[[], None]) -> None:
+        self._found.append(call)
+        self.wake()
 
 
 def _addresses(target: Address) -> Addresses:

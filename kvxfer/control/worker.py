@@ -5,34 +5,47 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import count
+from typing import Any, TypeVar
 
+from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
 from kvxfer.threads import NamedThread
 
 __all__ = ["Worker"]
 
-log = logger("kvxfer.worker")
+log = logger("kvxfer.agent")
+
+T = TypeVar("T")
 
 
 class Worker:
     """A thread that does one job after the other, the lightest first; at most ``most`` may wait.
 
-    A heavy job delays others only once it has begun. The thread starts with the first job. Any thread may call the methods.
+    A heavy job delays others only once it has begun. The thread starts with the first job. Any thread may call the methods. What follows
+    from a job's result is given to ``hand``, which has another thread call it.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        self._most = most
+    def __init__(self, name: str, most: int, hand: Callable[[Callable[..., Any]], None]) -> None:
+        self._most, self._hand = most, hand
         self._jobs: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self._change = threading.Condition()
         self._closed = self._started = False
         self._thread = NamedThread(target=self._run, name=name)
 
-    def submit(self, weight: int, job: Callable[[], None]) -> bool:
-        """Queue a job, which must itself report its result; ``weight`` is its approximate cost, in any unit.
+    def submit(self, weight: int, job: Callable[[], T], then: Callable[..., Any]) -> bool:
+        """Queue a job.
 
-        Return false when as many wait as may, no thread is to be had, or after ``close``; then the job is not done.
+        Args:
+            weight: Its approximate cost, in any unit.
+            job: The job.
+            then: What follows: called with its result first, or with a ``Failure`` that says why there is none.
+
+        Returns:
+            Whether it will be done; not when as many wait as may, when no thread is to be had, or after ``close``.
         """
         with self._change:
             if self._closed or len(self._jobs) >= self._most:
@@ -43,7 +56,7 @@ class Worker:
                 except RuntimeError:
                     return False
                 self._started = True
-            heapq.heappush(self._jobs, (weight, next(self._order), job))
+            heapq.heappush(self._jobs, (weight, next(self._order), lambda: self._do(job, then)))
             self._change.notify()
         return True
 
@@ -63,7 +76,15 @@ class Worker:
                 if self._closed:
                     return
                 job = heapq.heappop(self._jobs)[2]
-            try:
-                job()
-            except Exception:
-                log.exception("a job failed")
+            job()
+
+    def _do(self, job: Callable[[], T], then: Callable[..., Any]) -> None:
+        found: T | Failure
+        try:
+            found = job()
+        except (PeerError, ValueError) as e:
+            found = Failure.of(e, FailureKind.INCOMPATIBLE)
+        except Exception as e:
+            log.exception("something could not be examined")
+            found = Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")
+        self._hand(partial(then, found))

@@ -381,10 +381,17 @@ class Traffic:
         return None
 
     def _tell_progress(self, before: float) -> None:
-        """Tell how far those parts have got that come to this side and began before a moment, if any have got further."""
-        late = [job for ref, job in self._jobs.items() if ref.role == "consumer" and job.begun < before]
+        """Tell how far parts have got that began before a moment: those that come to this side, and those that it writes.
+
+        What has got no further is not told again. A peer cannot see that a write has begun, so that is told, too.
+        """
+        late = [job for job in self._jobs.values() if job.begun < before and _told_here(job)]
         seen = {job.ref: job.bytes_so_far() for job in late}
-        news = tuple((ref, moved) for ref, moved in seen.items() if moved > self._moved.get(ref, 0))
+        news = tuple(
+            (ref, moved)
+            for ref, moved in seen.items()
+            if moved > self._moved.get(ref, 0 if ref.role == "consumer" else -1)
+        )
         self._moved = seen
         if news:
             self._post(Moving(news))
@@ -418,6 +425,11 @@ class Traffic:
             self._ends.backend_closed(jobs, work)
         else:
             self._ends.backend_stuck(jobs)
+
+
+def _told_here(job: Job) -> bool:
+    """Return whether this side tells how far a part has got."""
+    return job.ref.role == "consumer" or job.action.verb is Verb.WRITE
 
 
 def _hung_up() -> Failure:

@@ -18,17 +18,8 @@ In each step of the engine:
 
 Nothing here knows an engine, a tensor library or a transport.
 
-Behind the two sides, each idea has a module of its own:
-
-- ``exchange``: what the two sides send each other with each step; ``dispatch`` and ``side_channel``: what goes ahead of a step.
-- ``loads``: the requests that load. The life of a load is a record and a table (``kvxfer.schedule.Load``). ``prefetch``: sync loads,
-  with ``paces``: how fast recent loads were; ``ends``: the ranks' word on async ones, joined; ``rank_ends``: how loads end on one rank.
-- ``computed``: how many layers a step has computed; ``offers``: requests that offer, and blocks that
-  others may be reading (``kvxfer.schedule.Offering``); ``standstill``: engines that
-  wait for each other's blocks.
-- ``notices``: what engines tell each other through their directories, with ``renewals`` of leases and ``starts`` of producers.
-- ``pins``: blocks kept from reuse; ``prefix_pool``: a pool of blocks for engines that have none.
-- ``trace``: a line for each load that ends.
+Behind the two sides, each idea has a module of its own: ``docs/engine-room.md`` says which, and draws the life of a load and of an
+offering.
 """
 
 from kvxfer.engine.answers import AnswerCounts, HeldPrefix, Inquiry

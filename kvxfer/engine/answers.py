@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import NewcomerShares
-from kvxfer.schedule import Chain, OfferSchedule
+from kvxfer.schedule import Chain, Offering, OfferSchedule
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.values import MAX_TOKENS, BlockTable, Group
 
@@ -29,6 +30,9 @@ ANSWER_S = 0.001
 """Seconds of a step that may be spent on inquiries."""
 YIELD_S = 0.5
 """Seconds for which blocks are held for a peer though the engine lacks some: most loads are over by then."""
+
+REMEMBERED = 100
+"""Of how many inquiries it is remembered how soon they were answered."""
 
 
 class Inquiry(msgspec.Struct, frozen=True):
@@ -87,11 +91,11 @@ class AnswerCounts(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Taken:
-    """Blocks that are held for an inquiry."""
+    """An offering that answers an inquiry, and how many blocks are held for it."""
 
+    offering: Offering
     inquiry: PeerInquiry
     blocks: int
-    at: float
 
 
 class PrefixAnswers:
@@ -102,6 +106,7 @@ class PrefixAnswers:
 
     Attributes:
         counts: What came of it.
+        took: The seconds from the latest inquiries to their answers.
     """
 
     def __init__(
@@ -110,21 +115,23 @@ class PrefixAnswers:
         self._directory, self._offers, self._schedule, self._groups = directory, offers, schedule, tuple(groups)
         self._exact = any(group.kind == "state" for group in groups)
         self._shares: NewcomerShares[Hashable] = NewcomerShares(limit)
-        self._taken: dict[TransferId, _Taken] = {}
+        self._taken: list[_Taken] = []
         self._complain = RateLimitedWarnings(log)
         self.counts = AnswerCounts()
+        self.took: deque[float] = deque(maxlen=REMEMBERED)
 
     def answer(self, holds: Holds | None) -> None:
         """Answer those that wait, for ``ANSWER_S`` at the most but for the first; the next call goes on."""
         waiting = self._directory.inquiries
         if self._taken:
-            self._settle()
+            self._give_shares_back()
         if not waiting:
             return
         until = time.monotonic() + ANSWER_S
         while (inquiry := waiting.get()) is not None:
             if not inquiry.gone:
                 self._directory.answer(inquiry, self._answer(inquiry, holds))
+                self.took.append(time.monotonic() - inquiry.came_at)
             if time.monotonic() >= until:
                 break
 
@@ -143,12 +150,12 @@ class PrefixAnswers:
             tokens = chain.floor(held.tokens)
             if not tokens or (self._exact and tokens != held.tokens):
                 return nothing
-            fits = self._fitting(inquiry, chain, tokens, held.table)
-            if fits < tokens:
+            eligible = self._eligible(inquiry, chain, tokens, held.table)
+            if eligible < tokens:
                 self.counts.refused += 1
-                if not fits:
+                if not eligible:
                     return m.InquiryAnswer(asked.transfer, epoch, reason="as much is held for this peer as may be")
-            return self._offer(inquiry, chain, fits, held.table) or nothing
+            return self._offer(inquiry, chain, eligible, held.table) or nothing
         except KvxferError as error:
             self._complain("an inquiry of %s is answered with nothing: %s", inquiry.connection.host, error)
         except Exception:
@@ -157,7 +164,7 @@ class PrefixAnswers:
             )
         return nothing
 
-    def _fitting(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> int:
+    def _eligible(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> int:
         """Return how many of the tokens the peer's share of the blocks has room for."""
         room = self._shares.room(inquiry.peer)
         if self._blocks(tokens, table) <= room:
@@ -180,23 +187,25 @@ class PrefixAnswers:
             self.counts.refused += 1
             return None
         self._shares.take(inquiry.peer, blocks)
-        self._taken[transfer] = _Taken(inquiry, blocks, time.monotonic())
+        offering = self._schedule.current(transfer)
+        assert offering is not None
+        self._taken.append(_Taken(offering, inquiry, blocks))
         self.counts.held += 1
         self.counts.tokens += tokens
         return m.InquiryAnswer(transfer, self._directory.epoch, tokens, digest)
 
-    def _settle(self) -> None:
+    def _give_shares_back(self) -> None:
         """Give shares back whose offers are over, and give offers up whose peers have hung up."""
-        for transfer, taken in list(self._taken.items()):
-            if self._schedule.current(transfer) is None:
-                del self._taken[transfer]
+        for taken in self._taken:
+            if not taken.offering.held:
                 self._shares.give(taken.inquiry.peer, taken.blocks)
             elif taken.inquiry.gone:
-                self._schedule.withdraw(transfer, "its consumer has hung up")
+                self._schedule.withdraw(taken.offering.transfer, "its consumer has hung up")
+        self._taken = [taken for taken in self._taken if taken.offering.held]
 
     def short_of_blocks(self) -> None:
         """Give up what has been held for a while: the engine's own requests go first."""
         now = time.monotonic()
-        for transfer, taken in self._taken.items():
-            if now - taken.at >= YIELD_S:
-                self._schedule.withdraw(transfer, "the producer's own requests need the blocks")
+        for taken in self._taken:
+            if now - taken.offering.came_at >= YIELD_S:
+                self._schedule.withdraw(taken.offering.transfer, "the producer's own requests need the blocks")

@@ -9,16 +9,17 @@ from itertools import count
 import msgspec
 
 from kvxfer.config import Config
-from kvxfer.control.directory import Answered, Directory, Unheard
+from kvxfer.control.directory import Directory
+from kvxfer.control.notices import Answered, Unheard
 from kvxfer.engine.ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.paces import Benefit
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Recent
-from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Prefix, PrefixOffer
+from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Load, Prefix, PrefixOffer
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 
@@ -32,8 +33,8 @@ MAX_SOURCES = 16
 """The most sources that are asked for one request; the first of those that are named."""
 SILENT_S, MAX_SILENT = 5.0, 1024
 """Seconds for which no request waits for a source that has not answered one in time, unless it answers; and the most of them."""
-MAX_LATE = 10_000
-"""The most questions whose answers are still declined when they come too late."""
+MAX_SENT = 100_000
+"""The most questions whose answers are awaited, or still declined when they come too late."""
 
 
 class AskCounts(msgspec.Struct):
@@ -74,10 +75,10 @@ class Asks:
     ) -> None:
         self._config, self._directory, self._notices = config, directory, notices
         self._schedule, self._loads, self._benefit = schedule, loads, benefit
-        self._asks: dict[str, Ask] = {}  # by request
+        self._asks: dict[RequestId, Ask] = {}  # by request
         self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
-        self._open: dict[TransferId, Ask] = {}  # by each name that has yet to be answered
-        self._late: Recent[TransferId, Source] = Recent(config.lease, MAX_LATE)
+        # What has yet to be answered, by the name that it was given; None: nobody needs an answer any more.
+        self._sent: Recent[TransferId, tuple[Source, Ask | None]] = Recent(config.lease, MAX_SENT)
         self._silent: Recent[tuple[str, int], bool] = Recent(
             SILENT_S, MAX_SILENT
         )  # addresses that have not answered in time
@@ -87,7 +88,7 @@ class Asks:
         notices.answered, notices.unheard = self._answered, self._unheard
 
     def ask(
-        self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
+        self, request: RequestId, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
     ) -> bool:
         """Accept a question; see ``SchedulerSide.ask``."""
         if request in self._asks:
@@ -111,7 +112,7 @@ class Asks:
     def _counts(self, ask: Ask) -> AskCounts:
         return self.counts.setdefault(ask.kind, AskCounts())
 
-    def awaits(self, request: str, computed: int) -> bool:
+    def awaits(self, request: RequestId, computed: int) -> bool:
         """Return whether answers are still to come. If not, the load of the best one begins, if that pays."""
         ask = self._asks.get(request)
         if ask is None or ask.state is _S.CLOSED:
@@ -132,12 +133,13 @@ class Asks:
                 return False
             self._send(ask)
         self._notices.take_in()
-        if not ask.settled and self._speaks(ask) and wanted >= self._config.ask_tokens:
-            patience = min(self._config.ask_timeout, self._benefit.computing(wanted, self._config.ask))
-            if time.monotonic() < ask.asked_at + patience:
+        if not ask.done and self._speaks(ask) and wanted >= self._config.ask_tokens:
+            now, most = time.monotonic(), self._config.ask_timeout
+            if now < ask.asked_at + min(most, self._benefit.computing(wanted, self._config.ask)):
                 return True
-            for source in ask.asked.values():
-                self._silent.put((source.host, source.port), True, time.monotonic())
+            if now >= ask.asked_at + most:  # a short prompt has waited too short a time to tell
+                for source in ask.asked.values():
+                    self._silent.put((source.host, source.port), True, now)
         self._decide(request, ask, computed)
         return False
 
@@ -152,15 +154,16 @@ class Asks:
         ask.asked_at = time.monotonic()
         for source in ask.sources:
             name = TransferId.mint(self._directory.epoch, f"ask/{next(self._numbers)}")
-            self._open[name], ask.asked[name] = ask, source
+            ask.asked[name] = source
+            self._sent.put(name, (source, ask), ask.asked_at)
             self._directory.inquire(source, m.Inquire(source.epoch, name, ask.chain.step, ask.chain.links))
 
-    def asking(self, request: str) -> bool:
+    def asking(self, request: RequestId) -> bool:
         """Return whether it is not decided yet what a request loads."""
         ask = self._asks.get(request)
         return ask is not None and ask.state in (_S.NEW, _S.OUT)
 
-    def _decide(self, request: str, ask: Ask, computed: int) -> None:
+    def _decide(self, request: RequestId, ask: Ask, computed: int) -> None:
         ask.decided_at = time.monotonic()
         counts = self._counts(ask)
         if not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
@@ -187,10 +190,11 @@ class Asks:
         seconds, best = max(saves, key=lambda pair: (pair[0], pair[1].tokens), default=(0.0, None))
         return best if seconds > 0 else None
 
-    def _load(self, request: str, ask: Ask, best: PrefixOffer) -> bool:
+    def _load(self, request: RequestId, ask: Ask, best: PrefixOffer) -> bool:
         what = request, best.transfer, best.digest, best.source, best.tokens
-        if not self._loads.load(*what, begun=True, offered=True, progress=0, enough=0, answer=None):
+        if not self._schedule.arrive(*what, offered=True):
             return False
+        self._loads.arrived(request)
         load = self._schedule.of(request)
         assert load is not None
         load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind
@@ -203,13 +207,12 @@ class Asks:
                 self._schedule.decline(one.transfer, one.digest, one.source, reason)
         ask.answers.clear()
         now = time.monotonic()
-        self._late.forget(now)
+        self._sent.forget(now)
         for name, source in ask.asked.items():
-            del self._open[name]
-            self._late.put(name, source, now)
+            self._sent.put(name, (source, None), now)
         ask.asked.clear()
 
-    def finished(self, request: str) -> None:
+    def forget(self, request: RequestId) -> None:
         """Record that a request is over."""
         ask = self._asks.pop(request, None)
         if ask is None:
@@ -219,7 +222,7 @@ class Asks:
         if not ask.requests and self._alike.get(what) is ask:
             del self._alike[what]
 
-    def _leave(self, request: str, ask: Ask) -> None:
+    def _leave(self, request: RequestId, ask: Ask) -> None:
         """Let a request have nothing to do with a question any more; that of the last one is given up."""
         ask.requests.discard(request)
         load = self._schedule.named(request)
@@ -227,7 +230,7 @@ class Asks:
         if (fetches or not ask.requests) and ask.on(_E.GIVE_UP):
             self._close(ask, "the consumer does not need it")
 
-    def admitted(self, request: str, external: int) -> None:
+    def admitted(self, request: RequestId, external: int) -> None:
         """Record that a request is about to be given blocks, and counts on ``external`` tokens from outside."""
         ask, load = self._asks.get(request), self._schedule.of(request)
         if ask is None or ask.state is _S.CLOSED:
@@ -235,9 +238,9 @@ class Asks:
         if load is None:
             self._leave(request, ask)
         elif load.is_sync and external:
-            self._end(ask, _E.DELIVERED, external)
+            self._end(ask, _E.DELIVERED, load, external)
         elif not external and load.fetched is not None:
-            self._end(ask, _E.FAILED, load.end - load.start)
+            self._end(ask, _E.FAILED, load, load.end - load.start)
 
     def withdraw_all(self, reason: str) -> None:
         """Give up all questions, though their requests go on."""
@@ -250,13 +253,15 @@ class Asks:
         for request in (update.loaded | update.failed.keys()) & self._asks.keys():
             ask, load = self._asks[request], self._schedule.named(request)
             if ask.state is _S.LOADING and load is not None and load.fetched is not None:
-                self._end(ask, _E.DELIVERED if request in update.loaded else _E.FAILED, load.end - load.start)
+                event = _E.DELIVERED if request in update.loaded else _E.FAILED
+                self._end(ask, event, load, load.end - load.start)
 
-    def _end(self, ask: Ask, event: AskEvent, tokens: int) -> None:
+    def _end(self, ask: Ask, event: AskEvent, load: Load, tokens: int) -> None:
         ask.on(event)
         counts = self._counts(ask)
         if event is _E.DELIVERED:
             counts.loaded += tokens
+            self._benefit.loaded(load.wanted.source, tokens, time.monotonic() - load.fetched_at)
         else:
             counts.recomputed += tokens
 
@@ -264,18 +269,17 @@ class Asks:
 
     def _answered(self, answer: Answered) -> None:
         told = answer.holding
-        ask = self._open.get(told.transfer)
-        source = self._late.get(told.transfer) if ask is None else ask.asked[told.transfer]
-        if source is None or (source.host, source.port) != (answer.host, answer.port):
+        found = self._sent.get(told.transfer)
+        if found is None or (found[0].host, found[0].port) != (answer.host, answer.port):
             return  # nobody has asked it that
+        source, ask = found
+        self._sent.pop(told.transfer)
         self._silent.pop((answer.host, answer.port))
         if ask is None:
-            self._late.pop(told.transfer)
             if told.tokens:
                 late = Source(source.host, source.port, told.epoch)
                 self._schedule.decline(told.transfer, told.digest, late, "the answer came too late")
             return
-        del self._open[told.transfer]
         if ask.answered(told.transfer, told.epoch, told.tokens, told.digest) is None and told.tokens:
             self._complain(
                 "request %s takes nothing from %s: it has answered with tokens that the request does not have",
@@ -284,10 +288,12 @@ class Asks:
             )
 
     def _unheard(self, lost: Unheard) -> None:
-        for name, ask in list(self._open.items()):
-            source = ask.asked[name]
-            if (source.host, source.port) == (lost.host, lost.port):
-                del self._open[name], ask.asked[name]
+        for name in self._sent.keys():
+            source, ask = self._sent.get(name) or (None, None)
+            if source is not None and (source.host, source.port) == (lost.host, lost.port):
+                self._sent.pop(name)
+                if ask is not None:
+                    del ask.asked[name]
 
     def __len__(self) -> int:
         return len(self._asks)

@@ -7,16 +7,17 @@ twice, by the side channel and with a step; only after the second report may ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import TypeVar
 
 from kvxfer.engine.exchange import Report
 from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Generation
+from kvxfer.identity import Generation, RequestId
 from kvxfer.logs import logger
 from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, RankResult
 from kvxfer.text import printable
@@ -27,6 +28,7 @@ __all__ = ["LoadEnds", "Update", "disagreement"]
 log = logger("kvxfer.engine")
 
 _S, _E = LoadState, LoadEvent
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,14 @@ class Update:
     ``disagreed`` and ``short`` come once steps have told of every rank, ``loaded`` otherwise as soon as the side channel has.
     """
 
-    free: frozenset[str] = frozenset()
-    loaded: frozenset[str] = frozenset()
-    failed: Mapping[str, Failure] = field(default_factory=dict)
-    arrived: Mapping[str, int] = field(default_factory=dict)
-    disagreed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    payloads: Mapping[str, bytes] = field(default_factory=dict)
-    short: Mapping[str, int] = field(default_factory=dict)
-    repeated: frozenset[str] = frozenset()
+    free: frozenset[RequestId] = frozenset()
+    loaded: frozenset[RequestId] = frozenset()
+    failed: Mapping[RequestId, Failure] = field(default_factory=dict)
+    arrived: Mapping[RequestId, int] = field(default_factory=dict)
+    disagreed: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
+    payloads: Mapping[RequestId, bytes] = field(default_factory=dict)
+    short: Mapping[RequestId, int] = field(default_factory=dict)
+    repeated: frozenset[RequestId] = frozenset()
 
 
 def disagreement(generations: Iterable[Generation]) -> Failure:
@@ -107,7 +109,7 @@ class LoadEnds:
         ended = [load for load in seen if self._may_end(load)]
         return replace(self._ended(ended), arrived=self._progress(report.arrived), repeated=frozenset(repeated))
 
-    def over_elsewhere(self, load: Load) -> None:
+    def confirm(self, load: Load) -> None:
         """Record without a report that a load is over on all ranks."""
         if load.fetched is not None and not load.is_sync:
             self._told(load)
@@ -116,28 +118,25 @@ class LoadEnds:
 
     def _gather(self, report: Report) -> None:
         """Note on each load what ranks report of it."""
-        for request, generations in report.delivered.items():
-            if (load := self._under_way(request)) is not None:
-                load.generations |= generations
-        for request, payload in report.payloads.items():
-            if (load := self._under_way(request)) is not None:
-                load.payload = load.payload or payload
-        for request, tokens in report.short.items():
-            if (load := self._under_way(request)) is not None:
-                load.short = tokens if load.short is None else min(tokens, load.short)
-        for request, failure in report.failed.items():
-            if (load := self._under_way(request)) is not None:
-                load.failure = load.failure or failure
-        for request, stages in report.stages.items():
-            if (load := self._under_way(request)) is not None:
-                load.stages |= stages
-        for request, ranks in report.writing.items():
-            if (load := self._under_way(request)) is not None:
-                self._writes(load, ranks)
+        for load, generations in self._under_way(report.delivered):
+            load.generations |= generations
+        for load, payload in self._under_way(report.payloads):
+            load.payload = load.payload or payload
+        for load, tokens in self._under_way(report.short):
+            load.short = tokens if load.short is None else min(tokens, load.short)
+        for load, failure in self._under_way(report.failed):
+            load.failure = load.failure or failure
+        for load, stages in self._under_way(report.stages):
+            load.stages |= stages
+        for load, ranks in self._under_way(report.writing):
+            self._writes(load, ranks)
 
-    def _under_way(self, request: str) -> Load | None:
-        load = self._schedule.named(request)
-        return load if load is not None and load.under_way else None
+    def _under_way(self, news: Mapping[RequestId, T]) -> Iterator[tuple[Load, T]]:
+        """Yield those of the requests whose load is under way, and what is reported of each."""
+        for request, told in news.items():
+            load = self._schedule.named(request)
+            if load is not None and load.under_way:
+                yield load, told
 
     def _writes(self, load: Load, ranks: Iterable[Rank]) -> None:
         """Record that a load has failed while these ranks still write.
@@ -200,12 +199,11 @@ class LoadEnds:
             self._schedule.on(load, _E.ENDED_WRITTEN if load.writing else told)
         return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
 
-    def _progress(self, arrived: Mapping[str, Mapping[Rank, int]]) -> dict[str, int]:
+    def _progress(self, arrived: Mapping[RequestId, Mapping[Rank, int]]) -> dict[RequestId, int]:
         """Return how many tokens all ranks have of those loads that have made progress."""
         out = {}
-        for request, ranks in arrived.items():
-            if (load := self._under_way(request)) is not None:
-                load.arrived |= ranks
-                if len(load.arrived) == self._ranks:
-                    out[request] = min(load.arrived.values())
+        for load, ranks in self._under_way(arrived):
+            load.arrived |= ranks
+            if len(load.arrived) == self._ranks:
+                out[load.request] = min(load.arrived.values())
         return out

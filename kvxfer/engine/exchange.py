@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from kvxfer import arguments
 from kvxfer.engine.side_channel import ChannelAddress, RankResult
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import StepCommands
 from kvxfer.values import BlockTable, OfferEnd, Rank, Stages
 
 __all__ = ["BlockCopy", "Report", "Step"]
-
-K = TypeVar("K")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class BlockCopy:
     The block at a position is copied if both tables have one there.
     """
 
-    request: str
+    request: RequestId
     src: BlockTable
     dst: BlockTable
 
@@ -91,62 +88,38 @@ class Report:
     descriptors: dict[Rank, RankDescriptor] = field(default_factory=dict)
     released: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     revoked: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
-    delivered: dict[str, set[Generation]] = field(default_factory=dict)
-    over: dict[str, set[Rank]] = field(default_factory=dict)
-    failed: dict[str, Failure] = field(default_factory=dict)
-    arrived: dict[str, dict[Rank, int]] = field(default_factory=dict)
-    payloads: dict[str, bytes] = field(default_factory=dict)
-    short: dict[str, int] = field(default_factory=dict)
-    writing: dict[str, set[Rank]] = field(default_factory=dict)
-    quiet: dict[str, set[Rank]] = field(default_factory=dict)
-    stages: dict[str, dict[Rank, Stages]] = field(default_factory=dict)
+    delivered: dict[RequestId, set[Generation]] = field(default_factory=dict)
+    over: dict[RequestId, set[Rank]] = field(default_factory=dict)
+    failed: dict[RequestId, Failure] = field(default_factory=dict)
+    arrived: dict[RequestId, dict[Rank, int]] = field(default_factory=dict)
+    payloads: dict[RequestId, bytes] = field(default_factory=dict)
+    short: dict[RequestId, int] = field(default_factory=dict)
+    writing: dict[RequestId, set[Rank]] = field(default_factory=dict)
+    quiet: dict[RequestId, set[Rank]] = field(default_factory=dict)
+    stages: dict[RequestId, dict[Rank, Stages]] = field(default_factory=dict)
     invalid: set[int] = field(default_factory=set)
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
-    prefetched: dict[tuple[str, Rank], RankResult] = field(default_factory=dict)
-    copied: dict[str, dict[Rank, float]] = field(default_factory=dict)
+    prefetched: dict[tuple[RequestId, Rank], RankResult] = field(default_factory=dict)
+    copied: dict[RequestId, dict[Rank, float]] = field(default_factory=dict)
     offers_ended: dict[TransferId, dict[Rank, OfferEnd]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:
         """Return both reports as one. If both have a report of the same rank, that in ``later`` must be the later one."""
         arguments.instance("later", later, Report)
-        return Report(
-            self.descriptors | later.descriptors,
-            _join(self.released, later.released),
-            _join(self.revoked, later.revoked),
-            _union(self.delivered, later.delivered),
-            _union(self.over, later.over),
-            later.failed | self.failed,
-            _join(self.arrived, later.arrived),
-            later.payloads | self.payloads,
-            later.short | {k: min(n, later.short.get(k, n)) for k, n in self.short.items()},
-            _union(self.writing, later.writing),
-            _union(self.quiet, later.quiet),
-            _join(self.stages, later.stages),
-            self.invalid | later.invalid,
-            self.begun | later.begun,
-            self.channels | later.channels,
-            self.prefetched | later.prefetched,
-            _join(self.copied, later.copied),
-            _join(self.offers_ended, later.offers_ended),
-        )
+        merged = {name: _merged(news, getattr(later, name)) for name, news in vars(self).items()}
+        merged["failed"], merged["payloads"] = later.failed | self.failed, later.payloads | self.payloads
+        merged["short"] |= {k: min(n, self.short[k]) for k, n in later.short.items() if k in self.short}
+        return Report(**merged)
 
     def __bool__(self) -> bool:
         ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet or self.arrived
-        return bool(
-            ends
-            or self.descriptors
-            or self.channels
-            or self.begun
-            or self.prefetched
-            or self.copied
-            or self.offers_ended
-        )
+        told = self.descriptors or self.channels or self.begun or self.prefetched or self.copied or self.offers_ended
+        return bool(ends or told)
 
 
-def _join(a: dict[K, dict[Rank, T]], b: dict[K, dict[Rank, T]]) -> dict[K, dict[Rank, T]]:
-    return {k: a.get(k, {}) | b.get(k, {}) for k in a.keys() | b.keys()}
-
-
-def _union(a: dict[str, set[T]], b: dict[str, set[T]]) -> dict[str, set[T]]:
-    return {k: a.get(k, set()) | b.get(k, set()) for k in a.keys() | b.keys()}
+def _merged(a: Any, b: Any) -> Any:
+    """Return both as one: dicts key by key, sets as their union, and of anything else the second."""
+    if isinstance(a, dict):
+        return {**a, **{k: _merged(a[k], v) if k in a else v for k, v in b.items()}}
+    return a | b if isinstance(a, set) else b

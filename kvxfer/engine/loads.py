@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 
+from kvxfer import arguments
 from kvxfer.config import Config
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import LoadEnds, Update
-from kvxfer.engine.exchange import BlockCopy, Report
+from kvxfer.engine.exchange import Report
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
-from kvxfer.engine.stories import Stories
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import Source, TransferId
-from kvxfer.ledger import BlockLedger
-from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, ScheduleError
-from kvxfer.values import BlockTable
+from kvxfer.identity import RequestId, Source, TransferId
+from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule, ScheduleError
+from kvxfer.values import MAX_DIGEST, BlockTable
 
 __all__ = ["Loads"]
 
@@ -29,60 +28,55 @@ class Loads:
     """The requests that load; one thread. Calls about any other request do nothing.
 
     Attributes:
+        schedule: All loads.
+        prefetches: Those of them that are sync.
         paces: How fast recent loads were.
     """
 
     def __init__(
         self,
         config: Config,
-        schedule: FetchSchedule,
-        ledger: BlockLedger,
+        schedule: Schedule,
         pins: BlockPins,
         tables: TableCheck,
         ranks: int,
         dispatch: Dispatch,
         notices: Notices,
         trace: Trace,
-        stories: Stories,
     ) -> None:
-        self._stories = stories
-        self._schedule, self._dispatch, self._notices, self._tables = schedule, dispatch, notices, tables
-        self._prefetches = Prefetches(
-            schedule, ledger, pins, tables.groups, ranks, config.step_budget, self._hear, trace
-        )
-        self.paces = self._prefetches.paces
-        self._ends = LoadEnds(schedule, pins, ranks, self.paces, trace)
+        self.schedule, self._dispatch, self._notices = schedule.consumer, dispatch, notices
+        self._tables, self._trace = tables, trace
+        self.prefetches = Prefetches(schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace)
+        self.paces = self.prefetches.paces
+        self._ends = LoadEnds(schedule.consumer, pins, ranks, self.paces, trace)
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def load(
-        self,
-        request: str,
-        transfer: TransferId,
-        digest: bytes,
-        source: Source,
-        tokens: int,
-        begun: bool,
-        offered: bool,
-        progress: int,
-        enough: int,
-        answer: str | None,
-    ) -> bool:
-        """Accept a load; see ``SchedulerSide.load``."""
-        what = request, transfer, digest, source, tokens
-        if not self._schedule.arrive(*what, progress, offered, enough, answer, begun):
-            return False
-        load = self._schedule.of(request)
-        assert load is not None
-        if not load.came_at:
+    def arrived(self, request: RequestId) -> None:
+        """Ask whether the producer of a load has begun, and prepare to fetch from it."""
+        load = self.schedule.of(request)
+        if load is not None and not load.came_at:
             load.came_at = time.monotonic()
             self._notices.loads(load)
-            self._dispatch.prepare(source)
-        return True
+            self._dispatch.prepare(load.wanted.source)
 
-    def prefetch(self, request: str, computed: int) -> None:
+    def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
+        """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
+
+        Args:
+            transfer: The name of the transfer.
+            digest: What its KV depends on.
+            source: The directory of the engine that offers it.
+            answer: The name of the answer that has told of it; nothing else of which that has told will be fetched either. Empty: none.
+        """
+        arguments.instance("transfer", transfer, TransferId)
+        arguments.bytes_of("digest", digest, MAX_DIGEST)
+        arguments.instance("source", source, Source)
+        self.schedule.decline(transfer, digest, source, "the request was rejected", answer)
+
+    def prefetch(self, request: RequestId, computed: int) -> None:
         """Begin the load before the request has blocks, if it is short; see ``SchedulerSide.prefetch``."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is not None:
             self._fetch_ahead(load, computed)
 
@@ -91,14 +85,14 @@ class Loads:
         if load.tried or not load.wanted.offered:
             return
         load.tried = True
-        if self._dispatch.direct and self._prefetches.begin(load, computed):
+        if self._dispatch.direct and self.prefetches.begin(load, computed):
             load.fetched_at = time.monotonic()
             self._dispatch.prefetch()
             self._dispatch.send_ahead()
 
-    def loadable(self, request: str, computed: int) -> int | None:
+    def loadable(self, request: RequestId, computed: int) -> int | None:
         """Return how many tokens can come from outside; see ``SchedulerSide.loadable``."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is None:
             return 0
         if load.state is _S.WAITING and computed < load.wanted.tokens and self._notices.awaits(load):
@@ -106,20 +100,20 @@ class Loads:
         load.computed = computed
         if not computed:  # local blocks may not be in use yet, and would be lent to this very load
             self._fetch_ahead(load, 0)
-        return self._prefetches.tokens(load, computed) if load.is_sync else self._schedule.matched(request, computed)
+        return self.prefetches.tokens(load, computed) if load.is_sync else self.schedule.matched(request, computed)
 
-    def is_sync(self, request: str) -> bool:
+    def is_sync(self, request: RequestId) -> bool:
         """Return whether the tokens promised for this request are already here, to be copied into its blocks."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         return load is not None and load.is_sync
 
-    def allocated(self, request: str, table: BlockTable, external: int) -> None:
+    def allocated(self, request: RequestId, table: BlockTable, external: int) -> None:
         """Begin the load if the request counts on it; see ``SchedulerSide.allocated``.
 
         Raises:
             ScheduleError: The request counts on tokens that it does not load, or has no blocks for them.
         """
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is None:
             if external:
                 raise ScheduleError(
@@ -129,93 +123,82 @@ class Loads:
         try:
             self._tables.check("table", table)
             if load.is_sync:
-                self._prefetches.admit(load, table, external)
+                self.prefetches.admit(load, table, external)
                 return
-            self._schedule.allocated(request, table, load.computed, external)
+            self.schedule.allocated(request, table, load.computed, external)
         except KvxferError as error:
-            self._give_up(load, f"the consumer cannot load it: {error}")
+            self._end(load, _E.GIVE_UP, f"the consumer cannot load it: {error}")
             raise
         if external:
             load.fetched_at = time.monotonic()
         self._dispatch.send_ahead()
 
-    def preempted(self, request: str) -> None:
+    def preempted(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is not None:
             self._end(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
 
-    def finished(self, request: str) -> None:
+    def finished(self, request: RequestId) -> None:
         """Record that the request is over, at whatever point."""
-        load = self._schedule.of(request)
+        load = self.schedule.of(request)
         if load is not None:
-            if load.fetched is None and not load.traced:
-                load.traced = True
-                self._stories.load_dropped(load)
+            if load.fetched is None:
+                self._trace.never_begun(load)
             if load.is_sync:
                 load.over = True
-                self._prefetches.end(load, _E.GIVE_UP, "the consumer's request is over")
+                self.prefetches.end(load, _E.GIVE_UP, "the consumer's request is over")
             else:
-                self._schedule.finish(request)
+                self.schedule.finish(request)
 
     def withdraw_all(self, reason: str) -> None:
         """End all loads, though their requests go on."""
-        for load in self._schedule:
+        for load in self.schedule:
             if not load.over:
-                self._give_up(load, reason)
-
-    def _give_up(self, load: Load, reason: str) -> None:
-        if load.is_sync:
-            self._prefetches.end(load, _E.GIVE_UP, reason)
-        else:
-            self._schedule.give_up(load, reason)
+                self._end(load, _E.GIVE_UP, reason)
 
     def _end(self, load: Load, event: LoadEvent, reason: str) -> None:
         if load.is_sync:
-            self._prefetches.end(load, event, reason)
+            self.prefetches.end(load, event, reason)
         else:
-            self._schedule.on(load, event, reason)
+            self.schedule.on(load, event, reason)
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
-    def copies(self) -> tuple[BlockCopy, ...]:
-        """Return what the next step copies from prefetched blocks; call it once a step."""
-        return self._prefetches.copies()
-
     def short_of_blocks(self) -> None:
         """Give back blocks of prefetches that wait for their request."""
-        for load in list(self._schedule.working):
+        for load in list(self.schedule.working):
             if load.state is _S.HERE:
-                self._prefetches.end(load, _E.TAKE_BLOCKS)
+                self.prefetches.end(load, _E.TAKE_BLOCKS)
 
     def report(self, report: Report) -> Update:
         """Process what ranks have reported with steps and by the side channel; return what it means."""
         self._hear()
         for result in report.prefetched.values():
-            load = self._schedule.named(result.handle)
+            load = self.schedule.named(result.handle)
             if load is not None and load.is_sync and load.fetched == result.number:
-                self._prefetches.take_in(load, result)
+                self.prefetches.take_in(load, result)
         for request, copied in report.copied.items():
-            load = self._schedule.named(request)
+            load = self.schedule.named(request)
             if load is not None and load.state is _S.COPYING:
-                self._prefetches.copied(load, copied)
+                self.prefetches.copied(load, copied)
         return self._ends.report(report)
 
-    def over_elsewhere(self, request: str) -> None:
+    def confirm_ended(self, request: RequestId) -> None:
         """Record without a report that a load is over on all ranks; does nothing if a report has said so."""
-        load = self._schedule.named(request)
+        load = self.schedule.named(request)
         if load is not None:
-            self._ends.over_elsewhere(load)
+            self._ends.confirm(load)
 
     def _hear(self, timeout: float = 0.0) -> bool:
         """Process what workers have sent, waiting up to ``timeout`` seconds for something; return whether there was anything."""
         news = self._dispatch.channel.receive(timeout)
         for result in news:
-            load = self._schedule.named(result.handle)
+            load = self.schedule.named(result.handle)
             if load is None or load.fetched != result.number:
                 continue
             if load.is_sync:
-                self._prefetches.take_in(load, result)
+                self.prefetches.take_in(load, result)
             elif load.under_way and result.quiet and result.failure is None:
                 self._ends.came(load, result)
         return bool(news)
@@ -223,13 +206,13 @@ class Loads:
     @property
     def under_way(self) -> bool:
         """Whether a load is under way beside the steps."""
-        return any(load.under_way for load in self._schedule.working)
+        return any(load.under_way for load in self.schedule.working)
 
     @property
-    def unsettled(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether steps have more to tell of a load than the engine waits for: blocks are pinned, copied or still written to."""
-        return any(load.writing or load.state in UNSEEN for load in self._schedule.working)
+        return any(load.writing or load.state in UNSEEN for load in self.schedule.working)
 
 
-UNSEEN = frozenset((_S.AHEAD, _S.ADMITTED, _S.COPYING, _S.DROPPED, _S.WRITTEN, _S.REPEATED))
+UNSEEN = frozenset((_S.AHEAD, _S.ADMITTED, _S.COPYING, _S.ABANDONED, _S.WRITTEN, _S.REPEATED))
 """States in which the engine waits for nothing, and yet must go on making steps."""

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from kvxfer.config import Config
-from kvxfer.control.directory import Answered, Directory, Unheard
+from kvxfer.control.directory import Directory
+from kvxfer.control.notices import Answered, Unheard
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.starts import AGAIN_S, Starts
 from kvxfer.failures import Failure, FailureKind
@@ -33,13 +34,14 @@ class Notices:
     Once this is made, the engine's own directory answers whether an offer has begun.
 
     Attributes:
+        directory: The engine's own.
         renewals: Renews leases.
         answered: Called with answers to inquiries.
         unheard: Called with directories that cannot be reached.
     """
 
     def __init__(self, config: Config, directory: Directory, schedule: Schedule) -> None:
-        self._directory, self._schedule = directory, schedule
+        self.directory, self._schedule = directory, schedule
         consumer = schedule.consumer
         self.renewals = Renewals(config.lease, directory.tell, lambda: consumer)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
@@ -68,7 +70,7 @@ class Notices:
             why = f"the producer has not begun within {self._starts.patience:g} s"
             log.warning("request %s is computed here: %s", printable(load.request), why)
             load.failure = Failure(FailureKind.NEVER_OFFERED, why, str(load.wanted.source))
-            self._schedule.consumer.give_up(load, why)
+            self._schedule.consumer.on(load, LoadEvent.GIVE_UP, why)
         return load.state is LoadState.WAITING
 
     # --- offers here -------------------------------------------------------------------------------------------------
@@ -83,14 +85,10 @@ class Notices:
             self._schedule.producer.decline(transfer, reason)
             count -= 1
 
-    def begins(self, transfer: TransferId, digest: bytes) -> None:
-        """Tell the engines that asked that an offer has begun."""
-        self._directory.begins(transfer, digest)
-
     def over(self, transfer: TransferId, digest: bytes) -> None:
         """Record that an offer's request is over. Engines that asked are told that it has begun; fetching tells them the rest."""
         self._over.put(transfer, digest, time.monotonic())
-        self._directory.begins(transfer, digest)
+        self.directory.begins(transfer, digest)
 
     def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether an offer of this engine has begun, or is over. Any thread."""
@@ -104,9 +102,7 @@ class Notices:
         renewed, self._renewed = tuple(self._renewed), []
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
-            self._directory.tell(
-                decline.source, Decline(decline.source.epoch, (named,), decline.reason, decline.answer)
-            )
+            self.directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason, decline.answer))
         now = time.monotonic()
         if now - self._looked >= AGAIN_S:
             self._looked = now
@@ -117,7 +113,7 @@ class Notices:
 
     def take_in(self) -> None:
         """Process the notices that have come to this engine's directory."""
-        for notice in self._directory.notices():
+        for notice in self.directory.notices():
             if isinstance(notice, Begun):
                 for named in notice.transfers:
                     self._schedule.consumer.found(named.transfer, named.digest)
@@ -135,7 +131,8 @@ class Notices:
                     if (wanted.source.host, wanted.source.port) != (notice.host, notice.port):
                         continue
                     if wanted.transfer.unplaced:
-                        self._schedule.consumer.give_up(load, "the producer's directory cannot be reached")
+                        why = "the producer's directory cannot be reached"
+                        self._schedule.consumer.on(load, LoadEvent.GIVE_UP, why)
                     else:
                         load.on(LoadEvent.BEGUN)
                 continue

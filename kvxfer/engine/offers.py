@@ -18,14 +18,15 @@ import sys
 import time
 from collections.abc import Hashable, Mapping, Sequence
 
+from kvxfer import arguments
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.stories import Stories
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, RequestId, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
 from kvxfer.ticket import Ticket
-from kvxfer.values import NULL, BlockTable, Group, OfferEnd, Rank
+from kvxfer.values import MAX_REASON, NULL, BlockTable, Group, OfferEnd, Rank
 
 __all__ = ["Offers", "kept_blocks", "lacks_window"]
 
@@ -39,7 +40,6 @@ class Offers:
         schedule: The engine's offerings.
         pins: Keeps blocks from reuse.
         tables: Checks block tables.
-        groups: The engine's KV-cache groups.
         ranks: How many workers it has.
         writes_early: Whether workers may write to a step's new blocks before they know of its revocations.
         notices: Tells other engines.
@@ -54,47 +54,66 @@ class Offers:
         schedule: OfferSchedule,
         pins: BlockPins,
         tables: TableCheck,
-        groups: Sequence[Group],
         ranks: int,
         writes_early: bool,
         notices: Notices,
         stories: Stories,
     ) -> None:
-        self._schedule, self._pins, self._tables, self._notices = schedule, pins, tables, notices
+        self.schedule, self._pins, self._tables, self._notices = schedule, pins, tables, notices
         self._ranks, self._writes_early, self._stories = ranks, writes_early, stories
-        self._groups = tuple(groups)
-        self._windows = any(group.window for group in groups)
+        self._groups = tables.groups
+        self._windows = any(group.window for group in self._groups)
         self.elastic = False
         self._leaving: list[Hashable] = []  # holders of blocks that the next step revokes
         self._over: list[TransferId] = []  # ended before the requests that offered them, which are over now as well
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def offer(
-        self,
-        request: str,
-        transfer: TransferId,
-        digest: bytes,
-        tokens: int,
-        consumers: int,
-        stops: bool,
-        answer: str | None,
-    ) -> bool:
-        """Accept an offer; see ``SchedulerSide.offer``."""
-        taken = self._schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
-        if taken:
-            found = self._schedule.of(request)
-            if found is not None and not found.came_at:
-                found.came_at = time.monotonic()
-            self._notices.offered(transfer, digest)
-        return taken
+    def arrived(self, request: RequestId) -> None:
+        """Take in what consumers have said of a request's offer before it was made."""
+        found = self.schedule.of(request)
+        if found is not None:
+            found.came_at = found.came_at or time.monotonic()
+            self._notices.offered(found.transfer, found.digest)
 
-    def ticket(self, request: str, source: Source) -> Ticket | None:
+    def ticket(self, request: RequestId, source: Source) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
-        found = self._schedule.named(request)
+        found = self.schedule.named(request)
         if found is None or not found.offered or (found.namesake and request not in found.sharers):
             return None
         return Ticket(found.transfer, found.digest, source, found.total)
+
+    def answer(self, request: str) -> str:
+        """Return the name of the answer that tells consumers of this request's offer: a lost request's for a retry.
+
+        Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
+        """
+        return self.schedule.answer(RequestId(arguments.instance("request", request, str)))
+
+    def unanswered(self, answer: str) -> None:
+        """Record that an answer goes out to nobody, as when its client has hung up: what only that would have told of is given up.
+
+        Args:
+            answer: Its name (``SchedulerSide.offer``).
+        """
+        self.schedule.unanswered(arguments.string("answer", answer), "its client has hung up")
+
+    def stands(self, ticket: Ticket) -> bool:
+        """Return whether what a ticket of this engine names is offered, or will be."""
+        return self.schedule.offers(ticket.transfer, ticket.digest)
+
+    def withdraw(self, request: str, reason: str) -> None:
+        """End the offer of a running request, whose KV is no longer what its digest says; does nothing without one.
+
+        Args:
+            request: The engine's id of the request.
+            reason: Why, for the consumers.
+        """
+        request = RequestId(arguments.instance("request", request, str))
+        arguments.string("reason", reason, MAX_REASON, empty=True)
+        found = self.schedule.run_by(request)
+        if found is not None:
+            self.schedule.withdraw(found.transfer, reason)
 
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int, source: Source
@@ -105,56 +124,53 @@ class Offers:
             ScheduleError: The blocks cannot be offered.
         """
         self._tables.check("table", table)
-        known = self._schedule.current(transfer)
+        known = self.schedule.current(transfer)
         if known is None:
             blocks = kept_blocks(self._groups, table, tokens).ids()
             if not self._pins.hold(("computed", transfer), blocks):
                 return None
             try:
-                known = self._schedule.computed(transfer, digest, tokens, table, consumers)
+                known = self.schedule.computed(transfer, digest, tokens, table, consumers)
                 if known is not None:
                     known.came_at = known.begun_at = known.whole_at = time.monotonic()
             except ScheduleError:
                 self._pins.drop(("computed", transfer))
                 raise
-            self._notices.begins(transfer, digest)
+            self._notices.directory.begins(transfer, digest)
         same = known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
         return Ticket(transfer, digest, source, tokens) if same else None
 
-    def follows(self, request: str) -> bool:
+    def follows(self, request: RequestId) -> bool:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
-        found = self._schedule.of(request)
+        found = self.schedule.of(request)
         return found is not None and (
-            found.computed
-            or found.held
-            or found.request == request
-            and (found.end is not None or found.read is not None)
+            found.tracked or found.request == request and (found.end is not None or found.read is not None)
         )
 
-    def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
+    def runs(self, request: RequestId, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step; see ``SchedulerSide.runs``."""
-        found = self._schedule.of(request)
-        if found is None or not (found.computed or found.held):
+        found = self.schedule.of(request)
+        if found is None or not found.tracked:
             return
         self._tables.check("table", table)
-        for g, group in enumerate(self._tables.groups):
+        for g, group in enumerate(self._groups):
             if group.kind == "full":
                 self._tables.lists("table", table, g, 0, min(computed + scheduled, found.total))
-        self._schedule.check(request, computed + scheduled, table)
+        self.schedule.check(request, computed + scheduled, table)
         begun = found.progress > 0 or found.held
         if found.request == request and found.computed:
             if self._windows and computed + scheduled >= found.total and found.end is None:
                 end = table.only(_end(group, found.total) for group in self._groups)
                 if self._pins.keep(("end", found.number), end.ids()):
                     found.end = end
-            self._schedule.step(request, computed, scheduled, table, found.end)
+            self.schedule.step(request, computed, scheduled, table, found.end)
             if self.elastic or self._writes_early:
                 self._pin(found)
         if found.final and not found.whole_at:
             found.whole_at = time.monotonic()
         if not begun and found.progress > 0:
             found.begun_at = time.monotonic()
-            self._notices.begins(found.transfer, found.digest)
+            self._notices.directory.begins(found.transfer, found.digest)
 
     def _pin(self, found: Offering) -> None:
         """Pin the blocks that are new in a running request's offer."""
@@ -169,10 +185,10 @@ class Offers:
             read[1].update(new)
             found.read = read
 
-    def preempted(self, request: str) -> None:
+    def preempted(self, request: RequestId) -> None:
         """Record that the engine has taken the request's blocks away. Those that were offered are revoked."""
-        self._schedule.preempt(request)
-        found = self._schedule.of(request)
+        self.schedule.preempt(request)
+        found = self.schedule.of(request)
         if found is not None and found.request == request:
             self._keep_revoked(found)
             self._unpin_read(found)
@@ -194,25 +210,25 @@ class Offers:
             self._pins.drop(_reading(found, found.read[0]))
             found.read = None
 
-    def finished(self, request: str, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
+    def finished(self, request: RequestId, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
         """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
 
         ``complete``: it ended normally and its KV is good. ``good``: what it has offered is good although it is not complete.
         ``found``: other engines can find these ranks, so that one may be reading.
         """
-        offering = self._schedule.of(request)
+        offering = self.schedule.of(request)
         if offering is None:
-            if (held := self._schedule.named(request)) is not None:
+            if (held := self.schedule.named(request)) is not None:
                 held.namesake = False
             return False
         self._notices.over(offering.transfer, offering.digest)
-        if not (offering.computed or offering.held) and self._schedule.current(offering.transfer) is None:
+        if not offering.tracked and self.schedule.current(offering.transfer) is None:
             self._over.append(offering.transfer)
         if request in offering.sharers:
-            return self._schedule.finish(request, table, complete)
+            return self.schedule.finish(request, table, complete)
         end = offering.end
         whole = table if end is None else table.filled(end)
-        if self._schedule.finish(request, whole, complete, good and not complete, lambda: self._keep(offering, found)):
+        if self.schedule.finish(request, whole, complete, good and not complete, lambda: self._keep(offering, found)):
             self._unpin_read(offering)
             return True
         if offering.read is not None:
@@ -238,27 +254,27 @@ class Offers:
 
     def unread(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
         """Record that nobody reads from some ranks any more what was offered of a transfer, up to a generation."""
-        for found in list(self._schedule.under(transfer)):
+        for found in list(self.schedule.under(transfer)):
             if found.revoked is not None:
                 generation, quiet = found.revoked
                 quiet.update(rank for rank, until in ranks.items() if until >= generation)
                 if len(quiet) >= self._ranks:
                     found.revoked = None
                     self._pins.drop(("revoked", found.number))
-                    self._schedule.forget(found)
+                    self.schedule.forget(found)
 
     def ended(self, transfer: TransferId, ranks: Mapping[Rank, OfferEnd]) -> None:
         """Record how an offer has ended on some ranks. What one rank says is told of all, and a failure rather than a delivery."""
-        found = next((one for one in self._schedule.under(transfer) if one.ended is None), None)
+        found = next((one for one in self.schedule.under(transfer) if one.ended is None), None)
         if found is not None:
             found.ended = next((end for end in ranks.values() if end.failure is not None), next(iter(ranks.values())))
             self._stories.offer_ended(found, found.ended)
 
-    def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> str | None:
+    def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> RequestId | None:
         """Record that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
         self.unread(transfer, ranks)
         freed = None
-        for found in list(self._schedule.under(transfer)):
+        for found in list(self.schedule.under(transfer)):
             for rank, generation in ranks.items():
                 if generation >= found.born:
                     found.done[rank] = max(generation, found.done.get(rank, generation))
@@ -270,7 +286,7 @@ class Offers:
         """Record that all ranks are done with an offering up to a generation; return whether its held blocks are now free."""
         if found.read is not None and found.read[0] <= generation:
             self._unpin_read(found)
-        freed = self._schedule.done(found, generation)
+        freed = self.schedule.done(found, generation)
         if found.state is _S.CLOSED and found.over:
             for holder in (
                 (("kept", found.number), ("end", found.number)) if found.request else (("computed", found.transfer),)
@@ -278,9 +294,9 @@ class Offers:
                 self._pins.drop(holder)
         return freed
 
-    def freed(self, request: str) -> None:
+    def freed(self, request: RequestId) -> None:
         """Record that the engine frees a held request, on its own authority: nobody may be reading its blocks any more."""
-        found = self._schedule.named(request)
+        found = self.schedule.named(request)
         if found is not None and found.held:
             self._done(found, sys.maxsize)
 
@@ -290,7 +306,7 @@ class Offers:
         return over
 
     @property
-    def unsettled(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether blocks are pinned for requests that the engine may have forgotten."""
         return bool(self._leaving or self._pins.holding)
 

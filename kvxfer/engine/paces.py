@@ -9,7 +9,7 @@ from collections import deque
 from kvxfer.config import Ask
 from kvxfer.identity import Source
 
-__all__ = ["Benefit", "LinkPaces", "Pace"]
+__all__ = ["Benefit", "LinkPaces", "Pace", "StepCost"]
 
 REMEMBERED = 16
 """The number of recent loads that are remembered."""
@@ -85,21 +85,47 @@ class LinkPaces:
             del self._links[next(iter(self._links))]
 
 
+class StepCost:
+    """Estimates how much longer a step takes for some more tokens of prompts, by how long recent steps took.
+
+    A step has a fixed time, which is spent in any case. So each step tells only the most that one token can cost, and the fullest steps
+    tell it best. Of steps of about the same size the median counts: a slow one may be an exception.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[float]] = {}  # seconds for a token, by the size of the step in powers of two
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """Record how long a step with this number of tokens took."""
+        alike = self._seen.setdefault(tokens.bit_length(), deque(maxlen=REMEMBERED))
+        alike.append(seconds / tokens)
+
+    def estimate(self, tokens: int) -> float | None:
+        """Return the seconds that computing this number of tokens should take; None if nothing is known."""
+        if not self._seen:
+            return None
+        return tokens * min(statistics.median(alike) for alike in self._seen.values())
+
+
 class Benefit:
     """Estimates whether a load ends before its tokens could be computed.
 
-    Args:
-        links: The pace of loads.
+    How long a load takes counts from its request to the source until the engine is told of its end. So what a load costs whatever its size
+    is in it.
     """
 
-    def __init__(self, links: LinkPaces) -> None:
-        self._links, self._computing = links, Pace()
+    def __init__(self) -> None:
+        self._links, self._computing = LinkPaces(), StepCost()
         self._refused = 0  # loads that did not pay, after the last that was tried against the estimate
 
     def took(self, tokens: int, seconds: float) -> None:
         """Record how long a step took that computed ``tokens`` tokens of prompts."""
         if tokens >= MIN_STEP:
             self._computing.took(tokens, seconds)
+
+    def loaded(self, source: Source, tokens: int, seconds: float) -> None:
+        """Record how long it took until a load of ``tokens`` tokens was over."""
+        self._links.delivered(source, tokens, seconds)
 
     def computing(self, tokens: int, ask: Ask) -> float:
         """Return the seconds that computing these tokens should take; ``inf`` if that is not known, or does not matter."""

@@ -7,7 +7,9 @@ read or write.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from kvxfer import arguments
@@ -51,6 +53,14 @@ class ElasticPool(BlockPool, Protocol):
         """Return how many blocks could be in use now, including those that are."""
 
 
+@dataclass(slots=True)
+class _Pinned:
+    """What a holder has pinned, and how many of these blocks no request stands for."""
+
+    blocks: list[int] = field(default_factory=list)
+    held: int = 0
+
+
 class BlockPins:
     """References to blocks, by holder.
 
@@ -65,8 +75,8 @@ class BlockPins:
         self._pool: BlockPool | None = None
         if pool is not None:
             self.bind(pool)
-        self._kept: dict[Hashable, list[int]] = {}
-        self._held: dict[Hashable, int] = {}  # how many of them no request stands for
+        self._pinned: defaultdict[Hashable, _Pinned] = defaultdict(_Pinned)
+        self._held = 0
 
     def bind(self, pool: BlockPool) -> None:
         """Use this pool from now on.
@@ -86,16 +96,17 @@ class BlockPins:
             return False
         found = list(blocks)
         self._pool.touch(found)
-        self._kept.setdefault(holder, []).extend(found)
+        self._pinned[holder].blocks += found
         return True
 
     def hold(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Pin blocks that no request stands for, within the limit; return False if that is reached or there is no pool."""
         wanted = list(blocks)
         limit = self.limit if not isinstance(self._pool, ElasticPool) else min(self.limit, self._pool.capacity() // 4)
-        if sum(self._held.values()) + len(wanted) > limit or not self.keep(holder, wanted):
+        if self._held + len(wanted) > limit or not self.keep(holder, wanted):
             return False
-        self._held[holder] = self._held.get(holder, 0) + len(wanted)
+        self._pinned[holder].held += len(wanted)
+        self._held += len(wanted)
         return True
 
     @property
@@ -112,10 +123,11 @@ class BlockPins:
 
     def drop(self, holder: Hashable) -> None:
         """Give up all references of ``holder``, if it has any."""
-        kept = self._kept.pop(holder, None)
-        self._held.pop(holder, None)
-        if kept and self._pool is not None:
-            self._pool.free(kept[::-1])
+        pinned = self._pinned.pop(holder, None)
+        if pinned is not None:
+            self._held -= pinned.held
+            if pinned.blocks and self._pool is not None:
+                self._pool.free(pinned.blocks[::-1])
 
     def borrow(self, holder: Hashable, blocks: int) -> list[int] | None:
         """Take this many unused blocks from a ``LendingPool``, within the limit; None if there are none to spare."""
@@ -123,7 +135,7 @@ class BlockPins:
             return None
         found = self._pool.lend(blocks)
         if found is not None:
-            self._kept.setdefault(holder, []).extend(found)
+            self._pinned[holder].blocks += found
         return None if found is None else list(found)
 
     @property
@@ -133,4 +145,4 @@ class BlockPins:
 
     def __len__(self) -> int:
         """Return how many references are held."""
-        return sum(map(len, self._kept.values()))
+        return sum(len(pinned.blocks) for pinned in self._pinned.values())

@@ -21,8 +21,7 @@ from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.trace import Trace
 from kvxfer.failures import Failure
-from kvxfer.ledger import BlockLedger
-from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, RankResult, ScheduleError
+from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule, ScheduleError
 from kvxfer.values import NULL, BlockTable, Group, Rank, Stages
 
 __all__ = ["Prefetches"]
@@ -39,8 +38,7 @@ class Prefetches:
 
     def __init__(
         self,
-        schedule: FetchSchedule,
-        ledger: BlockLedger,
+        schedule: Schedule,
         pins: BlockPins,
         groups: Sequence[Group],
         ranks: int,
@@ -48,7 +46,7 @@ class Prefetches:
         receive: Callable[[float], bool],
         trace: Trace,
     ) -> None:
-        self._schedule, self._ledger, self._pins = schedule, ledger, pins
+        self._schedule, self._ledger, self._pins = schedule.consumer, schedule.ledger, pins
         self._groups, self._ranks = tuple(groups), ranks
         self._budget = self._left = budget
         self._receive, self._trace = receive, trace

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvxfer.engine.exchange import Report
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, Outcome
-from kvxfer.identity import TransferId
+from kvxfer.identity import RequestId, TransferId
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
 from kvxfer.values import Fetch, OfferEnd, Rank, Stages
 
@@ -31,23 +31,24 @@ class RankEnds:
     def __init__(self, rank: Rank, quarantine: int) -> None:
         self.report, self.aside = Report(), False
         self._rank, self._quarantine = rank, quarantine
-        self._blocks: dict[str, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
-        self._failing: dict[str, Failure] = {}  # loads that ended badly and are not quiet yet
-        self._early: set[str] = set()  # those of them that are reported
-        self._known: dict[str, RankResult] = {}  # of loads under way, as far as they are known
-        self._prefetches: set[str] = set()  # those of them that are prefetches
+        self._blocks: dict[RequestId, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
+        self._failing: dict[RequestId, Failure] = {}  # loads that ended badly and are not quiet yet
+        self._early: set[RequestId] = set()  # those of them that are reported
+        self._known: dict[RequestId, RankResult] = {}  # of loads under way, as far as they are known
+        self._prefetches: set[RequestId] = set()  # those of them that are prefetches
         self._results: list[RankResult] = []
         self._ended: list[Ended] = []  # since the last ``collect``
 
     def begin(self, fetch: Fetch, number: int, prefetch: bool) -> None:
         """Expect the end of a load, with this number; ``fetch`` has the scheduler's blocks."""
-        self._known[fetch.handle] = RankResult(fetch.handle, self._rank, number)
+        request = RequestId(fetch.handle)
+        self._known[request] = RankResult(request, self._rank, number)
         if prefetch:
-            self._prefetches.add(fetch.handle)
+            self._prefetches.add(request)
         else:
-            self._blocks[fetch.handle] = fetch.blocks.ids()
+            self._blocks[request] = fetch.blocks.ids()
 
-    def number(self, request: str) -> int | None:
+    def number(self, request: RequestId) -> int | None:
         """Return the number of a load that is under way; None if none of this name is."""
         known = self._known.get(request)
         return None if known is None else known.number
@@ -72,9 +73,9 @@ class RankEnds:
         elif isinstance(event, Ended):
             self._load_ended(event)
         elif isinstance(event, Released):
-            self._load_released(event.handle)
+            self._load_released(RequestId(event.handle))
         elif isinstance(event, Progress) and event.handle not in self._prefetches:
-            self.report.arrived.setdefault(event.handle, {})[self._rank] = event.tokens
+            self.report.arrived.setdefault(RequestId(event.handle), {})[self._rank] = event.tokens
 
     @property
     def pending(self) -> bool:
@@ -105,7 +106,7 @@ class RankEnds:
         ranks[self._rank] = max(generation, ranks.get(self._rank, generation))
 
     def _load_ended(self, event: Ended) -> None:
-        request, failure, report = event.handle, event.outcome.failure, self.report
+        request, failure, report = RequestId(event.handle), event.outcome.failure, self.report
         self._ended.append(event)
         result = replace(self._known[request], generation=event.generation, failure=failure, stages=event.stages)
         self._known[request] = result
@@ -125,7 +126,7 @@ class RankEnds:
             if event.payload or event.short is not None:  # which a RankResult cannot tell: only a step reports the end
                 del self._known[request]
 
-    def _load_released(self, request: str) -> None:
+    def _load_released(self, request: RequestId) -> None:
         """Report that nothing touches a load's blocks any more."""
         ended = self._known.pop(request, None)
         result = None if ended is None else replace(ended, quiet=True)
@@ -142,7 +143,7 @@ class RankEnds:
             self._quarantine += len(blocks)
             self.report.quiet.setdefault(request, set()).add(self._rank)
         else:
-            self._load_over(request, blocks, failure)
+            self._report_end(request, blocks, failure)
 
     def _prefetched(self, result: RankResult) -> None:
         self._say(result)
@@ -152,17 +153,17 @@ class RankEnds:
         if self.aside:
             self._results.append(result)
 
-    def _load_over(self, request: str, blocks: tuple[int, ...], failure: Failure | None) -> None:
+    def _report_end(self, request: RequestId, blocks: tuple[int, ...], failure: Failure | None) -> None:
         self.report.over.setdefault(request, set()).add(self._rank)
         if failure is not None:
             self.report.failed[request] = failure
             self.report.invalid.update(blocks)
 
-    def _give_up(self, request: str) -> None:
+    def _give_up(self, request: RequestId) -> None:
         """Report a failed load before its blocks are quiet, which may take long, if they fit into the quarantine."""
         blocks = self._blocks[request]
         if len(blocks) <= self._quarantine:
             self._quarantine -= len(blocks)
             self._early.add(request)
-            self._load_over(request, blocks, self._failing[request])
+            self._report_end(request, blocks, self._failing[request])
             self.report.writing.setdefault(request, set()).add(self._rank)

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
+from kvxfer.control.stories import KEPT, STAGES, copied, latest, told_name, told_text
 from kvxfer.failures import Failure
-from kvxfer.identity import TransferId
 from kvxfer.protocol.messages import Explain, Explained, Story
 from kvxfer.protocol.messages.bounds import MAX_WORDS
 from kvxfer.schedule import Load, LoadState, Offering, Schedule
-from kvxfer.text import escaped, printable
 from kvxfer.values import OfferEnd, Stages
 
-__all__ = ["STAGES", "Stories"]
-
-KEPT = 1000
-"""How many requests are remembered of each kind: delivered, failed, without a part in any transfer."""
-
-STAGES = [name for name in Stages.__struct_fields__ if name not in ("moving", "came", "announced_bytes")]
-"""The stages that are moments."""
-
-_SECRET = re.compile(r"[0-9a-f]{32,}")
+__all__ = ["Stories"]
 
 Record = Callable[[], Story]
 
@@ -63,7 +52,7 @@ class Stories:
         now = time.monotonic()
         (self._good if failure is None else self._bad).append(lambda: _of_load(load, failure, stages, now))
 
-    def load_dropped(self, load: Load) -> None:
+    def load_never_begun(self, load: Load) -> None:
         """Record that a request is over whose load was never begun."""
         if load.failure is not None:
             self.load_ended(load, load.failure, None)
@@ -81,7 +70,7 @@ class Stories:
         """Record that a request neither loads nor offers what it was to."""
         at = time.time()
         self._notes.append(
-            lambda: Story("none", _cut(request), outcome="no transfer", text=_cut(why, MAX_WORDS), at=at)
+            lambda: Story("none", told_text(request), outcome="no transfer", text=told_text(why, MAX_WORDS), at=at)
         )
 
     # --- any thread --------------------------------------------------------------------------------------------------
@@ -89,32 +78,21 @@ class Stories:
     def explain(self, asked: Explain) -> Explained:
         """Return what is known of the requests that are asked for."""
         failed = not (asked.request or asked.transfers)
-        stories = list(self._failed() if failed else self._about(asked))
-        stories.sort(key=lambda story: story.at + max(story.stages.values(), default=0.0), reverse=True)
-        return Explained(self._engine, time.time(), KEPT, tuple(stories[: asked.most]))
+        stories = self._failed() if failed else self._about(asked)
+        return Explained(self._engine, time.time(), KEPT, latest(stories, asked.most))
 
     def _failed(self) -> Iterator[Story]:
-        yield from (record() for record in _copied(self._bad))
+        yield from (record() for record in copied(self._bad))
 
     def _about(self, asked: Explain) -> Iterator[Story]:
         wanted = set(asked.transfers)
         schedule, now = self._live(), time.monotonic()
         live = [_of_load(load, load.failure, None, now) for load in schedule.consumer if not load.traced]
         live += [_of_offering(found, None) for found in schedule.producer if found.ended is None]
-        over = (record() for kept in (self._good, self._bad, self._notes) for record in _copied(kept))
+        over = (record() for kept in (self._good, self._bad, self._notes) for record in copied(kept))
         for story in (*live, *over):
             if (asked.request and asked.request in story.request) or story.key in wanted:
                 yield story
-
-
-def _copied(values: deque[Record]) -> list[Record]:
-    """Return what another thread may be changing, as it was at some moment."""
-    for _ in range(100):
-        try:
-            return list(values)
-        except RuntimeError:  # it was changed meanwhile
-            continue
-    return []
 
 
 def _of_load(load: Load, failure: Failure | None, stages: Stages | None, now: float) -> Story:
@@ -126,12 +104,12 @@ def _of_load(load: Load, failure: Failure | None, stages: Stages | None, now: fl
     outcome = "delivered" if failure is None else str(failure.kind)
     return Story(
         "consumer",
-        _cut(load.request),
-        *_named(load.wanted.transfer),
+        told_text(load.request),
+        *told_name(load.wanted.transfer),
         f"{load.wanted.source.host}:{load.wanted.source.port}",
         outcome if over else str(load.state),
         over,
-        "" if failure is None else _cut(failure, MAX_WORDS),
+        "" if failure is None else told_text(failure, MAX_WORDS),
         time.time() - (time.monotonic() - load.came_at),
         {stage: round(t - load.came_at, 6) for stage, t in times.items() if t},
         max(load.end - load.start, 0) or load.wanted.tokens,
@@ -150,28 +128,13 @@ def _of_offering(found: Offering, end: OfferEnd | None) -> Story:
     outcome = str(found.state) if end is None else "delivered" if failure is None else str(failure.kind)
     return Story(
         "producer",
-        _cut(found.request),
-        *_named(found.transfer),
+        told_text(found.request),
+        *told_name(found.transfer),
         outcome=outcome,
         over=end is not None,
-        text="" if failure is None else _cut(failure, MAX_WORDS),
+        text="" if failure is None else told_text(failure, MAX_WORDS),
         at=time.time() - (now - found.came_at),
         stages={stage: round(t - found.came_at, 6) for stage, t in times.items() if t},
         tokens=found.total,
         came=0 if end is None else end.nbytes,
     )
-
-
-def _named(transfer: TransferId) -> tuple[str, bytes]:
-    """Return a transfer's name as an operator may see it, and its key.
-
-    A digest in it would let a reader speak for those who know the prompt.
-    """
-    name = str(transfer)
-    return _SECRET.sub(lambda found: found[0][:8] + "...", _cut(name)), hashlib.blake2b(
-        name.encode(errors="backslashreplace"), digest_size=8
-    ).digest()
-
-
-def _cut(text: object, most: int = 0) -> str:
-    return escaped(str(text)[:most]) if most else printable(text)

@@ -6,7 +6,8 @@ import json
 import os
 import time
 
-from kvxfer.engine.stories import STAGES, Stories
+from kvxfer.control.stories import STAGES
+from kvxfer.engine.stories import Stories
 from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
@@ -70,6 +71,12 @@ class Trace:
             self._log(load, failure)
         if self._path is not None:
             self._append(self._path, load, failure, stages)
+
+    def never_begun(self, load: Load) -> None:
+        """Tell, once, of a load that was never fetched and whose request is over."""
+        if not load.traced:
+            load.traced = True
+            self._stories.load_never_begun(load)
 
     def _log(self, load: Load, failure: Failure) -> None:
         held = self._repeats.logged((failure.kind, failure.peer))

@@ -17,7 +17,7 @@ from kvxfer.engine.rank_ends import RankEnds
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure
-from kvxfer.identity import TransferId
+from kvxfer.identity import RequestId, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
 from kvxfer.text import printable
@@ -137,7 +137,7 @@ class WorkerSide:
         If the step has ``copies``, call it before the forward pass, but after anything else that writes to new blocks.
         """
         arguments.instance("step", step, Step)
-        copied: dict[str, dict[Rank, float]] = {}
+        copied: dict[RequestId, dict[Rank, float]] = {}
         for copy in step.copies:
             assert self._copy is not None, "a prefetch in an engine that cannot copy blocks"
             begun = time.monotonic()

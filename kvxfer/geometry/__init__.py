@@ -2,9 +2,10 @@
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment
 from kvxfer.geometry.bands import bands
-from kvxfer.geometry.cache import HOST, Cache, Heads, Region, View
+from kvxfer.geometry.cache import Cache, Heads, View
 from kvxfer.geometry.pattern import CopyPattern
 from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
+from kvxfer.geometry.region import HOST, Region
 from kvxfer.geometry.route import Route, route
 from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.uncovered import UncoveredBytes, uncovered

@@ -1,4 +1,4 @@
-"""A worker's KV cache as values: regions of memory, and strided views with named axes over them.
+"""A worker's KV cache as values: strided views with named axes over regions of memory.
 
 Everything here is plain data that is sent to peers in a hello (msgspec). Nothing touches memory.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Annotated, Any
 
 import msgspec
@@ -23,16 +22,11 @@ from msgspec.structs import force_setattr
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry.overlap import Strided, first_overlap
+from kvxfer.geometry.region import Region, flat_starts, take_integers
 from kvxfer.geometry.turns import ALL, TokenTurns
 from kvxfer.values import Group, Rank
 
-__all__ = ["GAP", "Cache", "Heads", "Region", "View", "flat_starts"]
-
-HOST = "cpu"
-"""The device of host memory: the one kind that every process has, and the only one that the core knows by name."""
-
-GAP = 4096
-"""Bytes between two regions in the flat offset space, so that no run can span both."""
+__all__ = ["Cache", "Heads", "View"]
 
 _MAX_BYTES = 1 << 60
 
@@ -51,59 +45,6 @@ _FIRST = Rank()
 _Name = Annotated[str, Meta(max_length=1 << 12)]
 
 
-class Region(msgspec.Struct, frozen=True, dict=True):
-    """One piece of registered memory.
-
-    A region made from numbers keeps no memory alive. Make it from a tensor with ``of``, or the whole cache with
-    ``Cache.of_tensors``, to keep the tensor alive with it.
-
-    Attributes:
-        address: First byte, a virtual address of the owner's process; or a handle, if the device's space says so
-            (``kvxfer.memory.Space``).
-        nbytes: Size in bytes.
-        device: ``"cpu"``, or a kind of device and a number, as ``"cuda:0"``. The number is the owner's process's.
-        elastic: Whether its pages may be unmapped, and others mapped in their place, while it is registered.
-
-    Raises:
-        ArgumentError: An argument has the wrong type.
-    """
-
-    address: int
-    nbytes: int
-    device: str = HOST
-    elastic: bool = False
-
-    def __post_init__(self) -> None:
-        _take_integers(self, "address", "nbytes")
-        arguments.string("device", self.device)
-
-    @classmethod
-    def of(cls, tensor: Any) -> Region:
-        """Return the memory of a tensor (see ``Cache.of_tensors``) as a region, which keeps the tensor alive.
-
-        Raises:
-            ArgumentError: ``tensor`` is not a tensor, is empty, or cannot be written.
-        """
-        from kvxfer.geometry.tensors import region_of
-
-        return region_of(tensor)
-
-    def kept_by(self, owner: object) -> Region:
-        """Keep ``owner``, whose memory this is, alive as long as this region; return the region."""
-        self.__dict__["owner"] = owner  # no part of its value
-        return self
-
-    @property
-    def owner(self) -> Any:
-        """What this region keeps alive: a tensor, or a tuple of those that share its bytes; ``None`` if nothing."""
-        return self.__dict__.get("owner")
-
-    @property
-    def kind(self) -> str:
-        """The kind of its device, without the number."""
-        return self.device.partition(":")[0]
-
-
 class Heads(msgspec.Struct, frozen=True):
     """The head axis of a view: this rank holds the global KV heads ``[start, start + count)`` of ``total``.
 
@@ -120,9 +61,9 @@ class Heads(msgspec.Struct, frozen=True):
     stride: int | None
 
     def __post_init__(self) -> None:
-        _take_integers(self, "start", "count", "total")
+        take_integers(self, "start", "count", "total")
         if self.stride is not None:
-            _take_integers(self, "stride")
+            take_integers(self, "stride")
 
 
 class View(msgspec.Struct, frozen=True):
@@ -166,9 +107,9 @@ class View(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         arguments.string("plane", self.plane, empty=True)
         arguments.string("encoding", self.encoding, empty=True)
-        _take_integers(self, "group", "blocks", "block_stride", "unit")
+        take_integers(self, "group", "blocks", "block_stride", "unit")
         if self.token_stride is not None:
-            _take_integers(self, "token_stride")
+            take_integers(self, "token_stride")
         if self.heads is not None:
             arguments.instance("heads", self.heads, Heads)
         if isinstance(self.layers, str) or not all(type(layer) is str for layer in self.layers):
@@ -407,19 +348,3 @@ class Cache(msgspec.Struct, frozen=True):
     def _strided(self, v: View) -> Strided:
         n = self.groups[v.group].block_tokens
         return Strided(v.offsets, v.axes(n), v.unit, v.block_stride, v.blocks, v.extent(n))
-
-
-def flat_starts(regions: tuple[Region, ...]) -> tuple[int, ...]:
-    """Return the flat offset of each region.
-
-    Each region takes its size, rounded up to ``GAP``, and one ``GAP`` after it.
-    """
-    steps = [-(-r.nbytes // GAP) * GAP + GAP for r in regions]
-    return tuple(accumulate([0, *steps[:-1]])) if steps else ()
-
-
-def _take_integers(value: Region | Heads | View, *names: str) -> None:
-    for name in names:
-        found = getattr(value, name)
-        if type(found) is not int:
-            force_setattr(value, name, arguments.integer(name, found))

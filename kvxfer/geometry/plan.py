@@ -40,7 +40,7 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     Attributes:
         copies: What to copy.
-        logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` makes, and in plans
+        logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` cuts, and in plans
             that came over the wire.
         nbytes: The number of bytes to copy, computed from ``copies``.
     """
@@ -75,7 +75,7 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
         return cls(tuple(joined(s for plan in plans for s in plan.copies)))
 
     def split(self, max_bytes: int, first: int = 0) -> Iterator[CopyPlan]:
-        """Cut the plan into pieces that fit a staging slot, or one stage of a pipeline.
+        """Cut the plan into pieces that fit a staging slot, or one stage of a pipeline. A plan that fits whole is its only piece.
 
         Both sides cut equal plans alike. Each piece has a packed stream of its own; these streams, one after the other,
         need not be the plan's stream.
@@ -89,6 +89,9 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
         """
         if max_bytes <= 0:
             raise ValueError(f"pieces of {max_bytes} bytes hold nothing")
+        if 0 < self.nbytes <= (first or max_bytes):
+            yield self
+            return
         held: list[StridedCopy] = []
         room = first or max_bytes
         for i, strided in enumerate(self.copies):

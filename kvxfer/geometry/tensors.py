@@ -17,7 +17,8 @@ import numpy as np
 
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
-from kvxfer.geometry.cache import HOST, Cache, Heads, Region, View, flat_starts
+from kvxfer.geometry.cache import Cache, Heads, View
+from kvxfer.geometry.region import HOST, Region, flat_starts
 from kvxfer.geometry.turns import TokenTurns
 from kvxfer.values import Group, Rank
 

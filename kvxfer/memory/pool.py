@@ -22,7 +22,7 @@ SHARE_BYTES = 4 << 20
 _WORTH = 2 << 20
 """The same, where numpy copies."""
 
-_MOST = 8
+_MAX_THREADS = 8
 """A few cores fill the memory bus; more would only take them from the engine."""
 
 _pools: dict[int, CopyPool] = {}
@@ -100,5 +100,5 @@ def _pool() -> CopyPool:
     pool = _pools.get(os.getpid())
     if pool is None:
         _pools.clear()
-        pool = _pools[os.getpid()] = CopyPool(_MOST, "kvxfer-copy")
+        pool = _pools[os.getpid()] = CopyPool(_MAX_THREADS, "kvxfer-copy")
     return pool

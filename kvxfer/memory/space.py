@@ -30,8 +30,8 @@ import numpy as np
 
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPlan, Region
-from kvxfer.geometry.cache import flat_starts
 from kvxfer.geometry.pattern import Ints
+from kvxfer.geometry.region import flat_starts
 from kvxfer.memory.fence import Done
 
 __all__ = ["SPACE_CONTRACTS", "Bytes", "Checksum", "Side", "Space"]

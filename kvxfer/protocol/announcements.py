@@ -115,7 +115,7 @@ def announce(
     )
     serve.part, serve.final, serve.generation = number + 1, final, offer.generation
     first, past = span.bands or (0, len(serve.sent))
-    serve.sent[first:past] = [span.hi] * (past - first)
+    serve.sent = (*serve.sent[:first], *(span.hi,) * (past - first), *serve.sent[past:])
     link.stream += 1
     if plan is None:
         return [Send(serve.link, ready)]
@@ -124,13 +124,13 @@ def announce(
     out: list[Action] = []
     hashed = to_hash(plan, info, ref)
     if hashed is not None:
-        serve.hashing.add(ref)
+        serve.hashing[ref] = None
         out.append(Hash(ref, hashed, "source"))
     if info.mode == "write" and not ready.piece_bytes:
-        serve.flight.add(ref)
+        serve.flight[ref] = None
         serve.unsent[ref] = ready
         return [Move(ref, Verb.WRITE, plan, ready.stream, ready.piece_bytes), *out]
     if info.mode == "read" and not ready.piece_bytes:
         return [Send(serve.link, ready), *out]
-    serve.flight.add(ref)  # a staged read or write needs this side to pack
+    serve.flight[ref] = None  # a staged read or write needs this side to pack
     return [Send(serve.link, ready), Move(ref, VERBS[info.mode], plan, ready.stream, ready.piece_bytes), *out]

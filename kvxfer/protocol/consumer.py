@@ -180,6 +180,8 @@ class ConsumerMachine:
         match msg:
             case m.PartReady():
                 return self._part_ready(f, rank, msg, now)
+            case m.Underway():
+                return self._underway(f, rank, msg, now)
             case m.Checksums():
                 rank.sum = msg.checksum
                 return []
@@ -208,7 +210,7 @@ class ConsumerMachine:
             if plan is not None:
                 return [Hash(done.ref, plan, "destination")]
         if done.quiet:
-            rank.flight.discard(done.ref)
+            del rank.flight[done.ref]
         out: list[Action] = []
         if rank.state is S.MOVING:
             if done.failure is None:
@@ -233,7 +235,7 @@ class ConsumerMachine:
         f, rank = self._attempts.tries.get(done.ref.attempt, (None, None))
         if f is None or rank is None or done.ref not in rank.flight:
             return []
-        rank.flight.discard(done.ref)
+        del rank.flight[done.ref]
         rank.checksum += done.value
         out: list[Action] = []
         if rank.state is S.MOVING:
@@ -282,18 +284,13 @@ class ConsumerMachine:
         info = self._links.get(rank.spec.link)
         if info is None or msg.part in rank.spans or rank.error is not None or not rank.on(E.PART_READY):
             return []
-        wrong = rank.misuse(msg, info)
-        if wrong is not None:
+        if (wrong := rank.misuse(msg, info)) is not None:
             return self._fail(f, wrong, now)
         if msg.generation < f.least:
             return self._outdate(f, rank, now)
         self._attempts.answered(rank)
         f.heard = now
-        f.moving_since = now if f.moving_since is None else f.moving_since
-        if not f.begun:
-            f.announced = now
-            f.begun, f.deadline = True, now + self._timeout
-            self._deadlines.set(f.spec.handle, f.deadline)
+        self._begun(f, now)
         rank.announced(msg, info)
         try:
             plan = f.plan(msg, info)
@@ -306,6 +303,22 @@ class ConsumerMachine:
             rank.came_bytes += plan.nbytes
             f.last = now
         return out + (rank.take(msg, info, plan) or self._complete(f, rank, now))
+
+    def _begun(self, f: FetchRecord, now: float) -> None:
+        """Record that something is on its way; from the first time on, the deadline is the one for the outcome."""
+        f.moving_since = now if f.moving_since is None else f.moving_since
+        if not f.begun:
+            f.announced = now
+            f.begun, f.deadline = True, now + self._timeout
+            self._deadlines.set(f.spec.handle, f.deadline)
+
+    def _underway(self, f: FetchRecord, rank: RankFetch, msg: m.Underway, now: float) -> list[Action]:
+        """Record how much a producer has written of parts of which this side sees nothing before they have come."""
+        if rank.state in (S.REQUESTED, S.MOVING) and rank.remote_writes:
+            self._begun(f, now)
+            if rank.underway(msg):
+                f.last = now
+        return []
 
     def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
         """Record a generation that a producer rank has announced.

@@ -178,7 +178,7 @@ class WayCosts:
 
     Args:
         first: The first guess.
-        choices: Returns the ways of a part of so many rows and bytes; the first is that of the first guess.
+        choices: Returns the ways of a part with this number of rows and of bytes; the first is that of the first guess.
     """
 
     def __init__(self, first: LinkCost, choices: Callable[[int, int], Sequence[PartWay]]) -> None:

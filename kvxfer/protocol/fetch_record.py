@@ -12,7 +12,7 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.cost import LinkCost
-from kvxfer.protocol.parts import PIECE_LEAST, Span, placed, plan_part, reached, to_hash
+from kvxfer.protocol.parts import MIN_PIECE, Span, placed, plan_part, reached, to_hash
 from kvxfer.protocol.progress import enriched
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
@@ -34,6 +34,7 @@ from kvxfer.protocol.values import (
     in_order,
     link_name,
 )
+from kvxfer.transitions import Life
 from kvxfer.transport import Verb
 from kvxfer.values import Fetch
 
@@ -46,8 +47,10 @@ NEWER = Failure(FailureKind.REVOKED, "a newer generation is wanted")
 """Why an attempt is void if another rank of the producer has a newer generation."""
 
 
-class RankFetch(msgspec.Struct, eq=False, gc=False):
+class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, gc=False):
     """The share of a fetch that comes from one producer rank."""
+
+    table = RANK_FETCH
 
     spec: RankRoute
     state: RankFetchState = RankFetchState.LINKING
@@ -60,11 +63,15 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     bands: int = 1  # of the producer's layers
     banded: bool = False  # parts of single bands are asked for
     cost: LinkCost | None = None  # what its producer is told that things cost
-    flight: set[PartRef] = field(default_factory=set)  # parts of the attempt that may still touch memory, or read it
+    flight: dict[PartRef, None] = field(
+        default_factory=dict
+    )  # parts of the attempt that may still touch memory, or read it
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     came_bytes: int = 0  # of the attempt's parts that have arrived
     announced_bytes: int = 0  # of all of its parts
     coming: dict[PartRef, int] = field(default_factory=dict)  # of parts that take long: the bytes that have come
+    told_moved: int = 0  # the bytes that the producer says it has written
+    told_bytes: int = 0  # the bytes of the parts that it has begun
     checksum: int = 0  # of all that has been hashed; checksums add up
     sum: bytes = b""  # the producer's, if it has said so
     payload: bytes = b""  # what came with the final part
@@ -78,20 +85,12 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
     asked: int = 0  # how often the present message has been sent
     counted: bool = False  # the producer has confirmed that it counts this reader as done
 
-    def on(self, stimulus: RankFetchEvent) -> bool:
-        """Make a transition; return false if the stimulus is ignored in this state."""
-        after = RANK_FETCH.after(self.state, stimulus)
-        if after is None:
-            return False
-        self.state = after
-        return True
-
     def begin(self, attempt: int, remote_writes: bool, least: Generation) -> None:
         """Begin the next attempt; nothing is left of the one before."""
         self.least, self.counted = least, False
         self.attempt, self.generation, self.revocations, self.end, self.error = attempt, None, None, None, None
         self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
-        self.came_bytes = self.announced_bytes = 0
+        self.came_bytes = self.announced_bytes = self.told_moved = self.told_bytes = 0
         self.spans.clear()
         self.to_hash.clear()
         self.coming.clear()
@@ -102,7 +101,7 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
             what = "it mixed generations in one attempt"
         elif msg.generation < self.least:
             what = "it has an older generation than it was asked for"
-        elif msg.piece_bytes and not min(info.piece_bytes, PIECE_LEAST) <= msg.piece_bytes <= info.piece_bytes:
+        elif msg.piece_bytes and not min(info.piece_bytes, MIN_PIECE) <= msg.piece_bytes <= info.piece_bytes:
             what = "it sends pieces of another size than was agreed on"
         elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= info.planner.bands:
             what = "it names bands of layers that do not exist"
@@ -125,9 +124,9 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         if info.mode == "write" and not msg.piece_bytes:
             if hashed is None:
                 return []
-            self.flight.add(ref)
+            self.flight[ref] = None
             return [Hash(ref, hashed, "destination")]
-        self.flight.add(ref)
+        self.flight[ref] = None
         if hashed is not None:
             self.to_hash[ref] = hashed
         return [Move(ref, VERBS[info.mode], plan, msg.stream, msg.piece_bytes, hashed)]
@@ -142,6 +141,17 @@ class RankFetch(msgspec.Struct, eq=False, gc=False):
         self.came_bytes += done.nbytes
         self.checksum += done.checksum or 0
         return plan if done.checksum is None and self.state is RankFetchState.MOVING else None
+
+    def underway(self, msg: m.Underway) -> bool:
+        """Record how much the producer says that it has written; return whether that is more than before."""
+        moved, self.told_bytes = min(msg.moved, msg.nbytes), max(msg.nbytes, self.told_bytes)
+        more, self.told_moved = moved > self.told_moved, max(moved, self.told_moved)
+        return more
+
+    @property
+    def so_far(self) -> int:
+        """The bytes of the attempt that have come, of those parts too that are on their way."""
+        return max(self.came_bytes + sum(self.coming.values()), self.told_moved)
 
     def lost(self, why: Failure) -> Failure:
         """Return why the fetch fails with its link: of a peer that was there, that it is lost, and not only out of reach."""
@@ -240,10 +250,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         """Return how many bytes have come, of those parts too that are on their way, and how many were announced."""
         came = announced = 0
         for rank in self.rank_fetches:
-            came += rank.came_bytes
-            announced += rank.announced_bytes
-            if rank.coming:
-                came += sum(rank.coming.values())
+            came += rank.so_far
+            announced += max(rank.announced_bytes, rank.told_bytes)
         return came, announced
 
     def explain(self, why: Failure, now: float) -> Failure:
@@ -252,7 +260,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         if not announced:
             return why
         more, still = any(rank.end is None for rank in self.rank_fetches), now - (self.last or self.announced)
-        seen = any(rank.coming.keys() & rank.flight for rank in self.rank_fetches)
+        seen = any(rank.told_moved or rank.coming.keys() & rank.flight for rank in self.rank_fetches)
         return enriched(why, came, announced, more, self.stages(now).moving, still, seen)
 
     @property
@@ -324,9 +332,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         payload, short = (self.payload, self.short) if delivered else (b"", None)
         seconds, stages = now - self.began, self.stages(now)
         more = self.generation, seconds - stages.moving if self.begun else 0.0, payload, stages, short
-        nbytes = (
-            self.nbytes if delivered else self.nbytes + sum([n for x in self.rank_fetches for n in x.coming.values()])
-        )
+        nbytes = self.nbytes if delivered else self.nbytes + sum([x.so_far - x.came_bytes for x in self.rank_fetches])
         return Ended("consumer", s.transfer, s.handle, self.outcome, nbytes, seconds, *more)
 
     def overdue(self, start: float, timeout: float) -> Failure:
@@ -347,6 +353,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
             if rank.state in (RankFetchState.LINKING, RankFetchState.PAUSED) and not rank.revoked:
                 return FailureKind.PEER_LOST if rank.broke is not None else FailureKind.PEER_UNREACHABLE
         for rank in self.rank_fetches:
+            if rank.told_bytes and rank.state is RankFetchState.REQUESTED:
+                continue  # its first part is on its way
             if rank.state in (RankFetchState.REQUESTED, RankFetchState.LINKING, RankFetchState.PAUSED):
                 return FailureKind.REVOKED if rank.revoked else FailureKind.NEVER_OFFERED
         return FailureKind.TIMED_OUT

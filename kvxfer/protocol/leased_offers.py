@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol.offer_record import OfferRecord, Over, RankServe, told
+from kvxfer.protocol.readers import ReaderState
 from kvxfer.protocol.releases import Releases
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MAX_WORDS, Serves
@@ -63,7 +64,7 @@ class LeasedOffers:
     def settle(self, serve: RankServe, now: float) -> list[Action]:
         """Count one more reader that has everything."""
         h = serve.record
-        h.settled.add(serve.reader)
+        h.readers.settle(serve.reader)
         out = self.serves.settle(serve, now) + self.count(h, DELIVERED, now)
         self.lend(h, now)  # for its other consumers
         return out
@@ -72,7 +73,11 @@ class LeasedOffers:
         """End the transfer here if all readers are done with it, one way or the other."""
         if h.outcome is not None or not h.done:
             return []
-        if last.delivered and h.dropped and not h.whole:
+        if (
+            last.delivered
+            and h.readers.any(ReaderState.DROPPED)
+            and not h.readers.enough(h.consumers, (ReaderState.DELIVERED,))
+        ):
             last = Outcome(Failure(K.CANCELLED, "one of its readers dropped it"))
         return self.end(h, last, now)
 
@@ -151,6 +156,6 @@ class LeasedOffers:
             del self.records[h.transfer]  # it was wanted but never offered
         elif h.short is not None and h.outcome is None and not h.served:
             out += self.count(h, DELIVERED, now) + self.end(h, Outcome(h.short), now)
-        elif h.settled:  # this may have been the last reader that the end waited for
+        elif h.readers.any(ReaderState.DELIVERED):  # this may have been the last reader that the end waited for
             out += self.count(h, DELIVERED, now)
         return out

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import lcm
-
 import msgspec
 from msgspec import field
 
@@ -16,6 +13,7 @@ from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.parts import AHEAD, Span, way_costs
+from kvxfer.protocol.readers import OVER, Readers
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
 from kvxfer.protocol.values import (
     Abort,
@@ -30,6 +28,7 @@ from kvxfer.protocol.values import (
     Released,
     in_order,
 )
+from kvxfer.transitions import Life
 from kvxfer.values import MAX_BANDS, Offer
 
 __all__ = ["Early", "OfferRecord", "Key", "ConsumerLink", "Over", "RankServe", "follows", "told"]
@@ -78,8 +77,13 @@ class ConsumerLink(msgspec.Struct, eq=False):
         return self.costs.ask(plan.rows, plan.nbytes)
 
 
-class RankServe(msgspec.Struct, eq=False):
-    """One attempt of one consumer rank, on the producer's side."""
+class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):
+    """One attempt of one consumer rank, on the producer's side.
+
+    Thousands may wait, so it holds nothing that the garbage collector has to visit: no list and no set.
+    """
+
+    table = RANK_SERVE
 
     record: OfferRecord
     link: LinkId
@@ -88,30 +92,24 @@ class RankServe(msgspec.Struct, eq=False):
     reader: int  # the consumer's agent, by its epoch
     expires: float
     lent: bool  # it got less time than it asked for, and may ask again
-    sent: list[int]  # tokens announced so far, of each band of layers
+    sent: tuple[int, ...]  # tokens announced so far, of each band of layers
     banded: bool = False  # it gets each band as it is ready
-    cut: list[Span] = field(default_factory=list)  # parts that wait for those in flight to end
+    cut: tuple[Span, ...] = ()  # parts that wait for those in flight to end
     state: ServeState = ServeState.WAITING
     part: int = 0
     bytes: int = 0  # of the announced parts that were planned here
+    moved: int = 0  # of those that this side has moved
+    moving: dict[PartRef, int] = field(default_factory=dict)  # of parts that take long: the bytes that have gone
     final: bool = False
     generation: Generation | None = None
     revocations: int | None = None  # the count when its first part was announced, if there was one
     again: bool = False  # whether AttemptClosed will say that a later generation may come
     why: Failure | None = None  # what AttemptClosed will say
     unsent: dict[PartRef, m.PartReady] = field(default_factory=dict)  # write mode: sent once the bytes are there
-    flight: set[PartRef] = field(default_factory=set)  # own parts that may still touch memory
-    hashing: set[PartRef] = field(default_factory=set)  # parts that are still being hashed
+    flight: dict[PartRef, None] = field(default_factory=dict)  # own parts that may still touch memory
+    hashing: dict[PartRef, None] = field(default_factory=dict)  # parts that are still being hashed
     checksum: int = 0  # of those that have been; checksums add up
     commit: m.CommitRequest | None = None  # waits for the last of them
-
-    def on(self, stimulus: ServeEvent) -> bool:
-        """Make a transition; return false if the stimulus is ignored in this state."""
-        after = RANK_SERVE.after(self.state, stimulus)
-        if after is None:
-            return False
-        self.state = after
-        return True
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +137,11 @@ class RankServe(msgspec.Struct, eq=False):
         """Return whether a span begins with the parts that wait; what it has beyond them is cut after them."""
         first, last = self.cut[0], self.cut[-1]
         return (first.lo, first.bands) == (span.lo, span.bands) and last.hi <= span.hi
+
+    def underway(self) -> m.Underway:
+        """Make the message that tells the consumer how far this side has got."""
+        moved = self.moved + sum(self.moving.values())
+        return m.Underway(self.request.transfer, self.request.attempt, moved, self.bytes)
 
     def checksums(self) -> m.Checksums:
         """Make the message that tells the consumer the checksum of what it should have got."""
@@ -175,17 +178,11 @@ class OfferRecord(msgspec.Struct, eq=False):
     serves: dict[Key, RankServe] = field(default_factory=dict)
     before: OfferRecord | None = None  # the transfer's previous record, until that is released
     follower: OfferRecord | None = None  # the record that waits for the release of this one
-    # Readers, by their agents' epochs. They count only if their digest is that of the offer, so that a consumer with the wrong
-    # prompt does not affect the others.
     digest: bytes | None = None  # of the last offer
     consumers: int = 1  # how many engines it is for
     payload: bytes = b""  # of this generation
     handle: str = ""  # the engine's name for it, or the transfer's; empty before it is offered
-    # Those that count, and how many readers their engine has, as they say.
-    fit: dict[int, int] = field(default_factory=dict)
-    settled: set[int] = field(default_factory=set)
-    dropped: set[int] = field(default_factory=set)
-    ineligible: set[int] = field(default_factory=set)  # those that want more than there is, and do not count
+    readers: Readers = field(default_factory=Readers)
     nbytes: int = 0
     outcome: Outcome | None = None
     known: bool = False  # the engine has offered or revoked it, and waits for its end
@@ -202,9 +199,9 @@ class OfferRecord(msgspec.Struct, eq=False):
         if not offer.bands:
             self.tokens = offer.tokens
         if self.digest != offer.digest:
+            if self.digest is not None:
+                self.readers.clear()
             self.digest = offer.digest
-            for readers in (self.fit, self.settled, self.dropped, self.ineligible):
-                readers.clear()
 
     @property
     def name(self) -> str:
@@ -233,24 +230,22 @@ class OfferRecord(msgspec.Struct, eq=False):
             readers: How many readers its engine has, as it says.
         """
         self.claimed = True
-        self.fit[reader] = max(readers, self.fit.get(reader, 1))
+        self.readers.admit(reader, readers)
 
     def leave(self, reader: int) -> None:
         """Forget a consumer that is lost, unless it is done or is served over another link."""
-        if reader not in self.settled | self.dropped and not self.lives(reader):
-            self.fit.pop(reader, None)
+        if not self.lives(reader):
+            self.readers.leave(reader)
 
     def reject(self, reader: int, digest: bytes) -> None:
         """Count out a consumer that wants something that is not offered here."""
         self.claimed = True
-        self.fit.pop(reader, None)
-        if digest == self.digest:
-            self.ineligible.add(reader)
+        self.readers.reject(reader, digest == self.digest)
 
     def drop(self, reader: int, readers: int) -> None:
         """Count a consumer that wanted what is offered, and has given it up."""
-        self.admit(reader, readers)
-        self.dropped.add(reader)
+        self.claimed = True
+        self.readers.drop(reader, readers)
 
     def unfetched(self, lease: float) -> Failure:
         """Return why it ends if its lease, in seconds, has run out."""
@@ -291,21 +286,12 @@ class OfferRecord(msgspec.Struct, eq=False):
         return any(s.live and s.reader == reader and s is not but for s in self.serves.values())
 
     @property
-    def whole(self) -> bool:
-        """Whether as many engines as it is for have everything."""
-        return self._enough(self.settled)
-
-    @property
     def done(self) -> bool:
         """Whether as many engines as it is for have everything or have dropped it, and no other reader is being served."""
-        over = self.settled | self.dropped
-        return self._enough(over) and all(s.reader in over or not s.live for s in self.serves.values())
-
-    def _enough(self, readers: Iterable[int]) -> bool:
-        """Return whether these readers make up as many engines as it is for; a reader of ``n`` counts as one ``n``-th engine."""
-        sizes = [self.fit.get(r, 1) for r in readers]
-        unit = lcm(*sizes)  # in whole numbers, because the shares must add up exactly
-        return sum([unit // size for size in sizes]) >= self.consumers * unit
+        state = self.readers.state
+        return self.readers.enough(self.consumers) and all(
+            state(s.reader) in OVER or not s.live for s in self.serves.values()
+        )
 
 
 class Over(msgspec.Struct, frozen=True, gc=False):
@@ -323,13 +309,13 @@ class Early(IndexedExpiringMap[int, TransferId, tuple[bytes, int]]):
 
         Everything known of the transfer is forgotten.
         """
-        fit = {}
+        siblings = {}
         for r in sorted(self.owners(transfer)):
             known, readers = self.get(r, transfer) or (b"", 0)
             if readers and known == digest:
-                fit[r] = readers
+                siblings[r] = readers
             self.pop(r, transfer)
-        return fit
+        return siblings
 
 
 def follows(new: Offer, old: Offer) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 
 __all__ = ["LinkPace"]
 
-LEAST = 1 << 20
+MIN_BYTES = 1 << 20
 """The fewest bytes that tell how fast a link is; with fewer, most of the time is spent elsewhere."""
 REMEMBERED = 8
 """The number of spells by which a link is judged."""
@@ -64,7 +64,7 @@ class LinkPace:
             spell.began = min(spell.began, last.began)
             spell.nbytes, spell.parts = spell.nbytes + last.nbytes, spell.parts + last.parts
             spell.straddling += last.straddling
-        if spells and spells[-1].nbytes < LEAST:
+        if spells and spells[-1].nbytes < MIN_BYTES:
             spells.pop()  # it tells nothing, and must not displace one that does
         spells.append(spell)
         if spell.parts >= LONG * (1 + spell.straddling):
@@ -72,7 +72,7 @@ class LinkPace:
 
         fastest = 0.0
         for each in spells:
-            if each.nbytes >= LEAST and each.ended > each.began:
+            if each.nbytes >= MIN_BYTES and each.ended > each.began:
                 pace = each.nbytes / (each.ended - each.began)
                 fastest = pace if pace > fastest else fastest
         self.bytes_per_s = fastest

@@ -19,10 +19,10 @@ from kvxfer.values import BlockTable
 Bands = tuple[int, int]
 """The first of some bands of layers, and the one after the last (``kvxfer.geometry.bands``)."""
 
-PIECE_LEAST = 8 << 20
+MIN_PIECE = 8 << 20
 """The least bytes of a piece, below which its fixed costs show; or a quarter of a slot if that is more, because slots are sized for the
 link."""
-CHECKED, CHECKED_LEAST = 4, 16 << 20
+CHECKED, MIN_CHECKED = 4, 16 << 20
 """The number of parts that a large one is cut into if parts are hashed, and the least bytes of each to be worth its messages."""
 HOST_BYTES, DEVICE_BYTES = 32 << 20, 512 << 20
 """The most bytes of a part, by where it lies: these take the link some milliseconds, far more than a part or a batch costs."""
@@ -171,7 +171,7 @@ def cut(span: Span, plan: CopyPlan, info: LinkInfo, cost: LinkCost | None = None
     if info.integrity != "full" and info.mode != "sendrecv":
         return [span]
     host = on_host(info.planner.src.regions)
-    parts = min(CHECKED, plan.nbytes // CHECKED_LEAST) if host and info.integrity == "full" else 1
+    parts = min(CHECKED, plan.nbytes // MIN_CHECKED) if host and info.integrity == "full" else 1
     if info.mode == "sendrecv":
         most = most_bytes(info.planner.src.regions)
         if piece_bytes(plan, info, cost):
@@ -220,7 +220,7 @@ def ways(rows: int, nbytes: int, info: LinkInfo, longest: int = 0) -> list[PartW
     if nbytes >= IN_DOUBT * below:
         return [straight]
     depths = HOST_DEPTHS if on_host(info.planner.src.regions) else DEVICE_DEPTHS
-    least = max(PIECE_LEAST, info.piece_bytes // 4, longest)
+    least = max(MIN_PIECE, info.piece_bytes // 4, longest)
     sizes = dict.fromkeys(min(info.piece_bytes, max(least, nbytes // depth)) for depth in depths)
     staged = [PartWay(rows, nbytes, size) for size in sizes]
     if IN_DOUBT * nbytes < below:

@@ -17,10 +17,11 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.leased_offers import LeasedOffers
 from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, RankServe, follows
+from kvxfer.protocol.readers import ReaderState
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MANY, MAX_WORDS
 from kvxfer.protocol.transitions import ServeEvent, ServeState
-from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Send
+from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Moving, Send
 from kvxfer.values import Offer
 
 __all__ = ["ProducerMachine"]
@@ -180,6 +181,10 @@ class ProducerMachine:
         """Handle the end of a part on this side."""
         return self._serves.moved(done, now)
 
+    def moving(self, news: Moving) -> list[Action]:
+        """Handle how far parts have got that are still on their way."""
+        return self._serves.moving(news)
+
     def hashed(self, done: Hashed, now: float) -> list[Action]:
         """Handle the checksum of an announced part on this side."""
         serve = self._serves.hashed(done)
@@ -259,8 +264,7 @@ class ProducerMachine:
             closed = m.AttemptClosed(request.transfer, request.attempt, MANY.kind, MANY.detail, False)
             return [Send(link, closed)]
         self._records[request.transfer] = h
-        h.dropped.discard(reader)
-        h.ineligible.discard(reader)
+        h.readers.ask_again(reader)
         self._early.pop(reader, request.transfer)
         out: list[Action] = []
         for other in lost:
@@ -297,7 +301,7 @@ class ProducerMachine:
         if h is None or msg.digest != h.digest:
             return []
         h.admit(reader, msg.readers)
-        h.settled.add(reader)
+        h.readers.settle(reader)
         return self._offers.count(h, DELIVERED, now)
 
     def _close_attempt(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
@@ -310,7 +314,11 @@ class ProducerMachine:
         elif h is None or h.digest is None:
             if self._over.get(msg.transfer) is None:
                 self._early.put(reader, msg.transfer, (msg.digest, max(msg.readers, 1)), now)
-        elif msg.digest == h.digest and reader not in h.ineligible | h.settled and not h.lives(reader, but=serve):
+        elif (
+            msg.digest == h.digest
+            and h.readers.state(reader) not in (ReaderState.DELIVERED, ReaderState.INELIGIBLE)
+            and not h.lives(reader, but=serve)
+        ):
             h.drop(reader, msg.readers)
             out += self._offers.count(h, Outcome(why), now)
         if serve is not None:

@@ -14,7 +14,7 @@ from kvxfer.protocol.parts import Span, cut
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.transitions import ServeEvent, ServeState
-from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Send
+from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Moving, Send
 from kvxfer.values import Offer
 
 __all__ = ["MANY", "MAX_WORDS", "Serves"]
@@ -92,7 +92,7 @@ class Serves:
         consumer = self.links[link]
         seconds = min(request.seconds, self._longest)
         key, lent = (link, request.attempt), seconds < request.seconds
-        sent, banded = [request.start] * consumer.info.planner.bands, consumer.banded(request)
+        sent, banded = (request.start,) * consumer.info.planner.bands, consumer.banded(request)
         serve = RankServe(h, link, key, request, consumer.info.peer, now + seconds, lent, sent, banded)
         lost = self._room.take(link, key, REQUEST_BYTES + serve.nbytes, consumer.info.owner)
         if lost is None:
@@ -129,7 +129,8 @@ class Serves:
 
         A span is planned once to be cut, and each part once more; parts that wait are not planned again each time.
         """
-        info, plan, parts = link.info, None, [span]
+        info, plan = link.info, None
+        parts: tuple[Span, ...] = (span,)
         left = serve.parts_left(info)
         if left <= 0:
             return []
@@ -139,7 +140,7 @@ class Serves:
                 parts = serve.cut
             elif not serve.unattended(info):
                 plan = plan_for(serve, info, offer, span, final)
-                parts = cut(span, plan, info, serve.request.cost)
+                parts = tuple(cut(span, plan, info, serve.request.cost))
             if serve.revocations is None:
                 serve.revocations = self._revocations.vouch(serve.request.transfer)
             if serve.state is S.WAITING and serve.request.moving:
@@ -225,9 +226,11 @@ class Serves:
             return []
         out: list[Action] = []
         if done.quiet:
-            serve.flight.discard(done.ref)
+            del serve.flight[done.ref]
         ready = serve.unsent.pop(done.ref, None)
+        serve.moving.pop(done.ref, None)
         if done.failure is None:
+            serve.moved += done.nbytes
             if done.ref.link in self.links:
                 self.links[done.ref.link].wrote(done, now)
             if ready is not None and serve.state is S.SERVING:
@@ -243,12 +246,21 @@ class Serves:
             out += [Close(done.ref.link, done.failure)] if broken else []
         return out + self.finish(serve, now)
 
+    def moving(self, news: Moving) -> list[Action]:
+        """Tell consumers how far this side has got with parts that take long."""
+        told: dict[Key, RankServe] = {}
+        for ref, nbytes in news.parts:
+            serve = self._serves.get((ref.link, ref.attempt))
+            if serve is not None and serve.live and ref in serve.flight:
+                serve.moving[ref], told[serve.key] = nbytes, serve
+        return [Send(serve.link, serve.underway()) for serve in told.values()]
+
     def hashed(self, done: Hashed) -> RankServe | None:
         """Add the checksum of an announced part; return its serve."""
         serve = self._serves.get((done.ref.link, done.ref.attempt))
         if serve is None or done.ref not in serve.hashing:
             return None
-        serve.hashing.discard(done.ref)
+        del serve.hashing[done.ref]
         serve.checksum += done.value
         return serve
 

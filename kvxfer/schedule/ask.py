@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.schedule.chain import Chain
 from kvxfer.transitions import Life, Transitions, pairs
 
@@ -95,7 +95,7 @@ class Ask(Life[AskState, AskEvent]):
     state: AskState = _S.NEW
     asked: dict[TransferId, Source] = field(default_factory=dict)
     answers: list[PrefixOffer] = field(default_factory=list)
-    requests: set[str] = field(default_factory=set)
+    requests: set[RequestId] = field(default_factory=set)
     heard: int = 0
     taken: PrefixOffer | None = None
     asked_at: float = 0.0
@@ -115,6 +115,6 @@ class Ask(Life[AskState, AskEvent]):
         return offered
 
     @property
-    def settled(self) -> bool:
+    def done(self) -> bool:
         """Whether no further answer can be better than those that are here."""
         return not self.asked or any(one.tokens == self.chain.tokens for one in self.answers)

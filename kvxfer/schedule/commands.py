@@ -6,7 +6,7 @@ import msgspec
 
 from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, RequestId, Source, TransferId
 from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank, Stages
 
 __all__ = ["Cancel", "DeclinedTransfer", "RankResult", "Revoke", "ScheduleError", "StepCommands", "check_table"]
@@ -53,7 +53,7 @@ class Revoke(msgspec.Struct, frozen=True):
 class Cancel(msgspec.Struct, frozen=True):
     """The engine no longer needs a fetch. The workers report its end as they report any other."""
 
-    handle: str
+    handle: RequestId
     reason: str
 
 
@@ -101,7 +101,7 @@ class RankResult(msgspec.Struct, frozen=True):
         stages: When it reached each stage.
     """
 
-    handle: str
+    handle: RequestId
     rank: Rank
     number: int
     generation: Generation | None = None

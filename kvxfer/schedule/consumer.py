@@ -1,8 +1,8 @@
 """The consumer's scheduler side: which requests load from other engines, and into which blocks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.load import Load, LoadEvent, LoadNumber, LoadState, Wanted
@@ -15,7 +15,7 @@ class FetchSchedule:
     """The engine's loads (``Load``): decides what to load, and queues the fetches. A transfer is fetched at most once, by one request.
 
     There is one for each engine, called by one thread. The calls for a request are ``arrive``, ``matched`` as often as the
-    engine likes, ``allocated``, ``loaded``, ``finish``; calls about a request that did not arrive do nothing.
+    engine likes, ``allocated``, ``finish``; calls about a request that did not arrive do nothing.
 
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
@@ -24,39 +24,33 @@ class FetchSchedule:
 
     Attributes:
         fetched: How many fetches have been queued. The next one has that number.
+        fetches: Those that the next ``commands`` returns.
+        working: The loads that have been fetched and are not closed.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None, ledger: BlockLedger | None = None) -> None:
         self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
         self._partly = not any(group.kind == "state" for group in groups)
         self._own = own
-        self._loads: dict[LoadNumber, Load] = {}
-        self._live: dict[str, LoadNumber] = {}  # by the engine's name of the request
-        self._wanted: dict[TransferId, Wanted] = {}
-        self._found: dict[TransferId, TransferId] = {}  # what their producers call transfers whose epoch was not known
-        self._working: dict[LoadNumber, Load] = {}
+        self._loads: dict[RequestId, Load] = {}  # by the engine's name of the request
+        self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
+        self.working: list[Load] = []
         self._numbers = 0
         self.fetched = 0
-        self._fetches: list[Fetch] = []
+        self.fetches: list[Fetch] = []
         self._cancels: list[tuple[Load, Cancel]] = []
         self._declines: list[DeclinedTransfer] = []
 
     # --- which loads there are ---------------------------------------------------------------------------------------
 
-    def named(self, request: str) -> Load | None:
+    def named(self, request: RequestId) -> Load | None:
         """Return the load of this name, also if its request is over."""
-        number = self._live.get(request)
-        return None if number is None else self._loads[number]
+        return self._loads.get(request)
 
-    def of(self, request: str) -> Load | None:
+    def of(self, request: RequestId) -> Load | None:
         """Return the load of a request that the engine has not said to be over."""
-        load = self.named(request)
+        load = self._loads.get(request)
         return None if load is None or load.over else load
-
-    @property
-    def working(self) -> Iterable[Load]:
-        """The loads that have been fetched and are not closed."""
-        return self._working.values()
 
     def __iter__(self) -> Iterator[Load]:
         """Yield all loads, the oldest first. Any thread, and the loads may change meanwhile."""
@@ -73,14 +67,13 @@ class FetchSchedule:
         wanted = self._wanted.get(asked)
         if wanted is None or asked == transfer or wanted.digest != digest or transfer in self._wanted:
             return
-        del self._wanted[asked]
-        wanted.transfer, self._wanted[transfer], self._found[asked] = transfer, wanted, transfer
+        wanted.transfer, self._wanted[transfer] = transfer, wanted
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
     def arrive(
         self,
-        request: str,
+        request: RequestId,
         transfer: TransferId,
         digest: bytes,
         source: Source,
@@ -91,24 +84,14 @@ class FetchSchedule:
         answer: str | None = None,
         begun: bool = True,
     ) -> bool:
-        """Record a request, the first ``tokens`` tokens of whose prompt can be loaded from ``source``.
+        """Record a request that may load, and return whether it does: see ``SchedulerSide.load``, and ``Fetch``.
 
-        Requests with the same transfer (samples of one prompt) share it: one loads, the others wait and then find
-        the blocks in the engine's prefix cache. Calling it again for a known request changes nothing. If ``tokens`` is 0, an
-        ``offered`` transfer is given up at once. If another ``answer`` has told of the transfer, its producer counts another
-        consumer, and is told that there is none. Unless it has ``begun``, it is not to be fetched before ``LoadEvent.BEGUN``. See
-        ``Fetch`` for the other arguments.
-
-        Returns:
-            False if the transfer is in use for other content or from another source, or if a load of it, or of an earlier
-            request of this name, was given up and is not quiet yet. The request must then be computed here, and further
-            calls about it do nothing.
+        Calling it again for a known request changes nothing. Unless it has ``begun``, it is not fetched before ``LoadEvent.BEGUN``.
 
         Raises:
             ScheduleError: The request loads another transfer.
         """
-        transfer = self._found.get(transfer, transfer)
-        wanted, known = self._wanted.get(transfer), self.named(request)
+        wanted, known = self._wanted.get(transfer), self._loads.get(request)
         if known is not None and not known.over:
             if known.wanted is not wanted:
                 raise ScheduleError(f"request {request} loads {known.wanted.transfer}, not {transfer} too")
@@ -126,16 +109,16 @@ class FetchSchedule:
             wanted = self._wanted[transfer] = Wanted(transfer, digest, source, tokens, progress, offered, enough)
         else:
             if answer not in wanted.answers:
-                self.decline(transfer, digest, source, "another request of this engine loads it")
+                self.decline(wanted.transfer, digest, source, "another request of this engine loads it")
             fetching = any(load.is_sync or load.state in (_S.MOVING, _S.REPEATED) for load in wanted.loads)
             state = _S.CLOSED if wanted.closed else _S.SHARED if fetching else state
         self._numbers += 1
         load = Load(LoadNumber(self._numbers), request, wanted, state)
-        self._loads[load.number], self._live[request] = load, load.number
+        self._loads[request] = load
         wanted.answers.add(answer)
         wanted.loads.append(load)
         if offered and not tokens and not wanted.closed:
-            self._decline(load, _E.NOT_NEEDED, "the consumer does not need it")
+            self.on(load, _E.NOT_NEEDED, "the consumer does not need it")
         return True
 
     def decline(self, transfer: TransferId, digest: bytes, source: Source, reason: str, answer: str = "") -> None:
@@ -145,7 +128,7 @@ class FetchSchedule:
         """
         self._declines.append(DeclinedTransfer(transfer, digest, source, reason, answer))
 
-    def matched(self, request: str, computed: int) -> int | None:
+    def matched(self, request: RequestId, computed: int) -> int | None:
         """Return how many tokens after the ``computed`` local ones can be loaded. Changes nothing.
 
         0: none, now or later (unknown, already loaded, failed, or the local cache has all). None: the producer has not begun, or
@@ -159,17 +142,10 @@ class FetchSchedule:
             return tokens if not tokens or load.state is _S.OPEN else None
         return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING, _S.REPEATED) else 0
 
-    def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
-        """Record that the engine admitted the request, and counts on ``external`` tokens from outside.
+    def allocated(self, request: RequestId, table: BlockTable, computed: int, external: int) -> None:
+        """Record that the engine admitted the request, and counts on ``external`` tokens: see ``SchedulerSide.allocated``.
 
-        If ``external`` is 0 (the engine has all, or gets them elsewhere), a transfer that has not begun is given up. A second
-        call after a load, with 0, changes nothing.
-
-        Args:
-            request: The engine's id of the request.
-            table: The whole block table; -1 where there is no block.
-            computed: The local tokens before the external ones, as in the last call of ``matched``.
-            external: How many of the tokens that ``matched`` returned; fewer only if no group is a ``state``.
+        ``computed``: the local tokens before these, as in the last call of ``matched``. A second call, with 0, changes nothing.
 
         Raises:
             ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it, or some of those
@@ -179,9 +155,9 @@ class FetchSchedule:
         if external > 0:
             self.fetch(request, table, computed, external, _E.FETCH)
         elif load is not None:
-            self._decline(load, _E.NOT_NEEDED, "the consumer does not need it")
+            self.on(load, _E.NOT_NEEDED, "the consumer does not need it")
 
-    def fetch(self, request: str, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
+    def fetch(self, request: RequestId, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
         """Queue the fetch of a load into these blocks; ``event`` says whose they are. For the rest see ``allocated``.
 
         Raises:
@@ -200,11 +176,11 @@ class FetchSchedule:
             if sibling is not load:
                 sibling.on(_E.SIBLING_FETCHES)
         load.fetched, load.blocks, load.start, load.end = self.fetched, blocks, computed, end
-        self._working[load.number] = load
+        self.working.append(load)
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
         names = request, wanted.transfer, wanted.digest, wanted.source
-        self._fetches.append(Fetch(*names, blocks, computed, end, self._own, wanted.progress, wanted.offered, enough))
+        self.fetches.append(Fetch(*names, blocks, computed, end, self._own, wanted.progress, wanted.offered, enough))
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:
         """Return the blocks that a load of the tokens ``[start, end)`` fills; earlier ones may be shared with other requests.
@@ -221,7 +197,7 @@ class FetchSchedule:
                 raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {table.count(g)} blocks")
         return filled
 
-    def unused(self, request: str, table: BlockTable) -> Blocks:
+    def unused(self, request: RequestId, table: BlockTable) -> Blocks:
         """Return the blocks of a table that a request is to fill, if nobody else reads or fills one of them.
 
         Raises:
@@ -246,28 +222,18 @@ class FetchSchedule:
         before = load.state
         if not load.on(event):
             return False
-        if load.state in (_S.CANCELLED, _S.DROPPED):
+        if load.state in (_S.CANCELLED, _S.ABANDONED):
             self._cancels.append((load, Cancel(load.request, reason)))
         if load.fetched is not None and load.state in (_S.REPEATED, _S.CLOSED, _S.HERE):
             self._ledger.drop(load.holder)
-        if load.state in (_S.HERE, _S.CANCELLED, _S.DROPPED, _S.CLOSED):
-            self._close(load, before)
+        if load.state in (_S.HERE, _S.CANCELLED, _S.ABANDONED, _S.CLOSED):
+            self._close(load, before, event, reason)
         return True
 
-    def loaded(self, request: str) -> None:
-        """Record that all workers have reported the request's load: it is over, and its memory quiet.
-
-        Call it once for each fetch, however it ended, even after a cancel and for a request that is finished. A
-        load that failed is not tried again: the engine computes the tokens or fails the request, as its policy says.
-        """
-        load = self.named(request)
-        if load is not None and load.under_way:
-            self.on(load, _E.ENDED)
-
-    def unasked(self, request: str) -> None:
+    def unasked(self, request: RequestId) -> None:
         """Record that the load has failed before any worker asked its producer; have the producer told, so that it frees its blocks.
 
-        Call it before ``loaded``, and only if no worker has asked: a producer that was asked counts this engine already, and
+        Call it before the end is told, and only if no worker has asked: a producer that was asked counts this engine already, and
         would count it twice.
         """
         load = self.named(request)
@@ -275,24 +241,7 @@ class FetchSchedule:
             wanted = load.wanted
             self.decline(wanted.transfer, wanted.digest, wanted.source, "the consumer gave up before it could ask")
 
-    def preempt(self, request: str) -> None:
-        """Record that the engine takes the request's blocks away.
-
-        What was loaded into them is computed here when the request resumes; a transfer whose load has not begun can still
-        be loaded.
-        """
-        load = self.of(request)
-        if load is not None:
-            self.on(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
-
-    def give_up(self, load: Load, reason: str) -> None:
-        """End a load though its request goes on."""
-        if load.state in (_S.WAITING, _S.OPEN) and all(other is load or other.over for other in load.wanted.loads):
-            self._decline(load, _E.GIVE_UP, reason)
-        else:
-            self.on(load, _E.GIVE_UP, reason)
-
-    def finish(self, request: str, reason: str = "the consumer's request is over") -> None:
+    def finish(self, request: RequestId, reason: str = "the consumer's request is over") -> None:
         """Record that the request is over, at whatever point: rejected, aborted or done."""
         load = self.of(request)
         if load is not None:
@@ -300,74 +249,59 @@ class FetchSchedule:
             if load.state is _S.CLOSED:
                 self._forget(load)
             else:
-                self.give_up(load, reason)
+                self.on(load, _E.GIVE_UP, reason)
 
-    def _close(self, load: Load, before: LoadState) -> None:
-        """Close the transfer with the load that was to fetch it, and forget what nobody will ask about."""
-        if before not in (_S.WAITING, _S.OPEN, _S.SHARED) and not load.wanted.closed:
-            self._close_wanted(load.wanted)
+    def _close(self, load: Load, before: LoadState, event: LoadEvent, reason: str) -> None:
+        """Close the transfer with the load that was to fetch it, and forget what nobody will ask about.
+
+        One that has not begun goes with its last request, or with one that is admitted without it; its producer is told.
+        """
+        wanted = load.wanted
+        closes = before is not _S.SHARED
+        if before in (_S.WAITING, _S.OPEN):
+            closes = event is _E.NOT_NEEDED or all(other is load or other.over for other in wanted.loads)
+            if closes:
+                self.decline(wanted.transfer, wanted.digest, wanted.source, reason)
+        if closes and not wanted.closed:
+            wanted.closed = True
+            for sibling in wanted.loads:
+                sibling.on(_E.SIBLING_ENDS)
         if load.state is _S.CLOSED:
-            self._working.pop(load.number, None)
+            if load.fetched is not None:
+                self.working.remove(load)
             if load.over:
                 self._forget(load)
-
-    @staticmethod
-    def _close_wanted(wanted: Wanted) -> None:
-        wanted.closed = True
-        for sibling in wanted.loads:
-            sibling.on(_E.SIBLING_ENDS)
-
-    def _decline(self, load: Load, event: LoadEvent, reason: str) -> None:
-        """Give a transfer up that has not begun, for all its requests, and have its producer told; else only this load."""
-        if load.state in (_S.WAITING, _S.OPEN):
-            wanted = load.wanted
-            self.decline(wanted.transfer, wanted.digest, wanted.source, reason)
-            load.on(event)
-            self._close_wanted(wanted)
-            if load.over:
-                self._forget(load)
-        else:
-            self.on(load, event, reason)
 
     def _forget(self, load: Load) -> None:
-        del self._loads[load.number], self._live[load.request]
-        load.wanted.loads.remove(load)
-        if not load.wanted.loads:
-            del self._wanted[load.wanted.transfer]
-            self._found.pop(load.wanted.transfer.anywhere, None)
+        wanted = load.wanted
+        del self._loads[load.request]
+        wanted.loads.remove(load)
+        if not wanted.loads:
+            del self._wanted[wanted.transfer]
+            if self._wanted.get(wanted.transfer.anywhere) is wanted:
+                del self._wanted[wanted.transfer.anywhere]
 
     # --- once a step ---------------------------------------------------------------------------------------------------
 
-    @property
-    def waiting(self) -> dict[TransferId, tuple[bytes, Source]]:
-        """The transfers that workers do not know yet, with digest and producer; the scheduler side itself renews their leases."""
-        open_ = (load.wanted for load in self._loads.values() if load.state in (_S.WAITING, _S.OPEN))
-        return {wanted.transfer: (wanted.digest, wanted.source) for wanted in open_}
-
     def __len__(self) -> int:
         """Return how many transfers are remembered, including cancelled ones that are not quiet yet."""
-        return len(self._wanted)
-
-    @property
-    def fetches(self) -> Sequence[Fetch]:
-        """The fetches that the next ``commands`` returns."""
-        return self._fetches
+        return sum(name == wanted.transfer for name, wanted in self._wanted.items())
 
     @property
     def untold(self) -> bool:
         """Whether ``commands`` or ``declines`` would return something."""
-        return bool(self._fetches or self._cancels or self._declines)
+        return bool(self.fetches or self._cancels or self._declines)
 
     def commands(self) -> StepCommands:
         """Return the fetches and cancels since the last call. Call it once a step."""
-        if not self._fetches and not self._cancels:
+        if not self.fetches and not self._cancels:
             return StepCommands()
         # A cancel that comes too late must not hit the next load of its name.
         cancels = tuple(
-            cancel for load, cancel in self._cancels if load.state in (_S.CANCELLED, _S.DROPPED, _S.WRITTEN)
+            cancel for load, cancel in self._cancels if load.state in (_S.CANCELLED, _S.ABANDONED, _S.WRITTEN)
         )
-        drained = StepCommands(fetches=tuple(self._fetches), cancels=cancels)
-        self._fetches.clear()
+        drained = StepCommands(fetches=tuple(self.fetches), cancels=cancels)
+        self.fetches.clear()
         self._cancels.clear()
         return drained
 

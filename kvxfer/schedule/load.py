@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NewType
 
 from kvxfer.failures import Failure
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, RequestId, Source, TransferId
 from kvxfer.schedule.commands import RankResult
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, Rank, Stages
@@ -38,7 +38,7 @@ class LoadState(enum.StrEnum):
     HERE = "here"  # sync: all of it is in the lent blocks, and nothing writes to them
     ADMITTED = "admitted"  # sync: the next step copies it into the request's own blocks
     COPYING = "copying"  # sync: a step copies it
-    DROPPED = "dropped"  # sync: nobody needs it any more, or it has failed; the lent blocks may still be written to
+    ABANDONED = "abandoned"  # sync: nobody needs it any more, or it has failed; the lent blocks may still be written to
     MOVING = "moving"  # async: on its way to the request's blocks
     CANCELLED = "cancelled"  # async: nobody needs it any more, or it has failed; the ranks have not told all of its end
     WRITTEN = (
@@ -74,7 +74,7 @@ class LoadEvent(enum.StrEnum):
 
 _S, _E = LoadState, LoadEvent
 _BEFORE = (_S.WAITING, _S.OPEN, _S.SHARED)
-_SYNC = (_S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.DROPPED)
+_SYNC = (_S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.ABANDONED)
 _TOLD = (_S.WRITTEN, _S.REPEATED)
 _UNDER_WAY = (_S.MOVING, _S.CANCELLED)
 _AWAY = (_E.TAKE_BLOCKS, _E.GIVE_UP)
@@ -98,9 +98,9 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         (_S.HERE, _E.ADMIT): _S.ADMITTED,
         (_S.ADMITTED, _E.SHIPPED): _S.COPYING,
         (_S.COPYING, _E.COPIED): _S.CLOSED,
-        **{(_S.AHEAD, e): _S.DROPPED for e in (*_AWAY, _E.NOT_NEEDED, _E.FAILED)},
+        **{(_S.AHEAD, e): _S.ABANDONED for e in (*_AWAY, _E.NOT_NEEDED, _E.FAILED)},
         **{(s, e): _S.CLOSED for s in (_S.HERE, _S.ADMITTED) for e in (*_AWAY, _E.NOT_NEEDED)},
-        (_S.DROPPED, _E.QUIET): _S.CLOSED,
+        (_S.ABANDONED, _E.QUIET): _S.CLOSED,
         # async
         (_S.OPEN, _E.FETCH): _S.MOVING,
         **{(_S.MOVING, e): _S.CANCELLED for e in (*_AWAY, _E.FAILED)},
@@ -118,8 +118,8 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         "what has not begun can still be loaded": pairs(_BEFORE, (_E.TAKE_BLOCKS,)),
         "another request brings it": frozenset({(_S.SHARED, _E.NOT_NEEDED)}),
         "a copy that a step has begun is finished": pairs((_S.COPYING,), (*_AWAY, _E.NOT_NEEDED)),
-        "nobody needs it already": pairs((_S.DROPPED, _S.CANCELLED, _S.CLOSED), (*_AWAY, _E.NOT_NEEDED)),
-        "it has failed, or been given up, already": pairs((_S.DROPPED, _S.CANCELLED), (_E.FAILED,)),
+        "nobody needs it already": pairs((_S.ABANDONED, _S.CANCELLED, _S.CLOSED), (*_AWAY, _E.NOT_NEEDED)),
+        "it has failed, or been given up, already": pairs((_S.ABANDONED, _S.CANCELLED), (_E.FAILED,)),
         "its tokens are on their way": frozenset({(_S.MOVING, _E.NOT_NEEDED)}),
         "its end is known": pairs(_TOLD, (*_AWAY, _E.NOT_NEEDED, _E.FAILED)),
         "the engine has yet to be told": pairs(_UNDER_WAY, (_E.REPEAT,)),
@@ -141,7 +141,7 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         "only blocks that may be written to become quiet": pairs(
             (*_BEFORE, _S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.REPEATED, _S.CLOSED), (_E.QUIET, _E.QUIET_EARLY)
         )
-        | {(_S.DROPPED, _E.QUIET_EARLY)},
+        | {(_S.ABANDONED, _E.QUIET_EARLY)},
         "nothing of it is repeated": pairs((*_BEFORE, *_SYNC, _S.CLOSED), (_E.REPEAT,)),
     },
 )
@@ -217,7 +217,7 @@ class Load(Life[LoadState, LoadEvent]):
     table: ClassVar = LOAD
 
     number: LoadNumber
-    request: str
+    request: RequestId
     wanted: Wanted
     state: LoadState
     over: bool = False

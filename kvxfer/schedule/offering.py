@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import ClassVar, NewType
 
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, OfferEnd, Rank
 
@@ -48,6 +48,7 @@ class OfferingEvent(enum.StrEnum):
 
 _S, _E = OfferingState, OfferingEvent
 _COMPUTED = (_S.RUNNING, _S.WHOLE)
+_TRACKED = (*_COMPUTED, _S.HELD, _S.WITHDRAWN)
 _ENDS = (_E.FINISH, _E.FAIL, _E.FAIL_READ)
 
 OFFERING: Transitions[OfferingState, OfferingEvent] = Transitions(
@@ -112,7 +113,7 @@ class Offering(Life[OfferingState, OfferingEvent]):
     table: ClassVar = OFFERING
 
     number: OfferingNumber
-    request: str
+    request: RequestId
     answer: str
     transfer: TransferId
     digest: bytes
@@ -129,7 +130,7 @@ class Offering(Life[OfferingState, OfferingEvent]):
     progress: int = 0
     changed: bool = False
     answers: dict[str, int] = field(default_factory=dict)
-    sharers: dict[str, str] = field(default_factory=dict)
+    sharers: dict[RequestId, str] = field(default_factory=dict)
 
     end: BlockTable | None = None
     read: tuple[Generation, set[int]] | None = None
@@ -155,6 +156,11 @@ class Offering(Life[OfferingState, OfferingEvent]):
     def held(self) -> bool:
         """Whether its blocks are kept, though nobody computes it, until all ranks are done with them."""
         return self.state in (_S.HELD, _S.WITHDRAWN)
+
+    @property
+    def tracked(self) -> bool:
+        """Whether it is computed, or kept for others."""
+        return self.state in _TRACKED
 
     @property
     def final(self) -> bool:

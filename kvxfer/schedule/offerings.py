@@ -1,8 +1,8 @@
-"""The book of an engine's offerings: by serial number, by the request that has a name now, and by transfer."""
+"""The book of an engine's offerings: by the request that has a name now, and by transfer."""
 
 from collections.abc import Iterator, Sequence
 
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.schedule.offering import Offering, OfferingNumber, OfferingState
 from kvxfer.values import BlockTable, Group
 
@@ -21,16 +21,14 @@ class Offerings:
         self._nothing = BlockTable((b"",) * len(self._groups))
         self._numbers = 0
         self._generation: Generation = 0
-        self._offerings: dict[OfferingNumber, Offering] = {}
-        self._live: dict[str, OfferingNumber] = {}  # by the engine's name of the request
+        self._live: dict[RequestId, Offering] = {}  # by the engine's name of the request
         self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
 
-    def named(self, request: str) -> Offering | None:
+    def named(self, request: RequestId) -> Offering | None:
         """Return the offering of this name, also if its request is over and its blocks are held."""
-        number = self._live.get(request)
-        return None if number is None else self._offerings[number]
+        return self._live.get(request)
 
-    def of(self, request: str) -> Offering | None:
+    def of(self, request: RequestId) -> Offering | None:
         """Return the offering of a running request, which may be over before it."""
         found = self.named(request)
         return None if found is None or (found.over and request not in found.sharers) else found
@@ -43,41 +41,70 @@ class Offerings:
         """Return what is offered under this name, or was, and is held. Any thread."""
         known = self._transfers.get(transfer)
         last = known[-1] if known else None
-        return last if last is not None and (last.computed or last.held) else None
+        return last if last is not None and last.tracked else None
 
     def __iter__(self) -> Iterator[Offering]:
-        """Yield all offerings, the oldest first; they may change meanwhile."""
-        return iter(self._offerings.copy().values())
+        """Yield all offerings, the oldest first. Any thread, and they may change meanwhile."""
+        found = [one for known in self._transfers.copy().values() for one in known]
+        return iter(sorted(found, key=lambda one: one.number))
 
-    @property
-    def held(self) -> frozenset[TransferId]:
-        """The transfers whose request has finished and whose blocks are held until ``released``."""
-        return frozenset(found.transfer for found in self if found.held)
+    def run_by(self, request: RequestId) -> Offering | None:
+        """Return the offering of which a running request's blocks are offered."""
+        found = self.of(request)
+        return found if found is not None and found.request == request and found.computed else None
+
+    def __contains__(self, request: RequestId) -> bool:
+        """Return whether this request is tracked; the block tables of others need not be looked up."""
+        found = self.of(request)
+        return found is not None and found.tracked
+
+    def offers(self, transfer: TransferId, digest: bytes) -> bool:
+        """Return whether this transfer, with this digest, is offered or will be. Any thread."""
+        found = self.current(transfer)
+        return found is not None and found.digest == digest and found.offered
+
+    def answer(self, request: RequestId) -> str:
+        """Return the name of the answer that tells consumers of what a running request offers; its own if it offers nothing."""
+        found = self.of(request)
+        if found is None or not found.tracked:
+            return request
+        return found.sharers.get(request, found.answer)
+
+    def begun(self, transfer: TransferId, digest: bytes) -> bool:
+        """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
+        found = self.current(transfer)
+        return found is not None and found.digest == digest and (found.progress > 0 or found.held)
 
     @property
     def transfers(self) -> tuple[TransferId, ...]:
         """The transfers of requests that are tracked or held."""
-        return tuple(found.transfer for found in self if found.computed or found.held)
+        return tuple(found.transfer for found in self if found.tracked)
 
     def __len__(self) -> int:
         """Return how many transfers are offered, including held ones."""
         return len(self.transfers)
 
     def _add(
-        self, request: str, transfer: TransferId, digest: bytes, tokens: int, consumers: int, stops: bool, answer: str
+        self,
+        request: RequestId,
+        transfer: TransferId,
+        digest: bytes,
+        tokens: int,
+        consumers: int,
+        stops: bool,
+        answer: str,
     ) -> Offering:
         self._numbers += 1
         number, born = OfferingNumber(self._numbers), self._next_generation()
         what = transfer, digest, tokens, consumers, stops
         new = Offering(number, request, answer, *what, born, born, self._nothing)
         new.answers[answer] = consumers
-        self._offerings[number] = new
         if request:
-            self._live[request] = number
+            self._live[request] = new
         self._transfers.setdefault(transfer, []).append(new)
         return new
 
-    def _leave(self, found: Offering, request: str) -> None:
+    def _leave(self, found: Offering, request: RequestId) -> None:
         """Let a running request have nothing to do with an offering any more."""
         found.sharers.pop(request, None)
         if found.request == request:
@@ -89,11 +116,11 @@ class Offerings:
         """Drop the record of an offering that is closed, once nobody asks about it."""
         if found.state is not OfferingState.CLOSED or not found.over or found.sharers or found.revoked is not None:
             return
-        if self._offerings.pop(found.number, None) is None:
+        known = self._transfers.get(found.transfer, [])
+        if found not in known:
             return
-        if self._live.get(found.request) == found.number:
+        if self._live.get(found.request) is found:
             del self._live[found.request]
-        known = self._transfers[found.transfer]
         known.remove(found)
         if not known:
             del self._transfers[found.transfer]

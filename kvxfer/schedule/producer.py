@@ -6,7 +6,7 @@ differs from it although nothing of the aborted one is remembered.
 
 from collections.abc import Callable, Sequence
 
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.ledger import BlockLedger
 from kvxfer.schedule.commands import Revoke, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.coverage import Coverage
@@ -35,16 +35,11 @@ class OfferSchedule(Offerings):
         self._changed: list[Offering] = []  # what workers have to hear of
         self._revokes: list[Revoke] = []
 
-    def _run_by(self, request: str) -> Offering | None:
-        """Return the offering of which a running request's blocks are offered."""
-        found = self.of(request)
-        return found if found is not None and found.request == request and found.computed else None
-
     # --- a request's way -----------------------------------------------------------------------------------------------
 
     def arrive(
         self,
-        request: str,
+        request: RequestId,
         transfer: TransferId,
         digest: bytes,
         tokens: int,
@@ -52,24 +47,11 @@ class OfferSchedule(Offerings):
         stops: bool = False,
         answer: str | None = None,
     ) -> bool:
-        """Track a request, the first ``tokens`` tokens of whose prompt will be fetched by ``consumers`` engines.
+        """Track a request that offers, and return whether it is tracked: see ``SchedulerSide.offer``.
 
-        Requests that offer the same transfer share it: the blocks of one are offered. If that one fails, another's are.
-        Calling it again for a tracked request changes nothing.
-
-        Args:
-            request: The engine's id of the request.
-            transfer: The name under which consumers fetch it.
-            digest: What its KV depends on.
-            tokens: How many tokens.
-            consumers: How many engines its answer adds to those that will fetch it. None are added to an offer whose request
-                has finished: the request is then taken for a retry, whose answer replaces the earlier one.
-            stops: Nothing is computed for the request after these tokens, so that a recurrent state stays as they leave it.
-            answer: The name of the answer that tells consumers of it, by default the request's.
-
-        Returns:
-            Whether it is tracked. It is not if there is nothing to offer, if the transfer is offered with other content, or if the
-            blocks of an earlier request of this name are held.
+        Calling it again for a tracked request changes nothing. ``consumers``: how many engines its ``answer`` adds to those that will
+        fetch it. None are added to an offer whose request has finished: this one is then taken for a retry, whose answer replaces the
+        earlier one.
 
         Raises:
             ScheduleError: The request offers another transfer, or another number of tokens.
@@ -78,7 +60,7 @@ class OfferSchedule(Offerings):
         if own is not None and own.over and request not in own.sharers:
             own.namesake = True
             return False
-        if own is not None and (own.computed or own.held):
+        if own is not None and own.tracked:
             if own is not known:
                 raise ScheduleError(f"request {request} offers {own.transfer}, not {transfer} too")
             if (own.digest, own.total) != (digest, tokens):
@@ -95,7 +77,9 @@ class OfferSchedule(Offerings):
         self._add(request, transfer, digest, tokens, consumers, stops, answer or request)
         return True
 
-    def _share(self, known: Offering, request: str, digest: bytes, tokens: int, consumers: int, answer: str) -> bool:
+    def _share(
+        self, known: Offering, request: RequestId, digest: bytes, tokens: int, consumers: int, answer: str
+    ) -> bool:
         """Let a request share what another offers, if it is the same content."""
         if not known.offered or (known.digest, known.total) != (digest, tokens):
             return False
@@ -104,13 +88,13 @@ class OfferSchedule(Offerings):
         elif answer not in known.answers:
             known.answers[answer] = consumers
             self._count(known, consumers)
-        known.sharers[request], self._live[request] = answer, known.number
+        known.sharers[request], self._live[request] = answer, known
         return True
 
     def computed(
         self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int = 1
     ) -> Offering | None:
-        """Offer KV that no request computes, because it is in these blocks already, which stay until ``released`` says so.
+        """Offer KV that no request computes, because it is in these blocks already, which stay until ``done`` says so.
 
         Returns:
             The offering: a new one, or the one of the same content under this name. None if the name has other content.
@@ -123,7 +107,7 @@ class OfferSchedule(Offerings):
         if known is not None:
             same = known.offered and (known.digest, known.total) == (digest, tokens)
             return known if same else None
-        new = self._add("", transfer, digest, tokens, consumers, True, "")
+        new = self._add(RequestId(""), transfer, digest, tokens, consumers, True, "")
         new.progress, new.over = tokens, True
         reason = self._coverage.unusable(new, table)
         if reason is not None:
@@ -134,33 +118,13 @@ class OfferSchedule(Offerings):
         new.on(_E.FINISH)
         return new
 
-    def __contains__(self, request: str) -> bool:
-        """Return whether this request is tracked; the block tables of others need not be looked up."""
-        found = self.of(request)
-        return found is not None and (found.computed or found.held)
-
-    def offered(self, request: str) -> BlockTable:
-        """Return the blocks of a running request that other engines may be reading."""
-        found = self._run_by(request)
-        return self._nothing if found is None else found.blocks
-
-    def offering(self, request: str) -> tuple[TransferId, Generation] | None:
-        """Return what a running request offers, and in which generation; None if it is not tracked."""
-        found = self._run_by(request)
-        return None if found is None else (found.transfer, found.generation)
-
-    def total(self, request: str) -> int:
-        """Return how many tokens a running request will offer; 0 if it is not tracked."""
-        found = self.of(request)
-        return 0 if found is None or not (found.computed or found.held) else found.total
-
-    def check(self, request: str, tokens: int, table: BlockTable) -> None:
+    def check(self, request: RequestId, tokens: int, table: BlockTable) -> None:
         """Refuse a table that cannot be offered up to this token, because a load fills some of its blocks; ``step`` does not look.
 
         Raises:
             ScheduleError: There is such a block.
         """
-        found = self._run_by(request)
+        found = self.run_by(request)
         if found is None or not self._ledger.filling:
             return
         reason = self._coverage.filled(found, table, min(tokens, found.total))
@@ -168,20 +132,13 @@ class OfferSchedule(Offerings):
             raise ScheduleError(f"request {request} cannot run with {reason}: run it once that load is over")
 
     def step(
-        self, request: str, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
+        self, request: RequestId, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
     ) -> None:
-        """Record that the request runs in this step.
+        """Record that the request runs in this step: see ``SchedulerSide.runs``.
 
-        Args:
-            request: The engine's id of the request.
-            computed: Tokens computed before this step, prefix-cache hits and loads included.
-            scheduled: Tokens that this step computes.
-            table: The whole block table as this step uses it; never an increment. A row may be longer than the
-                tokens need.
-            end: The blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request
-                computes.
+        ``end``: the blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request computes.
         """
-        found = self._run_by(request)
+        found = self.run_by(request)
         if found is None:
             return
         found.progress = computed + scheduled
@@ -192,16 +149,16 @@ class OfferSchedule(Offerings):
         last = self._coverage.last(found, table, end) if whole else None
         self._offer(found, tokens if last is None else found.total, blocks, last)
 
-    def preempt(self, request: str) -> None:
+    def preempt(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away and will start it again, from the beginning or from cached blocks."""
-        found = self._run_by(request)
+        found = self.run_by(request)
         if found is not None:
             self._restart(found, "the producer preempted the request")
             found.progress = 0
 
     def finish(
         self,
-        request: str,
+        request: RequestId,
         table: BlockTable,
         complete: bool,
         kept: bool = False,
@@ -215,10 +172,10 @@ class OfferSchedule(Offerings):
             complete: Whether it ended normally and its KV is good; False after an abort or an error.
             kept: Whether the blocks that it has offered, though not complete, stay as they are until they are released.
             keep: Called if the engine need not keep the blocks, before anything is forgotten. Pins what others may be reading until
-                ``released``, and returns whether it has.
+                ``done``, and returns whether it has.
 
         Returns:
-            True if the engine must keep the blocks until ``released`` returns the request. False if it can free them
+            True if the engine must keep the blocks until ``done`` says so. False if it can free them
             now, because everything is revoked or has been read.
         """
         found = self.of(request)
@@ -247,32 +204,13 @@ class OfferSchedule(Offerings):
         found.on(_E.FINISH)
         return True
 
-    # --- what others are told --------------------------------------------------------------------------------------------
-
-    def offers(self, transfer: TransferId, digest: bytes) -> bool:
-        """Return whether this transfer, with this digest, is offered or will be. Any thread."""
-        found = self.current(transfer)
-        return found is not None and found.digest == digest and found.offered
-
-    def answer(self, request: str) -> str:
-        """Return the name of the answer that tells consumers of what a running request offers; its own if it offers nothing."""
-        found = self.of(request)
-        if found is None or not (found.computed or found.held):
-            return request
-        return found.sharers.get(request, found.answer)
-
-    def begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
-        found = self.current(transfer)
-        return found is not None and found.digest == digest and (found.progress > 0 or found.held)
-
     # --- how it ends ---------------------------------------------------------------------------------------------------
 
     def withdraw(self, transfer: TransferId, reason: str) -> None:
         """Withdraw a transfer that nobody will read any more: its lease ran out, or the consumer gave it up unread.
 
-        Blocks held for it stay held until the workers, told by the revocation, report it quiet and ``released``
-        is called. If the request still runs, it is no longer tracked.
+        Blocks held for it stay held until the workers, told by the revocation, report it quiet (``done``). If the request still
+        runs, it is no longer tracked.
         """
         found = self.current(transfer)
         if found is not None:
@@ -299,24 +237,8 @@ class OfferSchedule(Offerings):
 
     def unanswered(self, answer: str, reason: str) -> None:
         """Record that an answer goes out to nobody: the consumers that it would have added will not come."""
-        for told in [told for told in self if (told.computed or told.held) and told.answers.pop(answer, 0)]:
+        for told in [told for told in self if told.tracked and told.answers.pop(answer, 0)]:
             self.decline(told.transfer, reason)
-
-    def released(self, transfer: TransferId, generation: Generation) -> str | None:
-        """Record that all ranks are done with a transfer: all consumers have read it, or it is revoked, will not come again, and is quiet.
-
-        ``generation`` is the one that was read or revoked; reports about an earlier request of the same
-        transfer are recognised by it and ignored. An offer that crossed the report is revoked.
-
-        Returns:
-            The request whose held blocks are now to be freed, at most once. None if it still runs (the
-            blocks are its own, and ``finish`` will return False) or is unknown.
-        """
-        freed = None
-        for found in list(self.under(transfer)):
-            if self.done(found, generation) and found.request:
-                freed = found.request
-        return freed
 
     def done(self, found: Offering, generation: Generation) -> bool:
         """Record that all ranks are done with an offering up to a generation; return whether its held blocks are now free."""

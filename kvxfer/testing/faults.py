@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -20,10 +20,8 @@ import numpy as np
 from msgspec import Meta
 
 from kvxfer import memory
-from kvxfer.backend.memories import Memories
 from kvxfer.backend.options import BackendOptions
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.cache import Region
 from kvxfer.testing.wrapper import Wrapper
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Quieted, Verb
 
@@ -71,6 +69,11 @@ class _Gate:
     def __init__(self, after: Fence | None, due: Callable[[], float]) -> None:
         self._after, self._ask, self._due = after, due, None if after is not None else due()
 
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left; infinite if the other fence has not passed."""
+        return math.inf if self._due is None else max(self._due - time.monotonic(), 0.0)
+
     def passed(self) -> bool:
         if self._due is None and (self._after is None or self._after.passed()):
             self._due = self._ask()
@@ -91,8 +94,8 @@ class Faulty(Wrapper):
         self._options = Options.parse(options)
         super().__init__(agent, self._options.inner, self._options.inner_options)
         self._random = random.Random(self._options.seed)
-        self._memories = Memories()
         self._running: dict[int, Batch] = {}
+        self._slow: dict[int, _Gate] = {}  # those of them that the link's speed holds back
         self._failing: set[int] = set()
         self._succeeded = 0
         self._dead = False
@@ -110,15 +113,6 @@ class Faulty(Wrapper):
         # The bytes to corrupt are found by their runs, so the inner back end must get runs, not plans.
         return replace(inner, factored=False, verbs=inner.verbs - {Verb.WRITE} if spoils else inner.verbs)
 
-    def register(self, regions: Sequence[Region]) -> int:
-        memory = self.inner.register(regions)
-        self._memories.add(regions, frozenset(r.kind for r in regions))
-        return memory
-
-    def deregister(self, memory: int) -> None:
-        self.inner.deregister(memory)
-        self._memories.remove(memory)
-
     def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         if isinstance(batch, PlanBatch):
             raise TransportError("back end 'faulty' takes no plans: it needs runs to find the bytes that arrive")
@@ -130,10 +124,19 @@ class Faulty(Wrapper):
             after = _Gate(after, lambda: max(soonest, self._sent(batch)))
         number = self.inner.submit(batch, after)
         self._running[number] = batch
+        if self._options.bytes_per_s and batch.verb is not Verb.RECV and isinstance(after, _Gate):
+            self._slow[number] = after
         if failed:
             self._failing.add(number)
             self.inner.abort(number)
         return number
+
+    def bytes_moved(self, batch: int) -> int:
+        if batch not in self._slow:
+            return self.inner.bytes_moved(batch)
+        assert self._options.bytes_per_s is not None
+        nbytes = self._running[batch].nbytes
+        return max(nbytes - math.ceil(min(self._slow[batch].left_s * self._options.bytes_per_s, nbytes)), 0)
 
     def _sent(self, batch: Batch) -> float:
         """Return when the link will have moved this batch as well; of SEND and RECV, only the SEND uses the link."""
@@ -150,6 +153,7 @@ class Faulty(Wrapper):
             if isinstance(done, Quieted):
                 continue
             batch = self._running.pop(done.batch)
+            self._slow.pop(done.batch, None)
             if done.error is None:
                 self._succeeded += 1
                 if batch.verb in ARRIVING:
@@ -175,7 +179,7 @@ class Faulty(Wrapper):
             return
         run = int(batch.lengths.argmax())
         length = int(batch.lengths[run])
-        held = memory.space(self._memories.regions(batch.local))
+        held = memory.space(self.memories.regions(batch.local))
         region, at = held.locate(int(batch.local_offsets[run]), length)
         if self._options.zero_block:
             held.scatter(region, np.array([at]), np.zeros((1, length), np.uint8))

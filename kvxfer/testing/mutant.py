@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvxfer.backend.memories import Memories
 from kvxfer.backend.options import BackendOptions
-from kvxfer.geometry.cache import Region
 from kvxfer.testing.wrapper import Wrapper
 from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Quieted, Verb
 
@@ -39,17 +37,7 @@ class Mutant(Wrapper):
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         parsed = Options.parse(options)
         super().__init__(agent, parsed.inner, parsed.inner_options)
-        self.memories = Memories()
         self.batches: dict[int, Batch] = {}
-
-    def register(self, regions: Sequence[Region]) -> int:
-        memory = super().register(regions)
-        self.memories.add(regions, frozenset(r.kind for r in regions))
-        return memory
-
-    def deregister(self, memory: int) -> None:
-        super().deregister(memory)
-        self.memories.remove(memory)
 
     def submit(self, batch: Batch | PlanBatch, after: Fence | None = None) -> int:
         assert isinstance(batch, Batch)  # the suite submits no plans

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry import HOST, Region, Runs
-from kvxfer.geometry.cache import flat_starts
+from kvxfer.geometry.region import flat_starts
 from kvxfer.memory import Space, allocate
 from kvxfer.transport.contract import Batch, Fence, Quieted, Transport
 

@@ -11,16 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from kvxfer import errors
-from kvxfer.testing.participant import Bytes, LocalParticipant, Result
+from kvxfer.testing.participant import LocalParticipant
 from kvxfer.testing.ready import ready
 from kvxfer.transport.contract import Batch, Fence, Transport
 
@@ -31,7 +29,10 @@ REPLY_S = 60.0
 
 
 class RemoteParticipant:
-    """A ``Participant`` in a child process; ``idle`` is called again and again while a reply is awaited."""
+    """A ``Participant`` in a child process, where what is not defined here is called; ``close`` leaves the process running.
+
+    ``idle`` is called again and again while a reply is awaited.
+    """
 
     def __init__(
         self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str, idle: Callable[[], None]
@@ -48,66 +49,13 @@ class RemoteParticipant:
         theirs.close()
         self._ask(backend, dict(options), name, device)
 
-    def allocate(self, sizes: Sequence[int], seed: int) -> int:
-        return int(self._ask("allocate", sizes, seed))
-
-    def allocate_untouched(self, sizes: Sequence[int]) -> int:
-        return int(self._ask("allocate_untouched", sizes))
-
-    def allocate_repeating(self, nbytes: int) -> int:
-        return int(self._ask("allocate_repeating", nbytes))
-
-    def read(self, memory: int, offset: int, nbytes: int) -> Bytes:
-        return np.asarray(self._ask("read", memory, offset, nbytes))
-
-    def write(self, memory: int, offset: int, data: Bytes) -> None:
-        self._ask("write", memory, offset, data)
-
-    def content(self, memory: int) -> Bytes:
-        return np.asarray(self._ask("content", memory))
-
-    def fill(self, memory: int, seed: int) -> None:
-        self._ask("fill", memory, seed)
-
-    def deregister(self, memory: int) -> None:
-        self._ask("deregister", memory)
-
-    def register_again(self, memory: int) -> int:
-        return int(self._ask("register_again", memory))
-
-    def endpoint(self) -> bytes:
-        return bytes(self._ask("endpoint"))
-
-    def endpoint_lending(self, memories: Collection[int], writable: bool) -> bytes:
-        return bytes(self._ask("endpoint_lending", list(memories), writable))
-
-    def connect(self, mine: bytes, theirs: bytes) -> int:
-        return int(self._ask("connect", mine, theirs))
-
-    def withdraw(self, endpoint: bytes) -> None:
-        self._ask("withdraw", endpoint)
-
-    def disconnect(self, peer: int) -> None:
-        self._ask("disconnect", peer)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._ask, method)
 
     def submit(self, batch: Batch, after: Fence | None = None) -> int:
         if after is not None:
             raise NotImplementedError("a fence cannot be sent to another process")
         return int(self._ask("submit", batch))
-
-    def result(self, batch: int) -> Result | None:
-        found: Result | None = self._ask("result", batch)
-        return found
-
-    def quiet(self) -> bool:
-        return bool(self._ask("quiet"))
-
-    def abort(self, batch: int) -> None:
-        self._ask("abort", batch)
-
-    def close(self) -> None:
-        """Close the transport; the process goes on."""
-        self._ask("close")
 
     def kill(self) -> None:
         """Send SIGKILL, and wait until the process is gone."""
@@ -129,8 +77,8 @@ class RemoteParticipant:
         if self._child.returncode is None:
             self.kill()
 
-    def _ask(self, *command: Any) -> Any:
-        self._pipe.send(command)
+    def _ask(self, *command: Any, **named: Any) -> Any:
+        self._pipe.send((command, named))
         deadline = time.monotonic() + REPLY_S
         while not self._pipe.poll():
             if time.monotonic() > deadline:
@@ -160,7 +108,8 @@ def main() -> None:
 
     def make() -> None:
         nonlocal participant
-        participant = LocalParticipant(*pipe.recv())
+        arguments, _ = pipe.recv()
+        participant = LocalParticipant(*arguments)
 
     answer(make)
     while participant is not None:
@@ -170,10 +119,10 @@ def main() -> None:
             participant.turn(fd in readable)
         if pipe.fileno() in readable:
             try:
-                command, *arguments = pipe.recv()
+                (command, *arguments), named = pipe.recv()
             except EOFError:
                 return  # the parent has gone
-            answer(partial(getattr(participant, command), *arguments))
+            answer(partial(getattr(participant, command), *arguments, **named))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from kvxfer.backend.memories import Memories
 from kvxfer.failures import Failure
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.memory.registry import installed
 from kvxfer.transport import registry
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Transport
@@ -15,7 +16,12 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(Transport):
-    """A back end that passes everything on to the back end ``inner``, which has a name or is ``module:Class``."""
+    """A back end that passes everything on to the back end ``inner``, which has a name or is ``module:Class``.
+
+    Attributes:
+        inner: That back end.
+        memories: What is registered there.
+    """
 
     contract = 2
     guarded = "always"
@@ -23,6 +29,7 @@ class Wrapper(Transport):
     def __init__(self, agent: str, inner: str, inner_options: Mapping[str, Any]) -> None:
         super().__init__(agent, inner_options)
         self.inner = registry.load(inner)(agent, inner_options)
+        self.memories = Memories()
 
     @classmethod
     def probe(cls) -> Probe:
@@ -33,10 +40,13 @@ class Wrapper(Transport):
         return self.inner.capabilities
 
     def register(self, regions: Sequence[Region]) -> int:
-        return self.inner.register(regions)
+        memory = self.inner.register(regions)
+        self.memories.add(regions, frozenset(r.kind for r in regions))
+        return memory
 
     def deregister(self, memory: int) -> None:
         self.inner.deregister(memory)
+        self.memories.remove(memory)
 
     def endpoint(self) -> bytes:
         return self.inner.endpoint()

@@ -40,8 +40,8 @@ import numpy as np
 
 from kvxfer.failures import Failure
 from kvxfer.fence import Fence
-from kvxfer.geometry.cache import HOST, Region
 from kvxfer.geometry.plan import CopyPlan, Ints
+from kvxfer.geometry.region import HOST, Region
 
 __all__ = [
     "CONTRACTS",

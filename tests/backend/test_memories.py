@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
-from kvxfer.geometry.cache import flat_starts
+from kvxfer.geometry.region import flat_starts
 
 REGIONS = (Region(1 << 20, 5000), Region(1 << 16, 4096), Region(1 << 30, 1))
 

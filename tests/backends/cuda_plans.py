@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 
 from kvxfer.geometry import Planner, Rank, Region, route
-from kvxfer.geometry.cache import Cache, Group, Heads, View, flat_starts
+from kvxfer.geometry.cache import Cache, Group, Heads, View
+from kvxfer.geometry.region import flat_starts
 from kvxfer.testing.conformance import World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Started

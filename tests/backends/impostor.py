@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.backend.ucx import Split
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.testing.forging import _put_together, _taken_apart
 from kvxfer.transport import Batch, Verb
 

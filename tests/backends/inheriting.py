@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.transport import Batch, Transport, Verb, registry
 
 NBYTES = 1 << 20

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal

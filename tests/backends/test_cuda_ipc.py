@@ -4,7 +4,7 @@ import ctypes
 import errno
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,6 @@ class TestOnHost(ConformanceSuite):
 class Ours(Suite):
     backend = OnHost
     __test__ = False
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Ours())
-    yield world
-    world.close()
 
 
 class StubbornApi:

@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import CopyPattern, CopyPlan, StridedCopy
-from kvxfer.geometry.cache import flat_starts
+from kvxfer.geometry.region import flat_starts
 from tests.conftest import require
 
 require("torch")

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from tests.conftest import require
-from tests.networks import Host, hosts
+from tests.networks import Host, hosts, program
 
-
-class Program:
-    """One of ``impostor.py``."""
-
-    def __init__(self, host: Host, *arguments: str, within: Sequence[str] = ()) -> None:
-        command = [*host.into, *within, sys.executable, "-m", "tests.backends.impostor", *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def tell(self, **words: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(words) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        while not (line := self._process.stdout.readline()).startswith("{"):
-            assert line, "it has ended"
-        return json.loads(line)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@contextmanager
-def program(host: Host, *arguments: str, within: Sequence[str] = ()) -> Iterator[Program]:
-    one = Program(host, *arguments, within=within)
-    try:
-        yield one
-    finally:
-        one.end()
+impostor = partial(program, "tests.backends.impostor")
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +28,11 @@ def test_a_peer_passes_for_no_process_that_it_is_not(apart: list[Host], backend:
     """What comes is what the peer itself has, over the network, if anything does; no memory of others is attached for it."""
     require(backend)
     here, there = apart
-    with program(here, "holder") as holder, program(here, "victim", backend, here.address) as victim:
+    with impostor(here, "holder") as holder, impostor(here, "victim", backend, here.address) as victim:
         mine, other = victim.hear(), holder.hear()
         named = other if whom == "a neighbour" else mine
         claims = str(named["pid"]), str(other["segment"])
-        with program(there, "peer", backend, there.address, allowed, *claims) as peer:
+        with impostor(there, "peer", backend, there.address, allowed, *claims) as peer:
             victim.tell(endpoint=peer.hear()["endpoint"])
             peer.tell(endpoint=mine["endpoint"])
             got = victim.hear()
@@ -82,9 +48,11 @@ def test_the_claim_is_believed_by_ucx_itself(apart: list[Host]) -> None:
     """Or the test above would find nothing."""
     require("nixl")
     here, there = apart
-    with program(here, "holder") as holder, program(here, "victim", "nixl", here.address, "undivided") as victim:
+    with impostor(here, "holder") as holder, impostor(here, "victim", "nixl", here.address, "undivided") as victim:
         mine, other = victim.hear(), holder.hear()
-        with program(there, "peer", "nixl", there.address, "tcp,cma", str(other["pid"]), str(other["segment"])) as peer:
+        with impostor(
+            there, "peer", "nixl", there.address, "tcp,cma", str(other["pid"]), str(other["segment"])
+        ) as peer:
             victim.tell(endpoint=peer.hear()["endpoint"])
             peer.tell(endpoint=mine["endpoint"])
             assert victim.hear()["secret"]
@@ -101,8 +69,8 @@ def test_an_honest_peer_of_this_host(apart: list[Host], backend: str, listen: st
     address = host.address if listen == "an address" else "127.0.0.1"
     within = [] if where == "here" else ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     with (
-        program(host, "victim", backend, address) as reader,
-        program(host, "honest", backend, address, within=within) as peer,
+        impostor(host, "victim", backend, address) as reader,
+        impostor(host, "honest", backend, address, within=within) as peer,
     ):
         mine = reader.hear()
         reader.tell(endpoint=peer.hear()["endpoint"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.identity import TransferId
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
@@ -54,13 +54,6 @@ class TestFaults(Faults):
 class Ours(Suite):
     backend = FakeNcclTransport
     __test__ = False
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Ours())
-    yield world
-    world.close()
 
 
 class DeviceFence:

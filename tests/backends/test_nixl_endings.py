@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.testing.conformance import TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.participant import LocalParticipant, Runs

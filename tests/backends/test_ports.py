@@ -135,7 +135,7 @@ def test_an_address_that_is_not_of_this_host_is_named() -> None:
 EXIT = """
 import sys, threading, time
 import numpy as np
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.transport import Batch, Verb
 from kvxfer_nixl import NixlTransport
 ready = threading.Event()

@@ -21,8 +21,7 @@ from kvxfer_tcp import TcpTransport
 from kvxfer_tcp.connection import SHARED_UNSENT
 from kvxfer_tcp.door import STRANGERS
 from kvxfer_tcp.endpoint import Endpoint
-from kvxfer_tcp.read import ASK_RUNS
-from kvxfer_tcp.reader import MIN_CHUNK, OPEN_ASKS
+from kvxfer_tcp.read import ASK_RUNS, MIN_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 from tests.descriptors import sockets
@@ -45,13 +44,6 @@ class TestSeveral(ConformanceSuite):
 class Ours(Suite):
     backend = TcpTransport
     __test__ = False
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Ours())
-    yield world
-    world.close()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 100, 1 << 20])

@@ -64,13 +64,6 @@ class Tapped:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Ours())
-    yield world
-    world.close()
-
-
-@pytest.fixture
 def tapped(world: World) -> Iterator[Tapped]:
     tapped = Tapped(world, {"encrypt": True})
     yield tapped

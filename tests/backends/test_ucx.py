@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance.history import Histories
 from kvxfer.testing.conformance.transfers import Transfers

@@ -54,13 +54,6 @@ class Ours(Suite):
     __test__ = False
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Ours())
-    yield world
-    world.close()
-
-
 def test_sizes_that_differ_fail_both_halves(world: World) -> None:
     a, b, link = world.pair()
     [(_, sent), _] = link.halves(TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))

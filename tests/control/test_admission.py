@@ -139,9 +139,9 @@ def test_only_those_wait_for_a_name_whom_it_decides_about(monkeypatch: pytest.Mo
 
 
 def test_strangers_who_wait_for_a_name_are_as_bounded_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvxfer.control import sockets
+    from kvxfer.control import guests
 
-    monkeypatch.setattr(sockets, "GUESTS", 8)
+    monkeypatch.setattr(guests, "GUESTS", 8)
     names = Names()
     names.goes_on.clear()
     hub = ControlSockets(Security(None, ("slow",)))

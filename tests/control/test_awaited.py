@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control.directory import Directory, Unheard
+from kvxfer.control.directory import Directory
+from kvxfer.control.notices import Unheard
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Await, Begun, Named

@@ -17,7 +17,7 @@ from types import FrameType
 
 import pytest
 
-from kvxfer.control import peers, sockets
+from kvxfer.control import guests, peers
 from kvxfer.control.turns import Turns
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
@@ -240,7 +240,7 @@ def test_hellos_without_end_keep_no_engine_out(engine) -> None:
 def test_of_too_many_who_say_nothing_one_goes_of_the_host_that_has_most(
     engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "GUESTS", 4)
+    monkeypatch.setattr(guests, "GUESTS", 4)
     p = engine({"verbs": ["read"]}, seed=1)
     other = FakeTransport("other", {"verbs": ["read"]})
     with ExitStack() as stack:
@@ -271,7 +271,7 @@ def test_what_strangers_have_said_is_forgotten_with_their_connections(
         stack.callback(go_on.set)
         stack.enter_context(Stranger(address)).say(hello(p))
         assert looked.wait(10)
-        said, kept = bytes(200 << 10), sockets.GUEST_BYTES // (200 << 10)
+        said, kept = bytes(200 << 10), guests.GUEST_BYTES // (200 << 10)
         crowd: list[Stranger] = []
 
         def in_hand() -> bool:

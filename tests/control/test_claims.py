@@ -4,50 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvxfer.security import make_key
 from tests.conftest import require
-from tests.networks import Host, hosts
+from tests.networks import Host, hosts, program
 
 require("cma")
 
 
-class Program:
-    """One of ``claimant.py``."""
-
-    def __init__(self, host: Host, *arguments: str) -> None:
-        command = [*host.into, sys.executable, "-m", "tests.control.claimant", *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def tell(self, *words: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(words) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@contextmanager
-def program(*arguments: Any) -> Iterator[Program]:
-    one = Program(*arguments)
-    try:
-        yield one
-    finally:
-        one.end()
+claimant = partial(program, "tests.control.claimant")
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +40,10 @@ def test_nothing_is_read_from_a_process_that_the_peer_is_not(apart: list[Host], 
     """The reader goes on to a back end that needs no common host, and has the claimant's own bytes by that."""
     here, there = apart
     said = settings(tmp_path, apart)
-    with program(here, "keeper", said) as reader, program(here, "keeper", said) as neighbour:
+    with claimant(here, "keeper", said) as reader, claimant(here, "keeper", said) as neighbour:
         mine, other = reader.hear(), neighbour.hear()
         named = mine if whom == "the reader itself" else other
-        with program(there, "claimant", said, str(named["pid"]), str(named["address"]), str(mine["pid"])) as peer:
+        with claimant(there, "claimant", said, str(named["pid"]), str(named["address"]), str(mine["pid"])) as peer:
             reader.tell(*peer.hear()["source"])
             got = reader.hear()
             assert got["delivered"] == [True]

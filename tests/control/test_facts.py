@@ -12,7 +12,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError, PeerError
-from kvxfer.facts import MOST, NAME, TEXT, difference, sealed
+from kvxfer.facts import MAX_FACTS, MAX_NAME, MAX_TEXT, difference, sealed
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
@@ -112,7 +112,13 @@ def test_an_agent_that_has_not_been_told_takes_its_directory_s_word(engine: Make
 
 @pytest.mark.parametrize(
     "facts",
-    [{str(n): "" for n in range(MOST + 1)}, {"": "x"}, {"n" * (NAME + 1): "x"}, {"n": "x" * (TEXT + 1)}, {"n": "a\nb"}],
+    [
+        {str(n): "" for n in range(MAX_FACTS + 1)},
+        {"": "x"},
+        {"n" * (MAX_NAME + 1): "x"},
+        {"n": "x" * (MAX_TEXT + 1)},
+        {"n": "a\nb"},
+    ],
     ids=["many", "no name", "long name", "long text", "two lines"],
 )
 def test_facts_have_bounds(engine: Make, facts: dict[str, str]) -> None:  # noqa: F811
@@ -123,7 +129,7 @@ def test_facts_have_bounds(engine: Make, facts: dict[str, str]) -> None:  # noqa
 
 
 @pytest.mark.parametrize(
-    "facts", [{str(n): "" for n in range(MOST + 1)}, {"n" * (NAME + 1): "x"}, {"n": "x" * (TEXT + 1)}]
+    "facts", [{str(n): "" for n in range(MAX_FACTS + 1)}, {"n" * (MAX_NAME + 1): "x"}, {"n": "x" * (MAX_TEXT + 1)}]
 )
 def test_peers_are_held_to_them(facts: dict[str, str]) -> None:
     with pytest.raises(PeerError):

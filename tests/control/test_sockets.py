@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control import sockets
+from kvxfer.control import guests, sockets
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN, Security, make_key
@@ -70,7 +70,7 @@ def test_a_connection_that_breaks_under_what_is_being_sent_is_lost_and_closed(ke
 
 
 def test_strangers_take_the_place_of_nobody_who_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "GUESTS", 4)
+    monkeypatch.setattr(guests, "GUESTS", 4)
     with ExitStack() as stack:
         ours, theirs, port = stack.enter_context(pair(with_key(tmp_path)))
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control import directory, inbound
+from kvxfer.control import inbound, notices
 from kvxfer.control.directory import Directory
 from kvxfer.errors import ArgumentError
 from kvxfer.failures import FailureKind
@@ -259,7 +259,7 @@ def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[Engine, En
         honest.say(m.Lookup(m.PROTOCOL))
         assert isinstance(honest.answer(), m.EngineDescriptor)
         heard = p.directory.notices()
-    assert sum(len(m.encode(notice)) for notice in heard) <= directory.MAX_NOTICES, "they were bounded"
+    assert sum(len(m.encode(notice)) for notice in heard) <= notices.MAX_NOTICES, "they were bounded"
     assert [notice for notice in heard if isinstance(notice, Renew)] == [Renew(p.source.epoch, (Named(T, b"d"),))]
 
 
@@ -330,7 +330,7 @@ def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
     engine, pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the cost of one over which nothing moves; whoever made that one makes it anew when it wants something."""
-    monkeypatch.setattr(inbound, "MOST", 4)
+    monkeypatch.setattr(inbound, "MAX_LINKS", 4)
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
     address = p.agents[0].descriptor.address

@@ -76,7 +76,7 @@ def test_right_bytes_pass(engine, way, integrity):
 @each_way
 def test_what_is_hashed_goes_in_several_parts(engine, way, spoilt, monkeypatch):
     """So that one is read while the next one moves; each counts."""
-    monkeypatch.setattr(parts, "CHECKED_LEAST", 16)
+    monkeypatch.setattr(parts, "MIN_CHECKED", 16)
     net = Network()
     ends = [engine({**way, "network": net}, seed=seed, integrity="full") for seed in (1, None)]
     if spoilt:

@@ -29,7 +29,7 @@ def test_the_pace_of_a_throttled_link_is_learnt_within_a_tenth(
         links.append(LinkPace())
         return links[-1]
 
-    monkeypatch.setattr(pace, "LEAST", 1)
+    monkeypatch.setattr(pace, "MIN_BYTES", 1)
     monkeypatch.setattr(routes, "LinkPace", known)
     monkeypatch.setattr(caches, "UNIT", unit)
     nbytes = BLOCKS * len(caches.LAYERS) * caches.HEADS * caches.TOKENS * unit

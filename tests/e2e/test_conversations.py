@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
-from kvxfer_vllm.demo.conversations import FLAGS, SCHEMAS, Conversation, reply_of
+from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation, reply_of
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS
-from kvxfer_vllm.demo.servers import BLOCK, Cluster, Server, await_ready, connector, ended_together
+from kvxfer_vllm.demo.servers import (
+    BLOCK,
+    MODEL_NAME,
+    Cluster,
+    Server,
+    await_ready,
+    connector,
+    ended_together,
+    free_port,
+)
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
@@ -39,6 +49,18 @@ TRACE = "trace.jsonl"
 
 def ids(n: int, seed: int) -> list[int]:
     return [33 + (7 * i + 31 * seed + i * i % 13) % 90 for i in range(n)]
+
+
+def streamed(server: Server, prompt: list[int], tokens: int) -> Generator[int, None, None]:
+    """Yield the tokens of an answer as they come. Closed, it hangs up."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    request = Request(f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    yield from choice.get("token_ids") or ()
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -176,6 +198,53 @@ def test_sources_of_two_ranks_and_with_longer_blocks(servers: Cluster, model: Pa
         longer = text + held.tokens + ids(21, 96)
         found = reply_of(servers.prefill, longer, 4, SCHEMAS["kvxfer_sources"](held.params))
         assert found.tokens == reply_of(servers.plain, longer, 4).tokens
+
+
+def test_a_source_that_has_lost_it_and_one_that_leaves(servers: Cluster, model: Path, tmp_path: Path) -> None:
+    """Its cache is reset, or overrun. Asked to stop, it lets what it has begun go on elsewhere. Then another is at its address."""
+    settings = {**SETTINGS, "port": free_port()}
+    flags = [*FLAGS, "--num-gpu-blocks-override", "70", "--shutdown-timeout", "60"]
+    with ended_together() as begun:
+
+        def start(name: str) -> Server:
+            begun.append(
+                Forked(name, model, tmp_path, connector("kv_both", settings), flags, {"VLLM_SERVER_DEV_MODE": "1"})
+            )
+            await_ready(begun[-1:], 300)
+            return begun[-1]
+
+        def computed(seed: int, lose: Callable[[], object]) -> int:
+            """How many tokens of the answer and the next question prefill computes, after the source has lost what it had."""
+            talk, text = Conversation(servers.prefill, d, "nixl"), ids(160, seed)
+            text = text + talk.turn(text, ANSWER).decode.tokens + ids(20, seed + 1)
+            lose()
+            turn = talk.turn(text, ANSWER)
+            assert turn.decode.tokens == reply_of(servers.plain, text, ANSWER).tokens
+            return turn.prefill.computed
+
+        d = start("small")
+        assert computed(400, lambda: None) <= 20 + BLOCK
+        assert computed(402, lambda: d.post("/reset_prefix_cache", {})) == ANSWER + 20
+        assert computed(404, lambda: [reply_of(d, ids(400, 410 + n), 1) for n in range(6)]) == ANSWER + 20
+
+        talk, history = Conversation(servers.prefill, d, "nixl"), ids(160, 420)
+        history = history + talk.turn(history, ANSWER).decode.tokens + ids(20, 421)
+        text = ids(160, 422)
+        answer = streamed(d, text, 900)
+        text = text + [next(answer) for _ in range(70)]
+        d.ask_to_stop()
+        text = text + [next(answer) for _ in range(30)]  # what runs goes on
+        answer.close()
+        found = reply_of(servers.decode, text, ANSWER, {"kvxfer_sources": [f"127.0.0.1:{settings['port']}"]})
+        assert found.tokens == reply_of(servers.plain, text, ANSWER).tokens
+        assert found.computed <= BLOCK
+        assert d.ended(30), "nothing is left to wait for"
+
+        told, talk = talk.told, Conversation(servers.prefill, start("its-successor"), "nixl")
+        talk.told = told
+        turn = talk.turn(history, ANSWER)
+        assert turn.decode.tokens == reply_of(servers.plain, history, ANSWER).tokens
+        assert turn.prefill.computed == ANSWER + 20
 
 
 def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.engine import HeldPrefix, Inquiry, Prefix
-from kvxfer.engine.paces import REMEMBERED
+from kvxfer.engine.paces import REMEMBERED, Benefit
 from kvxfer.errors import ArgumentError, ClosedError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
@@ -70,8 +70,9 @@ class World:
         self.step()
         for engine in self.engines:
             engine.verify()
-            assert not len(engine.scheduler._asks) and not engine.scheduler._asks._open
-            assert not engine.scheduler._asks._alike
+            asks = engine.scheduler._asks
+            awaited = [one for name in asks._sent.keys() if (one := asks._sent.get(name)) and one[1] is not None]
+            assert not len(asks) and not awaited and not asks._alike
             assert not engine.scheduler._answers._shares._all
 
 
@@ -264,7 +265,7 @@ def test_an_engine_that_is_about_to_stop_is_asked_until_its_deadline(world: Worl
     d, p = world.holder(), world.engine()
     world.idle.add(d)
     d.scheduler.drain(1.5)
-    until(lambda: d.step(timeout=0.001) and False or not d.scheduler._offers.unsettled)
+    until(lambda: d.step(timeout=0.001) and False or not d.scheduler.offers.unfinished)
     assert d.scheduler.waiting, "though nobody has asked yet"
     turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
     while d.scheduler.waiting:
@@ -378,6 +379,22 @@ def test_nobody_waits_longer_than_computing_takes(world: World) -> None:
         began = time.monotonic()
         world.turn(p, Source("127.0.0.1", silent.getsockname()[1], 0))
     assert time.monotonic() - began < 5.0
+    world.over()
+
+
+def test_a_short_prompt_whose_patience_is_over_says_nothing_of_a_source(world: World) -> None:
+    """It would be computed sooner than any source could answer. Others wait for their answer as before."""
+    d, p = world.holder(), world.engine({"ask_timeout": 60.0})
+    world.idle.add(d)
+    p.scheduler.takes(64, 1e-6)
+    assert not world.turn(p, d.scheduler.source, prompt=[7] * 32).loaded
+    p.scheduler._benefit = p.scheduler._asks._benefit = Benefit()
+    turn = p.begin("long", [*PROMPT, 99], [1], [d.scheduler.source])
+    p.step(timeout=0.001)
+    assert p.scheduler.asking("long"), "it has not waited for an answer"
+    world.idle.clear()
+    world.until(lambda: turn.done)
+    assert turn.loaded == WHOLE
     world.over()
 
 

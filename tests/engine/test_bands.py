@@ -55,7 +55,7 @@ class Both:
 
 @pytest.fixture(params=[(1, 1), (2, 1), (1, 2)], ids=["1 to 1", "2 to 1", "1 to 2"])
 def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
-    monkeypatch.setattr(pace, "LEAST", 1)  # what has moved tells, however little it was
+    monkeypatch.setattr(pace, "MIN_BYTES", 1)  # what has moved tells, however little it was
     found = Both(*request.param)
     yield found
     found.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control.directory import Unheard
+from kvxfer.control.notices import Unheard
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.starts import Starts
 from kvxfer.identity import Source, TransferId

@@ -37,6 +37,7 @@ MESSAGES: list[m.Message] = [
     m.SlotReady(T, 1, 0, 0, 4096, 512),
     m.SlotFree(T, 1, 0, 0),
     m.Checksums(T, 1, b"checksum"),
+    m.Underway(T, 1, 512, 4096),
     m.CommitRequest(T, 1, 1),
     m.CommitAck(T, 1),
     m.CloseAttempt(T, 1, b"digest", FailureKind.CANCELLED, "client left"),

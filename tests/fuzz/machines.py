@@ -14,7 +14,7 @@ SEEDS = [bytes([i]) + random.Random(name).randbytes(1500) for i, name in enumera
 
 
 def begin() -> None:
-    parts.CHECKED_LEAST = 8  # what is hashed goes in several parts even here
+    parts.MIN_CHECKED = 8  # what is hashed goes in several parts even here
 
 
 def one(script: bytes) -> None:

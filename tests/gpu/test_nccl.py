@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.participant import LocalParticipant, Runs

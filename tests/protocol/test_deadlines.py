@@ -6,7 +6,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
-from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Move, Moved, PartRef, RankRoute, Resolved, Send
+from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Mode, Move, Moved, PartRef, RankRoute, Resolved, Send
 from kvxfer.values import BlockTable, Fetch
 from tests.protocol.test_doors import LONGEST, MONTH, PLANNER, RIGHT, Door, T
 
@@ -17,11 +17,13 @@ SOURCE = Source("p", 1, 1)
 class Asker:
     """A consumer's machine whose fetch has begun at 0, with a link to its producer."""
 
+    mode: Mode = "read"
+
     def __init__(self, tokens: int = 12) -> None:
         self.machine = ConsumerMachine(START, TIMEOUT)
         self.machine.fetch(Fetch("req", T, RIGHT, SOURCE, BlockTable.of([[5, 6, 7]]), 0, tokens), 0.0)
         self.machine.resolved(SOURCE, Resolved((RankRoute("link", 1),)), 0.0)
-        (self.asked,) = self.requests(self.machine.link_up("link", LinkInfo("read", PLANNER), 0.0))
+        (self.asked,) = self.requests(self.machine.link_up("link", LinkInfo(self.mode, PLANNER), 0.0))
 
     def requests(self, actions: list[Action]) -> list[m.FetchRequest]:
         return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, m.FetchRequest)]

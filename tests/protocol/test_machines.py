@@ -30,9 +30,9 @@ NOISE = st.binary(min_size=500, max_size=2000)
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are small, and bands pay over any link that has moved something, even here."""
-    monkeypatch.setattr(parts, "CHECKED_LEAST", 8)
+    monkeypatch.setattr(parts, "MIN_CHECKED", 8)
     monkeypatch.setattr(parts, "HOST_BYTES", 8)
-    monkeypatch.setattr(pace, "LEAST", 1)
+    monkeypatch.setattr(pace, "MIN_BYTES", 1)
     monkeypatch.setattr(pace, "PAYS_S", 0.0)
 
 

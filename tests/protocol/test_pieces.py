@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry import Cache, Group, Planner, Rank, Region, View, route
-from kvxfer.protocol.parts import PIECE_LEAST, piece_bytes, plan_part
+from kvxfer.protocol.parts import MIN_PIECE, piece_bytes, plan_part
 from kvxfer.protocol.values import LinkInfo
 from kvxfer.values import BlockTable
 
@@ -30,7 +30,7 @@ def planner(device: str) -> Planner:
     [
         ("cpu", 128 * MIB, 16 * MIB, 16 * MIB),  # long: by the slot
         ("cpu", 16 * MIB, 16 * MIB, 8 * MIB),  # short: two, so that packing, moving and unpacking overlap
-        ("cpu", 4 * MIB, 16 * MIB, PIECE_LEAST),
+        ("cpu", 4 * MIB, 16 * MIB, MIN_PIECE),
         ("cuda:0", 1024 * MIB, 128 * MIB, 128 * MIB),
         ("cuda:0", 128 * MIB, 128 * MIB, 128 * MIB),  # short: one, as each costs the host more time than it could save
         ("cuda:0", 64 * MIB, 128 * MIB, 64 * MIB),

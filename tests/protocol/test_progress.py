@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from kvxfer.failures import FailureKind
-from kvxfer.protocol.values import Moved, Moving
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.values import LinkInfo, Mode, Move, Moved, Moving, Send
 from kvxfer.text import size
-from tests.protocol.test_deadlines import TIMEOUT, Asker
+from kvxfer.values import Offer
+from tests.protocol.test_deadlines import START, TIMEOUT, Asker
+from tests.protocol.test_doors import PLANNER, RIGHT, TABLE, T
 
 
 def test_what_comes_slowly_says_how_much_and_how_fast_and_what_to_set() -> None:
@@ -56,3 +60,69 @@ def test_what_is_late_for_an_attempt_that_is_over_changes_nothing() -> None:
     asker.machine.moving(Moving(((move.ref, 1),)), 12.0)
     stages = asker.end(100.0)[1].stages
     assert (stages.came, stages.last) == (move.plan.nbytes, 11.0)
+
+
+class Written(Asker):
+    """An ``Asker`` whose producer writes, so that it sees nothing of a part before all of it has come."""
+
+    mode: Mode = "write"
+
+    def told(self, moved: int, now: float, nbytes: int = 100) -> None:
+        assert self.machine.message("link", m.Underway(T, self.asked.attempt, moved, nbytes), now) == []
+
+
+def test_what_is_written_slowly_is_told_by_the_producer() -> None:
+    asker = Written()
+    asker.told(0, 46.0)
+    asker.told(40, 53.5)
+    at, ended = asker.end(100.0)
+    failure = ended.outcome.failure
+    assert at == 46.0 + TIMEOUT, "the first part has begun, so it is not the producer's queue that takes so long"
+    assert failure.kind is FailureKind.TIMED_OUT
+    assert "40 B of 100 B announced so far had come in 8.0 s, 5 B/s, and more was coming" in failure.detail
+    assert "at that rate it takes 20 s" in failure.advice
+    assert (ended.nbytes, ended.stages.came, ended.stages.announced_bytes) == (40, 40, 100)
+
+
+def test_what_is_written_and_stops_says_since_when() -> None:
+    asker = Written()
+    asker.told(40, 10.0)
+    asker.told(40, 11.0)
+    failure = asker.end(100.0)[1].outcome.failure
+    assert "40 B of 100 B" in failure.detail and "nothing for 8.0 s" in failure.detail
+    assert "bytes stopped coming" in failure.advice
+
+
+def test_no_byte_that_a_back_end_tells_of_is_not_no_request() -> None:
+    asker = Written()
+    asker.told(0, 10.0)
+    failure = asker.end(100.0)[1].outcome.failure
+    assert failure.kind is FailureKind.TIMED_OUT and "0 of 100 B" in failure.detail
+    assert "the link is slow, or stands still, which this back end does not tell" in failure.advice
+
+
+def test_what_a_producer_tells_without_end_delays_nothing() -> None:
+    asker = Written()
+    for second in range(10, 18):
+        assert asker.end(second) is None
+        asker.told(second, float(second))
+    assert asker.end(100.0)[0] == 10.0 + TIMEOUT
+
+
+def test_a_producer_that_does_not_write_has_nothing_to_tell() -> None:
+    asker = Asker()
+    asker.machine.message("link", m.Underway(T, asker.asked.attempt, 40, 100), 10.0)
+    at, ended = asker.end(100.0)
+    assert at == START and ended.outcome.kind is FailureKind.NEVER_OFFERED and ended.nbytes == 0
+
+
+def test_a_producer_tells_how_far_it_has_got() -> None:
+    machine = ProducerMachine(60.0, 30.0)
+    machine.link_up("link", LinkInfo("write", PLANNER, peer=1), 0.0)
+    machine.message("link", m.FetchRequest(T, 1, RIGHT, 0, 4, TABLE, 1, 5.0, moving=8.0), 0.0)
+    (move,) = machine.offer(Offer(T, RIGHT, 1, 4, TABLE, True), 0.0)
+    assert isinstance(move, Move)
+    (sent,) = machine.moving(Moving(((move.ref, 7),)))
+    assert sent == Send("link", m.Underway(T, 1, 7, move.plan.nbytes))
+    machine.moved(Moved(move.ref, None, True, move.plan.nbytes), 2.0)
+    assert machine.moving(Moving(((move.ref, 9),))) == [], "it has ended"

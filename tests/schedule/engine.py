@@ -12,6 +12,7 @@ from typing import Any
 from kvxfer.identity import Source
 from kvxfer.schedule import Schedule
 from kvxfer.values import BlockTable, Fetch, Group
+from tests.schedule.ends import loaded, preempt
 
 WINDOW = 5
 STATE = 1000  # block size of a group whose one block holds the state, whatever its tokens
@@ -152,7 +153,7 @@ class Engine:
         victim.unsettled = victim.computed = 0
         self.waiting.insert(0, victim)
         self.schedule.producer.preempt(victim.id)
-        self.schedule.consumer.preempt(victim.id)
+        preempt(self.schedule.consumer, victim.id)
 
     def finish(self, request: Request, complete: bool) -> bool:
         request.over = True
@@ -286,7 +287,7 @@ class Engine:
                 if block != -1:
                     slot = 0 if group.kind == "state" else position % group.block_tokens
                     self.memory[block][slot] = (g, *request.tokens[: position + 1]) if ok else "junk"
-        self.schedule.consumer.loaded(request.id)
+        loaded(self.schedule.consumer, request.id)
         request.loading = False
         if request.over or not ok:
             self.give_all(request)

@@ -8,6 +8,7 @@ import msgspec
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, DeclinedTransfer, Revoke, Schedule, StepCommands
 from kvxfer.values import BlockTable, Fetch, Group, Offer
+from tests.schedule.ends import loaded, preempt
 
 
 def table(*rows: Sequence[int]) -> BlockTable:
@@ -49,7 +50,7 @@ def test_both_halves_speak_with_one_voice() -> None:
         assert schedule.producer.arrive(request, given, b"d", 32)
         schedule.consumer.allocated(request, table(blocks), 0, 32)
     assert len(schedule) == 4
-    schedule.consumer.loaded("r")
+    loaded(schedule.consumer, "r")
     schedule.producer.step("r", 31, 1, table([1, 2]))
     schedule.consumer.finish("s")
     assert not schedule.producer.finish("s", table([]), False)
@@ -59,9 +60,9 @@ def test_both_halves_speak_with_one_voice() -> None:
     assert [cancel.handle for cancel in commands.cancels] == ["s"]
     assert [revoke.transfer for revoke in commands.revokes] == [T]
     schedule.producer.preempt("r")
-    schedule.consumer.preempt("r")
+    preempt(schedule.consumer, "r")
     assert [revoke.transfer for revoke in schedule.commands().revokes] == [other]
     schedule.consumer.finish("r")
     assert not schedule.producer.finish("r", table([]), True)
-    schedule.consumer.loaded("s")
+    loaded(schedule.consumer, "s")
     assert len(schedule) == 0

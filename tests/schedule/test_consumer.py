@@ -7,6 +7,7 @@ import pytest
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, DeclinedTransfer, FetchSchedule, ScheduleError
 from kvxfer.values import BlockTable, Fetch, Group
+from tests.schedule.ends import loaded, preempt, waiting
 
 
 def table(*rows: Sequence[int]) -> BlockTable:
@@ -95,7 +96,7 @@ class TestOnce:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
-        intake.loaded("r")
+        loaded(intake, "r")
         intake.allocated("r", table([5, 6, 7]), 39, 0)
         assert not intake.commands() and not intake.declines()
 
@@ -104,8 +105,8 @@ class TestOnce:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
-        intake.loaded("r")
-        intake.preempt("r")
+        loaded(intake, "r")
+        preempt(intake, "r")
         assert intake.matched("r", 0) == 0
         intake.allocated("r", table([8]), 0, 0)
         assert not intake.commands() and not intake.declines()
@@ -114,34 +115,34 @@ class TestOnce:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
-        intake.preempt("r")
+        preempt(intake, "r")
         (cancel,) = intake.commands().cancels
         assert cancel == Cancel("r", "the consumer preempted the request")
         assert intake.matched("r", 0) == 0
         intake.finish("r")
         assert not intake.commands(), "cancelled once"
         assert len(intake) == 1
-        intake.loaded("r")
+        loaded(intake, "r")
         assert len(intake) == 0
 
     def test_preempted_before_it_asked_may_still_load(self) -> None:
         intake = expecting(FULL, 40)
-        intake.preempt("r")
+        preempt(intake, "r")
         assert intake.matched("r", 0) == 40
 
     def test_a_failed_load_is_not_tried_again(self) -> None:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         assert intake.matched("r", 0) is None
-        intake.loaded("r")
+        loaded(intake, "r")
         assert intake.matched("r", 0) == 0
 
     def test_unknown_request_has_nothing_to_load(self) -> None:
         intake = FetchSchedule(FULL)
         assert intake.matched("x", 0) == 0
         intake.allocated("x", table([5]), 0, 0)
-        intake.loaded("x")
-        intake.preempt("x")
+        loaded(intake, "x")
+        preempt(intake, "x")
         intake.finish("x")
         assert not intake.commands() and not intake.declines() and len(intake) == 0
 
@@ -152,7 +153,7 @@ class TestSiblings:
         assert intake.matched("s", 0) == 40
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         assert intake.matched("s", 0) is None
-        intake.loaded("r")
+        loaded(intake, "r")
         assert intake.matched("s", 32) == 0
         intake.allocated("s", table([5, 6, 8]), 32, 0)
         assert len(intake.commands().fetches) == 1
@@ -173,7 +174,7 @@ class TestSiblings:
         commands = intake.commands()
         assert commands.cancels == (Cancel("r", "aborted"),) and len(commands.fetches) == 1
         assert intake.matched("s", 0) == 0
-        intake.loaded("r")
+        loaded(intake, "r")
         intake.finish("s")
         assert len(intake) == 0
 
@@ -187,10 +188,10 @@ class TestSiblings:
 class TestDecline:
     def test_rejected_request(self) -> None:
         intake = expecting(FULL, 40)
-        assert intake.waiting == {T: (DIGEST, PEER)}
+        assert waiting(intake) == {T: (DIGEST, PEER)}
         intake.finish("r", "the consumer rejected the request")
         assert intake.declines() == (DeclinedTransfer(T, DIGEST, PEER, "the consumer rejected the request"),)
-        assert not intake.declines() and not intake.waiting and len(intake) == 0
+        assert not intake.declines() and not waiting(intake) and len(intake) == 0
 
     def test_all_is_in_the_local_cache(self) -> None:
         intake = expecting(FULL, 32)
@@ -217,7 +218,7 @@ class TestDecline:
     def test_waiting_ends_with_the_want(self) -> None:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 0, 40)
-        assert intake.waiting == {}
+        assert waiting(intake) == {}
 
 
 class TestNames:
@@ -240,7 +241,7 @@ class TestNames:
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.finish("r")
         assert not intake.arrive("s", T, DIGEST, PEER, 40)
-        intake.loaded("r")
+        loaded(intake, "r")
         assert intake.arrive("s", T, DIGEST, PEER, 40)
         assert intake.matched("s", 0) == 40
 
@@ -250,7 +251,7 @@ class TestNames:
         intake.commands()
         intake.unasked("r")
         assert intake.declines() == (DeclinedTransfer(T, DIGEST, PEER, "the consumer gave up before it could ask"),)
-        intake.loaded("r")
+        loaded(intake, "r")
         intake.finish("r")
         assert not intake.declines() and not intake.commands() and len(intake) == 0
         intake.unasked("r")
@@ -261,7 +262,7 @@ class TestNames:
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.commands()
         intake.finish("r")
-        intake.loaded("r")
+        loaded(intake, "r")
         intake.arrive("s", T, DIGEST, PEER, 40)
         intake.allocated("s", table([5, 6, 7]), 0, 40)
         assert only_want(intake).transfer == T

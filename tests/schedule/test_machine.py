@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, DeclinedTransfer, Revoke, StepCommands
 from kvxfer.values import Fetch, Group, Offer
+from tests.schedule.ends import held, released, waiting
 from tests.schedule.engine import STATE, WINDOW, Engine, Request, Scheduled, ceil
 
 PEER = Source("peer", 1, 7)
@@ -341,20 +342,20 @@ class Machine(RuleBasedStateMachine):
         self.past.append(giving)
 
     def quiet(self, giving: Giving) -> None:
-        held = giving.transfer in self.producer.held
-        assert held == giving.request.over
-        freed = self.producer.released(giving.transfer, giving.heard)
-        assert freed == (giving.request.id if held else None)
+        kept = giving.transfer in held(self.producer)
+        assert kept == giving.request.over
+        freed = released(self.producer, giving.transfer, giving.heard)
+        assert freed == (giving.request.id if kept else None)
         if freed is not None:
             self.engine.release(freed)
-        assert self.producer.released(giving.transfer, giving.heard) is None
+        assert released(self.producer, giving.transfer, giving.heard) is None
         del self.giving[giving.transfer]
 
     @precondition(lambda self: self.past)
     @rule(data=st.data())
     def late_report_on_an_earlier_request(self, data: st.DataObject) -> None:
         past = data.draw(st.sampled_from(self.past))
-        assert self.producer.released(past.transfer, past.heard) is None
+        assert released(self.producer, past.transfer, past.heard) is None
 
     # Loads
 
@@ -408,7 +409,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.producer) == len(self.giving)
         assert len(self.consumer) == sum(taking.alive for taking in takings)
         assert len(self.engine.schedule) == len(self.producer) + len(self.consumer)
-        assert self.producer.held == {g.transfer for g in self.giving.values() if g.request.over}
+        assert held(self.producer) == {g.transfer for g in self.giving.values() if g.request.over}
 
     def teardown(self) -> None:
         for request in self.alive():
@@ -423,7 +424,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.read(giving)
         self.step()
-        assert len(self.engine.schedule) == 0 and not self.producer.held and not self.consumer.waiting
+        assert len(self.engine.schedule) == 0 and not held(self.producer) and not waiting(self.consumer)
         assert sorted(self.engine.free) == list(range(1, self.blocks + 1)), "a block leaked"
         for known in self.taking.values():
             assert all(taking.ends == 1 for taking in known), "neither wanted nor given up, or twice"

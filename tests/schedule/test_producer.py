@@ -7,6 +7,7 @@ import pytest
 from kvxfer.identity import TransferId
 from kvxfer.schedule import OfferSchedule, Revoke, ScheduleError, StepCommands
 from kvxfer.values import BlockTable, Group, Offer
+from tests.schedule.ends import held, offered, released, total
 
 
 def table(*rows: Sequence[int]) -> BlockTable:
@@ -146,11 +147,11 @@ class TestFinish:
         offer = only_offer(tracker)
         assert tracker.finish("r", table([5, 6]), True)
         assert not tracker.commands(), "all was offered before"
-        assert tracker.held == {T} and len(tracker) == 1
-        assert tracker.released(T, offer.generation) == "r"
-        assert not tracker.held and len(tracker) == 0
+        assert held(tracker) == {T} and len(tracker) == 1
+        assert released(tracker, T, offer.generation) == "r"
+        assert not held(tracker) and len(tracker) == 0
         assert only_revoke(tracker) == Revoke(T, offer.generation, "all is read", True)
-        assert tracker.released(T, offer.generation) is None, "freed once"
+        assert released(tracker, T, offer.generation) is None, "freed once"
 
     def test_more_than_one_output_token(self) -> None:
         """Crashed the predecessor: decoding steps of a request whose prefill was over."""
@@ -220,7 +221,7 @@ class TestFinish:
     def test_read_before_it_finished_holds_nothing(self) -> None:
         tracker = tracking(FULL, 20)
         tracker.step("r", 0, 20, table([5, 6]))
-        assert tracker.released(T, only_offer(tracker).generation) is None
+        assert released(tracker, T, only_offer(tracker).generation) is None
         assert only_revoke(tracker).gone
         assert "r" not in tracker and len(tracker) == 0
         tracker.step("r", 20, 1, table([5, 6]))
@@ -232,7 +233,7 @@ class TestFinish:
         tracker.step("r", 0, 32, table([5, 6]))
         generation = only_offer(tracker).generation
         tracker.step("r", 32, 8, table([5, 6, 7]))
-        tracker.released(T, generation)
+        released(tracker, T, generation)
         assert only_revoke(tracker).gone
 
     @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -264,7 +265,7 @@ class TestFinish:
         tracker.step("x", 0, 20, table([5, 6]))
         tracker.preempt("x")
         tracker.withdraw(T, "why")
-        assert tracker.released(T, 1) is None
+        assert released(tracker, T, 1) is None
         assert not tracker.finish("x", table([5, 6]), True)
         assert not tracker.commands() and len(tracker) == 0
 
@@ -347,7 +348,7 @@ class TestNames:
         tracker.step("s", 0, 20, table([5, 7]))
         assert only_offer(tracker).blocks == table((5, 6))
         assert tracker.finish("r", table([5, 6]), True) and not tracker.finish("s", table([5, 7]), True)
-        assert tracker.offers(T, DIGEST) and tracker.released(T, 9) == "r" and len(tracker) == 0
+        assert tracker.offers(T, DIGEST) and released(tracker, T, 9) == "r" and len(tracker) == 0
 
     def test_other_content_or_another_length_is_not_shared(self) -> None:
         tracker = tracking(FULL, 20)
@@ -387,7 +388,7 @@ class TestNames:
         tracker.finish("s", table([]), False)
         assert not tracker.commands(), "nor does it count if it is aborted"
         assert tracker.arrive("s", T, DIGEST, 20)
-        assert not tracker.finish("s", table([7, 8]), True) and tracker.held == {T}
+        assert not tracker.finish("s", table([7, 8]), True) and held(tracker) == {T}
         tracker.withdraw(T, "its lease ran out")
         assert not tracker.arrive("u", T, DIGEST, 20), "it is about to end"
 
@@ -416,7 +417,7 @@ class TestNames:
         (second,) = commands.offers
         assert (second.blocks, second.consumers, second.handle) == (table((5, 7)), 1, "s")
         assert second.generation > first.generation
-        assert tracker.finish("s", table([5, 7]), True) and tracker.released(T, second.generation) == "s"
+        assert tracker.finish("s", table([5, 7]), True) and released(tracker, T, second.generation) == "s"
 
     def test_a_retry_is_told_from_what_it_retries(self) -> None:
         """Reports and offers of the first request, which come late, must not pass for the second's."""
@@ -431,8 +432,8 @@ class TestNames:
         (second,) = commands.offers
         assert second.generation > first.generation
         assert tracker.finish("s", table([7, 8]), True)
-        assert tracker.released(T, first.generation) is None
-        assert tracker.released(T, second.generation) == "s"
+        assert released(tracker, T, first.generation) is None
+        assert released(tracker, T, second.generation) == "s"
 
     def test_read_in_a_generation_that_was_revoked_since(self) -> None:
         """All ranks were done before the preemption: the transfer is over, though offered again, which others may be reading."""
@@ -443,10 +444,10 @@ class TestNames:
         tracker.step("r", 0, 20, table([7, 8]))
         tracker.commands()
         tracker.finish("r", table([7, 8]), True)
-        assert tracker.released(T, first.generation) is None
+        assert released(tracker, T, first.generation) is None
         last = only_revoke(tracker)
         assert last.gone and last.generation > first.generation
-        assert tracker.released(T, last.generation) == "r"
+        assert released(tracker, T, last.generation) == "r"
 
     def test_nothing_to_offer(self) -> None:
         tracker = OfferSchedule(FULL)
@@ -468,8 +469,8 @@ class TestWithdraw:
         assert only_revoke(tracker) == Revoke(T, generation, "its lease ran out", True)
         tracker.withdraw(T, "again")
         assert not tracker.commands()
-        assert tracker.held == {T}
-        assert tracker.released(T, generation) == "r"
+        assert held(tracker) == {T}
+        assert released(tracker, T, generation) == "r"
         assert not tracker.commands(), "it is gone already"
 
     def test_of_a_running_request_forgets_it(self) -> None:
@@ -484,18 +485,18 @@ class TestWithdraw:
 class TestWhatIsOffered:
     def test_blocks_that_others_may_be_reading(self) -> None:
         tracker = tracking(FULL, 40)
-        assert (tracker.offered("r"), tracker.total("r")) == (table(()), 40)
+        assert (offered(tracker, "r"), total(tracker, "r")) == (table(()), 40)
         tracker.step("r", 0, 20, table([5, 6]))
-        assert tracker.offered("r") == table((5,))
+        assert offered(tracker, "r") == table((5,))
         tracker.preempt("r")
-        assert tracker.offered("r") == table(())
+        assert offered(tracker, "r") == table(())
 
     def test_none_of_a_request_that_is_over_or_was_never_tracked(self) -> None:
         tracker = tracking(FULL, 40)
         tracker.step("r", 0, 20, table([5, 6]))
         tracker.finish("r", table([5, 6]), complete=False)
         for request in ("r", "other"):
-            assert (tracker.offered(request), tracker.total(request)) == (table(()), 0)
+            assert (offered(tracker, request), total(tracker, request)) == (table(()), 0)
 
 
 class TestConsumers:

@@ -1,10 +1,8 @@
 """What of the connector needs no SGLang: settings, pools, notes, metadata, digests."""
 
-import contextlib
 import ctypes
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,45 +272,6 @@ def test_a_stage_may_have_no_recurrent_layer() -> None:
         "full",
         "state",
     ]
-
-
-@pytest.mark.parametrize(("answer", "code"), [("the same", 0), ("another", 1)])
-def test_the_script_for_a_gpu_compares_what_servers_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str, code: int
-) -> None:
-    from kvxfer_sglang import try_on_gpu
-
-    started: list[tuple[str, str, list[str]]] = []
-
-    @contextlib.contextmanager
-    def server(model: str, gpu: str, further: list[str]) -> Iterator[int]:
-        started.append((model, gpu, list(further)))
-        yield len(started)
-
-    def generate(port: int, prompt: str, room: dict[str, Any] | None = None) -> str:
-        assert (room is None) == (port == 1), "a plain server knows no rooms"
-        return answer if port == 3 and prompt == try_on_gpu.PROMPTS[2] else "the same"
-
-    monkeypatch.setattr(try_on_gpu, "_server", server)
-    monkeypatch.setattr(try_on_gpu, "_generate", generate)
-    monkeypatch.setattr("sys.argv", ["try", "MODEL", "--decode-gpu", "7", "--", "--tp-size", "2"])
-    with pytest.raises(SystemExit) as end:
-        try_on_gpu.compare_servers()
-    assert end.value.code == code
-    assert [gpu for _, gpu, _ in started] == ["7", "0", "7"] and all(
-        more[-2:] == ["--tp-size", "2"] for *_, more in started
-    )
-    assert capsys.readouterr().out.count("DIFFERENT") == code
-    modes = [more[1] for *_, more in started[1:]]
-    assert modes == ["prefill", "decode"] and all("kvxfer" in more for *_, more in started[1:])
-
-
-def test_servers_get_ports_that_the_kernel_gives_to_nobody() -> None:
-    """A server binds its port only when it has loaded its model; until then the kernel would give it to any connection."""
-    from kvxfer_sglang import try_on_gpu
-
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(try_on_gpu._free_port() < first for _ in range(200))
 
 
 def test_a_rank_that_cannot_start_leaves_no_thread() -> None:

@@ -53,11 +53,7 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
         )
         if any(group.state and not group.aligned for group in groups):
             more["caching"] = False  # vLLM has no prefix caching where it keeps one state for a request
-        ours = {
-            key: more.pop(key)
-            for key in ("budget", "seqs", "caching", "hybrid", "weights", "media_cache", "media", "adapters", "events")
-            if key in more
-        }
+        ours = {key: more.pop(key) for key in vllm_config.__kwdefaults__ or () if key in more}
         engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
         engines.append(engine)
         engine.step()  # its workers introduce themselves

@@ -209,6 +209,7 @@ def vllm_config(
     media: dict[str, Any] | None = None,
     adapters: dict[str, Any] | None = None,
     events: KVEventsConfig | None = None,
+    shutdown: int = 0,
 ) -> VllmConfig:
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = VllmConfig(
@@ -226,6 +227,7 @@ def vllm_config(
         kv_transfer_config=transfer,
         kv_events_config=events,
         device_config=DeviceConfig("cpu"),
+        shutdown_timeout=shutdown,
     )
     config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=media_cache, **(media or {}))
     config.lora_config = LoRAConfig(max_loras=4, **(adapters or {}))

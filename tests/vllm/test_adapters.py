@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from kvxfer_vllm.adapters import Adapters, LoadedAdapters, adapter_loaded, loaded_by
+from kvxfer_vllm.requests import RequestFacts
 
 ROWS, RANK = 32, 4
 
@@ -112,6 +113,7 @@ def engine(ranks: int) -> tuple[Any, Adapters]:
     return config, Adapters(config)
 
 
+R, S = RequestFacts("r", 1), RequestFacts("s", 2)
 ADAPTER = LoRARequest(lora_name="a", lora_int_id=1, lora_path="/nowhere")
 
 
@@ -119,19 +121,19 @@ def test_an_adapter_is_unknown_until_every_rank_has_loaded_it() -> None:
     config, adapters = engine(2)
     adapters.learn(0, {1: "x"})
     with pytest.raises(Exception, match="not known"):
-        adapters.content("r", ADAPTER)
+        adapters.content(R, ADAPTER)
     adapters.learn(1, {1: "x"})
-    both = adapters.content("r", ADAPTER)
+    both = adapters.content(R, ADAPTER)
     adapters.learn(1, {1: "y"})
-    assert adapters.content("s", ADAPTER) != both
-    assert adapters.take_outdated() == ["r"] and adapters.take_outdated() == []
+    assert adapters.content(S, ADAPTER) != both
+    assert adapters.take_outdated([R, S]) == [R] and adapters.take_outdated([R, S]) == []
     assert config is not None
 
 
 def test_an_adapter_whose_loading_was_not_answered_is_unknown() -> None:
     config, adapters = engine(1)
     adapter_loaded(config.lora_config, 1, lambda: [{1: "x"}])
-    adapters.content("r", ADAPTER)
+    adapters.content(R, ADAPTER)
 
     def fails() -> Any:
         raise RuntimeError("the executor failed")
@@ -139,7 +141,7 @@ def test_an_adapter_whose_loading_was_not_answered_is_unknown() -> None:
     with pytest.raises(RuntimeError):
         adapter_loaded(config.lora_config, 1, fails)
     with pytest.raises(Exception, match="not known"):
-        adapters.content("r", ADAPTER)
+        adapters.content(R, ADAPTER)
 
 
 def test_adapters_of_another_engine_are_not_ours() -> None:
@@ -147,4 +149,4 @@ def test_adapters_of_another_engine_are_not_ours() -> None:
     _, other = engine(1)
     adapter_loaded(config.lora_config, 1, lambda: [{1: "x"}])
     with pytest.raises(Exception, match="not known"):
-        other.content("r", ADAPTER)
+        other.content(R, ADAPTER)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer_bench.vllm.conversation import Timed, by_turn, summary
+from kvxfer_bench.vllm.conversation import Timed, by_turn, faults, summary
+from kvxfer_bench.vllm.conversations import PlayedTurn, Reply
 from kvxfer_bench.vllm.exposed import exposure
 from kvxfer_bench.vllm.handover import MODES, STAGES, measure, picture
-from kvxfer_vllm.demo.conversations import PlayedTurn, Reply
 
 
 @pytest.mark.parametrize("overlap", MODES.values(), ids=MODES)
@@ -45,3 +45,19 @@ def test_turns_are_summed_up_by_way() -> None:
     ]
     lines = by_turn({"recompute": found, "load": found}).splitlines()
     assert len(lines) == 3 and lines[2].split() == ["2", "150", "30,", "40.0", "30,", "40.0"]
+
+
+def test_turns_are_checked_for_their_tokens_and_for_what_prefill_computes() -> None:
+    def turn(n: int, computed: int, said: list[int], plain: list[int]) -> Timed:
+        return Timed(n, PlayedTurn(Reply([1], computed, None, 0.1), Reply(said, 1, None, 0.1)), 0.1, plain)
+
+    ten, other = [7] * 10, [*[7] * 9, 8]
+    good = [turn(100, 100, ten, ten), turn(150, 40 + 32, ten, ten)]
+    dear = [turn(100, 100, ten, ten), turn(150, 40 + 33, ten, ten)]
+    wrong = [turn(100, 100, ten, ten), turn(150, 40, ten, other)]
+    assert faults([good], loads=True) == []
+    assert faults([good, dear], loads=True) == [
+        "conversation 2, turn 2: prefill has computed 73 tokens, of which 40 are new"
+    ]
+    assert faults([dear], loads=False) == []
+    assert faults([wrong], loads=True) == ["conversation 1, turn 2: the tokens are not those of the plain server"]

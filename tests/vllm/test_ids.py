@@ -6,35 +6,11 @@ from hypothesis import strategies as st
 
 from kvxfer.identity import IdentityError, TransferId, parse_address
 from kvxfer_vllm.ids import ExternalId, external_id, routed_addresses
+from tests.test_identity import externals, hosts, ports, prompts, uuids
 
 suffixes = st.text("0123456789abcdef", min_size=8, max_size=8)
-# External ids, with a bias to those that look as if an engine had had its hands on them.
-externals = (
-    st.lists(
-        st.one_of(
-            st.sampled_from(["cmpl-", "chatcmpl-", "generate-tokens-", "0_", "12_", "-0", "-7", "-deadbeef"]),
-            st.text(max_size=5),
-            st.uuids().map(str),
-        ),
-        min_size=1,
-        max_size=4,
-    )
-    .map("".join)
-    .filter(bool)
-)
-prompts = st.integers(0, 40)
 children = st.none() | st.integers(0, 12)
 served = st.sampled_from(["cmpl", "chatcmpl", "generate-tokens"])
-
-
-hosts = st.one_of(
-    st.ip_addresses(v=4).map(str),
-    st.ip_addresses(v=6).map(str),
-    st.ip_addresses(v=6).map("[{}]".format),
-    st.sampled_from(["localhost", "p-0.prefill.svc.cluster.local", "Node7", "1a", "xn--bcher-kva.example"]),
-)
-ports = st.integers(1, 65535)
-uuids = st.one_of(st.uuids().map(lambda u: u.hex), st.sampled_from(["u", "u_1", "a:5_b", "é"]))
 
 
 def internal(kind: str, external: str, prompt: int, child: int | None, suffix: str) -> str:

@@ -54,3 +54,14 @@ def test_a_step_whose_end_was_not_told(clock: Clock) -> None:
     pace.ended()
     pace.ended()
     assert told == [(1500, 0.25)]
+
+
+def test_shorter_steps_count_until_there_was_a_full_one(clock: Clock) -> None:
+    """An engine of conversations computes a few hundred new tokens at a time."""
+    told: list[tuple[int, float]] = []
+    pace = PromptPace(lambda tokens, seconds: told.append((tokens, seconds)), 8192, 1)
+    for tokens, requests in ((300, 1), (200, 1), (2000, 30), (5000, 1), (300, 1), (2000, 1)):
+        pace.begins(tokens, requests)
+        clock.now += 0.5
+        pace.ended()
+    assert told == [(300, 0.5), (2000, 0.5), (5000, 0.5)]

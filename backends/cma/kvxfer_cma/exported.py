@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from kvxfer.backend.passed import MAX_BYTES, passed, taken
 from kvxfer.errors import PeerError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 
 __all__ = ["Exported", "read_back", "written"]
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from kvxfer.backend.runs import split_long
 from kvxfer.geometry import CopyPattern, Region, StridedCopy
-from kvxfer.geometry.cache import flat_starts
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import flat_starts
 
 __all__ = [
     "MAX_ROWS",

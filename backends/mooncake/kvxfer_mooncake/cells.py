@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backend.endpoint import TOKEN_BYTES
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer_mooncake.spans import Spans
 
 __all__ = ["Cell", "Cells"]

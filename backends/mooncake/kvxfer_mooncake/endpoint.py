@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from kvxfer.backend import EndpointBase, Memories
 from kvxfer.backend.endpoint import Token
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.settings import bare
 
 __all__ = ["Endpoint", "exported", "reaches_again"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer_mooncake.library import LibraryEngine
 
 __all__ = ["Spans"]

@@ -17,7 +17,7 @@ from kvxfer.backend import Base
 from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
 from kvxfer.errors import KvxferError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_mooncake.cells import Cell, Cells
 from kvxfer_mooncake.endpoint import Endpoint, exported, reaches_again

@@ -14,7 +14,7 @@ from kvxfer.backend import Base
 from kvxfer.backend.door import accept
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import KvxferError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_nccl.binding import Binding
 from kvxfer_nccl.channel import Channel, listen

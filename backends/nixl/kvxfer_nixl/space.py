@@ -9,8 +9,8 @@ import numpy as np
 
 from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import Region
 from kvxfer_nixl.agent import Side
 from kvxfer_nixl.endpoint import ExportedPiece
 

@@ -25,7 +25,7 @@ from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
 from kvxfer.backend.introduction import Introduction
 from kvxfer.errors import KvxferError, PeerError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_nixl.agent import LibraryAgent
 from kvxfer_nixl.carriers import copies_directly
@@ -58,6 +58,7 @@ class NixlTransport(Base[Endpoint, Link]):
     libraries = {"nixl": ("nixl",)}
     tells = ucx.TELLS
     endpoint_type = Endpoint
+    carried_by = staticmethod(ucx.carried_by)
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
@@ -90,10 +91,6 @@ class NixlTransport(Base[Endpoint, Link]):
         self._lingering: list[Flight] = []
         self._liveness = LivenessLinks("nixl", self.wakeup)
         self._pool = CopyPool(self._options.posting, "kvxfer-nixl")
-
-    @classmethod
-    def carried_by(cls, log: str) -> str | None:
-        return ucx.carried_by(log)
 
     @classmethod
     def probe(cls) -> Probe:

@@ -9,7 +9,9 @@ from typing import Protocol
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.vectors import Pipe
 
-__all__ = ["ANY", "Connection", "Loop", "Violation", "tune"]
+__all__ = ["ANY", "Address", "Connection", "Loop", "tune"]
+
+Address = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
 
 ANY = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
@@ -21,10 +23,6 @@ WRITE_BYTES = 1 << 20
 SHARED_UNSENT = 128 << 10
 """The most bytes that wait in the kernel, not yet sent, for one of several connections. With more, the first connections to have
 room take what others could send sooner, and a slow one keeps a batch waiting at its end."""
-
-
-class Violation(Exception):
-    """The peer said what no peer of ours would."""
 
 
 class Loop(Protocol):

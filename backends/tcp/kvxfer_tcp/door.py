@@ -39,17 +39,9 @@ class Door:
         self._strangers: dict[_Stranger, float] = {}
         found = socket.getaddrinfo(options.listen, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        self.listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            if options.port:
-                self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                self.listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
-            self.listener.bind(address)
-            self.listener.listen(BACKLOG)
-        except BaseException:
-            self.listener.close()
-            raise
+        both = family == socket.AF_INET6 and address[0] == "::"
+        self.listener = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+        self.listener.setblocking(False)
         self.port: int = self.listener.getsockname()[1]
 
     @property

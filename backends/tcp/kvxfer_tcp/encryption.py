@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer_tcp.connection import Violation
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.vectors import IovecTable, Pipe, Pipes
+from kvxfer_tcp.wire import Violation
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -12,10 +12,10 @@ from kvxfer.errors import PeerError
 from kvxfer.flag import Flag
 from kvxfer.threads import NamedThread
 from kvxfer.transport.contract import Completion
-from kvxfer_tcp.connection import Loop
+from kvxfer_tcp.connection import Address, Loop
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
-from kvxfer_tcp.reader import Address, Reader
+from kvxfer_tcp.reader import Reader
 from kvxfer_tcp.server import Server
 from kvxfer_tcp.vectors import Pipes
 from kvxfer_tcp.wire import greeting

@@ -10,11 +10,19 @@ import numpy as np
 from kvxfer.backend.runs import split_long
 from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Fence
+from kvxfer_tcp.vectors import IovecTable
 
-__all__ = ["ASK_BYTES", "ASK_RUNS", "Read"]
+__all__ = ["ASK_BYTES", "ASK_RUNS", "MAX_CHUNK", "MIN_CHUNK", "OPEN_ASKS", "ReadAsk", "Read"]
 
 ASK_RUNS, ASK_BYTES = 8192, 1 << 30
 """Runs and bytes of one request: what the peer must keep for it is bounded by both."""
+
+OPEN_ASKS = 32
+"""Requests of a link that wait at the peer, at most."""
+
+MIN_CHUNK, SHARED_CHUNK, MAX_CHUNK = 128 << 10, 2 << 20, 8 << 20
+"""Bytes of a chunk: at least, at most where several connections share a batch, and at most. A whole chunk may still come on
+a connection for a batch that was aborted. Where a chunk ends a reader may have to wait once more, so they are long."""
 
 
 @dataclass(eq=False)
@@ -49,3 +57,18 @@ class Read:
             hi = min(lo + ASK_RUNS, int(np.searchsorted(ends, before + ASK_BYTES, side="right")))
             self.asks.append((lo, hi))
             lo = hi
+
+    def chunk_bytes(self, connections: int) -> int:
+        """Return how long the chunks of its requests are, which these connections share."""
+        share = -(-self.nbytes // (8 * connections * MIN_CHUNK)) * MIN_CHUNK
+        return MAX_CHUNK if connections == 1 else min(share, SHARED_CHUNK)
+
+
+class ReadAsk:
+    """A request that is under way, and where its bytes go."""
+
+    def __init__(self, number: int, read: Read, lo: int, hi: int, chunk: int) -> None:
+        self.number, self.read = number, read
+        self.table = IovecTable(read.local[lo:hi], read.lengths[lo:hi], chunk)
+        self.missing = bytearray(b"\1" * self.table.chunks)
+        self.left = self.table.chunks

@@ -20,23 +20,14 @@ import numpy as np
 
 from kvxfer.errors import PeerError
 from kvxfer.transport.contract import Completion
-from kvxfer_tcp.connection import Connection, Loop, Violation, tune
+from kvxfer_tcp.connection import Address, Connection, Loop, tune
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
-from kvxfer_tcp.read import Read
+from kvxfer_tcp.read import MAX_CHUNK, OPEN_ASKS, Read, ReadAsk
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
-from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind, greeting
+from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind, Violation, greeting
 
-__all__ = ["Address", "Reader"]
-
-Address = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
-
-OPEN_ASKS = 32
-"""Requests of a link that wait at the peer, at most."""
-
-MIN_CHUNK, SHARED_CHUNK, MAX_CHUNK = 128 << 10, 2 << 20, 8 << 20
-"""Bytes of a chunk: at least, at most where several connections share a batch, and at most. A whole chunk may still come on
-a connection for a batch that was aborted. Where a chunk ends a reader may have to wait once more, so they are long."""
+__all__ = ["Reader"]
 
 WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
 """The bytes of a chunk for which a reader sleeps, on the only connection or on each of several. Without that it would
@@ -45,16 +36,6 @@ wake for the first packet, and on a busy host wait for its turn on a processor e
 SHORT_CHUNK, MIN_WAKE = 4 << 20, 64 << 10
 """Of a chunk that is not longer it sleeps until half of what is missing has come, or this much: what is copied out only when all is there
 adds to the time of a short batch, and a long one has others to copy meanwhile."""
-
-
-class _Ask:
-    """A request that is under way, and where its bytes go."""
-
-    def __init__(self, number: int, read: Read, lo: int, hi: int, chunk: int) -> None:
-        self.number, self.read = number, read
-        self.table = IovecTable(read.local[lo:hi], read.lengths[lo:hi], chunk)
-        self.missing = bytearray(b"\1" * self.table.chunks)
-        self.left = self.table.chunks
 
 
 class Reader:
@@ -76,7 +57,7 @@ class Reader:
         self._reads: dict[int, Read] = {}
         self._fenced: list[Read] = []
         self._waiting: deque[Read] = deque()
-        self._open: dict[int, _Ask] = {}
+        self._open: dict[int, ReadAsk] = {}
         self._asked = 0
         self.wake_bytes = WAKE_BYTES
         self._connections: list[_Incoming] = []
@@ -159,10 +140,7 @@ class Reader:
             lo, hi = read.asks.popleft()
             if not read.asks:
                 self._waiting.popleft()
-            chunk = MAX_CHUNK
-            if len(self._connections) > 1:
-                share = -(-read.nbytes // (8 * len(self._connections) * MIN_CHUNK)) * MIN_CHUNK
-                chunk = min(share, SHARED_CHUNK)
+            chunk = read.chunk_bytes(len(self._connections))
             number, self._asked = self._asked, self._asked + 1
             made.append((number, read, lo, hi, chunk))
             runs = np.concatenate((read.remote[lo:hi], read.lengths[lo:hi])).astype("<i8", copy=False)
@@ -170,9 +148,9 @@ class Reader:
         if made:
             self._connections[0].send_ahead()
         for each in made:  # while the peer looks at them
-            self._open[each[0]] = _Ask(*each)
+            self._open[each[0]] = ReadAsk(*each)
 
-    def chunk(self, header: Header) -> _Ask | None:
+    def chunk(self, header: Header) -> ReadAsk | None:
         """Return the request that a chunk belongs to, or ``None`` for one that has ended.
 
         Raises:
@@ -192,7 +170,7 @@ class Reader:
         ask.missing[header.chunk] = 0
         return ask
 
-    def came(self, ask: _Ask, nbytes: int) -> None:
+    def came(self, ask: ReadAsk, nbytes: int) -> None:
         """Take note that a chunk is in its place."""
         ask.left -= 1
         ask.read.left -= nbytes
@@ -257,7 +235,7 @@ class _Incoming(Connection):
         self._addresses = deque(addresses)
         self.connected = self._greeted = False
         self._head, self._text = IovecBuffer(FRAME_BYTES), IovecBuffer(MAX_REASON)
-        self._ask: _Ask | None = None
+        self._ask: ReadAsk | None = None
         self._refused: tuple[int, int] | None = None
         self._skip = 0
         self._wake = 1
@@ -332,7 +310,7 @@ class _Incoming(Connection):
             with suppress(OSError):  # the next turn will see it
                 self.write()
 
-    def drop(self, ask: _Ask) -> None:
+    def drop(self, ask: ReadAsk) -> None:
         """Put no more bytes of this request into memory."""
         if self._ask is ask:
             self._ask = None
@@ -402,10 +380,7 @@ class _Incoming(Connection):
             self._greeted = True
             self._expect_head()
             return
-        try:
-            header = Header.decode(raw)
-        except ValueError as e:
-            raise Violation(str(e)) from None
+        header = Header.decode(raw)
         if header.kind is Kind.DATA:
             ask = self._reader.chunk(header)
             if ask is None:

@@ -11,11 +11,10 @@ import numpy as np
 
 from kvxfer.backend.memories import Memories
 from kvxfer.errors import TransportError
-from kvxfer_tcp.connection import Connection, Loop, Violation
-from kvxfer_tcp.read import ASK_BYTES, ASK_RUNS
-from kvxfer_tcp.reader import MAX_CHUNK, MIN_CHUNK, OPEN_ASKS
+from kvxfer_tcp.connection import Connection, Loop
+from kvxfer_tcp.read import ASK_BYTES, ASK_RUNS, MAX_CHUNK, MIN_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
-from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind
+from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind, Violation
 
 __all__ = ["Server"]
 
@@ -201,10 +200,7 @@ class _Outgoing(Connection):
         self._in += data
         at = 0
         while len(self._in) - at >= FRAME_BYTES:
-            try:
-                header = Header.decode(self._in[at : at + FRAME_BYTES])
-            except ValueError as e:
-                raise Violation(str(e)) from None
+            header = Header.decode(self._in[at : at + FRAME_BYTES])
             if header.kind is Kind.CANCEL:
                 self._server.cancel(header.request)
             elif header.kind is not Kind.ASK:

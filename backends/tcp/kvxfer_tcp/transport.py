@@ -14,7 +14,7 @@ from kvxfer.backend.base import Base
 from kvxfer.backend.endpoint import check_encryption, new_token
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
-from kvxfer_tcp.connection import ANY, Connection, Violation
+from kvxfer_tcp.connection import ANY, Connection
 from kvxfer_tcp.door import Door
 from kvxfer_tcp.encryption import Keys
 from kvxfer_tcp.endpoint import Endpoint
@@ -22,6 +22,7 @@ from kvxfer_tcp.link import Link, Names, numeric
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.read import Read
 from kvxfer_tcp.vectors import Pipes
+from kvxfer_tcp.wire import Violation
 
 __all__ = ["TcpTransport"]
 

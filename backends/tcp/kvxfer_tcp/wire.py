@@ -17,7 +17,7 @@ import enum
 import struct
 from typing import NamedTuple
 
-__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MAX_REASON", "Header", "Kind", "greeting"]
+__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MAX_REASON", "Header", "Kind", "Violation", "greeting"]
 
 MAGIC = b"kvxfer\x00\x02"
 
@@ -29,6 +29,10 @@ FRAME_BYTES = _HEADER.size
 
 MAX_REASON = 400
 """Bytes of the text in a REFUSED."""
+
+
+class Violation(ValueError):
+    """The peer said what no peer of ours would."""
 
 
 class Kind(enum.IntEnum):
@@ -69,11 +73,11 @@ class Header(NamedTuple):
         """Return the header that these bytes are.
 
         Raises:
-            ValueError: They are none.
+            Violation: They are none.
         """
         kind, *rest = _HEADER.unpack(raw)
         if kind not in _KINDS:
-            raise ValueError(f"a frame of unknown kind {kind}")
+            raise Violation(f"a frame of unknown kind {kind}")
         return cls(_KINDS[kind], *rest)
 
 

@@ -18,7 +18,7 @@ from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
 from kvxfer.backend.introduction import Introduction
 from kvxfer.errors import KvxferError, TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.logs import logger
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_ucx import cuda
@@ -74,6 +74,7 @@ class UcxTransport(Base[Endpoint, Link]):
     libraries = {"ucxx": ("ucxx-cu12", "ucxx-cu13", "ucxx")}
     tells = ucx.TELLS
     endpoint_type = Endpoint
+    carried_by = staticmethod(ucx.carried_by)
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         self._options = Options.parse(options)
@@ -96,10 +97,6 @@ class UcxTransport(Base[Endpoint, Link]):
         # Whether something goes on of which ``News`` does not tell.
         self._unsettled = False
         self._news = News()
-
-    @classmethod
-    def carried_by(cls, log: str) -> str | None:
-        return ucx.carried_by(log)
 
     @classmethod
     def probe(cls) -> Probe:

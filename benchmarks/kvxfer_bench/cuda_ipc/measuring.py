@@ -24,7 +24,7 @@ import torch
 
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Rank, Region, View, route
-from kvxfer.geometry.cache import flat_starts
+from kvxfer.geometry.region import flat_starts
 from kvxfer.transport import PlanBatch, Quieted, Verb
 from kvxfer_cuda_ipc import CudaIpcTransport
 

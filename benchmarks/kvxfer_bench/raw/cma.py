@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import Region
 from kvxfer_cma.ptrace import allow_any
 from kvxfer_cma.vm import IOV_MAX
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import Region
 from kvxfer_mooncake.library import LibraryEngine
 from kvxfer_mooncake.options import Options
 

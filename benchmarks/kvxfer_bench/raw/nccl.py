@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import Region
 from kvxfer_nccl.binding import PipeSpec
 from kvxfer_nccl.library import load
 from kvxfer_nccl.options import Options

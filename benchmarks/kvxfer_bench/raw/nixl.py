@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import Region
 from kvxfer_nixl.agent import DescriptorRows, LibraryAgent
 from kvxfer_nixl.options import Options
 from kvxfer_nixl.space import nixl_device

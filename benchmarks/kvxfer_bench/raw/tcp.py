@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import Region
 from kvxfer_tcp.options import Options
 
 __all__ = ["TcpRaw"]

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.geometry.cache import Region
 from kvxfer.geometry.plan import Ints
+from kvxfer.geometry.region import Region
 from kvxfer_ucx import cuda
 from kvxfer_ucx.library import load
 from kvxfer_ucx.options import Options, make_context

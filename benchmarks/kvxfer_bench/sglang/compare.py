@@ -88,7 +88,9 @@ def compare_sglang(
     backends: Annotated[
         list[str], typer.Argument(help="Back ends to compare; sglang:nixl and sglang:mooncake are SGLang's own.")
     ],
-    model: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "tiny",
+    model: Annotated[
+        str, typer.Option(help=f"A shape of a model ({', '.join(SHAPES)}), or a model's folder.")
+    ] = "tiny",
     gpus: Annotated[
         str, typer.Option(help="GPUs of the prefill and the decode servers, such as 0,1, or 0 for both.")
     ] = "0,1",
@@ -104,13 +106,13 @@ def compare_sglang(
 
     Prints one JSON object per line.
     """
-    if model not in SHAPES:
-        raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(SHAPES)}")
+    shape = SHAPES.get(model)
+    if shape is None and not Path(model).is_dir():
+        raise ConfigError(f"unknown --model {model!r}: it is no folder, and the shapes are {', '.join(SHAPES)}")
     if dtype not in TIES:
         raise ConfigError(f"unknown --dtype {dtype!r}; it is one of {', '.join(TIES)}")
-    shape = SHAPES[model]
     longest = max(prompt, *LENGTHS) + tokens + ROOM
-    if longest > shape.max_len:
+    if shape is not None and longest > shape.max_len:
         raise ConfigError(
             f"--prompt {prompt} and --tokens {tokens} do not fit into the {shape.max_len} tokens of {model}"
         )
@@ -121,7 +123,9 @@ def compare_sglang(
     with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-sglang-") as folder:
         where, logs = Path(folder) / "model", keep_logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        if model == "tiny":
+        if shape is None:
+            where = Path(model)
+        elif model == "tiny":
             write_model(where)
         else:
             write_shape(where, shape)

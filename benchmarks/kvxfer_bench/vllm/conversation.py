@@ -2,7 +2,8 @@
 
 The same conversations run in turns: with a router that tells the prefill server nothing of earlier turns, with kvxfer and a router that
 does, and (``--nixl``) with vLLM's NixlConnector in its bidirectional mode. Prints how many tokens the prefill server computed at each
-turn, and how long the client waited for the first token.
+turn, and how long the client waited for the first token. With ``--check`` it says whether both are right: tokens, as a plain server has
+them, and how many prefill computes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 import typer
 
 from kvxfer.cli.progress import progress
-from kvxfer_vllm.demo.conversations import FLAGS, Conversation, PlayedTurn
+from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation, PlayedTurn, reply_of
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape
-from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_by_sigterm, ended_together, free_port
+from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, ended_by_sigterm, ended_together, free_port
 
 RECOMPUTE, LOAD, NIXL = "recompute", "load", "nixl"
 """The three ways; the first two share their servers."""
@@ -37,6 +38,17 @@ def conversation(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the first prompt.")] = 200,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 200,
     more: Annotated[int, typer.Option(min=1, help="Tokens that each further turn adds to the history.")] = 30,
+    schema: Annotated[
+        str, typer.Option(help="How the router says where the last turn's KV is: " + ", ".join(SCHEMAS))
+    ] = "nixl",
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Also compare each answer with that of a plain server. Exit with 1 if one differs, or if prefill computes more at a turn "
+            f"than what is new and a block of {BLOCK} tokens.",
+        ),
+    ] = False,
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
     model: Annotated[str, typer.Option(help="A shape of a model: " + ", ".join(SHAPES))] = "tiny",
     gpus: Annotated[
@@ -47,6 +59,8 @@ def conversation(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Time turns of conversations on real servers: the KV of earlier answers loaded from the decode server, or computed again."""
+    if schema not in SCHEMAS:
+        raise typer.BadParameter(f"{schema!r} is none of {', '.join(SCHEMAS)}", param_hint="--schema")
     say = progress()
     with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
         path, logs = Path(folder) / "model", Path(folder)
@@ -69,7 +83,9 @@ def conversation(
                 return both[0], both[1]
 
             ours = pair("kvxfer", connector("kv_both", {"backend": backend, "ask": "always"}))
-            ways = {RECOMPUTE: (*ours, None), LOAD: (*ours, "nixl")}
+            ways = {RECOMPUTE: (*ours, None), LOAD: (*ours, schema)}
+            plain = Server("plain", path, logs, None, further) if check else None
+            begun.extend([plain] if plain else [])
             if nixl:
                 extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
                 stock = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -77,29 +93,48 @@ def conversation(
             await_ready(begun, 600, lambda server: say(f"{server.name} is ready"))
             found: dict[str, list[list[Timed]]] = {way: [] for way in ways}
             for number in range(conversations + 1):  # the first warms up
-                for place, (way, (prefill, decode, schema)) in enumerate(ways.items()):
+                for place, (way, (prefill, decode, told)) in enumerate(ways.items()):
                     rng = np.random.default_rng([number, place])
-                    one = _converse(Conversation(prefill, decode, schema), decode, rng, (prompt, answer, more), turns)
+                    talk = Conversation(prefill, decode, told)
+                    one = _converse(talk, decode, rng, (prompt, answer, more), turns, plain)
                     if number:
                         found[way].append(one)
                 say(f"{number} of {conversations} conversations" if number else "warmed up")
     report = {way: summary(found[way]) for way in ways}
-    typer.echo(json.dumps({"prompt": prompt, "answer": answer, "more": more, "backend": backend, **report}, indent=1))
+    what = {"prompt": prompt, "answer": answer, "more": more, "backend": backend, "schema": schema}
+    wrong = [f"{way}, {fault}" for way in ways if check for fault in faults(found[way], loads=way == LOAD)]
+    judged = {"turns_checked": len(ways) * conversations * turns, "wrong": wrong} if check else {}
+    typer.echo(json.dumps({**what, **report, **judged}, indent=1))
     if not as_json:
         typer.echo(by_turn(report))
+    if wrong:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One turn: the length of its prompt, what the servers have done, and the seconds from the client's request to its first token."""
+    """One turn.
+
+    Attributes:
+        prompt_tokens: The length of its prompt.
+        turn: What the servers have done.
+        first_s: The seconds from the client's request to its first token.
+        expected: The answer of a plain server, if there is one.
+    """
 
     prompt_tokens: int
     turn: PlayedTurn
     first_s: float
+    expected: list[int] | None = None
 
 
 def _converse(
-    talk: Conversation, decode: Server, rng: np.random.Generator, sizes: tuple[int, int, int], turns: int
+    talk: Conversation,
+    decode: Server,
+    rng: np.random.Generator,
+    sizes: tuple[int, int, int],
+    turns: int,
+    plain: Server | None,
 ) -> list[Timed]:
     """Have one conversation whose tokens no other has. Nothing else runs meanwhile, so the decode server's metrics are of it alone."""
     prompt, answer, more = sizes
@@ -108,8 +143,25 @@ def _converse(
     for _ in range(turns):
         before = total(decode, FIRST_TOKEN)
         turn = talk.turn(text, answer, timeout=600.0)
-        out.append(Timed(len(text), turn, turn.prefill.seconds + total(decode, FIRST_TOKEN) - before))
+        first = turn.prefill.seconds + total(decode, FIRST_TOKEN) - before
+        expected = reply_of(plain, text, answer, timeout=600.0).tokens if plain else None
+        out.append(Timed(len(text), turn, first, expected))
         text = text + turn.decode.tokens + rng.integers(1, VOCABULARY, more).tolist()
+    return out
+
+
+def faults(conversations: Sequence[Sequence[Timed]], loads: bool) -> list[str]:
+    """Return at which turns tokens are wrong, or, if prefill ``loads``, it has computed more than what is new and a block."""
+    out = []
+    for number, turns in enumerate(conversations, 1):
+        had = 0
+        for turn, at in enumerate(turns, 1):
+            where, new = f"conversation {number}, turn {turn}", at.prompt_tokens - had
+            if at.turn.decode.tokens != at.expected:
+                out.append(f"{where}: the tokens are not those of the plain server")
+            if loads and at.turn.prefill.computed > new + BLOCK:
+                out.append(f"{where}: prefill has computed {at.turn.prefill.computed} tokens, of which {new} are new")
+            had = at.prompt_tokens + len(at.turn.decode.tokens)
     return out
 
 

@@ -18,7 +18,8 @@ from typing import Annotated
 import typer
 
 from kvxfer.cli.progress import progress
-from kvxfer_vllm.demo.load import staged, under_load
+from kvxfer_bench.vllm.load import staged, under_load
+from kvxfer_bench.vllm.resources import resources_of
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.prompts import PROMPTS
@@ -53,7 +54,7 @@ def mixed_load(
                 while (left := until - time.monotonic()) > 0:
                     time.sleep(min(60, left))
                     preempted = {name: int(total(stage[name], "vllm:num_preemptions_total")) for name in stage.names}
-                    resident = {name: stage[name].resources().resident >> 20 for name in stage.names}
+                    resident = {name: resources_of(stage[name].pid).resident >> 20 for name in stage.names}
                     say(f"preemptions {preempted}, resident MiB {resident}, {received(stage['decode'])}")
 
             report = under_load(stage, expected, clients, seed, meanwhile, warm_up=30 * minutes)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvxfer import Cache, Rank
 from kvxfer.geometry import Heads, Region, View
-from kvxfer.geometry.cache import flat_starts
+from kvxfer.geometry.region import flat_starts
 from kvxfer_sglang.recurrent import recurrent_views
 from kvxfer_sglang.states import MAMBA, SWA, States
 from kvxfer_sglang.support import UnsupportedSetupError

@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from kvxfer import Config
-from kvxfer.facts import TEXT, settings_hash
+from kvxfer.facts import MAX_TEXT, settings_hash
 from kvxfer.identity import key
 
 __all__ = ["request_digest", "server_facts"]
@@ -29,8 +29,8 @@ def server_facts(model: Any, encoding: str, config: Config) -> dict[str, str]:
         config: The settings.
     """
     return {
-        "model": config.model or str(model.model_path)[-TEXT:],
-        "revision": str(model.revision or "none")[-TEXT:],
+        "model": config.model or str(model.model_path)[-MAX_TEXT:],
+        "revision": str(model.revision or "none")[-MAX_TEXT:],
         "config": settings_hash(model.hf_config.to_dict(), without=_UNESSENTIAL),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantisation": str(model.quantization or "none"),

@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_device, get_parallel, process_model_c
 from sglang.srt.utils.network import NetworkAddress
 
 from kvxfer import Cache, KvxferError, PeerError, Rank
-from kvxfer.facts import TEXT
+from kvxfer.facts import MAX_TEXT
 from kvxfer.logs import logger
 from kvxfer.memory.fence import DeviceEvent
 from kvxfer.threads import NamedThread
@@ -83,7 +83,7 @@ class TransferManager(CommonKVManager):
                 f"{envs.SGLANG_MAMBA_CONV_DTYPE.get()} {envs.SGLANG_MAMBA_SSM_DTYPE.get() or 'model'}"
             )
         if args.num_draft_entries:
-            facts["draft"] = str(server_args.speculative_draft_model_path)[-TEXT:]
+            facts["draft"] = str(server_args.speculative_draft_model_path)[-MAX_TEXT:]
         name = f"sglang-{disaggregation_mode.value}-dp{self.system_dp_rank or self.attn_dp_rank}"
         with ExitStack() as opened:
             self._ranks = [EngineRank(cache, config, name, facts, self._gather, side.heard)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvxfer.geometry import Cache, Heads, Region, View
-from kvxfer.geometry.cache import flat_starts
+from kvxfer.geometry.region import flat_starts
 from kvxfer.values import NULL, BlockTable, Group
 from kvxfer_transformers.layers import LayerForm
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from kvxfer import ArgumentError, Config, Failure, KvxferError, Ticket
 from kvxfer.logs import logger
+from kvxfer.text import printable
 from kvxfer_transformers.identity import model_facts, prompt_digests
 from kvxfer_transformers.manager import Hooks, batch_processor, go_on, rename, reserve
 from kvxfer_transformers.paged import block_table, described
+from kvxfer_transformers.prompts import prompt_ids
 from kvxfer_transformers.side import SingleProcess
 from kvxfer_transformers.ticket import BatchTicket
 
@@ -24,6 +27,8 @@ __all__ = ["BatchingExchange"]
 
 log = logger("kvxfer.transformers")
 
+MAX_NAME = 200
+"""The most characters of a request's name within one of ours."""
 MAX_TICKETS = 10_000
 """The most tickets that wait to be asked for; the oldest is forgotten."""
 IDLE_S = 0.005
@@ -119,7 +124,7 @@ class BatchingExchange:
             ArgumentError: ``input_ids`` is not a prompt, or ``request_id`` is that of a request that is under way.
             KvxferError: The manager takes no more requests.
         """
-        ids = _ids(input_ids)
+        ids = prompt_ids(input_ids)
         with self._naming:
             name = self._unused("prefill", request_id)
             self._prefills[name] = salt
@@ -174,7 +179,7 @@ class BatchingExchange:
                 under way.
             KvxferError: The exchange is closed, or the manager has stopped.
         """
-        told, ids = BatchTicket.read(ticket), _ids(input_ids)
+        told, ids = BatchTicket.read(ticket), prompt_ids(input_ids)
         if len(told.rows) != 1 or told.rows[0] is None or not told.tail[0]:
             raise ArgumentError("ticket must be of a single prompt of at least two tokens")
         behind = ids[told.tokens :]
@@ -192,7 +197,7 @@ class BatchingExchange:
                 eos_token_id=generation.eos_token_id if eos_token_id is None else eos_token_id,
                 streaming=streaming,
             )
-            self._arrivals.append(_Arrival(state, told, digest, self._name("load")))
+            self._arrivals.append(_Arrival(state, told, digest, self._name("load", state.request_id)))
         self._manager._wake_up_loop.set()
         return str(state.request_id)
 
@@ -205,10 +210,7 @@ class BatchingExchange:
         """Give up all offers; requests that are being fetched are prefilled here. May be called more than once."""
         if self._closed:
             return
-        if self._manager.is_running():
-            with self._manager.pause():
-                self._end()
-        else:
+        with self._manager.pause() if self._manager.is_running() else nullcontext():
             self._end()
 
     # --- the manager's thread --------------------------------------------------------------------------------------
@@ -240,14 +242,9 @@ class BatchingExchange:
             )
             self._release(self._held)
             return True
-        if self._loads:
-            count = len(self._loads)
-            until = time.monotonic() + self._config.longest + self._config.peer_timeout
-            while len(self._loads) == count and time.monotonic() < until:
-                select.select([self._side.worker], [], [], 0.1)
-                self._turn()
-            return len(self._loads) < count
-        return False
+        count = len(self._loads)
+        self._wait(lambda: len(self._loads) == count > 0)
+        return len(self._loads) < count
 
     def _finishing(self, original: Callable[[str], None], request_id: str) -> None:
         state = self._scheduler.active_requests.get(request_id)
@@ -275,18 +272,22 @@ class BatchingExchange:
         self._release(self._held)
         for name in self._loads:
             self._side.scheduler.preempted(name)
-        until = time.monotonic() + self._config.longest + self._config.peer_timeout
-        while self._loads and time.monotonic() < until:
-            self._turn()
-            select.select([self._side.worker], [], [], IDLE_S)
+        self._wait(lambda: bool(self._loads))
         original(*arguments, **named)
+
+    def _wait(self, while_: Callable[[], bool]) -> None:
+        """Make turns while something is so, for no longer than loads may take."""
+        until = time.monotonic() + self._config.longest + self._config.peer_timeout
+        while while_() and time.monotonic() < until:
+            select.select([self._side.worker], [], [], IDLE_S)
+            self._turn()
 
     def _offer(self, request_id: str, state: RequestState) -> None:
         """Offer what a request has in the cache, and keep its blocks under a name of this exchange."""
         ids, tokens = [*state.initial_tokens, *state.generated_tokens], state.position_offset
         if tokens >= len(ids):
             raise KvxferError(f"request {request_id} has KV of {tokens} tokens and {len(ids)} ids")
-        name, scheduler = self._name("offer"), self._side.scheduler
+        name, scheduler = self._name("offer", request_id), self._side.scheduler
         table = block_table(self._paged, request_id, tokens)
         [digest] = prompt_digests(self._model, self._facts, [ids[:tokens]], self._prefills[request_id])
         scheduler.offer(name, self._side.mint(), digest, tokens)
@@ -342,10 +343,8 @@ class BatchingExchange:
         for name in update.free:
             self._held.discard(name)
             self._paged.free_blocks(name)
-        for name in update.loaded:
-            self._over(name, None)
-        for name, failure in update.failed.items():
-            self._over(name, failure)
+        for name in [*update.loaded, *update.failed]:
+            self._over(name, update.failed.get(name))
 
     def _over(self, name: str, failure: Failure | None) -> None:
         """Let a request run once its load is over."""
@@ -386,9 +385,8 @@ class BatchingExchange:
         for arrival in [*self._loads.values(), *self._arrivals]:
             if not arrival.cancelled:
                 self._prefill_here(arrival, "the exchange was closed")
-        self._held.clear()
-        self._loads.clear()
-        self._arrivals.clear()
+        for table in (self._held, self._loads, self._arrivals):
+            table.clear()
 
     def _unused(self, what: str, name: str | None) -> str:
         """Return a request's name, or make one up: the manager keeps blocks by name, so that no two requests may have one."""
@@ -399,13 +397,7 @@ class BatchingExchange:
             raise ArgumentError(f"request_id must be one that no request under way has, not {name!r}")
         return name
 
-    def _name(self, what: str) -> str:
+    def _name(self, what: str, request_id: str = "") -> str:
+        """Return a name that none has had, by which `kvxfer why` finds the request."""
         self._count += 1
-        return f"kvxfer-{what}-{self._count}"
-
-
-def _ids(input_ids: Any) -> list[int]:
-    ids = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-    if not ids or not all(type(token) is int for token in ids):
-        raise ArgumentError("input_ids must be the ids of one prompt, a row of integers")
-    return ids
+        return f"kvxfer-{what}-{self._count}" + (f" of {printable(request_id)[:MAX_NAME]}" if request_id else "")

@@ -1,4 +1,4 @@
-"""Batches of prompts as ``generate()`` takes them: ids, and a mask with padding on the left."""
+"""Prompts as callers give them: ids, and for ``generate()`` a mask with padding on the left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kvxfer.errors import ArgumentError
 from kvxfer_transformers.layers import UnsupportedCacheError
 
-__all__ = ["padding", "token_ids"]
+__all__ = ["padding", "prompt_ids", "token_ids"]
 
 
 def token_ids(name: str, ids: Any) -> torch.Tensor:
@@ -23,6 +23,18 @@ def token_ids(name: str, ids: Any) -> torch.Tensor:
         shown = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise ArgumentError(f"{name} must be a tensor of token ids, [batch, tokens], not {shown}")
     return ids.detach().cpu().long()
+
+
+def prompt_ids(ids: Any) -> list[int]:
+    """Return the ids of one prompt.
+
+    Raises:
+        ArgumentError: ``ids`` is not a row of integers.
+    """
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not ids or not all(type(token) is int for token in ids):
+        raise ArgumentError("input_ids must be the ids of one prompt, a row of integers")
+    return list(ids)
 
 
 def padding(mask: Any, ids: torch.Tensor) -> Sequence[int]:

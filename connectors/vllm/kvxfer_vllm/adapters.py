@@ -21,6 +21,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer_vllm.hashing import content_hash
+from kvxfer_vllm.requests import RequestFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,19 +75,22 @@ class LoadedAdapters:
 
 
 class Adapters:
-    """What the workers of one engine have loaded, as far as the scheduler's process knows."""
+    """What the workers of one engine have loaded, as far as the scheduler's process knows.
+
+    Attributes:
+        change_media: Whether adapters affect what the towers make of images and other media, which vLLM caches by the adapter's name.
+    """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._ranks = vllm_config.parallel_config.world_size
         self._lora_config = lora = getattr(vllm_config, "lora_config", None)
         modules = sorted(map(str, getattr(lora, "target_modules", None) or ()))
         self._settings = [str(getattr(lora, "enable_tower_connector_lora", False)), *modules]
-        self._tower = bool(getattr(lora, "enable_tower_connector_lora", False))
+        self.change_media = bool(getattr(lora, "enable_tower_connector_lora", False))
         self._contents: dict[int, dict[int, str]] = {}
         self._replaced: Counter[int] = Counter()
         self._any_replaced = False
         self._first: dict[str, tuple[str, int]] = {}
-        self._requests: dict[str, tuple[int, int]] = {}  # the adapter's number, and how often it had been replaced
         if lora is not None:
             _wrap_adding()
             _engines.add(self)
@@ -119,8 +123,8 @@ class Adapters:
         known = "/".join(sorted(set(by_rank.values()))) if len(by_rank) == self._ranks else UNKNOWN
         return known, self._replaced[adapter.lora_int_id]
 
-    def content(self, request: str, adapter: LoRARequest) -> str:
-        """Return what the adapter of a request is for its digest, and follow it.
+    def content(self, facts: RequestFacts, adapter: LoRARequest) -> str:
+        """Return what the adapter of a request is for its digest, and note on the request which weights these are.
 
         Raises:
             UnknownAdapterError: It is not known which weights vLLM has loaded for it.
@@ -128,28 +132,19 @@ class Adapters:
         known, replaced = self._version(adapter)
         if known == UNKNOWN:
             raise UnknownAdapterError(adapter)
-        self._requests[request] = adapter.lora_int_id, replaced
+        facts.adapter = adapter.lora_int_id, replaced
         return content_hash(self._settings, known)
 
-    def is_same(self, request: str) -> bool:
+    def is_same(self, facts: RequestFacts) -> bool:
         """Return whether a request's adapter, if it has one, has the weights that it had when the request arrived."""
-        number, replaced = self._requests.get(request, (0, 0))
-        return replaced == self._replaced[number] if number else True
+        return facts.adapter is None or facts.adapter[1] == self._replaced[facts.adapter[0]]
 
-    def take_outdated(self) -> list[str]:
-        """Return the requests whose adapter has been replaced since they arrived, each once."""
+    def take_outdated(self, requests: Iterable[RequestFacts]) -> list[RequestFacts]:
+        """Return those of the requests whose adapter has been replaced since they arrived; each is named in one call."""
         if not self._any_replaced:
             return []
         self._any_replaced = False
-        return [request for request in self._requests if not self.is_same(request)]
-
-    def finished(self, request: str) -> None:
-        """Forget a request."""
-        self._requests.pop(request, None)
-
-    def __len__(self) -> int:
-        """Return how many requests are remembered."""
-        return len(self._requests)
+        return [facts for facts in requests if not self.is_same(facts)]
 
     def cached_under(self, adapter: LoRARequest) -> str | None:
         """Return what must be added to the prefix cache's keys for an adapter; None if its name is enough.
@@ -160,11 +155,6 @@ class Adapters:
         if now == self._first.setdefault(adapter.lora_name, now) and not now[1]:
             return None
         return f"kvxfer {adapter.lora_int_id} {now[1]} {now[0]}"
-
-    @property
-    def change_media(self) -> bool:
-        """Whether adapters affect what the towers make of images and other media, which vLLM caches by the adapter's name."""
-        return self._tower
 
 
 class UnknownAdapterError(KvxferError):

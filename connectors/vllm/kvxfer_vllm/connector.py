@@ -113,7 +113,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks will be free so soon that vLLM should wait for them rather than preempt (0.32 and later)."""
-        return self._sched.frees_soon
+        return self._sched.frees.soon()
 
     def has_pending_push_work(self) -> bool:
         return self._sched.waiting

@@ -13,6 +13,7 @@ from kvxfer_vllm import compat
 from kvxfer_vllm.adapters import Adapters
 from kvxfer_vllm.hashing import content_hash
 from kvxfer_vllm.media import Media
+from kvxfer_vllm.requests import RequestFacts
 
 if TYPE_CHECKING:
     import torch
@@ -28,47 +29,46 @@ class RequestContent:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.adapters = Adapters(vllm_config)
         self._media = Media(vllm_config)
-        self._salts: dict[str, str | None] = {}  # what requests came with, whose salt is now another
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, facts: RequestFacts) -> None:
         """Have vLLM cache and find a prompt's blocks under the weights that its adapter has now, not under its name alone.
 
         vLLM's own keys have the name, and would find blocks of other weights if the adapter was loaded again.
         """
-        adapter = request.lora_request
+        request, adapter = facts.request, facts.request.lora_request
         suffix = None if adapter is None else self.adapters.cached_under(adapter)
         if suffix is not None:
-            self._salts[request.request_id] = request.cache_salt
+            facts.salt, facts.reloaded = request.cache_salt, True
             request.cache_salt = f"{request.cache_salt or ''} {suffix}"
             request.block_hashes.clear()
             request.update_block_hashes()
 
-    def digest(self, request: Request, model: str, tokens: int | None = None) -> bytes:
+    def digest(self, facts: RequestFacts, model: str, tokens: int | None = None) -> bytes:
         """Return the digest of a request's prompt, or of its first ``tokens`` tokens with whatever media begin among them.
 
         Args:
-            request: The request.
+            facts: The request.
             model: A hash of the engine's facts.
             tokens: How many tokens of the prompt to cover; None for all.
 
         Raises:
             KvxferError: Something that its KV depends on is not known by content.
         """
-        embeds = request.prompt_embeds
-        lora, media = self._lora(request), self._items(request, tokens)
+        request, embeds = facts.request, facts.request.prompt_embeds
+        lora, media = self._lora(facts), self._items(request, tokens)
         is_token = getattr(request, "prompt_is_token_ids", None)
         found = digest(
             tokens=_first(request.prompt_token_ids, tokens),
             model=model,
             media=media,
             lora=lora,
-            salt=self._salt(request),
+            salt=_salt(facts),
             embeds=None if embeds is None else _embeds(embeds[:tokens], _first(is_token, tokens)),
         )
-        self._check_reloaded(request, media)
+        self._check_reloaded(facts, media)
         return found
 
-    def named(self, request: Request) -> dict[str, Any] | None:
+    def named(self, facts: RequestFacts) -> dict[str, Any] | None:
         """Return what a request's KV depends on besides its tokens and the model, for a ``Prefix``; None if it cannot be named so.
 
         Call it when the request arrives: later it is not known any more which weights its adapter had, or what its media were.
@@ -76,15 +76,16 @@ class RequestContent:
         Raises:
             KvxferError: Something that its KV depends on is not known by content.
         """
+        request = facts.request
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             return None
         media = self._items(request, None)
-        self._check_reloaded(request, media)
-        return {"lora": self._lora(request), "media": media, "salt": self._salt(request)}
+        self._check_reloaded(facts, media)
+        return {"lora": self._lora(facts), "media": media, "salt": _salt(facts)}
 
-    def _check_reloaded(self, request: Request, media: Sequence[Any]) -> None:
+    def _check_reloaded(self, facts: RequestFacts, media: Sequence[Any]) -> None:
         """Raise if vLLM may have cached something of a request from before its adapter was loaded again."""
-        if request.request_id not in self._salts:
+        if not facts.reloaded:
             return
         if not compat.TELLS_ARRIVALS:
             raise KvxferError(
@@ -95,26 +96,18 @@ class RequestContent:
                 "its adapter, which was loaded again, changes how its media are encoded, and vLLM may have cached them as before"
             )
 
-    def _lora(self, request: Request) -> str | None:
-        adapter = request.lora_request
-        return None if adapter is None else self.adapters.content(request.request_id, adapter)
+    def _lora(self, facts: RequestFacts) -> str | None:
+        adapter = facts.request.lora_request
+        return None if adapter is None else self.adapters.content(facts, adapter)
 
     def _items(self, request: Request, tokens: int | None) -> list[tuple[str, int, int]]:
         """Return the media that begin among the first tokens."""
         begun = [f for f in request.mm_features or () if tokens is None or f.mm_position.offset < tokens]
         return [(self._media.content(f), f.mm_position.offset, f.mm_position.length) for f in begun]
 
-    def _salt(self, request: Request) -> str | None:
-        return self._salts.get(request.request_id, request.cache_salt)
 
-    def finished(self, request: str) -> None:
-        """Forget a request."""
-        self.adapters.finished(request)
-        self._salts.pop(request, None)
-
-    def __len__(self) -> int:
-        """Return how much is remembered of requests."""
-        return len(self.adapters) + len(self._salts)
+def _salt(facts: RequestFacts) -> str | None:
+    return facts.salt if facts.reloaded else facts.request.cache_salt
 
 
 def _embeds(tensor: torch.Tensor, is_token: Sequence[bool] | None) -> bytes:

@@ -24,18 +24,19 @@ class PendingFrees:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._usual = clock, FIRST_S
-        self._held: dict[str, float] = {}  # since when, the oldest first
+        self._held: list[tuple[str, float]] = []  # since when, the oldest first: mostly these are the first to be free
         self._since: float | None = None  # when vLLM began to wait without getting anything
 
     def held(self, name: str) -> None:
         """Record that a request is over, and its blocks are held."""
-        self._held[name] = self._clock()
+        self._held.append((name, self._clock()))
 
     def released(self, name: str) -> None:
         """Record that they are free."""
-        since = self._held.pop(name, None)
-        if since is not None:
-            took = min(self._clock() - since, MAX_S)
+        hold = next((hold for hold in self._held if hold[0] == name), None)
+        if hold is not None:
+            self._held.remove(hold)
+            took = min(self._clock() - hold[1], MAX_S)
             self._usual += WEIGHT * (took - self._usual)
             self._since = None
 
@@ -47,7 +48,7 @@ class PendingFrees:
     def soon(self) -> bool:
         """Return whether some are likely to be free soon. Call it only where there are no blocks for a running request."""
         now = self._clock()
-        if not self._held or now - next(reversed(self._held.values())) > self.patience:
+        if not self._held or now - self._held[-1][1] > self.patience:
             self._since = None
             return False
         if self._since is None:

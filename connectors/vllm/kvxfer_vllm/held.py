@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import HeldPrefix, Inquiry, Prefix, PrefixIndex
+from kvxfer.engine import HeldPrefix, Inquiry, PrefixIndex
 from kvxfer.values import BlockTable, Group
+from kvxfer_vllm.requests import Naming, RequestFacts
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = ["HeldPrefixes"]
-
-Naming = Callable[[Sequence[int]], Prefix]
-"""Names these first tokens of a request by content. It is given an array, in which a token takes 4 bytes until it is hashed."""
 
 TIMES = 2
 """How many tokens are remembered for each that the cache has room for: vLLM may keep blocks of requests that ended long ago."""
@@ -39,8 +37,7 @@ class HeldPrefixes:
     def __init__(self, groups: Sequence[Group], blocks: int, null: int) -> None:
         self._groups, self._null = tuple(groups), null
         self._index: PrefixIndex[Sequence[Any]] = PrefixIndex(TIMES * blocks * min(g.block_tokens for g in groups))
-        self._live: dict[str, tuple[Request, Naming]] = {}
-        self._new: set[str] = set()  # those of them that no inquiry could find yet
+        self._new: list[RequestFacts] = []  # those that are computed and that no inquiry could find yet
         self._coordinator: Any = None
         self._pool: Any = None
         self._sparse: list[int] = []  # windows, of which vLLM may not cache all full blocks
@@ -59,10 +56,10 @@ class HeldPrefixes:
             ]
             self._sparse = [g for g, group in enumerate(self._groups) if group.kind == "window" and cacheable[g]]
 
-    def arrived(self, request: Request, prefix: Naming) -> None:
+    def arrived(self, facts: RequestFacts, naming: Naming) -> None:
         """Take in a request that is to be computed; its blocks count as soon as vLLM can find them."""
-        self._live[request.request_id] = request, prefix
-        self._new.add(request.request_id)
+        facts.naming = naming
+        self._new.append(facts)
 
     def keep_findable(self, request: Request) -> None:
         """Have vLLM's prefix cache find the windows at the end of an answer, until their blocks are used again.
@@ -85,20 +82,25 @@ class HeldPrefixes:
                     request, blocks, first, full, manager.block_size, g, block_mask=fresh[first:]
                 )
 
-    def finished(self, name: str, good: bool) -> None:
+    def finished(self, facts: RequestFacts, good: bool) -> None:
         """Record that a request is over; what it has computed can still be found if it is what its name says."""
-        request, prefix = self._live.pop(name, (None, None))
-        self._new.discard(name)
-        if good and request is not None and prefix is not None:
-            self._index.add(prefix(array("i", request.all_token_ids[:])), request.block_hashes)
+        if facts in self._new:
+            self._new.remove(facts)
+        if good:
+            self._add(facts)
+        facts.naming = None
+
+    def _add(self, facts: RequestFacts) -> None:
+        if facts.naming is not None:
+            tokens = array("i", facts.request.all_token_ids[:])
+            self._index.add(facts.naming(tokens), facts.request.block_hashes)
 
     def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
         """Return what is in the cache now of the tokens that an inquiry names; None if nothing is."""
         if self._coordinator is None:
             return None
-        for name in self._new:
-            request, prefix = self._live[name]
-            self._index.add(prefix(array("i", request.all_token_ids[:])), request.block_hashes)
+        for facts in self._new:
+            self._add(facts)
         self._new.clear()
         found, chain = self._index.find(inquiry.chain), inquiry.chain
         tokens = 0 if found is None else chain.floor(found.tokens)
@@ -120,11 +122,7 @@ class HeldPrefixes:
                 if rows[g][at] == self._null and (cached := self._pool.get_cached_block(hashes[at], [g])):
                     rows[g][at] = cached[0].block_id
 
-    def clear(self) -> None:
-        """Forget all that is over, as when the cache is dropped."""
+    def clear(self, live: Iterable[RequestFacts]) -> None:
+        """Forget all that is over, as when the cache is dropped, but not these requests."""
         self._index.clear()
-        self._new.update(self._live)
-
-    def __len__(self) -> int:
-        """Return how many requests are remembered that are not over."""
-        return len(self._live)
+        self._new = [facts for facts in live if facts.naming is not None]

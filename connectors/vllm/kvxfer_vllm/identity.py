@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
-from kvxfer.facts import TEXT, settings_hash
+from kvxfer.facts import MAX_TEXT, settings_hash
 from kvxfer.logs import logger
 from kvxfer_vllm.weights import fingerprint
 
@@ -96,6 +96,6 @@ def _rope(model: Any) -> dict[str, str]:
 
 def _fitting(text: str) -> str:
     """Return the text if it is valid as a fact, else a hash of it."""
-    if len(text) <= TEXT and text.isprintable():
+    if len(text) <= MAX_TEXT and text.isprintable():
         return text
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()

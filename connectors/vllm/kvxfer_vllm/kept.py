@@ -7,7 +7,7 @@ quarter is free.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Collection, Hashable
 
 from kvxfer.engine import BlockPins
@@ -29,33 +29,34 @@ class KeptAnswers:
 
     def __init__(self, pins: BlockPins, blocks: int, seconds: float) -> None:
         self._pins, self._most, self._seconds = pins, blocks // SHARE, seconds
-        self._kept: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()  # how many blocks, and until when
+        self._kept: deque[tuple[Hashable, int, float]] = deque()  # under what, how many blocks, and until when
         self._blocks = 0
 
-    def keep(self, name: str, blocks: Collection[int]) -> None:
-        """Keep the blocks of a request that has just ended, which are still in use."""
-        holder = "answer", name
+    def keep(self, number: int, blocks: Collection[int]) -> None:
+        """Keep the blocks of the request of this number, which has just ended; they are still in use."""
+        holder = "answer", number
         if self._seconds and len(blocks) <= self._most and self._pins.keep(holder, blocks):
-            self._kept[holder] = len(blocks), time.monotonic() + self._seconds
+            self._kept.append((holder, len(blocks), time.monotonic() + self._seconds))
             self._blocks += len(blocks)
 
     def give_back(self, free: int) -> None:
         """Let go of what has been kept long enough, and of the oldest while too few blocks of the pool are free."""
         now = time.monotonic()
         while self._kept:
-            count, until = next(iter(self._kept.values()))
+            _, count, until = self._kept[0]
             if until > now and self._blocks <= self._most and free >= self._most:
                 return
-            self._drop(next(iter(self._kept)))
+            self._drop_oldest()
             free += count
 
     def clear(self) -> None:
         """Let go of everything."""
         while self._kept:
-            self._drop(next(iter(self._kept)))
+            self._drop_oldest()
 
-    def _drop(self, holder: Hashable) -> None:
-        self._blocks -= self._kept.pop(holder)[0]
+    def _drop_oldest(self) -> None:
+        holder, count, _ = self._kept.popleft()
+        self._blocks -= count
         self._pins.drop(holder)
 
     def __len__(self) -> int:

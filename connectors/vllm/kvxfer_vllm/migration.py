@@ -25,12 +25,15 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
             of a conversation can be loaded from there.
         keep_answers: Seconds for which a decode engine keeps the KV of an answer from being evicted, while at least a quarter of its
             cache is free. 0: it stays in the prefix cache like all else.
+        drain: Seconds since its last request and their last question for which others can still ask an engine that is shut down for what it
+            holds, within vLLM's ``--shutdown-timeout``. 0: it ends with its last request, and what it has promised.
         secondary_tiers: Read by Dynamo alone, whose router then sends hints (``kv_hint``): where its workers say they can be asked.
     """
 
     legacy_hosts: tuple[str, ...] = ()
     decode_answers: bool = True
     keep_answers: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    drain: Annotated[float, Meta(ge=0, le=86400)] = 5.0
     secondary_tiers: tuple[dict[str, Any], ...] = ()
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 __all__ = ["PromptPace"]
 
-LEAST = 1024
+LEAST = 256
 """Tokens of prompts in a step whose time counts. Of shorter steps, most goes into the step itself."""
+FULL = 1024
+"""Tokens of prompts in a step that is full, or half of the most if that is more. Once there was one, shorter ones do not count."""
 
 
 class PromptPace:
@@ -22,7 +24,7 @@ class PromptPace:
     """
 
     def __init__(self, takes: Callable[[int, float], None], most: int, ahead: int) -> None:
-        self._takes, self._least = takes, max(LEAST, most // 2)
+        self._takes, self._full, self._least = takes, max(FULL, most // 2), LEAST
         self._begun: deque[tuple[int, float]] = deque(maxlen=ahead)
         self._ended = 0.0  # when the last step ended
 
@@ -36,4 +38,6 @@ class PromptPace:
         tokens, begun = self._begun.popleft() if self._begun else (0, now)
         if tokens:
             self._takes(tokens, now - max(begun, self._ended))
+            if tokens >= self._full:
+                self._least = self._full
         self._ended = now

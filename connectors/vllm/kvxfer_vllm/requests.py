@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import Ticket
+from kvxfer.engine import Prefix, Ticket
 from kvxfer.failures import FailureKind as K
+from kvxfer.protocol.timers import Recent
 from kvxfer.values import BlockTable
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats
 from kvxfer_vllm.tracing import LOAD, RequestSpans
-from kvxfer_vllm.used import UsedOffers
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["LoadOutcomes", "RequestFacts"]
+__all__ = ["HttpBatch", "LoadOutcomes", "Naming", "RequestFacts"]
 
 GONE = {
     *(DELIVERED, COMPUTED, ELSEWHERE, CANCELLED),
     *map(str, (K.NEVER_OFFERED, K.WITHDRAWN, K.DIGEST_DIFFERS, K.NO_SUCH_ENGINE)),
 }
 """The outcomes after which the producer does not offer it any more."""
+
+
+MAX_USED = 1 << 16
+"""The most offers that are remembered as used; the oldest are forgotten first."""
+
+Naming = Callable[[Sequence[int]], Prefix]
+"""Names first tokens of a request by content. It is given an array, in which a token takes 4 bytes until it is hashed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +62,13 @@ class RequestFacts:
     Attributes:
         name: vLLM's id of it.
         number: Requests count up in the order of their arrival.
+        request: The request itself.
+        over: Whether it is over, and its blocks are held for others.
+        earlier: A request of this name that is over and whose blocks are held.
+        salt: The cache salt that it came with, if it was ``reloaded``.
+        reloaded: Whether vLLM caches it under another salt, because its adapter had been loaded again.
+        adapter: The number of its adapter, and how often that had been replaced when the request came.
+        naming: Names its first tokens by content, until it is over.
         asked_in: The step for which vLLM has asked about it, and has no blocks for it so far.
         table: Its whole block table, where vLLM tells increments only.
         nothing: What is told of it although it has nothing to offer.
@@ -64,7 +79,7 @@ class RequestFacts:
         since: When it came, if it is not known yet what becomes of its load.
         key: The key of the offer that its load takes.
         passers: The names of those that have passed its load, which is skipped for want of room.
-        asking: The request itself, if other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
+        asking: Whether other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
         kind: Who has named these engines: a router's schema.
         lost: Whether its load has failed.
         answers: Whether its router is told, when it ends, where the KV is.
@@ -74,6 +89,13 @@ class RequestFacts:
 
     name: str
     number: int
+    request: Any = None
+    over: bool = False
+    earlier: RequestFacts | None = None
+    salt: str | None = None
+    reloaded: bool = False
+    adapter: tuple[int, int] | None = None
+    naming: Naming | None = None
     asked_in: int = 0
     table: list[list[int]] | None = None
     nothing: Ticket | None = None
@@ -84,7 +106,7 @@ class RequestFacts:
     since: float | None = None
     key: bytes | None = None
     passers: set[str] | None = None
-    asking: Any = None
+    asking: bool = False
     kind: str = ""
     lost: bool = False
     answers: bool = False
@@ -104,13 +126,15 @@ class LoadOutcomes:
     """What becomes of the loads of requests; one thread.
 
     Attributes:
-        used: The offers that such requests have had.
+        used: The keys (``params.offer_key``) of the offers that such requests have had. Each can be loaded once. A front end may call its
+            engine several times under the params of one answer: after a tool, say, or for a retry.
+        counts: What there is to tell since ``stats`` was called last.
     """
 
     def __init__(self, spans: RequestSpans) -> None:
         self._spans = spans
-        self._stats = KVXferStats()
-        self.used = UsedOffers()
+        self.counts = KVXferStats()
+        self.used: Recent[bytes, bool] = Recent(math.inf, MAX_USED)
 
     def expect(self, facts: RequestFacts, request: Request, transfer: str, key: bytes | None) -> None:
         """Record that a request has come whose KV is to be loaded, and the key of the offer that this takes, if it has one."""
@@ -121,27 +145,15 @@ class LoadOutcomes:
         """Process what has become of its load; the first word of a request counts, and what follows changes nothing."""
         if facts is None or facts.since is None:
             return
-        self._stats.request(outcome, time.monotonic() - facts.since)
+        self.counts.request(outcome, time.monotonic() - facts.since)
         facts.end_span(outcome)
         if facts.key is not None and outcome in GONE:
-            self.used.add(facts.key)
+            self.used.put(facts.key, True, 0.0)
         facts.since = None
-
-    def not_offered(self, reason: str) -> None:
-        """Record that a request was to be offered to other engines, and is not, and why."""
-        self._stats.not_offered(reason)
-
-    def not_loaded(self, reason: str) -> None:
-        """Record that a request was to load from another engine, and does not, and why."""
-        self._stats.not_loaded(reason)
-
-    def prefixes(self, news: Mapping[str, int]) -> None:
-        """Record by how much the counts of prefixes have grown."""
-        self._stats.prefixes(news)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell since the last call, if anything."""
-        if self._stats.is_empty():
+        if self.counts.is_empty():
             return None
-        out, self._stats = self._stats, KVXferStats()
+        out, self.counts = self.counts, KVXferStats()
         return out

@@ -23,7 +23,7 @@ from kvxfer.protocol.messages.directory import (
     RankDescriptor,
     Renew,
 )
-from kvxfer.protocol.messages.explain import MAX_STORIES, Explain, Explained, Story
+from kvxfer.protocol.messages.explain import MAX_STORIES, Explain, Explained, Prefixes, Story
 from kvxfer.protocol.messages.link import Hello, Ping, Pong, Refused, Welcome
 from kvxfer.protocol.messages.transfer import (
     AttemptClosed,
@@ -36,6 +36,7 @@ from kvxfer.protocol.messages.transfer import (
     PartReady,
     SlotFree,
     SlotReady,
+    Underway,
 )
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "EngineDescriptor",
     "Explain",
     "Explained",
+    "Prefixes",
     "Story",
     "CommitRequest",
     "Committed",
@@ -70,6 +72,7 @@ __all__ = [
     "Decline",
     "SlotReady",
     "Checksums",
+    "Underway",
     "SlotFree",
     "ToConsumer",
     "ToProducer",
@@ -96,6 +99,7 @@ Message = (
     | Committed
     | CloseAttempt
     | AttemptClosed
+    | Underway
     | Ping
     | Pong
     | Lookup
@@ -112,7 +116,7 @@ Message = (
 
 ToProducer = FetchRequest | CommitRequest | Committed | CloseAttempt
 """Messages from a consumer rank's machine to a producer rank's."""
-ToConsumer = PartReady | Checksums | CommitAck | AttemptClosed
+ToConsumer = PartReady | Underway | Checksums | CommitAck | AttemptClosed
 """Messages from a producer rank's machine to a consumer rank's."""
 
 

@@ -1,4 +1,4 @@
-"""What an operator asks a directory about requests: `kvxfer why`."""
+"""What an operator asks a directory about requests: `kvxfer why`, and for its prefixes `kvxfer doctor`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvxfer.protocol.messages.bounds import MAX_WORDS, Count, Number, WireMessage
+from kvxfer.protocol.messages.bounds import MAX_WORDS, Count, Number, Seconds, WireMessage
 
-__all__ = ["MAX_STORIES", "Explain", "Explained", "Story"]
+__all__ = ["MAX_STORIES", "Explain", "Explained", "Prefixes", "Story"]
 
 MAX_STORIES = 50
 """The most stories in one answer."""
@@ -70,6 +70,36 @@ class Story(WireMessage, frozen=True):
     moving: At = 0.0
 
 
+class Prefixes(WireMessage, frozen=True):
+    """What an engine has answered to others that asked what it holds of a prompt, and what came of its own questions, since it began.
+
+    Attributes:
+        inquiries: Questions of others.
+        held: Those of them for which something was offered.
+        offered: Tokens that were offered for them.
+        refused: Those that were answered with less than is held, for want of room.
+        answer_s: The median of seconds from a question to its answer, of the latest ones; 0 if there was none.
+        asked: Requests for which this engine has asked others.
+        unanswered: Those of them to which no engine has answered in time.
+        found: Tokens that others held for them, beyond what was cached here.
+        loaded: Those of them that were loaded.
+        dear: Those that were computed, because no load would have ended sooner.
+        recomputed: Those whose load failed, so that they were computed.
+    """
+
+    inquiries: Number = 0
+    held: Number = 0
+    offered: Number = 0
+    refused: Number = 0
+    answer_s: Seconds = 0.0
+    asked: Number = 0
+    unanswered: Number = 0
+    found: Number = 0
+    loaded: Number = 0
+    dear: Number = 0
+    recomputed: Number = 0
+
+
 class Explained(WireMessage, frozen=True, tag="explained"):
     """A directory's answer to ``Explain``.
 
@@ -78,9 +108,11 @@ class Explained(WireMessage, frozen=True, tag="explained"):
         now: The Unix time there.
         kept: How many requests of each kind the engine remembers; 0 if it keeps no stories.
         stories: Those asked for, the latest first.
+        prefixes: What became of questions for prefixes.
     """
 
     engine: Text
     now: At
     kept: Count
     stories: Annotated[tuple[Story, ...], Meta(max_length=2 * MAX_STORIES)] = ()
+    prefixes: Prefixes = Prefixes()

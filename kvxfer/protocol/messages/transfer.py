@@ -38,6 +38,7 @@ __all__ = [
     "PartReady",
     "SlotFree",
     "SlotReady",
+    "Underway",
 ]
 
 
@@ -132,6 +133,22 @@ class SlotFree(WireMessage, frozen=True, tag="slot_free"):
     attempt: Number
     part: Part
     piece: Count
+
+
+class Underway(WireMessage, frozen=True, tag="underway"):
+    """Producer: this much of an attempt has been written so far. It is sent while parts take long, about once a second.
+
+    It changes no state. A consumer into whose memory others write sees no bytes until a part is complete.
+
+    Attributes:
+        moved: The bytes that have gone, as far as the back end tells.
+        nbytes: The bytes of all parts that were begun.
+    """
+
+    transfer: TransferId
+    attempt: Number
+    moved: Number
+    nbytes: Number
 
 
 class Checksums(WireMessage, frozen=True, tag="checksums"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import GAP
+from kvxfer.geometry.region import GAP
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import HostFence
 from kvxfer.testing.conformance.participant_link import ParticipantLink, Started, TransferMode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import HOST, Region
+from kvxfer.geometry.region import HOST, Region
 from kvxfer.memory.registry import installed
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.geometry.cache import GAP
+from kvxfer.geometry.region import GAP
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import CountedFence, HostFence
 from kvxfer.testing.conformance.participant_link import Part, Started, TransferMode

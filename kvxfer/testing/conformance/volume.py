@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.geometry.cache import GAP, HOST, Region, flat_starts
+from kvxfer.geometry.region import GAP, HOST, Region, flat_starts
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.participant_link import ParticipantLink, TransferMode
 from kvxfer.testing.conformance.suite import Suite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvxfer.errors import TransportError
 from kvxfer.testing.clock import thread_clock
@@ -55,11 +55,11 @@ class World:
         """Make a participant that can be killed, stopped and resumed."""
         return self._suite.make_mortal(self, name or self._name("mortal"))
 
-    def process(self, name: str) -> RemoteParticipant:
+    def process(self, name: str) -> Participant:
         """Make a participant in a process of its own."""
         participant = RemoteParticipant(self._suite.backend, self._suite.options, name, self._device(), self.turn)
         self._remote.append(participant)
-        return participant
+        return cast(Participant, participant)
 
     def other(self, name: str | None = None) -> Participant:
         """Make a second participant, in this process if the back end can have two there."""

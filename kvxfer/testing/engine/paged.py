@@ -11,7 +11,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Ticket, Update, WorkerSide
 from kvxfer.failures import Failure
-from kvxfer.identity import TransferId
+from kvxfer.identity import RequestId, TransferId
 from kvxfer.testing.engine.defaults import FACTS, config_of
 from kvxfer.testing.engine.memory import PagedMemory
 from kvxfer.values import BlockTable
@@ -55,7 +55,7 @@ class PagedEngine:
         self.scheduler = SchedulerSide(self.config, name, groups, len(self.memory.caches), self.facts, pins=pins)
         self.workers = [WorkerSide(agent, **more) for agent in self.agents()]
         self.tables: dict[str, list[int]] = {}
-        self.loaded, self.failed = set[str](), dict[str, Failure]()
+        self.loaded, self.failed = set[str](), dict[RequestId, Failure]()
         self._free, self._owned = list(range(self.memory.blocks)), set[str]()
         self._waiting: dict[str, tuple[bytes, int, Sequence[int] | None]] = {}
         self._loads: dict[str, tuple[bytes, int]] = {}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry.cache import Region
+from kvxfer.geometry.region import Region
 from kvxfer.testing import FakeTransport
 from kvxfer.testing.fake import Endpoint
 from kvxfer.testing.network import LinkEnd

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kvxfer.cli.demo import Demo, demo_settings
 from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
@@ -24,16 +23,6 @@ def demo(
     config: Annotated[str, typer.Option(help="Further settings of the connector, as a JSON object.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
-    chaos: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=1,
-            max=86400,
-            help="Instead put servers under load, and kill, pause and restart them at random this long.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random choices of --chaos.")] = 0,
 ) -> None:
     """Serve a tiny model with a prefill and a decode server, and compare the tokens with a plain server's.
 
@@ -46,17 +35,14 @@ def demo(
     progress = make_console(stderr=True, highlight=False)
     try:
         with ended_by_sigterm(), _log_folder(keep_logs) as logs:
-            if chaos is None:
-                report, show = _run(settings, logs, progress), _show
-            else:
-                report, show = _run_chaos(settings, logs, progress, chaos, seed), _show_chaos
+            report = _run(settings, logs, progress)
     except ServerError as error:
         say_failed(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         progress.print("interrupted; all servers have been stopped")
         raise typer.Exit(130) from None
-    finish(report, as_json, show)
+    finish(report, as_json, _show)
 
 
 def _lack() -> str | None:
@@ -103,43 +89,8 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
     return report_of(settings["backend"], requests, objections(outcomes), time.monotonic() - start)
 
 
-def _run_chaos(settings: dict[str, Any], logs: Path, progress: Console, seconds: float, seed: int) -> dict[str, Any]:
-    from kvxfer_vllm.demo.chaos import server_chaos
-    from kvxfer_vllm.demo.model import write_model
-
-    start = time.monotonic()
-
-    def say(what: str) -> None:
-        progress.print(f"{time.monotonic() - start:6.1f} s  {what}")
-
-    say(f"starting servers, then {seconds:g} s of faults with seed {seed} (back end {settings['backend']})")
-    with tempfile.TemporaryDirectory(prefix="kvxfer-model-") as folder:
-        write_model(Path(folder))
-        report = server_chaos(Path(folder), logs, settings, seconds, seed, say)
-    return {"backend": settings["backend"], **report, "seconds": time.monotonic() - start}
-
-
 def _show(report: dict[str, Any], console: Console) -> None:
     show_requests(report, console, "the plain server", "the prefill server")
-
-
-def _show_chaos(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"What clients did, and how their requests ended (seed {report['seed']})", title_justify="left")
-    table.add_column("client: end", no_wrap=True)
-    table.add_column("requests", justify="right")
-    for end, count in report["requests"].items():
-        table.add_row(end, str(count))
-    console.print(table)
-    faults = ", ".join(f"{fault} {count}x" for fault, count in report["faults"].items())
-    console.print(f"Faults meanwhile: {faults}.")
-    for name, has in report["resources"].items():
-        then, now = has["before"], has["after"]
-        changes = ", ".join(f"{what} {then[what]} -> {now[what]}" for what in then)
-        console.print(f"{name} ({'the same process' if has['same_process'] else 'restarted'}): {changes}")
-    if not report["objections"]:
-        console.print(
-            "Every request ended with the right tokens or an error, and no server still holds anything of them."
-        )
 
 
 @contextlib.contextmanager

@@ -21,15 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvxfer_vllm.demo.resources import ProcessResources, resources
-
 MODEL_NAME = "tiny"
 BLOCK = 32
 """Tokens a block; the CPU attention of vLLM needs a multiple of 32."""
 GRACE_S = 5.0
+"""How long a server that is stopped may take to end by itself."""
 LONGEST = 6
 """How many times longer than usual servers may take to start while their logs grow, as on a busy machine."""
-"""How long a server that is stopped may take to end by itself."""
 CHUNK = 256
 """Tokens that one step of a server prefills at most, so that a longer prompt takes several."""
 
@@ -174,9 +172,10 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             return str(answer.read().decode())
 
-    def resources(self) -> ProcessResources:
-        """Return what all its processes hold."""
-        return resources(self._process.pid)
+    @property
+    def pid(self) -> int:
+        """The number of its first process."""
+        return self._process.pid
 
     def error(self, what: str, kind: type[ServerError] = ServerError) -> ServerError:
         log = self.log.read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""What a server holds of the machine."""
+"""What a server with all its processes holds of the machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
-__all__ = ["ProcessResources", "resources"]
+__all__ = ["ProcessResources", "resources_of"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ProcessResources:
         return found
 
 
-def resources(pid: int) -> ProcessResources:
+def resources_of(pid: int) -> ProcessResources:
     """Return what a process and all its descendants use.
 
     Raises:

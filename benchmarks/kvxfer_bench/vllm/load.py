@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.cli.progress import Say
+from kvxfer_bench.vllm.resources import resources_of
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.prompts import OUTPUT_TOKENS, PROMPTS
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
@@ -181,7 +182,7 @@ def under_load(
         thread.start()
     try:
         time.sleep(warm_up)
-        before = {name: (stage[name], stage[name].resources()) for name in stage.names}
+        before = {name: (stage[name], resources_of(stage[name].pid)) for name in stage.names}
         meanwhile()
     finally:
         ends.set()
@@ -193,7 +194,7 @@ def under_load(
     resources = {}
     for name in stage.names:
         server, then = before[name]
-        now = stage[name].resources()
+        now = resources_of(stage[name].pid)
         resources[name] = {"before": then.as_dict(), "after": now.as_dict(), "same_process": server is stage[name]}
         if server is stage[name]:
             objections += [f"{name}: {o}" for o in now.growth(then, RSS_SLACK, DESCRIPTORS_SLACK)]

@@ -1,4 +1,4 @@
-"""Wake vLLM's engine loop, which makes no steps while it has no requests and then hears nothing but its own input queue."""
+"""vLLM's engine loop: wake it, and see whether it has been asked to stop. vLLM gives connectors no handle of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,28 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["waker"]
+__all__ = ["EngineLoop"]
 
 
-def waker() -> Callable[[], None] | None:
-    """Return what wakes the engine loop that is being built while this runs; None if there is no such loop, or none that sleeps.
+class EngineLoop:
+    """The loop of the engine that is being built while this is made, if it has one: it is looked for among the callers.
 
-    vLLM gives connectors no handle of their engine, so it is looked for among the callers. What is returned may be called by any thread.
+    Attributes:
+        wake: Wakes it; it makes no steps while it has no requests, and then hears nothing but its own input queue. Any thread may call
+            it. None: there is no loop, or none that sleeps.
     """
-    core = _core()
+
+    def __init__(self) -> None:
+        self._core = _core()
+        self.wake = _waker(self._core)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it has been asked to stop, as by SIGTERM. vLLM then takes no more requests."""
+        return bool(getattr(self._core, "shutdown_state", 0))
+
+
+def _waker(core: Any) -> Callable[[], None] | None:
     inbox = getattr(core, "input_queue", None)
     if not isinstance(inbox, queue.Queue):
         return None

@@ -1,0 +1,243 @@
+"""What a request of vLLM's offers, loads or asks other engines for, by what its router says: decided once, when it is first seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.engine import Prefix, SchedulerSide, Ticket
+from kvxfer.errors import KvxferError
+from kvxfer.facts import sealed
+from kvxfer.failures import FailureKind
+from kvxfer.identity import Address, Source
+from kvxfer.logs import logger
+from kvxfer.text import printable
+from kvxfer.values import Group
+from kvxfer_vllm import params as p
+from kvxfer_vllm.adapters import UnknownAdapterError
+from kvxfer_vllm.batches import Batches, spread_over_ranks
+from kvxfer_vllm.common import CommonPart, common_part
+from kvxfer_vllm.content import RequestContent
+from kvxfer_vllm.enclosing import loads_safely
+from kvxfer_vllm.held import HeldPrefixes
+from kvxfer_vllm.hints import HintNotes, Hints
+from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
+from kvxfer_vllm.migration import ConnectorConfig, params_of
+from kvxfer_vllm.no_part import NoPart
+from kvxfer_vllm.recurrent import leave_last_token
+from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
+from kvxfer_vllm.schemas import translated
+from kvxfer_vllm.stats import COMPUTED, Reason
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["Arrivals"]
+
+log = logger("kvxfer.vllm")
+
+
+class Arrivals:
+    """Takes in the requests of one engine as they arrive. One thread.
+
+    Args:
+        config: The engine's settings.
+        vllm_config: vLLM's.
+        groups: The engine's KV-cache groups.
+        replayed: Those of which vLLM keeps nothing for prefix hits.
+        side: Told what a request offers, loads and asks for.
+        cached: Told of each request that other engines may find.
+        outcomes: Told of each load that is expected.
+        batches: Told of each request that offers.
+        no_part: Told of requests that take no part in what their router wanted.
+
+    Attributes:
+        content: What the KV of requests depends on.
+        model: A hash of the facts that all KV depends on.
+        spread: Whether vLLM may give the requests of one HTTP request to several engines.
+        hints: Reads who may hold a prefix.
+        partly: Whether vLLM goes on behind the blocks of a load that are good.
+        hits: Returns how much of a prompt is cached here; None until that is known.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        vllm_config: VllmConfig,
+        groups: Sequence[Group],
+        replayed: Sequence[Group],
+        side: SchedulerSide,
+        cached: HeldPrefixes,
+        outcomes: LoadOutcomes,
+        batches: Batches,
+        no_part: NoPart,
+    ) -> None:
+        self._config, self._replayed, self._side, self._cached = config, replayed, side, cached
+        self._outcomes, self._batches, self._no_part = outcomes, batches, no_part
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
+        self._recurrent = any(group.kind == "state" for group in groups)
+        self._block_tokens = groups[0].block_tokens
+        self._warned: set[str] = set()  # of adapters
+        self.content, self.hints = RequestContent(vllm_config), HintNotes()
+        self.model = sealed(side.facts)
+        self.spread = spread_over_ranks(str(transfer.engine_id), vllm_config.parallel_config)
+        self.partly = len(groups) == 1 and groups[0].kind == "full"  # where a table is of one row
+        self.hits: Callable[[Any], int] | None = None
+
+    def take_in(self, facts: RequestFacts) -> None:
+        """Find out what a request offers, loads or asks for. What it is found to be it stays."""
+        request = facts.request
+        self.content.arrived(facts)
+        said: Mapping[str, Any] = request.kv_transfer_params or {}
+        params: Mapping[str, Any] = {}
+        try:
+            params = translated(said or self._legacy(facts.name) or {})
+            if params:
+                self._take_up(facts, params)
+        except UnknownAdapterError as e:
+            self._takes_no_part(params, Reason.ADAPTER)
+            (log.debug if e.adapter in self._warned else log.warning)("%s", e)
+            self._warned.add(e.adapter)
+        except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
+            self._takes_no_part(params, Reason.INVALID)
+            log.warning("request %s takes no part in KV transfer: %s", printable(facts.name), e)
+            self._side.takes_no_part(facts.name, f"it takes no part in KV transfer: {e}")
+        self._follow_prefix(facts, said, params)
+
+    def _follow_prefix(self, facts: RequestFacts, said: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+        """Let other engines find what is computed for a request, and look for a prefix of it at those that its router names."""
+        request = facts.request
+        facts.answers = bool(params) and not p.is_offer(params) and self._config.decode_answers
+        hints = self.hints.read(said)
+        try:
+            named = self.content.named(facts)
+            if named is None:
+                return
+            self._cached.arrived(facts, lambda tokens: Prefix(tokens, model=self.model, **named))
+            if hints.sources and not p.is_load(params) and not self._replayed and not request.skip_reading_prefix_cache:
+                self._ask(facts, Prefix(request.prompt_token_ids or (), model=self.model, **named), hints)
+        except KvxferError as e:
+            log.debug("request %s is not looked for at other engines, nor found by them: %s", printable(facts.name), e)
+
+    def _ask(self, facts: RequestFacts, prompt: Prefix, hints: Hints) -> None:
+        if not self._consumes:
+            self.hints.unused(
+                hints.kind, "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
+            )
+            return
+        sources = [Source(where.host, where.port, 0) for where in hints.sources]
+        tokens = facts.request.num_prompt_tokens - 1
+        if self._side.ask(facts.name, prompt, sources, tokens, kind=hints.kind):
+            facts.asking, facts.kind = True, hints.kind
+
+    def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
+        if self._produces and p.is_offer(params):
+            self._no_part.count(reason)
+
+    def _legacy(self, name: str) -> dict[str, Any] | None:
+        """Params out of a request id in the form of P2pNcclConnector, where the configuration allows that."""
+        hosts = self._config.legacy_hosts
+        if not hosts:
+            return None
+        own = Address(self._side.source.host, self._side.source.port)
+        return params_of(external_id(name), produces=self._produces, consumes=self._consumes, own=own, hosts=hosts)
+
+    def _take_up(self, facts: RequestFacts, params: Mapping[str, Any]) -> None:
+        name, whole = facts.name, facts.request.num_prompt_tokens
+        offers = self._produces and p.is_offer(params)
+        loads = p.is_given_up(params, whole) or (self._consumes and p.is_load(params))
+        if not offers and not loads:
+            if (why := p.wrong_role(params)) is not None:
+                log.warning("request %s %s", printable(name), why)
+                self._side.takes_no_part(name, f"it {why}")
+            elif self._consumes and p.says_nothing(params):
+                self._no_part.not_loaded(name, Reason.PARAMS, p.NO_VERB)
+            if p.is_offer(params):
+                self._no_part.count(Reason.WRONG_ROLE)
+            return
+        external, content = external_id(name), self._digest(facts)  # of the whole prompt, before it may be cut
+        if offers:
+            self._offer(facts, params, external, content)
+        if loads:
+            # The last prompt token is computed here in any case, so its KV need not come. An engine that offers a state computes the one
+            # before it, too, and of the tokens before both P has no state.
+            part = common_part(
+                p.told_of(params, external),
+                self.model,
+                whole=whole,
+                most=facts.request.num_prompt_tokens - 1,
+                left=int(self._recurrent),
+                content=content,
+                digest=lambda tokens: self._digest(facts, tokens),
+            )
+            self._load(facts, params, external, part)
+
+    def _offer(self, facts: RequestFacts, params: Mapping[str, Any], external: ExternalId, content: bytes) -> None:
+        """Offer a prompt to other engines, or say why not."""
+        request, name = facts.request, facts.name
+        transfer = p.offered_id(params, self._side.source.epoch, external, content)
+        if request.resumable:
+            why = "vLLM tells nobody of it, because more of its prompt may come (streaming input)"
+            self._no_part.not_offered(name, Reason.STREAMING_INPUT, why)
+            return
+        if self.spread and (external.prompt or external.child is not None):
+            # The answer will tell of one of them, and that is offered by one rank.
+            why = "vLLM spreads the prompts and samples of one HTTP request over its data-parallel ranks; send prefill one of them"
+            self._no_part.not_offered(name, Reason.DATA_PARALLEL, why)
+            return
+        if request.num_prompt_tokens < 1 + self._recurrent:
+            # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
+            # that is this one.
+            if may_be_of_batch(name):
+                facts.nothing = Ticket(transfer, content, self._side.source)
+            self._no_part.not_offered(
+                name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
+            )
+            return
+        if self._recurrent:  # not before it is known that there will be an offer
+            leave_last_token(request)
+        # All requests for which a router has one name have one answer, too.
+        answer = str(transfer) if p.is_routed(params) else self._batches.answer(facts, external, request.arrival_time)
+        tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
+        if not self._side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
+            why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
+            self._no_part.not_offered(name, Reason.OTHER_CONTENT, why)
+
+    def _load(self, facts: RequestFacts, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
+        """Load this part of a prompt from where the params say, unless that is known to be in vain."""
+        request, name, want = facts.request, facts.name, p.wanted(params, external, part.digest)
+        if isinstance(want, str):
+            self._no_part.not_loaded(name, Reason.PARAMS, want)
+            return
+        transfer, source = want
+        if part.rejected:
+            self._side.loads.decline(transfer, part.digest, source, p.answer_of(params) or "")
+            self._outcomes.expect(facts, request, str(transfer), None)
+            return
+        key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
+        if key is not None and self._outcomes.used.get(key):
+            log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
+            self._side.takes_no_part(name, "it is computed here: an earlier request has used the offer of its params")
+            self._outcomes.expect(facts, request, str(transfer), None)
+            self._outcomes.ended(facts, COMPUTED)
+            return
+        enough = min(self._block_tokens, part.tokens) if self.partly and not answered else 0
+        what = name, transfer, part.digest, source, part.tokens
+        took = self._side.load(*what, begun=answered, offered=answered, enough=enough, answer=p.answer_of(params))
+        self._outcomes.expect(facts, request, str(transfer), key if took else None)
+        facts.end = part.tokens
+        if part.differs:
+            log.warning(
+                "request %s is computed here: its prompt does not begin with that of its params", printable(name)
+            )
+            self._side.takes_no_part(name, "it is computed here: its prompt does not begin with that of its params")
+            self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
+        if self.hits is not None and not self._replayed and not request.skip_reading_prefix_cache:
+            # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
+            self._side.prefetch(name, self.hits(request))
+
+    def _digest(self, facts: RequestFacts, tokens: int | None = None) -> bytes:
+        """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""
+        return self.content.digest(facts, self.model, tokens)

@@ -1,0 +1,43 @@
+"""Answers to operators (``kvxfer why``), whose cost is bounded: each looks at thousands of records, on the directory's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvxfer.control.connection import ControlConnection
+from kvxfer.failures import FailureKind
+from kvxfer.protocol import messages as m
+from kvxfer.protocol.peer import PeerIdentity
+
+__all__ = ["Explainer"]
+
+SHARE = 10
+"""After an answer its peer gets none for this many times as long as it took, and its connection for twice that time."""
+_BUSY = m.Refused(FailureKind.OVERLOADED, "it has just answered another question", again=True)
+
+
+class Explainer:
+    """Answers operators' questions in turn.
+
+    A connection that repeats one does not keep other peers waiting, nor others of its host for long; and all who ask have one share of
+    the thread together.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[ControlConnection | PeerIdentity, float] = {}
+
+    def answer(
+        self, asked: m.Explain, connection: ControlConnection, explain: Callable[[m.Explain], m.Explained]
+    ) -> m.Explained | m.Refused:
+        """Return what ``explain`` says, or that this connection has to wait."""
+        now, waits = time.monotonic(), self._until
+        for over in [key for key, until in waits.items() if until <= now]:
+            del waits[over]
+        if connection in waits or connection.peer in waits:
+            return _BUSY
+        try:
+            return explain(asked)
+        finally:
+            wait = SHARE * (time.monotonic() - now) * (1 + len(waits))
+            waits[connection.peer], waits[connection] = now + wait, now + 2 * wait

@@ -1,0 +1,63 @@
+"""Guests: connections that were dialled to this side and whose peers are not known yet. What all of them cost is bounded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from kvxfer.control.connection import ControlConnection
+from kvxfer.protocol.peer import largest_group
+
+__all__ = ["Guests"]
+
+GUESTS, GUEST_BYTES = 1024, 16 << 20
+"""The most guests, and the most bytes that are held for all of them."""
+FEW_GUESTS = 16
+"""As many may stay however few descriptors are left: newcomers need one for their handshake and hello."""
+
+
+class Guests:
+    """The guests of one thread's control sockets, the longest silent one first."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[ControlConnection, int] = OrderedDict()  # with the bytes that are held for each
+        self._bytes = 0
+
+    def __iter__(self) -> Iterator[ControlConnection]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, conn: ControlConnection) -> None:
+        """Count a connection as a guest."""
+        self._held[conn] = 0
+
+    def discard(self, conn: ControlConnection) -> None:
+        """No longer count a connection, if it is one."""
+        self._bytes -= self._held.pop(conn, 0)
+
+    def heard(self, conn: ControlConnection) -> None:
+        """Record that a guest, if it is one, has said something."""
+        if conn in self._held:
+            self._held.move_to_end(conn)
+
+    def measure(self, conn: ControlConnection) -> ControlConnection | None:
+        """Count what is held for a guest; return the one to close if that is too much for all of them."""
+        self._bytes += conn.held - self._held[conn]
+        self._held[conn] = conn.held
+        return max(self._held, key=lambda guest: guest.held) if self._bytes > GUEST_BYTES else None
+
+    def excess(self, short: bool) -> tuple[ControlConnection, str] | None:
+        """Return the guest to close for a newcomer, and why, if there are too many, or some and descriptors are ``short``."""
+        if len(self._held) > GUESTS:
+            return self._spare(), f"there are more than {GUESTS} connections, and it was silent for longest"
+        if len(self._held) > FEW_GUESTS and short:
+            return self._spare(), "this process has few descriptors left (ulimit -n), and it was silent for longest"
+        return None
+
+    def _spare(self) -> ControlConnection:
+        strangers = [guest for guest in self._held if not guest.authenticated]
+        proved = [guest for guest in self._held if guest.authenticated]
+        crowd = strangers if 4 * len(strangers) > len(self._held) else proved
+        return largest_group(crowd, lambda guest: guest.peer)[0]

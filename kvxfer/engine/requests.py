@@ -1,0 +1,378 @@
+"""The engine's calls about one request, each checked once: here. What they do is the parts' work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvxfer import arguments
+from kvxfer.engine.asks import Asks
+from kvxfer.engine.loads import Loads
+from kvxfer.engine.offers import Offers
+from kvxfer.engine.stories import Stories
+from kvxfer.errors import ClosedError
+from kvxfer.geometry.tables import TableCheck
+from kvxfer.identity import RequestId, Source, TransferId
+from kvxfer.protocol.messages import RankDescriptor
+from kvxfer.schedule import Prefix
+from kvxfer.ticket import Ticket
+from kvxfer.values import MAX_CONSUMERS, MAX_DIGEST, MAX_REASON, MAX_TOKENS, BlockTable, Rank
+
+__all__ = ["Requests"]
+
+
+class Requests:
+    """The requests of one engine, as its scheduler tells of them. One thread.
+
+    Args:
+        source: Where other engines find this one.
+        tables: Checks block tables.
+        offers: The requests that offer.
+        loads: The requests that load.
+        asks: The requests that look for a prefix at other engines.
+        stories: What has become of requests.
+
+    Attributes:
+        source, offers, loads: As given.
+    """
+
+    def __init__(
+        self, source: Source, tables: TableCheck, offers: Offers, loads: Loads, asks: Asks, stories: Stories
+    ) -> None:
+        self.source, self._tables = source, tables
+        self.offers, self.loads, self._asks, self._stories = offers, loads, asks, stories
+        self._descriptors: dict[Rank, RankDescriptor] = {}  # of the ranks that other engines can find
+        self._closed = False
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
+
+    def offer(
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        tokens: int,
+        *,
+        consumers: int = 1,
+        stops: bool = False,
+        answer: str | None = None,
+    ) -> bool:
+        """Offer the first ``tokens`` tokens of this request's prompt to other engines, as they are computed.
+
+        The offer stands until ``consumers`` engines have fetched it or given it up, or its lease ends. A consumer that fails
+        does not affect the others.
+
+        Args:
+            request: The engine's id of the request.
+            transfer: The name under which consumers fetch it.
+            digest: What its KV depends on (``kvxfer.identity.digest``).
+            tokens: How many tokens to offer.
+            consumers: How many engines are to fetch it. Requests of one engine share one load, and count as one.
+            answer: A name for what tells consumers of this offer, if that is one answer for several requests: samples of one prompt.
+                ``consumers`` counts once for each answer. None: each request has its own.
+            stops: Whether nothing is computed for the request after these tokens. A recurrent state is then offered with the
+                step that completes them, and otherwise once the request has finished.
+
+        Returns:
+            Whether it is offered. It is not if there is nothing to offer, if the transfer is offered with other content, or if the
+            blocks of an earlier request of this name are still held. Requests that offer the same content as the same transfer
+            share it: the blocks of one are offered, and another's if that one fails.
+
+        Raises:
+            ArgumentError: An argument has the wrong type or range.
+            ClosedError: This side has been closed.
+            ScheduleError: The request offers another transfer, or another number of tokens.
+        """
+        _transfer(transfer, digest)
+        tokens, consumers = _count("tokens", tokens), arguments.integer("consumers", consumers, 1, MAX_CONSUMERS)
+        stops = arguments.flag("stops", stops)
+        self._check_open("offer")
+        request = RequestId(arguments.string("request", request))
+        if answer is not None:
+            arguments.string("answer", answer)
+        arrived = self.offers.schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
+        if arrived:
+            self.offers.arrived(request)
+        return arrived
+
+    def offer_computed(
+        self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, *, consumers: int = 1
+    ) -> Ticket | None:
+        """Offer KV that is in these blocks already: of the prefix cache, or of a request with what it has generated.
+
+        The blocks are taken for this transfer alone, out of the limit of ``pins``, until all consumers have fetched it or given it up,
+        its lease ends, or the engine stands still for want of blocks (``stands_still``). No ``report`` names it. To others it is an
+        offer like any other.
+
+        Args:
+            transfer: The name under which consumers fetch it.
+            digest: What its KV depends on (``kvxfer.identity.digest``).
+            tokens: How many tokens it has, all of them computed by a step that has been given to the workers.
+            table: Their blocks, which must be in use now; the engine may let go of them afterwards. Of a window, the blocks that the
+                token behind the last one attends to; of a state, the one that holds it after exactly these tokens.
+            consumers: How many engines are to fetch it.
+
+        Returns:
+            What a consumer must be told. The same for the same content under the same name; its ``consumers`` stay as they were. None:
+            the name has other content, ``pins`` has no pool, or what it may hold is used up.
+
+        Raises:
+            ArgumentError: An argument has the wrong type or range, or the table does not fit this engine's groups.
+            ClosedError: This side has been closed.
+            ScheduleError: The table lacks blocks for the tokens, or a load still fills one of them.
+        """
+        self._check_open("offer_computed")
+        _transfer(transfer, digest)
+        tokens = arguments.integer("tokens", tokens, 1, MAX_TOKENS)
+        consumers = arguments.integer("consumers", consumers, 1, MAX_CONSUMERS)
+        return self.offers.computed(transfer, digest, tokens, table, consumers, self.source)
+
+    def ticket(self, request: str) -> Ticket | None:
+        """Return what a consumer of this request's offer must be told; None if it offers nothing, or nothing any more.
+
+        It stays the same when the request has finished, as long as its blocks are held. Hand it on once this side is ``ready``.
+        """
+        request = _request(request)
+        return self.offers.ticket(request, self.source)
+
+    def load(
+        self,
+        request: str,
+        transfer: TransferId,
+        digest: bytes,
+        source: Source,
+        tokens: int,
+        *,
+        begun: bool = True,
+        offered: bool = False,
+        progress: int = 0,
+        enough: int = 0,
+        answer: str | None = None,
+    ) -> bool:
+        """Load from another engine what is not cached here of the first ``tokens`` tokens of this request's prompt.
+
+        From now on the producer's lease is renewed. Do not load the last token of a prompt, so that it is computed here,
+        unless the producer sends the token that it sampled after it (``Update.payloads``).
+        Requests of one transfer (samples of one prompt) share it: one loads, the others find the blocks in the prefix cache.
+
+        Args:
+            request: The engine's id of the request.
+            transfer: The name of the transfer to load.
+            digest: What its KV depends on (``kvxfer.identity.digest``).
+            source: The directory of the engine that offers it.
+            tokens: How many tokens of the prompt are to be here. 0: none, and the producer of what is ``offered`` is told so.
+            begun: Whether the producer is assumed to have begun. If not, it is asked, and ``loadable`` returns None until it
+                has, for ``start_timeout`` at the most.
+            offered: Whether the producer is known to have offered all of the tokens, as when it has answered its request. If
+                it does not know them any more, the load then fails within about a second instead of at its deadline.
+            progress: A ``report`` tells of progress each time that this many more tokens are here; 0 for never.
+            enough: The fewest tokens that are of use if the producer gives up before it has computed all (``Update.short``). 0:
+                all or none. At most ``tokens``. Only where all groups are ``full``.
+            answer: The name of the answer that has told of the transfer, if the producer counts its consumers by answer
+                (``offer``). If requests with different answers share a load, the producer is told that it has one consumer less.
+
+        Returns:
+            Whether it may load. It may not if the transfer is in use for other content or from another source, or was given
+            up just now, or if something is still under way for an earlier request of this name. Then it must be computed here.
+
+        Raises:
+            ArgumentError: An argument has the wrong type or range.
+            ClosedError: This side has been closed.
+            ScheduleError: The request loads another transfer.
+        """
+        _transfer(transfer, digest)
+        arguments.instance("source", source, Source)
+        tokens, progress = _count("tokens", tokens), _count("progress", progress)
+        begun, offered = arguments.flag("begun", begun), arguments.flag("offered", offered)
+        self._check_open("load")
+        request = RequestId(arguments.string("request", request))
+        enough = arguments.integer("enough", enough, 0, tokens)
+        if answer is not None:
+            arguments.string("answer", answer)
+        what = request, transfer, digest, source, tokens
+        arrived = self.loads.schedule.arrive(*what, progress, offered, enough, answer, begun)
+        if arrived:
+            self.loads.arrived(request)
+        return arrived
+
+    def ask(
+        self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, computed: int = 0, kind: str = ""
+    ) -> bool:
+        """Load what other engines hold of the first ``tokens`` tokens of this request's prompt, if that pays.
+
+        All sources are asked when ``loadable`` is first called. It returns None until they have answered, for ``Config.ask_timeout`` at the
+        most and for no longer than computing the tokens would take. Then the one is taken from which a load saves most time, and everything
+        is as after ``load``. If none has any of it, or no load would end before the tokens were computed, the request is computed here.
+        No request fails because of what a source does. A request may be offered as well, with ``offer``.
+
+        Args:
+            request: The engine's id of the request.
+            prefix: The prompt's tokens and what else its KV depends on.
+            sources: The directories of engines that may hold some of it. With the epoch 0 it is whichever engine is there. This engine
+                itself is left out.
+            tokens: How many tokens of the prompt are to be here: without the last one, if that is to be computed.
+            computed: The tokens that the request will find in the local prefix cache, as far as is known.
+            kind: Who has named the sources, for the counts (``asked``): a router's schema, say.
+
+        Returns:
+            Whether anybody is asked. Nobody is if the setting ``ask`` is ``never``, if fewer than ``ask_tokens`` tokens are to come, if
+            no other source is left, or if the request loads something already.
+
+        Raises:
+            ArgumentError: An argument has the wrong type or range.
+            ClosedError: This side has been closed.
+        """
+        arguments.instance("prefix", prefix, Prefix)
+        sources = arguments.sequence_of("sources", sources, Source)
+        tokens = min(_count("tokens", tokens), len(prefix))
+        arguments.string("kind", kind, empty=True)
+        self._check_open("ask")
+        request = RequestId(arguments.string("request", request))
+        return self._asks.ask(request, prefix, sources, tokens, _count("computed", computed), kind)
+
+    def asking(self, request: str) -> bool:
+        """Return whether other engines have been asked for this request, and it is not decided yet what it loads."""
+        return self._asks.asking(RequestId(request))
+
+    def takes_no_part(self, request: str, why: str) -> None:
+        """Record why a request that was to load or to offer does not, for `kvxfer why`; changes nothing else.
+
+        Args:
+            request: The engine's id of the request.
+            why: In words for an operator.
+        """
+        request = _request(request)
+        self._stories.takes_no_part(request, arguments.string("why", why, MAX_REASON))
+
+    def prefetch(self, request: str, computed: int) -> None:
+        """Begin a short load before the request has blocks, so that it may run in the step that admits it.
+
+        Call it when the request has arrived, before its local blocks are looked up: unused ones may be lent to the load.
+        ``loadable`` calls it as well if nothing is local. It does nothing for a load that is not short (``Config.step_budget``).
+
+        Args:
+            request: The engine's id of the request.
+            computed: The tokens that the request will find in the local prefix cache, as far as is known.
+        """
+        request = _request(request)
+        self.loads.prefetch(request, _count("computed", computed))
+
+    def loadable(self, request: str, computed: int) -> int | None:
+        """Return how many tokens behind the ``computed`` local ones can come from outside.
+
+        It may be asked as often as the engine likes.
+
+        Returns:
+            The number of tokens. 0: none can, now or later. None: not known yet, because another request of the same transfer is
+            loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
+        """
+        request = _request(request)
+        computed = _count("computed", computed)
+        if self._asks.awaits(request, computed):
+            return None
+        return self.loads.loadable(request, computed)
+
+    def is_prefetched(self, request: str) -> bool:
+        """Return whether the tokens that ``loadable`` promised are already here, in prefetched blocks.
+
+        If so, the request runs in this step, whose workers first copy the blocks. If not, its load begins with this step.
+        """
+        return self.loads.is_sync(RequestId(request))
+
+    def allocated(self, request: str, table: BlockTable, external: int) -> None:
+        """Record that the engine admits the request, and counts on ``external`` tokens from outside.
+
+        If ``external`` is not 0, the load begins with the next ``step()``, and a ``report`` tells its end; until then the
+        request must not run and its blocks must not be freed, unless the tokens are ``here`` already. If it is 0, a transfer
+        that has not begun is given up.
+
+        Args:
+            request: The engine's id of the request.
+            table: The whole block table. Blocks of local tokens are not touched.
+            external: What ``loadable`` last returned, or less if all groups are ``full``.
+
+        Raises:
+            ScheduleError: ``external`` is more than ``loadable`` would return, or the table has no blocks for it, or one of those
+                is offered or being filled. The load has failed: no tokens will come.
+            ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
+        """
+        request = _request(request)
+        external = _count("external", external)
+        self._asks.admitted(request, external)
+        self.loads.allocated(request, table, external)
+
+    def follows(self, request: str) -> bool:
+        """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
+        return self.offers.follows(RequestId(request))
+
+    def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
+        """Record that the request runs in this step.
+
+        Args:
+            request: The engine's id of the request.
+            computed: Tokens computed before this step, prefix-cache hits and loads included.
+            scheduled: Tokens that this step computes.
+            table: The whole block table as this step uses it; never an increment.
+
+        Raises:
+            ArgumentError: The block table does not fit this engine's groups, or has too few blocks for what the step computes.
+            ScheduleError: The request offers what the step computes, and a load, such as its own, still fills one of the blocks.
+        """
+        request = _request(request)
+        self.offers.runs(request, _count("computed", computed), _count("scheduled", scheduled), table)
+
+    def preempted(self, request: str) -> None:
+        """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
+        request = _request(request)
+        self.loads.preempted(request)
+        self.offers.preempted(request)
+
+    def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
+        """Record that the request is over, at whatever point.
+
+        Args:
+            request: The engine's id of the request.
+            table: The whole block table at its end; one with empty rows if it has no blocks.
+            complete: Whether it ended normally and its KV is good; False after an abort or an error.
+            good: Whether what has been computed is good although the request is not complete, as after an abort. Consumers
+                that are reading it may then finish with that, if it is enough for them.
+
+        Returns:
+            True if the engine must keep the blocks until a ``report`` names the request as ``free``. Whatever is returned, it
+            must keep the blocks of a load under way until a ``report`` names the request as ``loaded`` or ``failed``.
+
+        Raises:
+            ArgumentError: The block table does not fit this engine's groups.
+        """
+        request = _request(request)
+        complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
+        self._tables.check("table", table)
+        self._asks.forget(request)
+        self.loads.finished(request)
+        return self.offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
+
+    def freed(self, request: str) -> None:
+        """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
+        request = _request(request)
+        self.offers.freed(request)
+
+    def confirm_load_ended(self, request: str) -> None:
+        """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
+        request = _request(request)
+        self.loads.confirm_ended(request)
+
+
+def _request(request: str) -> RequestId:
+    return RequestId(
+        arguments.instance("request", request, str)
+    )  # of any length: an engine may pass on all that it hears
+
+
+def _transfer(transfer: TransferId, digest: bytes) -> None:
+    arguments.instance("transfer", transfer, TransferId)
+    arguments.bytes_of("digest", digest, MAX_DIGEST)
+
+
+def _count(name: str, value: int) -> int:
+    return arguments.integer(name, value, 0, MAX_TOKENS)
