@@ -35,6 +35,8 @@ EVERY = 16
 GAIN, ODD = 1 / 16, 4.0
 """The weight of one more part among those of its size, and how much faster than these it may count as. One that was held up weighs
 little by itself."""
+SELDOM = 4
+"""Where parts have one way only, so that nothing is chosen by their costs, these are fitted once in this number of parts."""
 NOTED = 64
 """The most parts of which something may wait to be learned; of more, the last ones count."""
 SIZES = 32
@@ -245,6 +247,8 @@ class WayCosts:
             self._credit[sort] -= min(max(seconds - usual, 0.0), due, TRIAL_S)
         if self._seen[sort]:
             self._keep(way, seconds)
+            if len(ways) > 1 or self._count % SELDOM == 0:
+                self._fit()
         self._seen[sort] += 1
 
     def _keep(self, way: PartWay, seconds: float) -> None:
@@ -254,7 +258,6 @@ class WayCosts:
         size.add(way, seconds)
         if len(self._sizes) > SIZES:
             del self._sizes[next(iter(self._sizes))]
-        self._fit()
 
     def _fit(self) -> None:
         """Bring each term to where the squares of all relative errors are least, while the others stay as they are."""
