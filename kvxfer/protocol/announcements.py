@@ -72,7 +72,7 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     For an unattended serve this has to be planned now, because the consumer was not kept waiting for a plan. If the block tables
     do not join, it has read nothing.
     """
-    if not serve.unattended(info):
+    if not info.unattended or serve.request.cost is not None:
         return serve.bytes
     planner, request, sent = info.planner, serve.request, min(serve.sent)
     try:

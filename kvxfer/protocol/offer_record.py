@@ -129,10 +129,6 @@ class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):
         """Return how many more parts may be announced before one in flight has ended."""
         return AHEAD - len(self.flight) if info.mode == "sendrecv" else m.MAX_PARTS
 
-    def unattended(self, info: LinkInfo) -> bool:
-        """Return whether this side only has to send block tables. If the consumer tells of costs, some part may go staged after all."""
-        return info.unattended and self.request.cost is None
-
     def begins_with_cut(self, span: Span) -> bool:
         """Return whether a span begins with the parts that wait; what it has beyond them is cut after them."""
         first, last = self.cut[0], self.cut[-1]

@@ -138,7 +138,7 @@ class Serves:
         try:
             if serve.cut and serve.begins_with_cut(span):
                 parts = serve.cut
-            elif not serve.unattended(info):
+            elif not info.unattended or serve.request.cost is not None:  # with costs, it may go staged after all
                 plan = plan_for(serve, info, offer, span, final)
                 parts = tuple(cut(span, plan, info, serve.request.cost))
             if serve.revocations is None:
