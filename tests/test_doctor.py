@@ -132,6 +132,8 @@ def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path)
             assert found["measured"][way]["bytes"] == [64 << 20, 64 << 10]
             assert 0.001 < found["measured"][way]["GB_per_s"] < 1000, found
             assert 0.001 < found["measured"][way]["ms"] < 1000, found
+        cost = found["measured"]["cost"]
+        assert cost["byte_ps"] > 0, cost
 
 
 def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:

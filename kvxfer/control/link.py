@@ -7,7 +7,7 @@ attempt to make it has a number, by which a late result of the data thread for a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar, Generic, TypeVar
@@ -17,6 +17,7 @@ from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, SlotMessage, S
 from kvxfer.data.plane import DataPlane
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, Role
@@ -69,6 +70,7 @@ class LinkStatus:
         up: Whether KV can move over it.
         passed: Back ends that were tried for it and could not make it, and why.
         round_trip: Seconds from the last ping to its answer; ``None`` until one has come, and if it is the peer that pings.
+        cost: What parts, descriptors, pieces and bytes have been found to cost on it, if it is this side that measures them.
     """
 
     peer: str
@@ -77,6 +79,7 @@ class LinkStatus:
     up: bool
     passed: Mapping[str, str]
     round_trip: float | None
+    cost: LinkCost | None = None
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,13 @@ class LinkTable(ABC, Generic[L]):
         """Return the links of a back end."""
         return [link.id for link in self._links.values() if link.backend == backend]
 
-    def statuses(self) -> list[LinkStatus]:
-        """Return how the links are now. Any thread: a copy of the table's values is one step of the interpreter."""
+    def statuses(self, cost: Callable[[LinkId], LinkCost | None]) -> list[LinkStatus]:
+        """Return how the links are now, and what ``cost`` says of each.
+
+        Any thread: a copy of the table's values is one step of the interpreter.
+        """
         return [
-            LinkStatus(link.name, self.role, link.backend, link.up, self._passed(link), link.round_trip)
+            LinkStatus(link.name, self.role, link.backend, link.up, self._passed(link), link.round_trip, cost(link.id))
             for link in list(self._links.values())
         ]
 

@@ -236,6 +236,7 @@ class Outbound(LinkTable[_Dial]):
             Planner(t.cache, self._cache, t.assignments),
             t.epoch,
             welcome.piece_bytes,
+            policy.stage_below,
             integrity=welcome.integrity,
             revocations=RevocationView.of(welcome.revocations),
             name=t.address,

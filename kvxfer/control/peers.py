@@ -72,7 +72,7 @@ class AgentPeers:
 
     def links(self) -> list[LinkStatus]:
         """Return the links of both roles, as they are now. Any thread."""
-        return [*self._out.statuses(), *self._in.statuses()]
+        return [*self._out.statuses(self.consumer.cost), *self._in.statuses(self.producer.cost)]
 
     def identify(self, facts: dict[str, str], now: float) -> list[Action]:
         """Give up all links that were made, or are being made, under other facts."""

@@ -25,7 +25,7 @@ STRICTNESS = get_args(Integrity)
 HOST_STAGING, DEVICE_STAGING = 64 << 20, 512 << 20
 """The default bytes of staging memory: a GPU's link is some ten times faster than a host's, and needs longer pieces."""
 DEVICE_RUN = 2 << 20
-"""Rows of fewer bytes are packed on devices, whose link moves that many in the 5 us that a message or descriptor costs at least."""
+"""A first guess: rows of fewer bytes are packed on devices, whose link moves that many in the 5 us that a message or descriptor costs."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LinkPolicy:
         mode: How bytes move.
         cache: The agent's cache, as peers are told of it.
         piece_bytes: Bytes of a staged piece.
-        stage_below: Parts whose rows have fewer bytes on average are packed; 0: none is.
+        stage_below: Parts whose rows have fewer bytes on average are packed, until a link has measured better; 0: none is.
         integrity: How bytes are checked.
     """
 

@@ -16,12 +16,14 @@ from kvxfer.data.commands import Connect, Connected, LinkBroken, Result, SlotNew
 from kvxfer.data.jobs import SHARED, Direct, Job, LinkContext, make_job, shares, submit_together
 from kvxfer.data.part_ends import LOOK_S, Limits, PartEnds, backend_failed, shut, unmoved
 from kvxfer.data.policy import lent
+from kvxfer.data.share_clock import ShareClock
 from kvxfer.data.slot_queue import SlotQueue
 from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.logs import logger
+from kvxfer.protocol.cost import LEAST, PartWay
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, Moving, PartRef, Role
 from kvxfer.security import Security
@@ -74,6 +76,7 @@ class Traffic:
         self._aborted: dict[PartRef, float] = {}
         self._progress_at = 0.0  # when to look next at how far parts have got
         self._moved: dict[PartRef, int] = {}  # what was told of that
+        self._share_clock = ShareClock()
 
     # --- links -----------------------------------------------------------------------------------------------------
 
@@ -177,7 +180,7 @@ class Traffic:
             return
         begun = time.monotonic()
         job = make_job(action, context)
-        job.begun = begun
+        job.begun, job.share = begun, self._share_clock.read(begun, len(self._jobs))
         self._jobs[ref] = job
         if action.verb in (Verb.SEND, Verb.RECV):
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
@@ -294,6 +297,8 @@ class Traffic:
             else:
                 self._awaiting_slot.remove(job)
             return
+        now = time.monotonic()
+        own = self._share_clock.read(now, len(self._jobs)) - job.share
         del self._jobs[job.ref]
         self._awaiting_device.pop(job.ref, None)
         self._awaiting_slot.remove(job)
@@ -304,9 +309,9 @@ class Traffic:
             self._ends.calm(job)  # its link is closed, which made it quiet
         if closing and not job.quiet and not job.lends_memory:  # the peer will tell about lent memory
             self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
-        took = time.monotonic() - job.begun
-        nbytes = 0 if job.error else job.nbytes
-        self._ends.add(job, Moved(job.ref, job.error, job.quiet, nbytes, job.collateral, took))
+        took, nbytes = now - job.begun, 0 if job.error else job.nbytes
+        way = PartWay(job.action.plan.rows, nbytes, job.action.piece_bytes) if nbytes > LEAST else None
+        self._ends.add(job, Moved(job.ref, job.error, job.quiet, nbytes, job.collateral, took, None, way, own))
 
     # --- the turn of the data thread ---------------------------------------------------------------------------------
 

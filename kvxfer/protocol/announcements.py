@@ -69,10 +69,10 @@ def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, span: Span, final: 
 def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     """Return how many bytes went to a consumer that has everything.
 
-    For an unattended link this has to be planned now, because the consumer was not kept waiting for a plan. If the block tables
+    For an unattended serve this has to be planned now, because the consumer was not kept waiting for a plan. If the block tables
     do not join, it has read nothing.
     """
-    if not info.unattended:
+    if not info.unattended or serve.request.cost is not None:
         return serve.bytes
     planner, request, sent = info.planner, serve.request, min(serve.sent)
     try:
@@ -92,7 +92,7 @@ def announce(
         serve: The attempt, which is updated.
         link: The consumer's link.
         offer: What is announced.
-        plan: The plan of the part; ``None`` if the link is unattended.
+        plan: The plan of the part; ``None`` if the serve is unattended.
         span: What the part holds.
         final: Whether it is the last part.
     """
@@ -108,7 +108,7 @@ def announce(
         final,
         carried(info.planner, offer.blocks, span, final),
         link.stream,
-        0 if plan is None else piece_bytes(plan, info),
+        0 if plan is None else piece_bytes(plan, info, link.cost(request, plan)),
         serve.revocations,
         serve.record.payload if final else b"",
         span.bands,

@@ -54,8 +54,7 @@ class Attempts:
         self.tries.pop(rank.attempt, None)
         rank.begin(next(self._numbers), remote_writes=info.mode == "write", least=f.least)
         self.tries[rank.attempt] = f, rank
-        pace = self._routes.paces.get(link)
-        rank.banded = pace is not None and pace.slow((f.spec.tokens - f.spec.start) * info.planner.token_bytes)
+        rank.banded, rank.cost = self._routes.wish(link, info, f.spec.tokens - f.spec.start)
         f.asked = now
         if f.moving_since is not None:
             f.part_over(now)

@@ -16,6 +16,7 @@ from kvxfer.geometry import PlanError
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.attempts import Attempts
+from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
 from kvxfer.protocol.routes import Routes
 from kvxfer.protocol.timers import Timers
@@ -191,6 +192,11 @@ class ConsumerMachine:
             case _:
                 assert_never(msg)
 
+    def cost(self, link: LinkId) -> LinkCost | None:
+        """Return what things have been found to cost on a link; ``None`` if nothing has come over it that tells. Any thread."""
+        costs = self._routes.costs.get(link)
+        return None if costs is None else costs.known()
+
     def moved(self, done: Moved, now: float) -> list[Action]:
         """Handle the end of a part on this side."""
         f, rank = self._attempts.tries.get(done.ref.attempt, (None, None))
@@ -200,7 +206,7 @@ class ConsumerMachine:
         if done.failure is None:
             f.nbytes += done.nbytes
             f.last = now
-            self._routes.moved(done.ref.link, done.nbytes, done.seconds, now)
+            self._routes.moved(done, now)
             if plan is not None:
                 return [Hash(done.ref, plan, "destination")]
         if done.quiet:
@@ -241,6 +247,7 @@ class ConsumerMachine:
 
     def tick(self, now: float) -> list[Action]:
         """Handle deadlines and repeat messages. Call it when ``next_tick`` is due."""
+        self._routes.learn()
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
@@ -257,6 +264,8 @@ class ConsumerMachine:
 
     def next_tick(self) -> float | None:
         """Return when ``tick`` next has something to do, or ``None``."""
+        if self._routes.unlearned:
+            return 0.0
         return min((t for t in (self._deadlines.next(), self._attempts.next()) if t is not None), default=None)
 
     def __len__(self) -> int:

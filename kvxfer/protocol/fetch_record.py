@@ -11,6 +11,7 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.parts import MIN_PIECE, Span, placed, plan_part, reached, to_hash
 from kvxfer.protocol.progress import enriched
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
@@ -61,6 +62,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     spans: dict[int, Span] = field(default_factory=dict)  # of the parts announced, by their numbers
     bands: int = 1  # of the producer's layers
     banded: bool = False  # parts of single bands are asked for
+    cost: LinkCost | None = None  # what its producer is told that things cost
     flight: dict[PartRef, None] = field(
         default_factory=dict
     )  # parts of the attempt that may still touch memory, or read it
@@ -283,7 +285,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         s = self.spec
         left = max(self.deadline - now, 0.0)
         wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
-        return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough, rank.banded)
+        how = rank.banded, rank.cost
+        return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough, *how)
 
     def commit_request(self, rank: RankFetch) -> m.CommitRequest:
         """Make the message that asks, once everything has arrived, whether it can be trusted."""

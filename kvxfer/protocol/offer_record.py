@@ -6,11 +6,13 @@ import msgspec
 from msgspec import field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
+from kvxfer.geometry import CopyPlan
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import IndexedExpiringMap
+from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.pace import LinkPace
-from kvxfer.protocol.parts import AHEAD, Span
+from kvxfer.protocol.parts import AHEAD, Span, way_costs
 from kvxfer.protocol.readers import OVER, Readers
 from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
 from kvxfer.protocol.values import (
@@ -21,6 +23,7 @@ from kvxfer.protocol.values import (
     GenerationReleased,
     LinkId,
     LinkInfo,
+    Moved,
     PartRef,
     Released,
     in_order,
@@ -45,18 +48,33 @@ class ConsumerLink(msgspec.Struct, eq=False):
         serves: What it is being served, by attempt, the newest last.
         stream: The next number of a part on the link.
         pace: How fast this side has written over it.
+        costs: What ways cost this side when it writes over it; ``None`` before it has written a part that is long enough to tell.
     """
 
     info: LinkInfo
     serves: dict[int, RankServe] = field(default_factory=dict)
     stream: int = 0
     pace: LinkPace = field(default_factory=LinkPace)
+    costs: WayCosts | None = None
 
     def banded(self, request: m.FetchRequest) -> bool:
         """Return whether bands of layers pay off for a request; the side that moves the parts knows how fast the link is."""
         if self.info.mode != "write":
             return request.banded
         return self.pace.slow((request.tokens - request.start) * self.info.planner.token_bytes)
+
+    def wrote(self, done: Moved, now: float) -> None:
+        """Record that this side has moved a part, which tells how fast it writes over the link."""
+        self.pace.took(done.nbytes, done.seconds, now)
+        if done.way is not None and self.info.mode == "write":
+            self.costs = self.costs or way_costs(self.info)
+            self.costs.took(done.way, done.own_seconds)
+
+    def cost(self, request: m.FetchRequest, plan: CopyPlan) -> LinkCost | None:
+        """Return the costs by which the way of a part is chosen: of the side that has seen whole parts move."""
+        if self.info.mode != "write" or self.costs is None or plan.nbytes <= LEAST:
+            return request.cost
+        return self.costs.ask(plan.rows, plan.nbytes)
 
 
 class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):

@@ -14,6 +14,7 @@ from typing import assert_never
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.leased_offers import LeasedOffers
 from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, RankServe, follows
 from kvxfer.protocol.readers import ReaderState
@@ -222,6 +223,11 @@ class ProducerMachine:
         """Return whether the engine is still to hear that the transfer is released."""
         h = self._records.get(transfer)
         return (h is not None and h.known) or transfer in self._offers.releases
+
+    def cost(self, link: LinkId) -> LinkCost | None:
+        """Return what things have been found to cost when this side writes over a link; ``None`` if it has written nothing. Any thread."""
+        known = self._links.get(link)
+        return None if known is None or known.costs is None else known.costs.known()
 
     def serving(self, link: LinkId) -> bool:
         """Return whether something was announced over the link and has not ended."""

@@ -138,9 +138,9 @@ class Serves:
         try:
             if serve.cut and serve.begins_with_cut(span):
                 parts = serve.cut
-            elif not info.unattended:
+            elif not info.unattended or serve.request.cost is not None:  # with costs, it may go staged after all
                 plan = plan_for(serve, info, offer, span, final)
-                parts = tuple(cut(span, plan, info))
+                parts = tuple(cut(span, plan, info, serve.request.cost))
             if serve.revocations is None:
                 serve.revocations = self._revocations.vouch(serve.request.transfer)
             if serve.state is S.WAITING and serve.request.moving:
@@ -232,7 +232,7 @@ class Serves:
         if done.failure is None:
             serve.moved += done.nbytes
             if done.ref.link in self.links:
-                self.links[done.ref.link].pace.took(done.nbytes, done.seconds, now)
+                self.links[done.ref.link].wrote(done, now)
             if ready is not None and serve.state is S.SERVING:
                 out.append(Send(serve.link, ready))
             out += self.advance(serve, now)

@@ -14,6 +14,7 @@ from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.identity import Generation, Source, TransferId
 from kvxfer.memory import Side
+from kvxfer.protocol.cost import PartWay
 from kvxfer.protocol.messages import Message
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
@@ -191,7 +192,8 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
         planner: Plans copies between the two caches.
         peer: The other agent's epoch.
         piece_bytes: The size of a staged piece that both sides agreed on.
-        stage_below: A part goes staged if its pattern rows are shorter than this many bytes on average; 0 means never.
+        stage_below: A part goes staged if its rows are shorter than this many bytes on average, as a first guess (``parts.ways``); 0 means
+            never.
         integrity: How much of what moves is hashed on both sides.
         revocations: On a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here.
         name: The peer's name for operators.
@@ -332,6 +334,8 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
         collateral: Whether it ended for no fault of its own, so that another attempt may follow: its link broke under something else, or
             its consumer held a slot of staging memory for too long while others waited for one.
         seconds: Seconds since the data thread began with the part.
+        way: The way that it went, if it was long enough to tell what ways cost.
+        own_seconds: The same without what other parts had of that time: of a time in which several are under way, each has an equal share.
         checksum: The checksum of ``Move.check``, if it was made on the way; ``None`` if it is still to be made.
     """
 
@@ -342,6 +346,8 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     collateral: bool = False
     seconds: float = 0.0
     checksum: int | None = None
+    way: PartWay | None = None
+    own_seconds: float = 0.0
 
 
 class Moving(msgspec.Struct, frozen=True):

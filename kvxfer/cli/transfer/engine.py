@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvxfer.cli.costs import figures
 from kvxfer.cli.transfer.meeting import WAIT_S, Meeting
 from kvxfer.cli.transfer.raw import Raw, find
 from kvxfer.cli.transfer.shapes import Memory, Model, Pool
@@ -303,6 +304,11 @@ class BenchEngine:
     def _spec(self, number: int, dst: Ints, source: Source) -> Fetch:
         tokens = len(dst) * self._pool.cache.groups[0].block_tokens
         return Fetch(str(number), TransferId("bench", number), b"d", source, BlockTable.of([dst]), 0, tokens)
+
+    def cost(self) -> dict[str, float]:
+        """Return what things have cost on the link of the unchecked transfers."""
+        agent, _ = self._agents["off"]
+        return figures(next((link.cost for link in agent.links()), None))
 
     # --- both ------------------------------------------------------------------------------------------------------
 

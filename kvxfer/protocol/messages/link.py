@@ -26,7 +26,8 @@ class Hello(WireMessage, frozen=True, tag="hello"):
         mode: How the consumer uses the back end.
         piece_bytes: The size of its staged pieces.
         facts: What all KV of the consumer depends on (``kvxfer.facts``).
-        stage_below: Parts whose rows have fewer bytes on average must come staged.
+        stage_below: Parts whose rows have fewer bytes on average come staged, unless ``FetchRequest.cost`` says better. Those that have
+            fewer than a 64th of it must.
     """
 
     protocol: int

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
+from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.messages.bounds import (
     NO_CHECKSUM,
     Band,
@@ -52,6 +53,8 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
         offered: See ``Fetch``.
         enough: See ``Fetch``.
         banded: Whether parts of single bands of layers are wanted, because the link is slow; else each part holds all layers.
+        cost: What the consumer has found things to cost on the link, or what the producer is to act on as if it were that, to try another
+            way than the best one; ``None``: the first guess of both sides decides how parts go.
     """
 
     transfer: TransferId
@@ -67,6 +70,7 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     offered: bool = False
     enough: Count = 0
     banded: bool = False
+    cost: LinkCost | None = None
 
 
 class PartReady(WireMessage, frozen=True, tag="part"):
