@@ -208,7 +208,14 @@ class Loads:
         return bool(news)
 
     def wait_alone(self) -> bool:
-        """Wait for async loads while the engine has nothing else to do; see ``SchedulerSide.wait_alone``."""
+        """Wait for a load to end, if all requests of the engine wait for loads. Call it in a step that computes nothing.
+
+        Call it behind ``SchedulerSide.step``, whose result goes to the workers afterwards. It returns once a load has ended, something has
+        arrived or 50 ms are over; call ``report`` next.
+
+        Returns:
+            Whether there was nothing but loads to wait for. If not, or if that step says what workers must hear at once, it has not waited.
+        """
         if not (self.under_way and self._dispatch.told and self._dispatch.direct and self.alone.now):
             return False
         for _ in range(LOOKS):

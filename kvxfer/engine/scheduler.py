@@ -65,7 +65,7 @@ class SchedulerSide(Requests):
             later, as an attribute.
         wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon; until then
             ``waiting`` is true. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
-        queue: The engine's requests. With it, while all of them wait for loads, ``loadable`` and ``wait_alone`` wait for up to 50 ms,
+        queue: The engine's requests. With it, while all of them wait for loads, ``loadable`` and ``loads.wait_alone`` wait for up to 50 ms,
             until a load ends or something arrives. None: they do not.
 
     Attributes:
@@ -145,17 +145,6 @@ class SchedulerSide(Requests):
         commands = self._schedule.commands()
         self.offers.shipped()
         return self._dispatch.step(commands, renewals, self.loads.prefetches.copies(), self.offers.over())
-
-    def wait_alone(self) -> bool:
-        """Wait for a load to end, if all requests of the engine wait for loads (``queue``). Call it in a step that computes nothing.
-
-        Call it behind ``step()``, whose result goes to the workers afterwards. It returns once a load has ended, something has arrived
-        or 50 ms are over; call ``report`` next.
-
-        Returns:
-            Whether there was nothing but loads to wait for. If not, or if that step says what workers must hear at once, it has not waited.
-        """
-        return self.loads.wait_alone()
 
     def short_of_blocks(self) -> None:
         """Record that the engine cannot admit or continue a request for want of blocks. Call it before ``step``.

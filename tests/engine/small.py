@@ -331,7 +331,7 @@ class Engine:
         batch = [work for request in list(self.waiting) if (work := self.plan(request, budget)) is not None]
         said = self.side.step()
         if not batch:
-            self.side.wait_alone()
+            self.side.loads.wait_alone()
         step = pickle.loads(pickle.dumps(said))
         for worker in self.workers:
             worker.begin(step)

@@ -142,7 +142,7 @@ def test_beside_the_steps_a_load_that_ends_ends_the_wait(d: Consumer) -> None:
     d.moves("a", 1)
     d.side.step()
     d.came, d.until = [result("a", 0)], 5
-    assert d.side.wait_alone() and d.looks == 5
+    assert d.side.loads.wait_alone() and d.looks == 5
     assert d.side.report(Report()).loaded == {"a"}
 
 
@@ -153,12 +153,12 @@ def test_a_load_that_fails_ends_the_wait_and_steps_go_on_until_one_has_reported_
     d.side.step()
     why = Failure(FailureKind.REVOKED, "it was taken away")
     d.came, d.until = [result("a", 0, why)], 5
-    assert d.side.wait_alone() and d.looks == 5
+    assert d.side.loads.wait_alone() and d.looks == 5
     assert not d.side.report(Report()).failed
     d.side.step()
-    assert d.side.wait_alone() and d.looks == 5
+    assert d.side.loads.wait_alone() and d.looks == 5
     assert d.side.report(Report(over={"a": {RANK}}, failed={"a": why})).failed == {"a": why}
-    assert not d.side.wait_alone(), "there is nothing to wait for"
+    assert not d.side.loads.wait_alone(), "there is nothing to wait for"
 
 
 def test_what_workers_must_hear_is_not_kept_from_them(d: Consumer) -> None:
@@ -167,13 +167,13 @@ def test_what_workers_must_hear_is_not_kept_from_them(d: Consumer) -> None:
         d.load(name)
         d.moves(name, first)
     d.side.step()
-    assert d.side.wait_alone()
+    assert d.side.loads.wait_alone()
     d.side.finished("a", BlockTable.of([[1, 2]]), False)
     d.requests -= 1
     assert d.side.step().commands.cancels
-    assert not d.side.wait_alone()
+    assert not d.side.loads.wait_alone()
     d.side.step()
-    assert d.side.wait_alone()
+    assert d.side.loads.wait_alone()
 
 
 def test_fetches_that_may_not_have_gone_ahead_are_not_kept_from_workers(d: Consumer) -> None:
@@ -182,6 +182,6 @@ def test_fetches_that_may_not_have_gone_ahead_are_not_kept_from_workers(d: Consu
     d.board.deaf = True
     d.moves("a", 1)
     d.side.step()
-    assert not d.side.wait_alone()
+    assert not d.side.loads.wait_alone()
     d.side.step()
-    assert d.side.wait_alone()
+    assert d.side.loads.wait_alone()

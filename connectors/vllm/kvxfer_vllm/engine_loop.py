@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from kvxfer.engine import EngineQueue
+from kvxfer_vllm import compat
+
 __all__ = ["EngineLoop"]
 
 
@@ -16,13 +19,26 @@ class EngineLoop:
     Attributes:
         wake: Wakes it; it makes no steps while it has no requests, and then hears nothing but its own input queue. Any thread may call
             it. None: there is no loop, or none that sleeps.
-        arriving: Returns whether something has come that it has not looked at yet: a request, an abort, a call. None: that is not known,
-            or other engines wait for each of its steps (data parallelism).
     """
 
     def __init__(self) -> None:
         self._core = _core()
-        self.wake, self.arriving = _waker(self._core), _arriving(self._core)
+        self.wake = _waker(self._core)
+
+    def queue(self, unfinished: Callable[[], int]) -> EngineQueue | None:
+        """Return what tells whether the engine has anything else to do than to wait for loads; ``None`` if that cannot be told.
+
+        It cannot if other engines wait for each of its steps (data parallelism), or if vLLM tells its connector of no request as it comes.
+
+        Args:
+            unfinished: Returns how many requests vLLM has that are not over.
+        """
+        inbox = getattr(self._core, "input_queue", None)
+        parallel = getattr(getattr(self._core, "vllm_config", None), "parallel_config", None)
+        alone = getattr(parallel, "data_parallel_size", 1) == 1
+        if not (isinstance(inbox, queue.Queue) and alone and compat.TELLS_ARRIVALS):
+            return None
+        return EngineQueue(unfinished, lambda: not inbox.empty())
 
     @property
     def stopping(self) -> bool:
@@ -41,14 +57,6 @@ def _waker(core: Any) -> Callable[[], None] | None:
     except (ImportError, AttributeError):
         return None
     return lambda: inbox.put_nowait((word, None))
-
-
-def _arriving(core: Any) -> Callable[[], bool] | None:
-    inbox = getattr(core, "input_queue", None)
-    parallel = getattr(getattr(core, "vllm_config", None), "parallel_config", None)
-    if not isinstance(inbox, queue.Queue) or getattr(parallel, "data_parallel_size", 1) > 1:
-        return None
-    return lambda: not inbox.empty()
 
 
 def _core() -> Any:

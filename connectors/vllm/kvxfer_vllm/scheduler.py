@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import BlockPins, EngineQueue, Report, SchedulerSide
+from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
@@ -84,8 +84,6 @@ class SchedulerHooks:
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
         loop = EngineLoop()
-        arriving = loop.arriving if compat.TELLS_ARRIVALS else None
-        queue = None if arriving is None else EngineQueue(self._unfinished, arriving)
         self.side = SchedulerSide(
             config,
             self._engine,
@@ -96,7 +94,7 @@ class SchedulerHooks:
             writes_early=self._writes_early,
             holds=self._cached.holds,
             wake=loop.wake,
-            queue=queue,
+            queue=loop.queue(lambda: sum(not one.over for one in self._requests.values())),
         )
         self._news = PrefixNews()
         self._stopping = Stopping(loop, self.side, config.drain, getattr(vllm_config, "shutdown_timeout", 0))
@@ -131,10 +129,6 @@ class SchedulerHooks:
     def _running(self, name: str) -> RequestFacts | None:
         facts = self._requests.get(name)
         return None if facts is None or facts.over else facts
-
-    def _unfinished(self) -> int:
-        """Return how many requests vLLM has that are not over."""
-        return sum(not facts.over for facts in self._requests.values())
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
@@ -260,8 +254,7 @@ class SchedulerHooks:
         self._unplaced, self._steps = 0, self._steps + 1
         step, self._next = self._next, StepMetadata()
         step.step, step.idle = self.side.step(), idle
-        if idle and step.silent:
-            step.waited = self.side.wait_alone()
+        step.waited = idle and step.silent and self.side.loads.wait_alone()
         self._holding_back = False
         return step
 
