@@ -186,11 +186,11 @@ def test_one_refused_request_does_not_lose_the_link(world: World) -> None:
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 def test_pages_of_an_elastic_cache_come_and_go_under_load(layouts: Any) -> None:
-    """Over TCP it copies through the addresses: all goes straight, and every byte is right."""
+    """Over TCP it copies through the addresses: parts may go straight, and every byte is right."""
     engines = two_here("mooncake", layouts, row=1 << 16)
     try:
         assert engines.move(200) == {"right": 200}
-        assert engines.staged is False
+        assert engines.ways[0], "some go staged as well, to learn what that costs"
     finally:
         engines.close()
 

@@ -194,10 +194,15 @@ class Two:
         return set(p("backends") | d("backends"))
 
     @property
+    def ways(self) -> tuple[bool, bool]:
+        """Whether anything went straight, and whether anything went staged."""
+        [(direct, staged), theirs] = [engine("staged") for engine in self._engines]
+        return direct or theirs[0], staged or theirs[1]
+
+    @property
     def staged(self) -> bool:
         """Whether all went staged; all or nothing is asserted."""
-        [(direct, staged), theirs] = [engine("staged") for engine in self._engines]
-        direct, staged = direct or theirs[0], staged or theirs[1]
+        direct, staged = self.ways
         assert direct is not staged, (direct, staged)
         return bool(staged)
 
