@@ -162,7 +162,7 @@ def test_a_checkout_takes_siblings_from_their_folders_and_a_release_names_them(
     hatchling("build", "-t", "sdist", "-d", str(tmp_path), folder=ROOT)
     monkeypatch.delenv("KVXFER_RELEASE")  # what is built from the sdist needs no such care
     with tarfile.open(tmp_path / f"kvxfer-{kvxfer.__version__}.tar.gz") as sdist:
-        sdist.extractall(tmp_path, filter="data")
+        sdist.extractall(tmp_path)
     released = metadata(tmp_path / f"kvxfer-{kvxfer.__version__}")
     assert released["optional-dependencies"]["zmq"] == [f"kvxfer-zmq=={kvxfer.__version__}"]
     assert released["optional-dependencies"]["vllm"] == [f"kvxfer-vllm=={kvxfer.__version__}"]

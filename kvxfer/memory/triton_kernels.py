@@ -56,8 +56,9 @@ def move_rows(
         word = tl.int16
     else:
         word = tl.int8
-    here = tl.multiple_of(memory.to(tl.pointer_type(word)), UNIT)
-    packed = tl.multiple_of(stream.to(tl.pointer_type(word)), UNIT)
+    # An address below 2**31 comes as an int32, which the interpreter cannot turn into a pointer.
+    here = tl.multiple_of(memory.to(tl.int64).to(tl.pointer_type(word)), UNIT)
+    packed = tl.multiple_of(stream.to(tl.int64).to(tl.pointer_type(word)), UNIT)
     tiles = tl.cdiv(n_rows, ROWS)
     for job in range(tl.program_id(0), n_segments * tiles * spans, tl.num_programs(0)):
         tile, segment, first = job // spans % tiles, job // (spans * tiles), job % spans * span
@@ -123,8 +124,8 @@ def digest_rows(
 ):
     """Add ``kvxfer.memory.checksum`` of rows that are units to ``out``: axis 1 is heads, axis 2 tokens."""
     PER: tl.constexpr = 2 if UNIT == 16 else 1
-    here = tl.multiple_of(memory.to(tl.pointer_type(tl.int64)), UNIT)
-    bytes_here, total = memory.to(tl.pointer_type(tl.uint8)), tl.zeros((), tl.int64)
+    here = tl.multiple_of(memory.to(tl.int64).to(tl.pointer_type(tl.int64)), UNIT)
+    bytes_here, total = memory.to(tl.int64).to(tl.pointer_type(tl.uint8)), tl.zeros((), tl.int64)
     tiles, n_words = tl.cdiv(n_rows, ROWS), tl.cdiv(nbytes, 8 * PER) * PER
     for job in range(tl.program_id(0), n_segments * tiles, tl.num_programs(0)):
         tile, segment = job % tiles, job // tiles

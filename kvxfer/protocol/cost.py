@@ -14,7 +14,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 
 __all__ = ["LEAST", "LinkCost", "PartWay", "WayCosts", "cheapest", "guess"]
@@ -52,7 +51,6 @@ HOST_BYTE_S, DEVICE_BYTE_S = 250e-12, 2.5e-12
 
 PART, DESCRIPTOR, PIECE, BYTE, ALONE, AMONG = range(6)
 
-Floats = npt.NDArray[np.float64]
 Cost = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer_vllm.params import digest_of
+from tests.schedule.ends import held
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import HYBRID, ours, prompt
@@ -200,7 +201,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
         ours(p.scheduler.connector)._sched.side._schedule.producer,
         ours(d.scheduler.connector)._sched.side.directory,
     )
-    [transfer] = tracker.held
+    [transfer] = held(tracker)
     before, epoch = p.free, p.address.epoch
     guessed, known = Named(transfer, b"guessed"), Named(transfer, digest_of(params))
 
@@ -219,7 +220,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
     assert p.agents[0].renewed == [transfer] and p.free == before
     decode(d, text, params, p)
     again = prefill(p, prompt(61))
-    [transfer] = tracker.held
+    [transfer] = held(tracker)
     before = p.free
     told.tell(p.address, Decline(epoch, (Named(transfer, digest_of(again)),), "not wanted"))
     step_until(lambda: p.free > before)
