@@ -17,6 +17,7 @@ from tests.e2e.models import (
     INTERMEDIATE,
     KV_HEADS,
     LATENT,
+    MLA,
     ROTATED,
     UNROTATED,
     Weights,
@@ -169,13 +170,7 @@ def write_delta_attention(folder: Path) -> None:
     config = {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
-        "num_key_value_heads": HEADS,
-        "head_dim": ROTATED,
-        "q_lora_rank": None,
-        "kv_lora_rank": LATENT,
-        "qk_rope_head_dim": ROTATED,
-        "qk_nope_head_dim": UNROTATED,
-        "v_head_dim": UNROTATED,
+        **MLA,
         "mla_use_nope": True,
         "linear_attn_config": {
             "kda_layers": [n for n in range(1, LAYERS + 1) if n % 2],  # counted from one

@@ -255,19 +255,24 @@ LATENT, ROTATED, UNROTATED = 512, 64, 128
 """Of ``write_mla``: what a token's KV is compressed to, and the parts of a head's query and key that positions rotate and do not.
 Kernels for MLA are made for the first two as DeepSeek has them."""
 
+MLA = {
+    "num_key_value_heads": HEADS,
+    "head_dim": ROTATED,
+    "q_lora_rank": None,
+    "kv_lora_rank": LATENT,
+    "qk_rope_head_dim": ROTATED,
+    "qk_nope_head_dim": UNROTATED,
+    "v_head_dim": UNROTATED,
+}
+"""The configuration of latents, which several models share."""
+
 
 def write_mla(folder: Path) -> None:
     """DeepSeek V2, likewise."""
     config = {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
-        "num_key_value_heads": HEADS,
-        "head_dim": ROTATED,
-        "q_lora_rank": None,
-        "kv_lora_rank": LATENT,
-        "qk_rope_head_dim": ROTATED,
-        "qk_nope_head_dim": UNROTATED,
-        "v_head_dim": UNROTATED,
+        **MLA,
         "first_k_dense_replace": LAYERS,
         "tie_word_embeddings": False,
     }
