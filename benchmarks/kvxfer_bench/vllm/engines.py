@@ -21,7 +21,7 @@ from kvxfer.cli.progress import Say, progress, silent
 from kvxfer.errors import ConfigError
 from kvxfer_bench.vllm.beside import LOADS, Beside, idle_cost
 from kvxfer_bench.vllm.kinds import FirstTokens, PromptCase, Prompts
-from kvxfer_bench.vllm.pairs import STOCK, ServerPair, Starter
+from kvxfer_bench.vllm.pairs import STOCK, ServerPair, Starter, parsed
 from kvxfer_bench.vllm.streams import busy
 from kvxfer_vllm.demo.model import SHAPES, Shape, write_shape
 from kvxfer_vllm.demo.routing import complete
@@ -31,6 +31,11 @@ START_S = 400.0
 OTHERS, OTHERS_TOKENS = 8, 1024
 """Requests that decode during loads, and the tokens that each decodes before another takes its place."""
 CASES = ["1024", "8192", "32768", "1024x16"]
+
+COMPARED = (
+    """Back ends to compare, with settings if wanted, such as 'nixl:{"blocks_outermost": false}'; """
+    f"{' and '.join(STOCK)} are vLLM's own connectors."
+)
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -129,7 +134,7 @@ def scatter(pair: ServerPair, prompts: Prompts, tokens: int) -> None:
 
 
 def compare_engines(
-    backends: Annotated[list[str], typer.Argument(help=f"Back ends to compare; {STOCK} is vLLM's own connector.")],
+    backends: Annotated[list[str], typer.Argument(help=COMPARED)],
     model: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "llama-3-8b",
     gpus: Annotated[
         str,
@@ -147,6 +152,9 @@ def compare_engines(
     plain: Annotated[
         bool, typer.Option(help="Also measure a server without a connector, on the decode servers' GPU.")
     ] = False,
+    cache_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens that each server's cache holds; 0: little more than the largest case.")
+    ] = 0,
     flags: Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")] = "",
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
 ) -> None:
@@ -157,6 +165,8 @@ def compare_engines(
     if model not in SHAPES:
         raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(SHAPES)}")
     shape, cases = SHAPES[model], [PromptCase.parse(text) for text in case]
+    for compared in backends:
+        parsed(compared)
     under = PromptCase.parse(str(beside)) if beside else None
     on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
     with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-engines-") as folder, ended_together() as begun:
@@ -164,7 +174,7 @@ def compare_engines(
         logs.mkdir(parents=True, exist_ok=True)
         write_shape(where, shape)
         decoding = max(others, OTHERS if under or plain else 0)
-        room = _room(cases, under, decoding)
+        room = max(cache_tokens, _room(cases, under, decoding))
         starter = Starter(where, logs, on, [*_flags(shape, cases, room, decoding, bool(on)), *flags.split()], begun)
         without = starter.plain() if plain else None
         pairs = {name: starter.pair(name, without) for name in backends}

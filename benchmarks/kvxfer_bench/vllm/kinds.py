@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.errors import ConfigError
-from kvxfer_bench.vllm.pairs import ServerPair
+from kvxfer_bench.vllm.pairs import AtOnce, ServerPair
 from kvxfer_bench.vllm.streams import Others, stream
 from kvxfer_vllm.demo.metrics import loaded_tokens, moving_seconds
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
@@ -101,21 +101,21 @@ class FirstTokens:
         if pair.plain is not None:
             self._time("plain_computed", pair.plain, self._fresh())
             self._time("prefill_computed", pair.prefill, self._fresh())
-        some = self._fresh()
+        some, names = self._fresh(), [uuid.uuid4().hex for _ in range(self._case.at_once)]
         begin = time.perf_counter()
-        told = offers(pair.prefill, some)
+        told = offers(pair.prefill, some, names)
         self._taken.setdefault("prefilled", []).append(time.perf_counter() - begin)
         before = moving_seconds(pair.decode)
-        loaded = self._time("loaded", pair.decode, some, told)
+        loaded = self._time("loaded", pair.decode, some, told, names)
         after = moving_seconds(pair.decode)
         if before is not None and after is not None:
             self._transfers.append((after - before) / self._case.at_once)
         for kind, span in (("least", least), ("loaded", loaded)):
             self._gaps[kind].append(decoding.during([span]))
-        if pair.address is not None:
-            self._taken.setdefault("together", []).append(_together(pair, pair.address, self._fresh()))
+        if pair.at_once is not None:
+            self._taken.setdefault("together", []).append(_together(pair, pair.at_once, self._fresh()))
             time.sleep(SETTLE_S)
-        self._loads += self._case.at_once * (1 + (pair.address is not None))
+        self._loads += self._case.at_once * (1 + (pair.at_once is not None))
 
     def found(self) -> dict[str, Any]:
         """Return medians of the rounds that count, in milliseconds.
@@ -148,10 +148,15 @@ class FirstTokens:
         return [self._prompts.of(length or self._case.tokens) for _ in range(self._case.at_once)]
 
     def _time(
-        self, kind: str, server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None
+        self,
+        kind: str,
+        server: Server,
+        some: Sequence[Prompt],
+        told: Sequence[Params] | None = None,
+        names: Sequence[str] | None = None,
     ) -> tuple[float, float]:
         begin = time.perf_counter()
-        end = first_tokens(server, some, told)
+        end = first_tokens(server, some, told, names)
         self._taken.setdefault(kind, []).append(end - begin)
         time.sleep(SETTLE_S)
         return begin, end
@@ -173,37 +178,46 @@ class FirstTokens:
         return {name: round(value, 2) for name, value in found.items()}
 
 
-def first_tokens(server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None) -> float:
+def first_tokens(
+    server: Server, some: Sequence[Prompt], told: Sequence[Params] | None = None, names: Sequence[str] | None = None
+) -> float:
     """Send all at once, each with its ``kv_transfer_params``; return when the last had its first token, by ``time.perf_counter``.
 
+    ``names``: their ``X-Request-Id``.
+
     Raises:
         ServerError: It failed one of them.
     """
+    none = [None] * len(some)
     with ThreadPoolExecutor(len(some)) as pool:
-        return max(
-            pool.map(lambda prompt, params: next(stream(server, prompt, 1, params)), some, told or [None] * len(some))
-        )
+        firsts = pool.map(lambda *one: next(stream(server, one[0], 1, *one[1:])), some, told or none, names or none)
+        return max(firsts)
 
 
-def offers(server: Server, some: Sequence[Prompt]) -> list[Params]:
+def offers(server: Server, some: Sequence[Prompt], names: Sequence[str] | None = None) -> list[Params]:
     """Have a prefill server compute all at once; return what it says of the KV of each.
 
+    ``names``: their ``X-Request-Id``, by which vLLM's push connector knows them again at the decode server.
+
     Raises:
         ServerError: It failed one of them.
     """
     with ThreadPoolExecutor(len(some)) as pool:
-        return list(pool.map(lambda prompt: complete(server, prompt, 1, PREFILL_PARAMS).kv_transfer_params, some))
+        told = pool.map(
+            lambda prompt, name: complete(server, prompt, 1, PREFILL_PARAMS, name=name).kv_transfer_params,
+            some,
+            names or [None] * len(some),
+        )
+        return list(told)
 
 
-def _together(pair: ServerPair, address: tuple[str, int], some: Sequence[Prompt]) -> float:
+def _together(pair: ServerPair, at_once: AtOnce, some: Sequence[Prompt]) -> float:
     """Send each to both servers at the same time; return seconds until the last first token at the decode server."""
-    host, port = address
     names = [uuid.uuid4().hex for _ in some]
-    there = [{"do_remote_decode": True, "transfer_id": name} for name in names]
-    here = [{"do_remote_prefill": True, "transfer_id": n, "remote_host": host, "remote_port": port} for n in names]
+    told = [at_once(name) for name in names]
     begin = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
-        prefill = pool.submit(first_tokens, pair.prefill, some, there)
-        end = first_tokens(pair.decode, some, here)
+        prefill = pool.submit(first_tokens, pair.prefill, some, [there for there, _ in told], names)
+        end = first_tokens(pair.decode, some, [here for _, here in told], names)
         prefill.result()
     return end - begin

@@ -15,11 +15,15 @@ from kvxfer_vllm.demo.servers import MODEL_NAME, Server
 
 
 def stream(
-    server: Server, prompt: str | Sequence[int], tokens: int, params: Mapping[str, Any] | None = None
+    server: Server,
+    prompt: str | Sequence[int],
+    tokens: int,
+    params: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> Iterator[float]:
     """Yield when each piece of an answer to a text, or to token ids, has come, by ``time.perf_counter``.
 
-    ``params`` are ``kv_transfer_params``.
+    ``params`` are ``kv_transfer_params``, ``name`` is the ``X-Request-Id``.
 
     Raises:
         ServerError: It failed the request.
@@ -32,9 +36,10 @@ def stream(
         "ignore_eos": True,
     }
     body |= {"stream": True} | ({} if params is None else {"kv_transfer_params": params})
+    headers = {"Content-Type": "application/json"} | ({} if name is None else {"X-Request-Id": name})
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
             raise server.error(f"answered {answer.status}: {answer.read(500).decode(errors='replace')}")
@@ -43,6 +48,8 @@ def stream(
                 if b'"error"' in line:
                     raise server.error(f"failed a request: {line[:500].decode(errors='replace')}")
                 yield time.perf_counter()
+    except (OSError, http.client.HTTPException) as error:
+        raise server.error(f"did not answer a request: {error!r}") from None
     finally:
         connection.close()
 

@@ -21,12 +21,18 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: makes the words o
 
 @dataclass(frozen=True)
 class Model:
-    """One rank's share of a model's cache. ``head_bytes`` is the size of one head of one token, K and V together."""
+    """One rank's share of a model's cache.
+
+    Attributes:
+        head_bytes: The size of one head of one token, K and V together.
+        outermost: Whether all blocks of a layer lie side by side, or all layers of a block.
+    """
 
     layers: int
     heads: int
     head_bytes: int
     block_tokens: int
+    outermost: Literal["layers", "blocks"] = "layers"
 
     @property
     def page(self) -> int:
@@ -64,6 +70,7 @@ class Request:
 MODELS = {
     # K|V packed, bf16, head size 128; DeepSeek's latent is 512 + 64 values without heads.
     "llama-3-8b": Model(32, 8, 512, 16),
+    "llama-3-8b-blocks": Model(32, 8, 512, 16, "blocks"),  # the same with blocks outermost: rows of 2 MiB
     "llama-3-70b-tp4": Model(80, 2, 512, 16),
     "deepseek-mla": Model(61, 1, 1152, 64),
     "pages-of-16k": Model(1, 1, 1024, 16),  # not a model: pages for comparing transports
@@ -72,7 +79,7 @@ MODELS = {
 
 
 class Pool:
-    """A cache of ``blocks`` blocks on ``device`` in one allocation, with layers outermost and token-major blocks."""
+    """A cache of ``blocks`` blocks on ``device`` in one allocation, with token-major blocks."""
 
     def __init__(self, model: Model, blocks: int, device: str, memory: Memory = "plain") -> None:
         self.model, self.blocks, self.device = model, blocks, device
@@ -94,11 +101,17 @@ class Pool:
 
     def _describe(self, region: Region) -> Cache:
         m = self.model
-        offsets = tuple(i * self.blocks * m.page for i in range(m.layers))
+        by_layer, by_block = self._strides()
+        offsets = tuple(i * by_layer * m.page for i in range(m.layers))
         layers = tuple(f"layer.{i}" for i in range(m.layers))
         heads = Heads(0, m.heads, m.heads, m.head_bytes) if m.heads > 1 else None
-        view = View("kv", 0, layers, offsets, self.blocks, m.page, m.head_bytes, "bench", heads, m.heads * m.head_bytes)
+        block, token = by_block * m.page, m.heads * m.head_bytes
+        view = View("kv", 0, layers, offsets, self.blocks, block, m.head_bytes, "bench", heads, token)
         return Cache((region,), (Group(m.block_tokens),), (view,))
+
+    def _strides(self) -> tuple[int, int]:
+        """Return how many pages lie from one layer to the next, and from one block to the next."""
+        return (self.blocks, 1) if self.model.outermost == "layers" else (1, self.model.layers)
 
     def fill(self) -> None:
         """Set word i to i times a constant."""
@@ -118,12 +131,13 @@ class Pool:
         """Return whether our blocks ``mine`` hold, bit for bit, what ``fill`` wrote to the blocks ``theirs`` of such a pool."""
         xp: Any = self._torch if self._torch is not None else np
         per_page = self.model.page // 8
-        pages = self.words.reshape(self.model.layers, self.blocks, per_page)
+        by_layer, by_block = self._strides()
+        pages = self.words.reshape(-1, per_page)
         word = xp.arange(per_page) if self._torch is None else xp.arange(per_page, device=self.device)
-        at_mine, first = self._put(mine), self._put(theirs * per_page)[:, None]
+        at_mine, first = self._put(mine * by_block), self._put(theirs * by_block * per_page)[:, None]
         for layer in range(self.model.layers):
-            want = (first + word[None, :] + layer * self.blocks * per_page) * _GOLDEN
-            if not bool((pages[layer][at_mine] == want).all()):
+            want = (first + word[None, :] + layer * by_layer * per_page) * _GOLDEN
+            if not bool((pages[at_mine + layer * by_layer] == want).all()):
                 return False
         return True
 

@@ -35,8 +35,11 @@ def complete(
     kv_transfer_params: dict[str, Any] | None = None,
     timeout: float = 60.0,
     rank: int | None = None,
+    name: str | None = None,
 ) -> Generated:
     """Return one greedy completion, exactly `max_tokens` long, of a text or of token ids, by a data-parallel rank or any.
+
+    ``name`` is its ``X-Request-Id``, if it has one.
 
     Raises:
         ServerError: The server fails it.
@@ -53,6 +56,7 @@ def complete(
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = kv_transfer_params
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    headers |= {} if name is None else {"X-Request-Id": name}
     answer = server.post("/v1/completions", body, timeout, headers)
     return Generated(
         prompt_tokens=answer["usage"]["prompt_tokens"],
