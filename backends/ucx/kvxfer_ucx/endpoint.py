@@ -27,7 +27,7 @@ class Endpoint(EndpointBase, frozen=True):
     """
 
     backend = "ucx"
-    format = 4
+    format = 5
     trusted = frozenset({"address"})
 
     address: Annotated[bytes, Meta(max_length=1 << 16)]

@@ -79,6 +79,10 @@ class Half:
             return TRUNCATED
         return self.data.status or (OK if self.ack is None else self.ack.status)
 
+    def moved(self) -> int:
+        """Return the bytes of its messages that have ended, as far as is known."""
+        return 0 if self.data is None else self.data.moved()
+
     def cancel(self) -> None:
         for posted in (self.data, self.ack):
             if posted is not None:
@@ -153,6 +157,10 @@ class Link:
         ended = self._start() if self._open and self.broken is None else []
         self._interval = FENCE_INTERVAL_S[0]
         return ended
+
+    def moved(self, number: int) -> int:
+        """Return how many bytes of a batch have moved, as far as is known."""
+        return next((half.moved() for half in self._going if half.number == number), 0)
 
     def due(self, now: float) -> float:
         """When ``step`` has to be called although UCX reports nothing."""
@@ -283,11 +291,13 @@ class Link:
     def _post(self, half: Half) -> None:
         self._going.append(half)
         if half.verb is Verb.RECV:
-            half.data = self._messages.receive(half.pieces, self._tag(self.mine, _DATA, half.stream), self.plain)
+            half.data = self._messages.receive(
+                half.pieces, half.nbytes, self._tag(self.mine, _DATA, half.stream), self.plain
+            )
             return
         half.ack = self._messages.hear(self._tag(self.mine, _ACK, half.stream))
         tag = self._tag(self.theirs, _DATA, half.stream)
-        half.data = self._messages.send(self._handle, half.pieces, tag, self.plain)
+        half.data = self._messages.send(self._handle, half.pieces, half.nbytes, tag, self.plain)
 
     def _finish(self, now: float) -> list[Completion]:
         """Take out what has ended by itself."""

@@ -204,6 +204,9 @@ class UcxTransport(Base[Endpoint, Link]):
         why = f"batch {number} was aborted on this side, which ends the link: UCX cannot take back a message"
         link.fail(TransportError(why), time.monotonic())
 
+    def batch_moved(self, number: int, link: Link) -> int:
+        return link.moved(number)
+
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         self._liveness.handle(readable)
         self._awake.update(c for c in readable if isinstance(c, Connection))
