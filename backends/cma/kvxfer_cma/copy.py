@@ -40,6 +40,9 @@ class Copy(Protocol):
             OSError: The kernel does not copy; then the copy is over.
         """
 
+    def moved(self) -> int:
+        """Return how many bytes have been moved."""
+
     def drop(self) -> None:
         """Touch no registered memory of this side from now on."""
 
@@ -52,8 +55,8 @@ class DirectCopy:
         self._pool = pool
         longest = int(lengths.max(initial=1))
         runs_a_step = min(STEP_BYTES // longest, IOV_MAX - 1)
-        n, nbytes = len(lengths), int(lengths.sum())
-        shares = max(1, min(pool.shares(nbytes), n))
+        n, self._nbytes = len(lengths), int(lengths.sum())
+        shares = max(1, min(pool.shares(self._nbytes), n))
         cuts = [n * i // shares for i in range(shares + 1)]
         self._shares = [
             _Share(
@@ -72,6 +75,9 @@ class DirectCopy:
         self._shares = [share for share in self._shares if share.left]
         return CopyStep.MORE if self._shares else CopyStep.DONE
 
+    def moved(self) -> int:
+        return self._nbytes - sum(share.left_bytes for share in self._shares)
+
     def drop(self) -> None:
         """Nothing to do: no step is under way."""
 
@@ -87,6 +93,10 @@ class _Share:
     @property
     def left(self) -> bool:
         return self._at < self._end
+
+    @property
+    def left_bytes(self) -> int:
+        return self._local.nbytes(self._at, self._end)
 
     def step(self) -> None:
         lo = self._at

@@ -189,7 +189,7 @@ class Relayed:
         lengths, local, remote_offsets = split_long(PIECE_BYTES, lengths, local, remote_offsets)
         self._asker, self._write, self._memory = asker, write, memory
         self._local, self._table = Pieces(local, lengths), np.stack([remote_offsets, lengths], axis=1)
-        self._at, self._end = 0, len(lengths)
+        self._at, self._end, self._nbytes = 0, len(lengths), int(lengths.sum())
         self._runs_a_slot = min(DATA_BYTES // int(lengths.max(initial=1)), IOV_MAX)
         self._asked: dict[int, tuple[int, int]] = {}  # slot -> runs [lo, hi)
         self._error: Exception | None = None
@@ -222,6 +222,10 @@ class Relayed:
                 self._asker.slots.empty(slot, self._local, *runs)
             except OSError as e:
                 self._error = e
+
+    def moved(self) -> int:
+        left = [(self._at, self._end), *self._asked.values()]
+        return self._nbytes - sum(self._local.nbytes(lo, hi) for lo, hi in left)
 
     def drop(self) -> None:
         self._at = self._end

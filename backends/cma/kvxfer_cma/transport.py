@@ -170,6 +170,10 @@ class CmaTransport(Base[Endpoint, Link]):
     def stop(self, number: int, link: Link) -> None:
         self._end(number, TransportError(f"the batch with {link.peer} was aborted on this side"))
 
+    def batch_moved(self, number: int, link: Link) -> int:
+        copy = self._jobs[number].copy
+        return 0 if copy is None else copy.moved()
+
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         until = time.monotonic() + BUDGET_S
         while True:

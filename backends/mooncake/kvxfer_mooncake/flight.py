@@ -40,6 +40,7 @@ class Flight:
         self._next = 0
         self._posted: dict[int, int] = {}  # bytes of each request
         self._posted_bytes = 0
+        self._moved = 0
         self._posted_at = time.monotonic()  # the last time; at first, when the batch was started
         self._after: int | None = link.looks  # of which looks a later one has to find the link up, before bytes move
         self._error: TransportError | None = None
@@ -70,6 +71,12 @@ class Flight:
             self._after = self._fence = None
             self._error = TransportError(f"{self._what} failed: {why}")
             self._error.__cause__ = cause
+
+    def moved(self) -> int:
+        """Return the bytes of the requests that have ended."""
+        if self._error is None:
+            self._moved = sum(nbytes for _, _, nbytes in self._pieces[: self._next]) - self._posted_bytes
+        return self._moved
 
     def linger(self, engine: LibraryEngine) -> bool:
         """After the end: whether some requests have still not ended."""

@@ -152,6 +152,9 @@ class MooncakeTransport(Base[Endpoint, Link]):
     def stop(self, number: int, link: Link) -> None:
         self._flights[number].give_up("it was aborted", time.monotonic())
 
+    def batch_moved(self, number: int, link: Link) -> int:
+        return self._flights[number].moved()
+
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
         self._uninherited.look(now)

@@ -54,6 +54,7 @@ class Post:
     """This side's half of a batch.
 
     ``runs``: (address, bytes), none of them empty. ``taken``: how many of them are enqueued. ``mark``: set when all are.
+    ``behind``: how many runs of this direction were enqueued before them.
     """
 
     number: int
@@ -63,6 +64,7 @@ class Post:
     nbytes: int
     after: Fence | None
     taken: int = 0
+    behind: int = 0
     mark: Mark | None = None
 
 
@@ -91,6 +93,7 @@ class Direction:
         self.waiting: deque[Post] = deque()
         self.enqueued: deque[Post] = deque()  # of the last, some runs may be missing
         self._slices: deque[tuple[Mark, int]] = deque()  # what may still run, and its runs
+        self._handed = self._passed = 0  # runs: enqueued in all, and those that are known not to run any more
         self.pipe: Pipe | None = None
         self.opening: Task[None] | None = None
         self.joined = True  # whether the other side has come as far as this one needs
@@ -127,6 +130,11 @@ class Direction:
             self._harvest(now)
             self._listen(now)
         return self._due(now)
+
+    def bytes_moved(self, number: int) -> int:
+        """Return the bytes of the runs of a batch that the stream has passed."""
+        post = next((post for post in self.enqueued if post.number == number), None)
+        return 0 if post is None else sum(n for _, n in post.runs[: max(self._passed - post.behind, 0)])
 
     def give_up(self) -> tuple[list[Post], list[Post], Task[None] | None]:
         """End everything, except that a communicator that is being made has to be made first, by ``leave``.
@@ -176,6 +184,7 @@ class Direction:
         burial = self.tools.bury(self.pipe)
         self.pipe = self.opening = None
         self._slices.clear()
+        self._passed = self._handed
         return burial
 
     def _enqueue(self) -> None:
@@ -193,6 +202,7 @@ class Direction:
                         return
                 # Whatever comes of it, the stream may touch its memory from now on.
                 self.enqueued.append(self.waiting.popleft())
+                self.enqueued[-1].behind = self._handed
             self._enqueue_some(self.enqueued[-1])
 
     def _enqueue_some(self, post: Post) -> None:
@@ -201,6 +211,7 @@ class Direction:
         if runs:
             self.pipe.move(runs)
         post.taken += len(runs)
+        self._handed += len(runs)
         mark = self.pipe.mark()
         self._slices.append((mark, len(runs)))
         if post.taken == len(post.runs):
@@ -214,7 +225,7 @@ class Direction:
 
     def _room(self) -> bool:
         while self._slices and self._slices[0][0].passed():
-            self._slices.popleft()
+            self._passed += self._slices.popleft()[1]
         return sum(runs for _, runs in self._slices) <= RUNS - GROUPED
 
     def _tell(self, post: Post) -> None:

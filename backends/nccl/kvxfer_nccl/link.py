@@ -96,6 +96,10 @@ class Link:
     def direction(self, verb: Verb) -> Direction:
         return self._sender if verb is Verb.SEND else self._receiver
 
+    def bytes_moved(self, number: int) -> int:
+        """Return how many bytes of a batch have moved, as far as is known."""
+        return self._sender.bytes_moved(number) or self._receiver.bytes_moved(number)
+
     def post(self, post: Post) -> None:
         if self.broken is not None:
             self._complete(Completion(post.number, self._error(post)))

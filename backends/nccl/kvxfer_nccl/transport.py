@@ -183,6 +183,9 @@ class NcclTransport(Base[Endpoint, Link]):
         link.end(TransportError(why), "the other side aborted a batch, which ends all of the link")
         self._wake(link.number)
 
+    def batch_moved(self, number: int, link: Link) -> int:
+        return link.bytes_moved(number)
+
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
         hot = {key for key in readable if isinstance(key, int)}

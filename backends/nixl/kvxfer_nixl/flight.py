@@ -40,8 +40,9 @@ LINK_S = (0.005, 0.05)
 
 @dataclass
 class _Posted:
-    """What became of a piece: ``handle``, unless none could be made; why it could not, or could not be posted."""
+    """What became of a piece, the descriptors ``rows``: ``handle``, unless none could be made; why it could not, or could not be posted."""
 
+    rows: slice
     handle: int | None = None
     done: bool = False
     error: TransportError | None = None
@@ -64,7 +65,8 @@ class Flight:
         self._operation, self._fence, self._pool = operation, fence, pool
         self._local, self._remote, self._cuts = _pieces(local, remote, pool)
         self._start = 0
-        self._handles: list[int] = []
+        self._handles: dict[int, slice] = {}  # with the rows of each piece
+        self._moved = 0
         self._posted = time.monotonic()  # the last time; at first, when the batch was started
         self._error: TransportError | None = None
         self._earliest, self._latest = 0.0, 0.0
@@ -95,6 +97,14 @@ class Flight:
             what = f"{self._operation.upper()} of {int(lengths.sum())} bytes in {len(lengths)} runs with {self.link}"
             self._error = TransportError(f"{what} failed: {why}")
             self._error.__cause__ = cause
+
+    def moved(self) -> int:
+        """Return the bytes of the pieces that NIXL is done with."""
+        if self._error is None:
+            sizes = self._local[1][:, 1]
+            under_way = sum(int(sizes[rows].sum()) for rows in self._handles.values())
+            self._moved = int(sizes[: self._start].sum()) - under_way
+        return self._moved
 
     def linger(self) -> bool:
         """After the end: whether NIXL is still not done."""
@@ -135,29 +145,30 @@ class Flight:
         on_host = not (self._local[0] or self._remote[0])
         while self._cuts and len(self._handles) < WINDOW and self._error is None and time.monotonic() < until:
             at_once = min(len(self._cuts), WINDOW - len(self._handles), self._pool.size if on_host else 1)
-            posted = [(self._next(), _Posted()) for _ in range(at_once)]
+            posted = [_Posted(self._next()) for _ in range(at_once)]
             try:
-                self._pool.do([partial(self._post_one, *each) for each in posted])
+                self._pool.do([partial(self._post_one, each) for each in posted])
             except RuntimeError:
                 if self._pool.size > 1:
                     raise
-                for piece, result in posted:  # the system gives no more threads; what none has tried is ours
-                    if result == _Posted():
-                        self._post_one(piece, result)
+                for piece in posted:  # the system gives no more threads; what none has tried is ours
+                    if piece == _Posted(piece.rows):
+                        self._post_one(piece)
             finally:
-                self._take_in([result for _, result in posted])
+                self._take_in(posted)
 
-    def _next(self) -> tuple[Side, Side]:
-        """Return the descriptors of the next piece."""
-        piece = slice(self._start, self._cuts.popleft())
-        self._start = piece.stop
-        return (self._local[0], self._local[1][piece]), (self._remote[0], self._remote[1][piece])
+    def _next(self) -> slice:
+        """Return the rows of the next piece."""
+        rows = slice(self._start, self._cuts.popleft())
+        self._start = rows.stop
+        return rows
 
-    def _post_one(self, piece: tuple[Side, Side], result: _Posted) -> None:
+    def _post_one(self, result: _Posted) -> None:
         """On any thread. NIXL binds what is made to a worker of the thread that makes it."""
         peer = self._peer
+        here, there = ((kind, table[result.rows]) for kind, table in (self._local, self._remote))
         try:
-            result.handle = peer.agent.prepare(self._operation, *piece, peer.name)
+            result.handle = peer.agent.prepare(self._operation, here, there, peer.name)
             result.done = peer.agent.post(result.handle)
         except TransportError as e:
             result.error = e
@@ -173,17 +184,17 @@ class Flight:
             elif r.done:
                 self._peer.agent.release(r.handle)
             else:
-                self._handles.append(r.handle)
+                self._handles[r.handle] = r.rows
 
     def _look(self) -> None:
         for handle in list(self._handles):
             agent = self._peer.agent
             try:
                 if agent.done(handle):
-                    self._handles.remove(handle)
+                    del self._handles[handle]
                     agent.release(handle)
             except TransportError as e:
-                self._handles.remove(handle)
+                del self._handles[handle]
                 self._break(handle, e)
 
     def _break(self, handle: int, error: TransportError) -> None:

@@ -244,6 +244,9 @@ class NixlTransport(Base[Endpoint, Link]):
     def stop(self, number: int, link: Link) -> None:
         self._flights[number].give_up("it was aborted", time.monotonic())
 
+    def batch_moved(self, number: int, link: Link) -> int:
+        return self._flights[number].moved()
+
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         self._liveness.handle(readable)
         for link in self.links.values():

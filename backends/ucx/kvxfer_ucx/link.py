@@ -79,10 +79,6 @@ class Half:
             return TRUNCATED
         return self.data.status or (OK if self.ack is None else self.ack.status)
 
-    def moved(self) -> int:
-        """Return the bytes of its messages that have ended, as far as is known."""
-        return 0 if self.data is None else self.data.moved()
-
     def cancel(self) -> None:
         for posted in (self.data, self.ack):
             if posted is not None:
@@ -159,8 +155,8 @@ class Link:
         return ended
 
     def moved(self, number: int) -> int:
-        """Return how many bytes of a batch have moved, as far as is known."""
-        return next((half.moved() for half in self._going if half.number == number), 0)
+        """Return the bytes of a batch's messages that have ended."""
+        return next((half.data.nbytes for half in self._going if half.number == number and half.data is not None), 0)
 
     def due(self, now: float) -> float:
         """When ``step`` has to be called although UCX reports nothing."""

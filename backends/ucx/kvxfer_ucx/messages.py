@@ -82,7 +82,8 @@ class News:
 class Posted:
     """Messages that were posted together: requests of UCX, with all that they point to.
 
-    ``status`` is the first that was not ``OK``, ``nbytes`` the bytes of messages that have ended well; both count once ``done``.
+    ``status`` is the first that was not ``OK``, and counts once ``done``. ``nbytes`` is the bytes of the messages that have been seen to
+    have ended well.
     """
 
     def __init__(self, messages: Messages, keep: object = None, receives: bool = False) -> None:
@@ -95,32 +96,22 @@ class Posted:
 
     def done(self) -> bool:
         """Whether UCX has ended all of them: it touches the memory no more."""
+        m = self._messages
         while self._requests:
-            if not self._over(*self._requests[0]):
+            request, nbytes = self._requests[0]
+            status = m._test_recv(request, m._info_ref) if self._receives else m._test(request)
+            if status == _IN_PROGRESS:
                 return False
             self._requests.popleft()
+            m._free(request)
+            self._add(status, nbytes)
         self._keep = None
         return True
-
-    def moved(self) -> int:
-        """Return the bytes of those messages that have ended well, in whichever order."""
-        self._requests = deque([posted for posted in self._requests if not self._over(*posted)])
-        return self.nbytes
 
     def cancel(self) -> None:
         """End receives that no message has met. Nothing else can be cancelled, least of all sends."""
         for request, _ in self._requests if self._receives else ():
             self._messages._cancel(self._messages._worker, request)
-
-    def _over(self, request: int, nbytes: int) -> bool:
-        """Whether UCX has ended a request, which is freed then."""
-        m = self._messages
-        status = m._test_recv(request, m._info_ref) if self._receives else m._test(request)
-        if status == _IN_PROGRESS:
-            return False
-        m._free(request)
-        self._add(status, nbytes)
-        return True
 
     def _take(self, request: int | None, nbytes: int = 0) -> None:
         """Take what a function of UCX returned: nothing when all is done already, a status, or a request."""
