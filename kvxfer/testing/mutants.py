@@ -133,6 +133,26 @@ class TellsEarly(Mutant):
         return []
 
 
+class TellsOfWhatIsToCome(Mutant):
+    """Tells of all bytes of a batch as soon as it has it."""
+
+    found_by = "test_what_is_told_has_moved"
+
+    def bytes_moved(self, batch: int) -> int:
+        return self.batches[batch].nbytes if batch in self.batches else 0
+
+
+class ForgetsWhatHasMoved(Mutant):
+    """Tells of bytes only every other time."""
+
+    found_by = "test_what_is_told_has_moved"
+    asked = 0
+
+    def bytes_moved(self, batch: int) -> int:
+        self.asked += 1
+        return super().bytes_moved(batch) + self.asked % 2
+
+
 class ResumesOnTheNextLink(Mutant):
     """What is left of an aborted batch goes on with the next link: its first bytes are zeroed here, or written again there."""
 

@@ -21,6 +21,7 @@ from kvxfer.testing.mutants import (
     DropsTheLastByte,
     FlipsAfterAGigabyte,
     ForgetsTheLastRun,
+    ForgetsWhatHasMoved,
     IgnoresAborts,
     IgnoresFences,
     LendsEverything,
@@ -32,6 +33,7 @@ from kvxfer.testing.mutants import (
     SpoilsEachThousandthBatch,
     SpoilsTheFiftiethLink,
     SwapsEqualRuns,
+    TellsOfWhatIsToCome,
     TellsTwice,
 )
 from kvxfer.transport import Transport
@@ -174,6 +176,7 @@ MUTANTS: list[tuple[type[Transport], str, dict[str, Any]]] = [
     (SpoilsAfterIdleTime, "test_idle_costs_nothing", {}),
     (DropsTheLastByte, "test_round_sizes", WAYS),
     (SwapsEqualRuns, "test_exactly_these_bytes", {**WAYS, "layout": "equal runs"}),
+    *((mutant, mutant.found_by, WAYS) for mutant in (TellsOfWhatIsToCome, ForgetsWhatHasMoved)),
     (LendsEverything, "test_memory_that_was_not_lent_is_out_of_reach", {"one_sided": TransferMode.READ}),
     (LendsEverything, "test_memory_that_was_not_lent_is_out_of_reach", {"one_sided": TransferMode.WRITE}),
 ]
