@@ -27,7 +27,10 @@ a connection for a batch that was aborted. Where a chunk ends a reader may have 
 
 @dataclass(eq=False)
 class Read:
-    """A batch that has not ended. ``left``: bytes that have not come; ``asks``: requests that have not been made."""
+    """A batch that has not ended.
+
+    ``left``: bytes that have not come; ``told``: those that have come, as was told; ``asks``: requests that have not been made.
+    """
 
     number: int
     local: Ints
@@ -37,6 +40,7 @@ class Read:
     after: Fence | None
     nbytes: int = 0
     left: int = 0
+    told: int = 0
     asks: deque[tuple[int, int]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -57,6 +61,11 @@ class Read:
             hi = min(lo + ASK_RUNS, int(np.searchsorted(ends, before + ASK_BYTES, side="right")))
             self.asks.append((lo, hi))
             lo = hi
+
+    def tell(self, come: int) -> int:
+        """Return how many bytes have come: of what the kernel had, some may be on their way through this process, and some no bytes of it."""
+        self.told = min(max(self.told, come), self.nbytes)
+        return self.told
 
     def chunk_bytes(self, connections: int) -> int:
         """Return how long the chunks of its requests are, which these connections share."""

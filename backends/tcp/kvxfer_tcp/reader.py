@@ -187,7 +187,7 @@ class Reader:
             return 0
         out = read.nbytes - read.left + sum(c.part_of(read) for c in self._connections)
         oldest = next((ask.read for ask in self._open.values()), None)
-        return out + sum(c.pipe.waiting for c in self._connections) if read is oldest else out
+        return read.tell(out + sum(c.pipe.waiting for c in self._connections) if read is oldest else out)
 
     def refused(self, request: int, why: str) -> None:
         """End the batch of a request that the peer does not serve.
