@@ -205,7 +205,7 @@ class ConsumerMachine:
         plan = rank.came(done)
         if done.failure is None:
             f.nbytes += done.nbytes
-            f.last = now
+            f.came(now)
             self._routes.moved(done, now)
             if plan is not None:
                 return [Hash(done.ref, plan, "destination")]
@@ -228,7 +228,8 @@ class ConsumerMachine:
         for ref, nbytes in news.parts:
             f, rank = self._attempts.tries.get(ref.attempt, (None, None))
             if f is not None and rank is not None and ref in rank.flight:
-                rank.coming[ref], f.last = nbytes, now
+                rank.coming[ref] = nbytes
+                f.came(now)
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
         """Handle the checksum of what has arrived with a part."""
@@ -301,7 +302,7 @@ class ConsumerMachine:
         if info.mode == "write" and not msg.piece_bytes:
             f.nbytes += plan.nbytes
             rank.came_bytes += plan.nbytes
-            f.last = now
+            f.came(now)
         return out + (rank.take(msg, info, plan) or self._complete(f, rank, now))
 
     def _begun(self, f: FetchRecord, now: float) -> None:
@@ -317,7 +318,7 @@ class ConsumerMachine:
         if rank.state in (S.REQUESTED, S.MOVING) and rank.remote_writes:
             self._begun(f, now)
             if rank.underway(msg):
-                f.last = now
+                f.came(now)
         return []
 
     def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:

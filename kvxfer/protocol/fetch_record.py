@@ -206,6 +206,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     announced: float = 0.0  # when the first part was announced
     arrived_at: float = 0.0  # when everything had arrived from all ranks
     last: float = 0.0  # when bytes had last come
+    gap: float = 0.0  # the longest time between two times at which bytes came, while something was on its way
     moving_since: float | None = None  # since when something has been on its way, or being checked; None: nothing is
     moved: float = 0.0  # the seconds before that in which something was
     begun: bool = False  # a part has been announced; the deadline was for that before, and is now for the outcome
@@ -231,6 +232,12 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     def arrived(self) -> int:
         """The token up to which all parts from all ranks are here."""
         return min((min(rank.arrived(self.spec.start), self.spec.tokens) for rank in self.rank_fetches), default=0)
+
+    def came(self, now: float) -> None:
+        """Record that bytes have come."""
+        if self.moving_since is not None:
+            self.gap = max(self.gap, now - max(self.last, self.moving_since))
+        self.last = now
 
     def part_over(self, now: float) -> None:
         """Record that a part has ended while more are to come; stop the time of moving if nothing else is on its way."""
@@ -261,7 +268,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
             return why
         more, still = any(rank.end is None for rank in self.rank_fetches), now - (self.last or self.announced)
         seen = any(rank.told_moved or rank.coming.keys() & rank.flight for rank in self.rank_fetches)
-        return enriched(why, came, announced, more, self.stages(now).moving, still, seen)
+        return enriched(why, came, announced, more, self.stages(now).moving, still, self.gap if seen else None)
 
     @property
     def enough(self) -> int:

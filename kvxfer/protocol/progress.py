@@ -38,10 +38,14 @@ def how_far(came: int, announced: int, more: bool, moving: float, still: float) 
     return f"{size(came)} of {whole} had come in {moving:.1f} s{rate}{since}"
 
 
-def enriched(why: Failure, came: int, announced: int, more: bool, moving: float, still: float, seen: bool) -> Failure:
+def enriched(
+    why: Failure, came: int, announced: int, more: bool, moving: float, still: float, gap: float | None
+) -> Failure:
     """Return a failure with how far its transfer had got, and with advice that follows from that.
 
-    ``seen``: whether the back end tells of bytes within a batch, so that none for a while means that it stands still.
+    ``gap``: the longest time in which nothing was told while something was on its way, of a back end that tells of bytes within a batch;
+    ``None`` of one that does not. A back end that tells of whole messages is silent while it moves one, so only a much longer time means
+    that the transfer stands still.
     """
     if why.kind not in TELLING:
         return why
@@ -54,10 +58,12 @@ def enriched(why: Failure, came: int, announced: int, more: bool, moving: float,
             "`kvxfer doctor --peer` why the link is not faster"
         )
     elif why.kind is FailureKind.TIMED_OUT and still > STILL_S and came < announced:
-        advice = "bytes stopped coming: check the producer's log, its host, and the network between the two hosts"
-        if not seen:
+        if gap is not None and still > 2 * gap:
+            advice = "bytes stopped coming: check the producer's log, its host, and the network between the two hosts"
+        else:
+            began = f": {size(came)} had come when the present message began, of" if came else ","
             advice = (
-                "the link is slow, or stands still, which this back end does not tell: `kvxfer doctor --peer` measures it; raise "
+                f"the link is slow, or stands still{began} which this back end does not tell: `kvxfer doctor --peer` measures it; raise "
                 "'transfer_timeout' if it is slow"
             )
     return Failure(why.kind, detail, why.peer, advice)

@@ -354,10 +354,11 @@ class Transport(ABC):
         """
 
     def bytes_moved(self, batch: int) -> int:
-        """Return how many bytes of a batch in flight have moved so far, if that is known; 0 if not.
+        """Return how many bytes of a batch in flight have moved so far, as far as that is known; 0 if nothing is.
 
-        The agent asks about once a second, for batches that take longer than that, so that a transfer that is late can say how far
-        it got.
+        Never more than have moved, and never less than before; the completion tells of the rest. Bytes count that the target's system has
+        taken. A library that tells only of whole messages does best with messages of some MiB. The agent asks about once a second, for
+        batches that take longer than that, so that a transfer that is late can say how far it got.
         """
         return 0
 

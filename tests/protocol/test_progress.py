@@ -46,6 +46,29 @@ def test_what_has_stopped_within_a_part_stands_still() -> None:
     assert "5 B of " in failure.detail and "nothing for 7.0 s" in failure.detail and "stopped coming" in failure.advice
 
 
+def test_silence_within_a_message_is_no_standstill() -> None:
+    """A back end that tells of whole messages, each of which takes seconds: the present one has taken no longer than the one before."""
+    asker = Asker()
+    move = asker.hear(10.0, final=True)
+    asker.machine.moving(Moving(((move.ref, 5),)), 14.0)
+    failure = asker.end(100.0)[1].outcome.failure
+    assert "5 B of " in failure.detail and "nothing for 4.0 s" in failure.detail
+    assert (
+        "slow, or stands still: 5 B had come when the present message began, of which this back end does not"
+        in failure.advice
+    )
+
+
+def test_time_in_which_nothing_was_on_its_way_is_no_silence() -> None:
+    asker = Asker()
+    first = asker.hear(10.0)
+    asker.machine.moved(Moved(first.ref, None, True, first.plan.nbytes), 10.5)
+    second = asker.hear(14.0, part=1)
+    asker.machine.moving(Moving(((second.ref, 5),)), 14.5)
+    failure = asker.end(100.0)[1].outcome.failure
+    assert "nothing for 3.5 s" in failure.detail and "stopped coming" in failure.advice
+
+
 def test_nothing_at_all() -> None:
     asker = Asker()
     move = asker.hear(10.0, final=True)

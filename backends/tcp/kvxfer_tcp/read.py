@@ -63,7 +63,7 @@ class Read:
             lo = hi
 
     def tell(self, come: int) -> int:
-        """Return how many bytes have come: of what the kernel had, some may be on their way through this process, and some no bytes of it."""
+        """Return how many bytes to tell of. What has left the kernel may not be counted yet, and nothing is taken back."""
         self.told = min(max(self.told, come), self.nbytes)
         return self.told
 
