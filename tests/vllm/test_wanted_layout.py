@@ -15,7 +15,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.values import Group
 from kvxfer_vllm.connector import KVXferConnector
 from kvxfer_vllm.migration import ConnectorConfig
-from kvxfer_vllm.wanted_layout import BLOCKS_OUTERMOST, loaded_by
+from kvxfer_vllm.wanted_layout import BLOCKS_OUTERMOST, whole_blocks
 from tests.vllm.cases import check, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import BLOCK, prompt
@@ -112,5 +112,5 @@ def test_loads_end_with_a_block_where_each_is_one_run(
 
 def test_a_part_of_a_long_block_is_loaded(monkeypatch: pytest.MonkeyPatch, on_cuda: None) -> None:
     groups = {tokens: [Group(tokens), Group(tokens, "window", 1000)] for tokens in (16, 64, 128)}
-    found = {tokens: loaded_by(config(), ConnectorConfig.from_mapping({}), some) for tokens, some in groups.items()}
+    found = {tokens: whole_blocks(config(), ConnectorConfig.from_mapping({}), some) for tokens, some in groups.items()}
     assert found == {16: 16, 64: 64, 128: 1}

@@ -28,7 +28,7 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.stats import COMPUTED, Reason
-from kvxfer_vllm.wanted_layout import loaded_by
+from kvxfer_vllm.wanted_layout import whole_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,7 +79,7 @@ class Arrivals:
         assert transfer is not None
         self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
         self._recurrent = any(group.kind == "state" for group in groups)
-        self._block_tokens, self._loaded_by = groups[0].block_tokens, loaded_by(vllm_config, config, groups)
+        self._block_tokens, self._loaded_by = groups[0].block_tokens, whole_blocks(vllm_config, config, groups)
         self._warned: set[str] = set()  # of adapters
         self.content, self.hints = RequestContent(vllm_config), HintNotes()
         self.model = sealed(side.facts)

@@ -14,7 +14,7 @@ from kvxfer_vllm.migration import ConnectorConfig
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["BLOCKS_OUTERMOST", "loaded_by", "wanted_layout"]
+__all__ = ["BLOCKS_OUTERMOST", "whole_blocks", "wanted_layout"]
 
 BLOCKS_OUTERMOST = "BLHNC"
 """All layers of a block lie side by side, so that a block is one run; within a layer each head's tokens do, so that ranks which hold some
@@ -24,7 +24,7 @@ FEW = 64
 """The most tokens that are computed here instead of being loaded, so that loads end with a block. A step takes about as long for one."""
 
 
-def loaded_by(vllm_config: VllmConfig, config: ConnectorConfig, groups: Sequence[Group]) -> int:
+def whole_blocks(vllm_config: VllmConfig, config: ConnectorConfig, groups: Sequence[Group]) -> int:
     """Return the number of tokens of which loads of at least as many are a multiple; 1 if they may end anywhere.
 
     Where all of a block is one run, the part of a block is a run for each head of each layer. Moving these takes longer than computing
