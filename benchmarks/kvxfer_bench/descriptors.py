@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-__all__ = ["compare", "descriptors"]
+__all__ = ["descriptors", "name_rows"]
 
 START_S = 60.0
 
@@ -47,7 +47,7 @@ def _serve(told: Connection, device: str, layers: int, rows: int, row_bytes: int
     told.recv()
 
 
-def compare(device: str, layers: int, rows: int, row_bytes: int, repeat: int) -> dict[str, Any]:
+def name_rows(device: str, layers: int, rows: int, row_bytes: int, repeat: int) -> dict[str, Any]:
     """Read scattered blocks of another process by each way, in turns.
 
     Args:
@@ -74,7 +74,7 @@ def compare(device: str, layers: int, rows: int, row_bytes: int, repeat: int) ->
         (np.arange(layers)[:, None] * cache.blocks + rng.permutation(cache.blocks)[:blocks]).ravel() for _ in range(2)
     )
 
-    def listed(address: int, number: int, ids: Any) -> Any:
+    def listed(ids: Any, address: int, number: int) -> Any:
         return np.column_stack(
             (address + ids * row_bytes, np.full(len(ids), row_bytes), np.full(len(ids), number))
         ).astype(np.uint64)
@@ -85,16 +85,16 @@ def compare(device: str, layers: int, rows: int, row_bytes: int, repeat: int) ->
         return np.column_stack((first, rest)).astype(np.uint64)
 
     def request() -> Any:
-        local = agent.get_xfer_descs(listed(*cache.where(), local_ids), cache.segment)
+        local = agent.get_xfer_descs(listed(local_ids, *cache.where()), cache.segment)
         return agent.initialize_xfer(
-            "READ", local, agent.get_xfer_descs(listed(*remote, remote_ids), cache.segment), peer
+            "READ", local, agent.get_xfer_descs(listed(remote_ids, *remote), cache.segment), peer
         )
 
     found: dict[str, dict[str, float]] = {"listed": {"setup_us": 0.0}}
     make: dict[str, Callable[[], Any]] = {"listed": request}
     every = np.arange(layers * cache.blocks)
     for name, sides in (
-        ("prepared", (listed(*cache.where(), every), listed(*remote, every))),
+        ("prepared", (listed(every, *cache.where()), listed(every, *remote))),
         ("strided", (strided(*cache.where()), strided(*remote))),
     ):
         begun = time.perf_counter()
@@ -147,4 +147,4 @@ def descriptors(
     for number in rows:
         if number % layers:
             raise typer.BadParameter(f"must be a multiple of {layers}, not {number}", param_hint="--rows")
-        typer.echo(json.dumps(compare(device, layers, number, row_bytes, repeat)))
+        typer.echo(json.dumps(name_rows(device, layers, number, row_bytes, repeat)))
