@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
-from kvxfer.identity import TransferId
+from kvxfer.identity import Generation, Handle, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.leased_offers import LeasedOffers
@@ -91,7 +91,7 @@ class ProducerMachine:
         return out
 
     def revoke(
-        self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float, kept: bool = False
+        self, transfer: TransferId, generation: Generation, why: Failure, gone: bool, now: float, kept: bool = False
     ) -> list[Action]:
         """Give up the blocks of this generation and of older ones.
 
@@ -110,7 +110,7 @@ class ProducerMachine:
         if transfer not in self._records and not gone:
             if transfer in self._offers.releases:
                 return []  # the coming release says the same
-            return [Emit(GenerationReleased("producer", transfer, str(transfer), generation))]
+            return [Emit(GenerationReleased("producer", transfer, Handle(str(transfer)), generation))]
         h = self._offers.record(transfer, now)
         if kept and gone and h.offer is not None and h.offer.generation == generation and h.tokens and h.served:
             return self._offers.shorten(h, h.offer, why, now)
