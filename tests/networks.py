@@ -112,10 +112,10 @@ def _ip(into: Sequence[str], *commands: str) -> None:
             raise OSError(f"ip {command}: {ran.stderr.strip()}")
 
 
-def on_slow_link(program: str, mbit: int, folder: Path) -> str:
-    """Run a program of Python whose loopback device carries ``mbit`` Mbit/s, and return what it prints."""
+def on_slow_link(program: str, mbit: int, folder: Path, mtu: int = 1500) -> str:
+    """Run a program of Python whose loopback device carries ``mbit`` Mbit/s in packets of ``mtu`` bytes, and return what it prints."""
     (folder / "slow.py").write_text(program)
-    link = f"ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 16kb latency 400ms"
+    link = f"ip link set lo mtu {mtu} up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 16kb latency 400ms"
     done = subprocess.run(
         ["unshare", "--map-root-user", "--net", "sh", "-c", f"{link} && exec {sys.executable} slow.py"],
         cwd=folder,

@@ -239,8 +239,9 @@ from kvxfer.testing.engine.memory import PagedMemory
 BLOCKS, TOKENS = 260, 16
 ended = []
 config = {"backend": "tcp", "transfer_timeout": 4.0}
-with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=512), on_ended=ended.append) as p:
-    with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=512), on_ended=ended.append) as d:
+unit = 512
+with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=unit), on_ended=ended.append) as p:
+    with PagedEngine(config, PagedMemory(blocks=BLOCKS, tokens=TOKENS, unit=unit), on_ended=ended.append) as d:
         d.load("cmpl-7", p.offer("q", 256 * TOKENS), 256 * TOKENS)
         d.until("cmpl-7", timeout=60.0)
         where = f"{d.scheduler.source.host}:{d.scheduler.source.port}"
@@ -260,4 +261,21 @@ def test_a_link_of_two_megabits_says_so(tmp_path: Path) -> None:
     assert came > 100_000, "the metric of bytes that came in vain has them"
     rate = float(re.search(r", ([\d.]+) kB/s", failure)[1])  # type: ignore[index]
     assert 50 < rate < 300
+    assert code == 1 and "at that rate it takes" in story and "'transfer_timeout'" in story
+
+
+@pytest.mark.parametrize("mtu", [1500, 600])
+@pytest.mark.parametrize("backend", ["ucx", "nixl", "zmq", "tcp"])
+def test_a_slow_link_says_so_whatever_moves_the_bytes(backend: str, mtu: int, tmp_path: Path) -> None:
+    """Within one batch, which takes minutes."""
+    require("networks")
+    config: dict[str, Any] = {"backend": backend, "transfer_timeout": 6.0}
+    if backend in ("ucx", "nixl"):
+        require(backend)
+        config["backend_options"] = {"listen": "0.0.0.0", "ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}
+    changed = "unit = 512\n", f"unit, config = 8192, {config!r}\n"
+    done = on_slow_link(SLOW.replace(*changed), 40, tmp_path, mtu)
+    failure, came, code, story = json.loads(done.splitlines()[-1])
+    assert came > 8 << 20, failure
+    assert 2 < float(re.search(r"had come in 6\.\d s, ([\d.]+) MB/s", failure)[1]) < 6, failure  # type: ignore[index]
     assert code == 1 and "at that rate it takes" in story and "'transfer_timeout'" in story

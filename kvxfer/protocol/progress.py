@@ -12,13 +12,16 @@ __all__ = ["how_far", "enriched"]
 STILL_S = 2.0
 """Seconds without a byte after which a transfer counts as standing still. Progress is looked at once a second."""
 
+SLOWER, STANDSTILL = 1.5, 3.0
+"""How many times longer than ever before nothing may come of what still counts as moving, and after how many it stands still."""
+
 TELLING = frozenset(
     (FailureKind.TIMED_OUT, FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.BACKEND_FAILED)
 )
 """The kinds of failure whose cause shows in how many bytes came, and when."""
 
 
-def how_far(came: int, announced: int, more: bool, moving: float, still: float) -> str:
+def how_far(came: int, announced: int, more: bool, moving: float, still: float, usual: float = STILL_S) -> str:
     """Return how far a transfer has got.
 
     Args:
@@ -27,13 +30,14 @@ def how_far(came: int, announced: int, more: bool, moving: float, still: float) 
         more: Whether more was still to be announced.
         moving: The seconds in which something was on its way.
         still: The seconds since the last byte; infinite if there was none.
+        usual: The seconds for which nothing has come although bytes were moving.
     """
     whole = f"{size(announced)}{' announced so far' if more else ''}"
     if not came:
         return f"0 of {whole} had come after {moving:.1f} s"
     rate = f", {size(came / moving)}/s" if moving > 0 else ""
     since = (
-        "" if came >= announced else f", and nothing for {still:.1f} s" if still > STILL_S else ", and more was coming"
+        "" if came >= announced else f", and nothing for {still:.1f} s" if still > usual else ", and more was coming"
     )
     return f"{size(came)} of {whole} had come in {moving:.1f} s{rate}{since}"
 
@@ -49,16 +53,17 @@ def enriched(
     """
     if why.kind not in TELLING:
         return why
-    detail = f"{why.detail}; {how_far(came, announced, more, moving, still)}"
+    usual = max(STILL_S, SLOWER * (gap or 0.0))
+    detail = f"{why.detail}; {how_far(came, announced, more, moving, still, usual)}"
     advice = why.advice
-    if why.kind is FailureKind.TIMED_OUT and came and still <= STILL_S and moving > 0 and came < announced:
+    if why.kind is FailureKind.TIMED_OUT and came and still <= usual and moving > 0 and came < announced:
         needs = math.ceil(moving * announced / came)
         advice = (
             f"the link is too slow for it: at that rate it takes {needs} s. Set 'transfer_timeout' above that, or find out with "
             "`kvxfer doctor --peer` why the link is not faster"
         )
-    elif why.kind is FailureKind.TIMED_OUT and still > STILL_S and came < announced:
-        if gap is not None and still > 2 * gap:
+    elif why.kind is FailureKind.TIMED_OUT and still > usual and came < announced:
+        if gap is not None and still > STANDSTILL * gap:
             advice = "bytes stopped coming: check the producer's log, its host, and the network between the two hosts"
         else:
             began = f": {size(came)} had come when the present message began, of" if came else ","

@@ -47,12 +47,21 @@ def test_what_has_stopped_within_a_part_stands_still() -> None:
 
 
 def test_silence_within_a_message_is_no_standstill() -> None:
-    """A back end that tells of whole messages, each of which takes seconds: the present one has taken no longer than the one before."""
+    """A back end tells of whole messages, each of which takes seconds."""
     asker = Asker()
     move = asker.hear(10.0, final=True)
     asker.machine.moving(Moving(((move.ref, 5),)), 14.0)
     failure = asker.end(100.0)[1].outcome.failure
-    assert "5 B of " in failure.detail and "nothing for 4.0 s" in failure.detail
+    assert "5 B of " in failure.detail and ", and more was coming" in failure.detail
+    assert "at that rate it takes" in failure.advice
+
+
+def test_what_is_silent_for_longer_than_before_may_be_slow_or_stand_still() -> None:
+    asker = Asker()
+    move = asker.hear(10.0, final=True)
+    asker.machine.moving(Moving(((move.ref, 5),)), 12.5)
+    failure = asker.end(100.0)[1].outcome.failure
+    assert "5 B of " in failure.detail and "nothing for 5.5 s" in failure.detail
     assert (
         "slow, or stands still: 5 B had come when the present message began, of which this back end does not"
         in failure.advice
