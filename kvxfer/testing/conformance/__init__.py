@@ -40,7 +40,7 @@ from kvxfer.testing.conformance.history import Histories  # noqa: E402
 from kvxfer.testing.conformance.links import Links  # noqa: E402
 from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode  # noqa: E402
-from kvxfer.testing.conformance.progress import Progress  # noqa: E402
+from kvxfer.testing.conformance.progress import Tellings  # noqa: E402
 from kvxfer.testing.conformance.resources import Resources  # noqa: E402
 from kvxfer.testing.conformance.suite import Suite  # noqa: E402
 from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
@@ -61,7 +61,7 @@ __all__ = [
 
 
 class ConformanceSuite(
-    Declaration, Memory, Transfers, Progress, Histories, Volume, Links, Forgeries, Endings, Deaths, Blocking, Resources
+    Declaration, Memory, Transfers, Tellings, Histories, Volume, Links, Forgeries, Endings, Deaths, Blocking, Resources
 ):
     """All clauses. Subclass it and set ``backend``; see ``Suite`` for the other settings."""
 

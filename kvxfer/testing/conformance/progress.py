@@ -15,7 +15,7 @@ AHEAD = 32 << 20
 """Bytes that the target's system has taken count as moved, although the target's memory does not have them yet."""
 
 
-class Progress(Suite):
+class Tellings(Suite):
     """Clauses about ``bytes_moved``."""
 
     def test_what_is_told_has_moved(self, world: World, way: TransferMode) -> None:
