@@ -14,7 +14,7 @@ from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.parts import AHEAD, Span, way_costs
 from kvxfer.protocol.readers import OVER, Readers
-from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
+from kvxfer.protocol.transitions import RANK_SERVE, ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import (
     Abort,
     Action,
@@ -216,30 +216,10 @@ class OfferRecord(msgspec.Struct, eq=False):
         """The generation after the last one that the engine has offered or revoked."""
         return FIRST if self.generation is None else Generation(self.generation + 1)
 
-    def admit(self, reader: int, readers: int) -> None:
-        """Count a consumer that wants what is offered.
-
-        Args:
-            reader: The consumer's agent, by its epoch.
-            readers: How many readers its engine has, as it says.
-        """
+    def heard(self, reader: int, event: ReaderEvent, siblings: int = 1) -> bool:
+        """Record what a consumer wants, or no longer wants; return False if that changes nothing."""
         self.claimed = True
-        self.readers.admit(reader, readers)
-
-    def leave(self, reader: int) -> None:
-        """Forget a consumer that is lost, unless it is done or is served over another link."""
-        if not self.lives(reader):
-            self.readers.leave(reader)
-
-    def reject(self, reader: int, digest: bytes) -> None:
-        """Count out a consumer that wants something that is not offered here."""
-        self.claimed = True
-        self.readers.reject(reader, digest == self.digest)
-
-    def drop(self, reader: int, readers: int) -> None:
-        """Count a consumer that wanted what is offered, and has given it up."""
-        self.claimed = True
-        self.readers.drop(reader, readers)
+        return self.readers.on(reader, event, siblings)
 
     def unfetched(self, lease: float) -> Failure:
         """Return why it ends if its lease, in seconds, has run out."""

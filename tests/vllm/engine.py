@@ -240,9 +240,8 @@ class Engine:
     `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
     which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
     prefix cache has a hash, BLOCK or less. `turns`: so many ranks take turns with the tokens of a block, which stands for those of all
-    of them; this engine plays them as one. `across`: its ranks are so many of prefill context parallelism, which hold the same, for each
-    of tensor parallelism. `tensors`: where its layers would lie, for who asks. `spread`: it is a data-parallel rank behind a front end that
-    has several."""
+    of them; this engine plays them as one. `across`: of its ranks, so many are of prefill context parallelism, which hold the same.
+    `tensors`: where its layers would lie, for who asks. `spread`: it is a data-parallel rank behind a front end that has several."""
 
     block = BLOCK
 
