@@ -41,7 +41,9 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
     engines: list[Engine] = []
     names = itertools.count()
 
-    def build(groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", **more: Any) -> Engine:
+    def build(
+        groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", introduced: bool = True, **more: Any
+    ) -> Engine:
         folder = tmp_path / str(next(names))
         folder.mkdir()
         transfer = more.pop("transfer", None) or KVTransferConfig(
@@ -56,7 +58,8 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
         ours = {key: more.pop(key) for key in vllm_config.__kwdefaults__ or () if key in more}
         engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
         engines.append(engine)
-        engine.step()  # its workers introduce themselves
+        if introduced:
+            engine.step()  # its workers introduce themselves
         return engine
 
     try:

@@ -165,6 +165,7 @@ FULL, HYBRID, STATEFUL = (Group(),), (Group(), Group(window=24)), (Group(), Grou
 MIXED = (Group(), Group(wide=True))
 ALIGNED, CHUNKED = (Group(), Group(state=True, aligned=True)), (Group(), Group(chunk=32))
 DRAFTING = (Group(), Group(state=True, aligned=True, drafts=2))
+DRAFTED = (Group(), Group(own=True))
 LOCAL = (Group(local=True), Group(), Group(window=24))
 
 
@@ -239,8 +240,8 @@ class Engine:
     `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
     which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
     prefix cache has a hash, BLOCK or less. `turns`: so many ranks take turns with the tokens of a block, which stands for those of all
-    of them; this engine plays them as one. `tensors`: where its layers would lie, for who asks. `spread`: it is a data-parallel rank
-    behind a front end that has several."""
+    of them; this engine plays them as one. `across`: of its ranks, so many are of prefill context parallelism, which hold the same.
+    `tensors`: where its layers would lie, for who asks. `spread`: it is a data-parallel rank behind a front end that has several."""
 
     block = BLOCK
 
@@ -257,6 +258,7 @@ class Engine:
         stages: bool = False,
         hashed: int = BLOCK,
         turns: int = 1,
+        across: int = 1,
         board: Switchboard | None = None,
         tensors: Callable[[Sequence[str], int], Any] = lambda layers, blocks: [],
         spread: bool = False,
@@ -271,7 +273,8 @@ class Engine:
         config.parallel_config.world_size = ranks
         if spread:
             config.kv_transfer_config.engine_id += "_dp0"
-        setattr(config.parallel_config, f"{'pipeline' if stages else 'tensor'}_parallel_size", ranks)
+        setattr(config.parallel_config, f"{'pipeline' if stages else 'tensor'}_parallel_size", ranks // across)
+        config.parallel_config.prefill_context_parallel_size = across
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = overlap
         config.parallel_config.decode_context_parallel_size = turns
@@ -307,9 +310,8 @@ class Engine:
         self.agents = [
             self._agent(ours(worker), Rank(i, 0) if stages else Rank(0, i)) for i, worker in enumerate(self.workers)
         ]
-        handshakes = {(0, i): h for i, w in enumerate(self.workers) if (h := w.get_handshake_metadata()) is not None}
-        if handshakes:
-            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        said = ((i % (ranks // across), worker.get_handshake_metadata()) for i, worker in enumerate(self.workers))
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, i): h for i, h in said if h is not None})
         self.overlap = int(overlap)
         self.flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.tables: dict[str, list[list[int]]] = {}

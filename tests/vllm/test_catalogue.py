@@ -50,6 +50,10 @@ def page() -> Any:
     return module
 
 
+LATER = set() if importlib.util.find_spec("vllm.models.step5") else {"Step5ForCausalLM"}
+"""What only later releases know."""
+
+
 def test_every_spec_of_vllm_is_in_the_catalogue() -> None:
     classes = {n for n, c in vars(interface).items() if isinstance(c, type) and issubclass(c, KVCacheSpec)}
     assert classes - ABSTRACT <= set(CATALOGUE)
@@ -60,7 +64,11 @@ def test_back_ends_are_where_the_catalogue_says() -> None:
     home = Path(next(iter(vllm.__path__)))
     for path in WRITERS:
         module, _, name = path.rpartition(".")
-        source = ast.parse((home / f"{module.replace('.', '/')}.py").read_text())
+        file = home / f"{module.replace('.', '/')}.py"
+        if LATER and not file.exists():
+            assert module.startswith("models.step5."), path
+            continue
+        source = ast.parse(file.read_text())
         made = {n.name for n in source.body if isinstance(n, ast.ClassDef)}
         made |= {t.id for n in source.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
         assert name in made, path
@@ -72,7 +80,7 @@ def test_entries_name_tests_that_are_there() -> None:
 
 
 def test_families_are_of_models_that_vllm_knows() -> None:
-    known = set(ModelRegistry.get_supported_archs())
+    known = set(ModelRegistry.get_supported_archs()) | LATER
     for family in FAMILIES:
         assert set(family.architectures) <= known, family.name
         assert {spec for _, spec in family.groups} <= set(CATALOGUE), family.name

@@ -9,7 +9,7 @@ from tests.control.conftest import until
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, both, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import FULL, HYBRID, Engine, Group, answer, ours, prompt
+from tests.vllm.engine import DRAFTED, FULL, HYBRID, Engine, Group, answer, ours, prompt
 from tests.vllm.wire import Load, Wire
 
 overlap = both_ways
@@ -188,6 +188,29 @@ def test_ranks_give_a_lease_up_at_different_times(make: Make, wire: Wire) -> Non
     assert p.free == free
     p.agents[1].lease_ends()
     p.run()
+
+
+@pytest.mark.parametrize("across", [2, 4])
+@pytest.mark.parametrize("groups", [FULL, DRAFTED], ids=["full", "drafts"])
+def test_ranks_of_prefill_context_parallelism_that_hold_the_same(
+    make: Make, groups: tuple[Group, ...], across: int
+) -> None:
+    """vLLM numbers them alike, so what it says at start of the ranks is said of the last of them alone."""
+    p, d = make(groups, ranks=4, across=across, role="kv_producer"), make(groups, ranks=4)
+    text = prompt(90)
+    for _ in range(2):
+        name = decode(d, text, prefill(p, text), p)
+        check(d, name, text)
+    assert p.free == p.room
+
+
+def test_replicas_say_where_they_listen_before_there_is_a_request(make: Make) -> None:
+    """An engine that is asked for nothing makes steps until all of its ranks are known; nobody finds it before."""
+    p = make(ranks=2, across=2, role="kv_producer", introduced=False)
+    half = ours(p.scheduler.connector)._sched
+    assert not half.side.ready and p.busy
+    p.run()
+    assert {m.cache.rank.tp for m in half.side.directory._ranks} == {0, 1} and not half.waiting
 
 
 def test_the_directory_names_all_ranks(make: Make) -> None:

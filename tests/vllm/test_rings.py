@@ -5,22 +5,25 @@ On vLLM's own scheduler; and the pages, by vLLM's own slot for a row (``_ring_sl
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import CircularBufferSpec
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MLAAttentionSpec
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Incompatible
-from kvxfer_vllm.pages import group_pages
+from kvxfer_vllm.pages import group_pages, writer_of
 from tests.vllm.cases import RUNNERS, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, Group, answer, prompt
-from tests.vllm.sides import Layer, backend, engine, fill, load
+from tests.vllm.sides import Layer, backend, engine, fill, law, load
 from tests.vllm.test_catalogue import groups
 from tests.vllm.wire import Wire
-from tests.vllm.writers import gpu
+from tests.vllm.writers import attention, gpu
 
 overlap = both_ways
 
@@ -120,6 +123,78 @@ def test_a_ring_is_as_of_the_last_token(sizes: tuple[int, int], n: int) -> None:
     fill(d, layers, [5], [n - 1])
     for got, expected in zip(d, whole, strict=True):
         assert torch.equal(got.memory, expected.memory)
+
+
+def groups_of_four(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, positions: Any) -> None:
+    """A row for each complete group (``QSACompressedKeyCache``)."""
+    rows = t.shape[2]
+    for position in positions[positions % 4 == 3]:
+        t[int(blocks[position // (rows * 4)]), :, int(position) // 4 % rows] = float(position + 1)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (4, 2), (1, 4), (8, 4), (4, 1)])
+@pytest.mark.parametrize("n", [65, 126, 127, 190])
+def test_qwen_4_between_any_numbers_of_ranks(sizes: tuple[int, int], n: int) -> None:
+    """Heads are cut, by vLLM's own writer; what all ranks hold alike comes from one of them: the ring and the rows made of it."""
+    side = "models.qwen4_exp.common.qsa_cache.QSAStateBackend"
+
+    def compressed(size: int, block: int) -> Any:
+        return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=16, dtype=torch.float32, tokens_per_state=4)
+
+    main = attention(4)
+    cached = {
+        "model.layers.3.self_attn.attn": replace(
+            main, backend=backend("models.qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend")
+        )
+    }
+    rows = {"model.layers.3.compressed_key_cache": Layer(compressed, groups_of_four, backend(side))}
+    p_size, d_size = sizes
+    for layers in (cached, rows):
+        p = engine(layers, 64, p_size, "BLHNC", hf={"num_key_value_heads": 4})
+        d, whole = (engine(layers, 64, d_size, "BLHNC", hf={"num_key_value_heads": 4}) for _ in range(2))
+        law(layers, p, d, whole, (64, 64), n)
+    layers = ring(4, by=side)
+    p = engine(layers, 4, p_size, "BLHNC")
+    d, whole = (engine(layers, 4, d_size, "BLHNC") for _ in range(2))
+    fill(p, layers, [3], range(n))
+    fill(whole, layers, [5], range(n))
+    load(p, d, [3], [5], 0, n)
+    assert all(torch.equal(got.memory, expected.memory) for got, expected in zip(d, whole, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 8), (4, 4)])
+@pytest.mark.parametrize("n", [2, 47, 48, 49, 95, 96, 97, 130])
+def test_a_ring_that_fills_a_page_of_the_attention_beside_it(sizes: tuple[int, int], n: int) -> None:
+    """Step 5: as many rows of 1 KB as there is room for, here 48 beside blocks of 64 tokens; all ranks hold the same."""
+    home = "models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend"
+
+    def spec(size: int, block: int) -> Any:
+        return CircularBufferSpec(block_size=block, num_kv_heads=1, head_size=384, head_size_v=0, dtype=torch.bfloat16)
+
+    def write(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, positions: Any) -> None:
+        rows = t[int(blocks[0])].view(-1, 512)
+        for position in positions:
+            rows[int(position) % len(rows)] = float(position + 1)
+
+    layers = {f"model.layers.{i}.attn.csa_tail_ring": Layer(spec, write, backend(home)) for i in range(2)}
+    p = engine(layers, 64, sizes[0], "BLHNC")
+    d, whole = (engine(layers, 64, sizes[1], "BLHNC") for _ in range(2))
+    fill(p, layers, [3], range(n - 1))
+    fill(whole, layers, [5], range(n))
+    load(p, d, [3], [5], 0, n - 1)
+    fill(d, layers, [5], [n - 1])
+    assert all(torch.equal(got.memory, expected.memory) for got, expected in zip(d, whole, strict=True))
+
+
+@pytest.mark.parametrize("name", ["Step5DSAAttentionBackend", "Step5SplitKVFlashAttentionBackend"])
+def test_a_back_end_that_keeps_the_name_of_its_base_is_known_by_its_own(name: str) -> None:
+    """Step 5's differ from FlashAttention's in more than how they are told what to do; a stranger that does is not known."""
+    for module, found in (
+        ("vllm.models.step5.nvidia.sparse_attention", f"models.step5.nvidia.sparse_attention.{name}"),
+        ("x", ""),
+    ):
+        kind = type(name, (FlashAttentionBackend,), {"__module__": module, "get_impl_cls": staticmethod(lambda: None)})
+        assert writer_of(SimpleNamespace(get_attn_backend=lambda kind=kind: kind)) == found
 
 
 def test_a_tail_of_keys_and_scores_has_two_slots() -> None:

@@ -3,6 +3,7 @@ what arrives is what the consumer's ranks would have computed. Pages are written
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvxfer.geometry import Cache, Group, Incompatible, Planner, Rank, Region, V
 from kvxfer_vllm.pages import state_pieces  # noqa: E402
 
 Shapes = mamba_utils.MambaStateShapeCalculator
+NAMES_REPLICAS = "tp_replicated" in {f.name for f in fields(MambaSpec)}
 BLOCKS, TAPS = 5, 4
 KINDS = [
     "ShortConv",
@@ -80,16 +82,26 @@ class World:
 class Side:
     """One rank: memory, and vLLM's views of it."""
 
-    def __init__(self, kind: str, rank: int, size: int, drafts: int = 0, device: str = "cuda", **more: Any) -> None:
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        size: int,
+        drafts: int = 0,
+        device: str = "cuda",
+        replicated: bool = False,
+        **more: Any,
+    ) -> None:
         name = kind.split()[0]
         self.order, self.rank, self.size = mamba_utils.get_conv_state_layout(), rank, size
         self.shapes, self.dtypes = shapes(kind, size, drafts), (torch.bfloat16, torch.float32)
         self.dtypes = self.dtypes[: len(self.shapes)]
-        spec = MambaSpec(block_size=16, shapes=self.shapes, dtypes=self.dtypes)
-        fields = {"norm": SimpleNamespace(n_groups=1 if "1 group" in kind else 4), "num_spec": drafts, **more}
+        held: dict[str, Any] = {"tp_replicated": True} if replicated else {}
+        spec = MambaSpec(block_size=16, shapes=self.shapes, dtypes=self.dtypes, **held)
+        said = {"norm": SimpleNamespace(n_groups=1 if "1 group" in kind else 4), "num_spec": drafts, **more}
         if name == "MambaMixer":
-            del fields["num_spec"]
-        layer = type(name, (), {"__module__": "vllm.layers", **fields})()
+            del said["num_spec"]
+        layer = type(name, (), {"__module__": "vllm.layers", **said})()
         page = spec.state_content_size_bytes + 24
         self.memory = torch.zeros(BLOCKS, 1, 1, page, dtype=torch.int8)
         bound: Any = SimpleNamespace(get_state_shape=lambda: self.shapes, get_state_dtype=lambda: self.dtypes)
@@ -159,6 +171,24 @@ def test_between_equal_engines_a_state_is_moved_in_few_pieces(monkeypatch: pytes
         (side,) = engine(monkeypatch, kind, 1, order)
         assignments = route([side.cache], [side.cache])[Rank(0, 0)].assignments[Rank(0, 0)]
         assert Planner(side.cache, side.cache, assignments).plan([[3]], [[1]], 0, 9).rows <= most
+
+
+@pytest.mark.skipif(not NAMES_REPLICAS, reason="this vLLM has no state that all ranks hold")
+@pytest.mark.parametrize(("of", "to"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)])
+def test_a_state_that_all_ranks_hold(monkeypatch: pytest.MonkeyPatch, of: int, to: int) -> None:
+    """The inputs of Qwen 4's convolution over n-grams: other numbers of ranks may have them, each rank has all of them."""
+    monkeypatch.setattr(f"{__name__}.sections", lambda _: [(24, True)])
+    monkeypatch.setattr(f"{__name__}.shapes", lambda _, size, drafts: Shapes.short_conv_state_shape(1, 24, TAPS))
+    world = World("Qwen4ExpPLELayer")
+    p = engine(monkeypatch, world.kind, of, "SD", replicated=True)
+    d, computed = (engine(monkeypatch, world.kind, to, "SD", replicated=True) for _ in range(2))
+    for side in p:
+        side.write(world, 3)
+    for side in computed:
+        side.write(world, 1)
+    load(p, d)
+    for got, expected in zip(d, computed, strict=True):
+        assert torch.equal(got.memory, expected.memory)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,20 @@ from kvxfer_vllm.pages import takes_turns
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Place", "rank_of", "turn_takers"]
+__all__ = ["Place", "rank_of", "replicated_ranks", "turn_takers"]
 
 
 def turn_takers(config: VllmConfig) -> int:
     """Return how many ranks take turns with tokens."""
     return int(getattr(config.parallel_config, "decode_context_parallel_size", 1))
+
+
+def replicated_ranks(config: VllmConfig) -> bool:
+    """Return whether ranks of prefill context parallelism hold the same.
+
+    vLLM then tells its scheduler side of one of them alone, because it numbers them alike; their first reports tell of all.
+    """
+    return int(getattr(config.parallel_config, "prefill_context_parallel_size", 1)) > 1 and turn_takers(config) == 1
 
 
 def rank_of(config: VllmConfig, stage: int, prefill: int, tensor: int) -> Rank:

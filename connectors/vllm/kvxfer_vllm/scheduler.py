@@ -32,6 +32,7 @@ from kvxfer_vllm.pages import replays
 from kvxfer_vllm.pool import VllmBlockPool
 from kvxfer_vllm.prefix_metrics import PrefixNews
 from kvxfer_vllm.prompt_pace import PromptPace
+from kvxfer_vllm.ranks import replicated_ranks
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
@@ -54,7 +55,7 @@ __all__ = ["SchedulerHooks"]
 log = logger("kvxfer.vllm")
 
 FIRST_STEPS = 100
-"""The steps that are made without a request, inside MultiConnector, until the workers have said where they listen."""
+"""The steps that are made without a request until workers have said where they listen, if vLLM does not tell of them all at start."""
 
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
@@ -69,8 +70,9 @@ class SchedulerHooks:
         assert transfer is not None
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
         outer, config = config, enclosed(config, vllm_config)
-        # Inside MultiConnector workers may say only with a step where they listen. Until then nobody finds this engine.
-        self._first_steps = 0 if engine_transfer(vllm_config) is transfer else FIRST_STEPS
+        # Where workers listen, they may say only with a step. Until then nobody finds this engine.
+        told = engine_transfer(vllm_config) is transfer and not replicated_ranks(vllm_config)
+        self._first_steps = 0 if told else FIRST_STEPS
         groups = groups_of(kv_cache_config, vllm_config)
         self._block_tokens = groups[0].block_tokens
         replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
@@ -106,8 +108,8 @@ class SchedulerHooks:
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
         self._batches, self._no_part = Batches(), NoPart(self._outcomes, self.side.takes_no_part)
-        told = self.side, self._cached, self._outcomes, self._batches, self._no_part
-        self._arrivals = Arrivals(outer, vllm_config, groups, self._replayed, *told)
+        hear = self.side, self._cached, self._outcomes, self._batches, self._no_part
+        self._arrivals = Arrivals(outer, vllm_config, groups, self._replayed, *hear)
         self._adapters = self._arrivals.content.adapters
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for

@@ -62,18 +62,11 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
             "kvxfer does not support decode context parallelism with this vLLM, whose caches do not say which of them it spreads; "
             "use vLLM 0.31 or later, or set decode_context_parallel_size to 1"
         )
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        if transfer.is_kv_consumer:
-            raise ConfigError(
-                "kvxfer does not load into an engine with prefill context parallelism; set prefill_context_parallel_size to 1, or "
-                "kv_role to kv_producer"
-            )
-        if turn_takers(vllm_config) == 1:
-            raise ConfigError(
-                "kvxfer does not support prefill context parallelism without decode context parallelism: of the ranks that then hold "
-                "the same, vLLM tells its scheduler of one alone; set decode_context_parallel_size to the same number, or "
-                "prefill_context_parallel_size to 1"
-            )
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1 and transfer.is_kv_consumer:
+        raise ConfigError(
+            "kvxfer does not load into an engine with prefill context parallelism; set prefill_context_parallel_size to 1, or "
+            "kv_role to kv_producer"
+        )
     if getattr(model, "enable_sleep_mode", False) and not compat.FOLLOWS_SLEEP:
         raise ConfigError(
             "kvxfer does not support the sleep mode of this vLLM, which takes the cache's memory away without telling "

@@ -18,7 +18,7 @@ from kvxfer_vllm.host_buffers import CopyBlocks, HostBuffers
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.layout_check import check_layout
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
-from kvxfer_vllm.ranks import rank_of
+from kvxfer_vllm.ranks import rank_of, replicated_ranks
 from kvxfer_vllm.stats import Gauges, KVXferStats
 
 if TYPE_CHECKING:
@@ -149,8 +149,10 @@ class WorkerHooks:
         return self._on.agent.cache.rank.pp == stages - 1
 
     def handshake(self) -> Handshake | None:
-        """Return where the agent listens; None before there is one."""
-        return None if self._side is None else Handshake(self._side.agent.descriptor, self._side.address)
+        """Return where the agent listens; None before there is one, or if only the first report says it."""
+        if self._side is None or replicated_ranks(self._vllm):
+            return None
+        return Handshake(self._side.agent.descriptor, self._side.address)
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Apply what must be known before this step can reuse a block."""

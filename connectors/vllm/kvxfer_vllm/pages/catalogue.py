@@ -137,7 +137,8 @@ CATALOGUE: dict[str, Entry] = {
             "CircularBufferSpec",
             "ring",
             "[rows], that of a token at its position modulo their number: those that are not yet compressed, and drafts",
-            "vllm/models/deepseek_v41/compressor.py, glm5next/common/attention.py, qwen4_exp/common/qsa_cache.py",
+            "vllm/models/deepseek_v41/compressor.py, glm5next/common/attention.py, qwen4_exp/common/qsa_cache.py, "
+            "step5/nvidia/csa_tail_ring.py",
             "nothing",
             "back end, device, number of rows; tensor-parallel size unless all ranks hold the same",
             "tests/vllm/test_rings.py",

@@ -64,11 +64,14 @@ _HEADS = "the number of KV heads differs by layer"
 _EQUAL_KERNELS = "block sizes and sorts of device must be equal"
 _WHOLE = "pages of unknown content: tensor-parallel sizes and block sizes must be equal"
 _DRAFTS = "pages are moved whole: block sizes, sorts of device and numbers of drafts must be equal"
+_ROWS = (
+    "rings and rows of several tokens are moved whole: block sizes, sorts of device and numbers of drafts must be equal"
+)
 _NO_CUT = "tensor-parallel sizes must be equal"
 _REFERENCE = "with reference kernels, see [below](#recurrent-states)"
 
 FAMILIES = (
-    Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR, release="0.32"),
+    Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR),
     Family(
         "Qwen 2, 2.5, 3",
         ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
@@ -149,13 +152,14 @@ FAMILIES = (
         _DRAFTS,
     ),
     Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "scheduler", _RINGS, _DRAFTS),
+    Family("Qwen 4 (experimental)", ("Qwen4ExpForCausalLM",), (_FULL, _STATE, _RING), "scheduler", _RINGS, _ROWS),
     Family(
-        "Qwen 4 (experimental)",
-        ("Qwen4ExpForCausalLM",),
-        (_FULL, _STATE, _RING),
+        "Step 5",
+        ("Step5ForCausalLM",),
+        (_FULL, _WINDOW, ("rows of eight tokens", "FullAttentionSpec"), _RING),
         "scheduler",
         _RINGS,
-        f"{_DRAFTS}; {_NO_CUT}",
+        f"{_ROWS}; so must be the number of KV heads on a rank",
     ),
     Family(
         "MiniMax M3",
@@ -189,8 +193,8 @@ FAMILIES = (
         _E2E_STATES,
         _REFERENCE,
     ),
-    Family("Jamba", ("JambaForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES, _REFERENCE, "0.32"),
-    Family("Kimi Linear", ("KimiLinearForCausalLM",), (_LATENT, _STATE), "end to end", _E2E_STATES, _REFERENCE, "0.32"),
+    Family("Jamba", ("JambaForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES, _REFERENCE),
+    Family("Kimi Linear", ("KimiLinearForCausalLM",), (_LATENT, _STATE), "end to end", _E2E_STATES, _REFERENCE),
     Family("Kimi K3", ("KimiK3ForConditionalGeneration",), (_LATENT, _STATE), "planner", _WEIGHTS),
     Family(
         "Whisper",

@@ -35,6 +35,10 @@ WRITERS: dict[str, Form] = {
             f"{_HERE}.triton_attn_diffkv.TritonAttentionDiffKVBackend",
             f"{_HERE}.triton_flash_attn.TritonFlashAttentionBackend",
             f"{_HERE}.triton_flashinfer.TritonFlashInferBackend",
+            "models.qwen4_exp.amd.qsa.Qwen4ExpQSAFlashAttentionBackend",
+            "models.qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend",
+            "models.step5.nvidia.sparse_attention.Step5DSAAttentionBackend",
+            "models.step5.nvidia.sparse_attention.Step5SplitKVFlashAttentionBackend",
         ),
         "kv",
     ),
@@ -63,8 +67,14 @@ WRITERS: dict[str, Form] = {
 """Attention back ends by the class that names them, without the leading ``vllm.``. All ``latent`` ones leave the writing to
 ``MLAAttentionImpl.do_kv_cache_update``, or write rows of their own. ``indexer`` holds where ``indexer_rows`` says so."""
 
-_ON_ALL_RANKS = {"models.deepseek_v41.compressor.CompressorBackend", f"{_HERE}.mla.indexer.KpoolTailBackend"}
-"""Writers of rings whose rows come from layers that tensor parallelism does not divide."""
+_ON_ALL_RANKS = {
+    "models.deepseek_v41.compressor.CompressorBackend",
+    "models.qwen4_exp.common.qsa_cache.QSAStateBackend",
+    "models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend",
+    "models.step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend",
+    f"{_HERE}.mla.indexer.KpoolTailBackend",
+}
+"""Writers of rings, and of what becomes of their rows, whose layers tensor parallelism does not divide."""
 
 _INLINE = {"INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
 """Quantisations that keep the scales of each head's token next to it (``TritonAttentionBackend.customize_spec``)."""
@@ -75,13 +85,14 @@ def writer_of(layer: Any) -> str:
 
     vLLM derives some classes from its back ends that differ from them only in how they are told what to do
     (``subclass_attention_backend``); for these, the class that they are derived from is returned. A class that differs in more, or
-    does not come from vLLM, may write in any way.
+    does not come from vLLM, may write in any way, unless it is in ``WRITERS``.
     """
     get = getattr(layer, "get_attn_backend", None)
     for cls in getattr(get(), "__mro__", ()) if get is not None else ():
-        if "get_name" in vars(cls):
-            known = cls.__module__.startswith("vllm.")
-            return f"{cls.__module__.removeprefix('vllm.')}.{cls.__qualname__}" if known else ""
+        known = cls.__module__.startswith("vllm.")
+        path = f"{cls.__module__.removeprefix('vllm.')}.{cls.__qualname__}" if known else ""
+        if "get_name" in vars(cls) or path in WRITERS:
+            return path
         if {name for name in vars(cls) if not name.startswith("_")} - {"get_builder_cls"}:
             return ""
     return ""

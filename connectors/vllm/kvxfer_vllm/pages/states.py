@@ -6,7 +6,7 @@ layers are listed here by their classes, with the sections that their weights ar
 of its own, and its channels take the place of heads, so that either of vLLM's two orders can be moved into the other. After the
 rows for inputs, vLLM keeps rows for drafts, which no other engine needs.
 
-The states of any other layer go to the same rank of an engine of the same size.
+The states of any other layer go to the same rank of an engine of the same size, unless all ranks hold the same.
 """
 
 from __future__ import annotations
@@ -117,10 +117,11 @@ def _whole(spec: Any, rank: Rank, size: int, device: str) -> Piece:
     parts = ",".join(f"{'x'.join(map(str, shape))}:{_plain(dtype)}" for shape, dtype in states)
     order = "channels first" if _channels_outside() else "rows first"
     name = getattr(spec.mamba_type, "name", spec.mamba_type)
-    encoding = f"vllm/state/{name}/{parts}/{order}/{device}/of {size} ranks"
+    encoding = f"vllm/state/{name}/{parts}/{order}/{device}"
     nbytes = int(spec.state_content_size_bytes)
-    heads = None if getattr(spec, "tp_replicated", False) else Heads(rank.tp, 1, size, nbytes)
-    return Piece("state", nbytes, encoding, heads)
+    if getattr(spec, "tp_replicated", False):
+        return Piece("state", nbytes, f"{encoding}/on all ranks", None)
+    return Piece("state", nbytes, f"{encoding}/of {size} ranks", Heads(rank.tp, 1, size, nbytes))
 
 
 def _channels_outside() -> bool:
