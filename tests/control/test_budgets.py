@@ -346,27 +346,27 @@ class Slow:
 
 def test_time_runs_from_the_call(engine) -> None:
     """However late the control thread comes to it: the deadline, and what is reported."""
-    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=1.0)
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=2.5)
     honest(p, d, "warm")
 
     def stalled() -> None:
-        fence = Sluggish(0.7)
+        fence = Sluggish(1.5)
         d.agents[0].offer(offered([1], 4, transfer=TransferId("own/9/slow", 0)), fence)
         assert fence.asked.wait(5)
 
     stalled()
     took, seconds = honest(p, d, "while it stands still")
-    assert took > 0.5 and abs(took - seconds) < 0.1
+    assert took > 1.0 and abs(took - seconds) < 0.5
     stalled()
     began = time.monotonic()
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/never", 0), handle="never"))
     end = d.wait(Ended, count=3)[2]
-    assert end.outcome.kind is FailureKind.NEVER_OFFERED and 0.95 < end.seconds < 1.4
-    assert time.monotonic() - began < 1.4
+    assert end.outcome.kind is FailureKind.NEVER_OFFERED and 2.45 < end.seconds < 3.5
+    assert time.monotonic() - began < 3.5
 
 
 def test_callers_without_end_delay_no_deadline(engine) -> None:
-    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=1.0)
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=2.5)
     honest(p, d, "warm")
     over = threading.Event()
 

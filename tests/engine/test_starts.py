@@ -122,6 +122,6 @@ def test_what_was_declined_before_it_was_offered(consumers: int, declined: int, 
     p.directory.came = [said] * declined + [Decline(1, (Named(X, b"another"),), "not wanted")]
     p.notices.exchange()
     assert p.schedule.producer.arrive("r", X, b"digest", 40, consumers)
-    begun = time.monotonic()
+    begun = time.thread_time()
     p.notices.offered(X, b"digest")
-    assert p.schedule.producer.offers(X, b"digest") is stands and time.monotonic() - begun < 0.1
+    assert p.schedule.producer.offers(X, b"digest") is stands and time.thread_time() - begun < 0.1
