@@ -59,6 +59,10 @@ def name_rows(device: str, layers: int, rows: int, row_bytes: int, repeat: int) 
 
     Returns:
         Medians in microseconds: ``setup`` once for a cache and peer, ``make`` and ``move`` for each transfer.
+
+    Raises:
+        TimeoutError: The other process does not get ready.
+        RuntimeError: NIXL cannot move the rows.
     """
     here, there = ("cpu", "cpu") if device == "cpu" else ("cuda:0", "cuda:1")
     mine, theirs = mp.get_context("spawn").Pipe()
