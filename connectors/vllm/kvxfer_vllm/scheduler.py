@@ -58,8 +58,7 @@ FIRST_STEPS = 100
 """The steps that are made without a request until workers have said where they listen, if vLLM does not tell of them all at start."""
 
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
-"""How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
-has aborted, refused as too long or ended after an error."""
+"""How a request ends whose KV is good and complete: by a stop token, its length or a repetition, not by an abort, a refusal or an error."""
 
 
 class SchedulerHooks:
@@ -71,8 +70,8 @@ class SchedulerHooks:
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
         outer, config = config, enclosed(config, vllm_config)
         # Where workers listen, they may say only with a step. Until then nobody finds this engine.
-        told = engine_transfer(vllm_config) is transfer and not replicated_ranks(vllm_config)
-        self._first_steps = 0 if told else FIRST_STEPS
+        at_start = engine_transfer(vllm_config) is transfer and not replicated_ranks(vllm_config)
+        self._first_steps = 0 if at_start else FIRST_STEPS
         groups = groups_of(kv_cache_config, vllm_config)
         self._block_tokens = groups[0].block_tokens
         replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
@@ -108,8 +107,8 @@ class SchedulerHooks:
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
         self._batches, self._no_part = Batches(), NoPart(self._outcomes, self.side.takes_no_part)
-        hear = self.side, self._cached, self._outcomes, self._batches, self._no_part
-        self._arrivals = Arrivals(outer, vllm_config, groups, self._replayed, *hear)
+        told = self.side, self._cached, self._outcomes, self._batches, self._no_part
+        self._arrivals = Arrivals(outer, vllm_config, groups, self._replayed, *told)
         self._adapters = self._arrivals.content.adapters
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
