@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState
-from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, RankFetchEvent, RankFetchState, ServeEvent, ServeState
+from kvxfer.protocol.transitions import (
+    RANK_FETCH,
+    RANK_SERVE,
+    READER,
+    RankFetchEvent,
+    RankFetchState,
+    ReaderEvent,
+    ReaderState,
+    ServeEvent,
+    ServeState,
+)
 from kvxfer.schedule import ASK, LOAD, OFFERING, AskEvent, AskState, LoadEvent, LoadState, OfferingEvent, OfferingState
 from kvxfer.transitions import Transitions
 
@@ -22,6 +32,7 @@ PAGE = Path(__file__).with_name("protocol.md")
 TABLES: dict[str, Table] = {
     "rank fetch": (RANK_FETCH, RankFetchState, RankFetchEvent),
     "serve": (RANK_SERVE, ServeState, ServeEvent),
+    "reader": (READER, ReaderState, ReaderEvent),
     "piece": (PIECE, PieceState, PieceEvent),
 }
 ROOM = Path(__file__).with_name("engine-room.md")

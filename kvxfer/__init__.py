@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvxfer.facts import sealed
     from kvxfer.failures import Failure, FailureKind, Outcome
     from kvxfer.geometry import Cache
-    from kvxfer.identity import Source, TransferId, digest
+    from kvxfer.identity import Generation, Handle, Source, TransferId, digest
     from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
     from kvxfer.ticket import Ticket
     from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
@@ -37,8 +37,10 @@ __all__ = [
     "Failure",
     "FailureKind",
     "Fetch",
+    "Generation",
     "GenerationReleased",
     "Group",
+    "Handle",
     "KvxferError",
     "Offer",
     "Outcome",
@@ -64,7 +66,7 @@ _HOMES = {
     "kvxfer.failures": ("Failure", "FailureKind", "Outcome"),
     "kvxfer.facts": ("sealed",),
     "kvxfer.geometry": ("Cache",),
-    "kvxfer.identity": ("Source", "TransferId", "digest"),
+    "kvxfer.identity": ("Generation", "Handle", "Source", "TransferId", "digest"),
     "kvxfer.protocol.values": ("Ended", "Event", "GenerationReleased", "Progress", "Released"),
     "kvxfer.ticket": ("Ticket",),
     "kvxfer.values": ("BlockTable", "Fetch", "Group", "Offer", "Rank"),

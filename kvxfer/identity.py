@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import TYPE_CHECKING, Any, NewType, TypeAlias
+from typing import TYPE_CHECKING, Any, NewType
 
 import msgspec
 import numpy as np
@@ -19,8 +20,17 @@ from kvxfer.errors import ArgumentError
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # for annotations alone it takes too long to load
 
-# Counts how often an engine gave up blocks and offered again; meaningful only together with an epoch.
-Generation: TypeAlias = int
+Generation = NewType("Generation", int)
+"""Counts how often an engine gave up blocks and offered again; meaningful only together with an epoch."""
+
+FIRST, LAST = Generation(0), Generation(sys.maxsize)
+"""No generation is before the first, and none after the last."""
+
+TransferBase = NewType("TransferBase", str)
+"""The name that the prompts of one request share on both sides: its origin, and what that has called it."""
+
+Handle = NewType("Handle", str)
+"""An engine's own name of a fetch or of an offer. No other engine hears of it, and a later one may have it again."""
 
 RequestId = NewType("RequestId", str)
 """An engine's own name of a request. No other engine hears of it, and a later request may have it again."""
@@ -46,7 +56,7 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=T
     Make one with `derived`, `routed` or `mint`. No two of these ever make the same id, because `base` begins with its origin.
     """
 
-    base: str
+    base: TransferBase
     prompt: int
 
     def __post_init__(self) -> None:
@@ -63,12 +73,12 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=T
     @classmethod
     def derived(cls, base: str, prompt: int = 0) -> TransferId:
         """Make one from an id that the router gave both sides. The samples of a request with ``n > 1`` share it."""
-        return cls(f"ext/{_named('base', base)}", prompt)
+        return cls(TransferBase(f"ext/{_named('base', base)}"), prompt)
 
     @classmethod
     def routed(cls, name: str, prompt: int = 0) -> TransferId:
         """Make one from a name that the router minted for one HTTP request; ``prompt`` is the index of a prompt in its batch."""
-        return cls(f"router/{_named('name', name)}", prompt)
+        return cls(TransferBase(f"router/{_named('name', name)}"), prompt)
 
     @classmethod
     def mint(cls, epoch: int, base: str, prompt: int = 0) -> TransferId:
@@ -78,7 +88,7 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=T
         the name, takes epoch 0, and learns the rest from the producer's directory (`of`).
         """
         number = arguments.integer("epoch", epoch, 0)
-        return cls(f"own/{number:016x}/{_named('base', base)}", prompt)
+        return cls(TransferBase(f"own/{number:016x}/{_named('base', base)}"), prompt)
 
     def of(self, epoch: int) -> TransferId:
         """Return what the producer of this epoch calls it, if this was made for epoch 0, which no producer has; else itself."""
@@ -95,7 +105,7 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=T
         return self._with(0) if self.base.startswith(_OWN) else self
 
     def _with(self, epoch: int) -> TransferId:
-        return TransferId(f"{_OWN}{epoch:016x}{self.base[_PLACE:]}", self.prompt)
+        return TransferId(TransferBase(f"{_OWN}{epoch:016x}{self.base[_PLACE:]}"), self.prompt)
 
     def __str__(self) -> str:
         return f"{self.base}#{self.prompt}"

@@ -11,13 +11,13 @@ What an agent, or a scheduler, has let others read or write is a *claim* on bloc
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Set
 
 import msgspec
 
 from kvxfer.block_table import BlockTable
+from kvxfer.identity import FIRST, LAST, Generation
 
 __all__ = ["BlockLedger", "Blocks"]
 
@@ -29,7 +29,7 @@ class _Claim(msgspec.Struct, frozen=True, gc=False):
     fills: bool
     blocks: Blocks
     by: object
-    generation: int
+    generation: Generation
 
 
 class BlockLedger:
@@ -78,7 +78,9 @@ class BlockLedger:
                 return self._first(space, ids, fills)
         return None
 
-    def claim(self, holder: Hashable, blocks: Blocks, by: object, *, fills: bool, generation: int = 0) -> None:
+    def claim(
+        self, holder: Hashable, blocks: Blocks, by: object, *, fills: bool, generation: Generation = FIRST
+    ) -> None:
         """Add a claim for ``holder``; there must be no ``overlap``. ``by`` is whom errors name."""
         for space, ids in blocks.items():
             if fills:
@@ -88,7 +90,7 @@ class BlockLedger:
                 self._reads(space, ids)
         self._claims[holder] = (*self._claims.get(holder, ()), _Claim(fills, blocks, by, generation))
 
-    def drop(self, holder: Hashable, generation: int = sys.maxsize) -> None:
+    def drop(self, holder: Hashable, generation: Generation = LAST) -> None:
         """Drop the claims of ``holder`` up to a generation, if it has any."""
         claims = self._claims.pop(holder, None)
         if claims is None:

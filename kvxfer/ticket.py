@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import Handle, Source, TransferId
 from kvxfer.values import MAX_DIGEST, MAX_TOKENS, BlockTable, Fetch
 
 __all__ = ["Ticket"]
@@ -77,7 +77,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
     def fetch(
         self,
-        handle: str,
+        handle: Handle,
         blocks: BlockTable,
         start: int,
         tokens: int,

@@ -16,7 +16,7 @@ from kvxfer import arguments
 from kvxfer.block_table import NULL, BlockTable, Ints
 from kvxfer.errors import ArgumentError
 from kvxfer.failures import Failure, FailureKind, Outcome
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, Handle, Source, TransferId
 
 __all__ = [
     "NULL",
@@ -152,7 +152,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
     final: bool
     consumers: int = 1
     payload: bytes = b""
-    handle: str = ""
+    handle: Handle = Handle("")
     bands: int = 0
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         ArgumentError: An argument has the wrong type or range. Numpy's integers are accepted.
     """
 
-    handle: str
+    handle: Handle
     transfer: TransferId
     digest: bytes
     source: Source

@@ -8,6 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, NewType, get_args, get_type_hints
+
+from kvxfer import Fetch, Offer, Released, TransferId
+from kvxfer.protocol.messages import PartReady
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
@@ -124,3 +128,32 @@ def test_the_glossary_names_what_the_code_has() -> None:
     lacking = named - identifiers
     assert not lacking - TO_COME, "the glossary names what is not there"
     assert not TO_COME - lacking, "take these out of TO_COME"
+
+
+def _annotations(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the name and the type of each annotated argument, field and variable."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            yield node.arg, node.annotation
+        elif isinstance(node, ast.AnnAssign):
+            yield getattr(node.target, "id", getattr(node.target, "attr", "")), node.annotation
+
+
+def test_generations_and_handles_have_types_of_their_own() -> None:
+    """So that a type checker finds a generation where a number of tokens is meant, or one request's name where another's is."""
+    bare = {"generation": "int", "handle": "str"}
+    found = {
+        f"{file.relative_to(ROOT)}: {name}: {ast.unparse(annotation)}"
+        for top in _distributions()
+        for file in top.rglob("*.py")
+        for name, annotation in _annotations(ast.parse(file.read_text()))
+        if re.search(rf"\b{bare.get(name.strip('_'), '!')}\b", ast.unparse(annotation))
+    }
+    assert not found
+    fields = {TransferId: "base", Offer: "generation", Fetch: "handle", Released: "handle", PartReady: "generation"}
+    for cls, field in fields.items():
+        assert any(isinstance(kind, NewType) for kind in _kinds(get_type_hints(cls)[field])), f"{cls.__name__}.{field}"
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    return annotation, *get_args(annotation)

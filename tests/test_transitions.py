@@ -9,13 +9,24 @@ from typing import Any
 import pytest
 
 from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState
-from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, RankFetchEvent, RankFetchState, ServeEvent, ServeState
+from kvxfer.protocol.transitions import (
+    RANK_FETCH,
+    RANK_SERVE,
+    READER,
+    RankFetchEvent,
+    RankFetchState,
+    ReaderEvent,
+    ReaderState,
+    ServeEvent,
+    ServeState,
+)
 from kvxfer.schedule import ASK, LOAD, OFFERING, AskEvent, AskState, LoadEvent, LoadState, OfferingEvent, OfferingState
 from kvxfer.transitions import IllegalTransition, Transitions
 
 TABLES = {
     "lane": (RANK_FETCH, RankFetchState, RankFetchEvent),
     "serve": (RANK_SERVE, ServeState, ServeEvent),
+    "reader": (READER, ReaderState, ReaderEvent),
     "piece": (PIECE, PieceState, PieceEvent),
     "load": (LOAD, LoadState, LoadEvent),
     "offering": (OFFERING, OfferingState, OfferingEvent),

@@ -21,7 +21,7 @@ import typer
 
 from kvxfer.cli.progress import Say, progress, silent
 from kvxfer.config import Config
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import Source, TransferBase, TransferId
 from kvxfer.security import make_key
 from kvxfer.testing.remote import Remote
 from kvxfer_bench.honest import BAIT, Fleet, HonestEngine, Prefill, limited
@@ -79,7 +79,7 @@ class AttackedPair:
     def offered(self, producer: Remote) -> TransferId:
         """Have a producer offer another transfer."""
         self._loads += 1
-        transfer = TransferId("own/1/load", self._loads)
+        transfer = TransferId(TransferBase("own/1/load"), self._loads)
         producer("offer", transfer)
         return transfer
 
@@ -202,7 +202,7 @@ def _slow(case: dict[str, Any]) -> bool:
 
 def measure_fleet(config: Config, engines: int) -> dict[str, Any]:
     """Have ``engines`` directories wait for one engine to begin, then have it begin."""
-    transfer = TransferId("own/1/begun", 0)
+    transfer = TransferId(TransferBase("own/1/begun"), 0)
     with ExitStack() as stack:
 
         def process(name: str, make: Callable[..., Any], *args: Any) -> Remote:

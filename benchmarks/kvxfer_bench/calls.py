@@ -16,7 +16,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache
-from kvxfer.identity import TransferId
+from kvxfer.identity import FIRST, Handle, TransferBase, TransferId
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.values import BlockTable, Fetch, Offer
 
@@ -53,9 +53,9 @@ def thread_us(config: Config, calls: int = CALLS) -> dict[str, float]:
         directory.publish((producer.descriptor,))
         table = BlockTable.of([range(BLOCKS)])
         for i in range(2 * calls):
-            transfer, cold = TransferId("own/1/calls", i), i % 2 == 1
-            offer = Offer(transfer, b"d", 1, TOKENS, table, True)
-            fetch = Fetch(str(i), transfer, b"d", directory.source, table, 0, TOKENS)
+            transfer, cold = TransferId(TransferBase("own/1/calls"), i), i % 2 == 1
+            offer = Offer(transfer, b"d", FIRST, TOKENS, table, True)
+            fetch = Fetch(Handle(str(i)), transfer, b"d", directory.source, table, 0, TOKENS)
             timed("offer", lambda offer=offer: producer.offer(offer), cold)  # type: ignore[misc]
             timed("fetch", lambda fetch=fetch: consumer.fetch(fetch), cold)  # type: ignore[misc]
             _released((producer, consumer))

@@ -29,7 +29,7 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.geometry import Cache, Group, Region, View
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.security import Security, make_key
@@ -49,7 +49,7 @@ def answer_requests(pipe: Connection, config: Config) -> None:
     """Answer fetch requests until told to stop."""
     sockets = ControlSockets(Security.of(config))
     pipe.send(sockets.listen("127.0.0.1", 0))
-    ready = m.PartReady(TransferId("own/1/x", 0), 1, 1, 0, 0, 4096, True, TABLE, 0, 0)
+    ready = m.PartReady(TransferId(TransferBase("own/1/x"), 0), 1, FIRST, 0, 0, 4096, True, TABLE, 0, 0)
     while not pipe.poll():
         sockets.poll(0.5)
         for connection in sockets.ready():
@@ -66,7 +66,7 @@ def messages(config: Config, seconds: float) -> float:
     process.start()
     sockets = ControlSockets(Security.of(config))
     connection = sockets.dial(address("127.0.0.1", pipe.recv()), None, m.MAX_BYTES)
-    request = m.FetchRequest(TransferId("own/1/x", 0), 1, b"digest of 16 byt", 0, 4096, TABLE, 1, 30.0)
+    request = m.FetchRequest(TransferId(TransferBase("own/1/x"), 0), 1, b"digest of 16 byt", 0, 4096, TABLE, 1, 30.0)
     for _ in range(UNDER_WAY):
         connection.send(request)
     sockets.flush()
@@ -121,7 +121,7 @@ def produce(pipe: Connection, config: Config) -> None:
             continue
         for i in range(first, first + TOGETHER):
             table = BlockTable.of([[i % UNDER_WAY]])
-            agent.offer(Offer(TransferId("own/1/x", i), b"d", 1, 16, table, True))
+            agent.offer(Offer(TransferId(TransferBase("own/1/x"), i), b"d", FIRST, 16, table, True))
         offered += TOGETHER
         released += _released(agent, 0.0)
     while released < offered:  # or the agent would cut transfers off and log that
@@ -157,7 +157,7 @@ def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
             for i in range(begun, begun + TOGETHER):
                 used[str(i)] = free.popleft()
                 table = BlockTable.of([[used[str(i)]]])
-                agent.fetch(Fetch(str(i), TransferId("own/1/x", i), b"d", source, table, 0, 16))
+                agent.fetch(Fetch(Handle(str(i)), TransferId(TransferBase("own/1/x"), i), b"d", source, table, 0, 16))
             begun += TOGETHER
         for event in agent.events(1.0):
             if isinstance(event, Ended) and not event.outcome.delivered:

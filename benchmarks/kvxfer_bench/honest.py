@@ -16,7 +16,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.values import BlockTable, Fetch, Offer
@@ -27,7 +27,7 @@ DESCRIPTORS = 1024
 """The soft limit of descriptors in each process, as is usual."""
 BLOCKS, ROW = 1024, 256
 """Blocks of a load, and bytes of each, which are too few to go without packing."""
-BAIT = TransferId("own/1/bait", 0)
+BAIT = TransferId(TransferBase("own/1/bait"), 0)
 """The transfer whose digest the greedy peer knows."""
 
 
@@ -53,12 +53,12 @@ class HonestEngine:
     def offer(self, transfer: TransferId, consumers: int = 1) -> None:
         """Offer a transfer to ``consumers`` engines."""
         table = BlockTable.of([range(BLOCKS)])
-        self._agent.offer(Offer(transfer, b"d", 1, BLOCKS, table, True, consumers=consumers))
+        self._agent.offer(Offer(transfer, b"d", FIRST, BLOCKS, table, True, consumers=consumers))
 
     def begin(self, source: Source, transfer: TransferId, first: int = BLOCKS) -> None:
         """Begin to load a transfer into the blocks from this one on; by default, ``load`` needs others."""
         table = BlockTable.of([range(first, first + BLOCKS)])
-        self._agent.fetch(Fetch(str(transfer), transfer, b"d", source, table, 0, BLOCKS))
+        self._agent.fetch(Fetch(Handle(str(transfer)), transfer, b"d", source, table, 0, BLOCKS))
 
     def end(self, transfer: TransferId, seconds: float) -> tuple[str, float, str]:
         """Wait until a load is over; return how it ended, its milliseconds, and why it failed."""

@@ -15,7 +15,7 @@ from kvxfer.control.connection import ControlConnection
 from kvxfer.control.lookup import look_up
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.geometry import Rank, route
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import Source, TransferBase, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security
 from kvxfer.transport import Transport, load
@@ -184,7 +184,7 @@ class Hostile:
 
     def notices(self, source: Source, connections: int) -> None:
         """Send notices to a directory without end, as fast as it takes them."""
-        named = tuple(m.Named(TransferId(f"own/{i}", i), b"d") for i in range(500))
+        named = tuple(m.Named(TransferId(TransferBase(f"own/{i}"), i), b"d") for i in range(500))
         frame = m.encode(m.Decline(0, named, "x"))
         self._repeat(source, connections, frame)
 

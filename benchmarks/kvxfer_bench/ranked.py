@@ -23,7 +23,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import Generation, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol.values import Ended, GenerationReleased
 from kvxfer.testing.usage import resident
 from kvxfer.values import BlockTable, Fetch, Offer
@@ -63,7 +63,7 @@ class _Use:
     blocks: list[int]
     deadline: float
     unreleased: set[int]
-    generations: dict[int, int] = field(default_factory=dict)  # producer: by rank, the last one offered or taken back
+    generations: dict[int, Generation] = field(default_factory=dict)  # by producer rank, the last offered or taken back
     ended: dict[int, Ended] = field(default_factory=dict)
     late_s: float = 0.0
     wrong: str = ""
@@ -176,19 +176,19 @@ class RankedEngine:
             return
         for rank in range(self._tp):
             at = self._rng.uniform(0, LAG_S)
-            for generation in range(1, generations + 1):
+            for generation in map(Generation, range(1, generations + 1)):
                 if (
                     generation > 1
                 ):  # a preemption: what was offered is taken back, and computed again in the same blocks
                     at += self._rng.uniform(0, 4 * LAG_S)
-                    self._at(at, partial(self._take_back, rank, number, generation - 1, False))
+                    self._at(at, partial(self._take_back, rank, number, Generation(generation - 1), False))
                 for tokens in (2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, EACH * BLOCK_TOKENS):
                     at += self._rng.uniform(0, LAG_S)
                     self._at(at, partial(self._offer, rank, number, generation, tokens))
             if gone:
-                self._at(at + self._rng.uniform(0, LAG_S), partial(self._take_back, rank, number, generations, True))
+                self._at(at + self._rng.uniform(0, LAG_S), partial(self._take_back, rank, number, generation, True))
 
-    def _offer(self, rank: int, number: int, generation: int, tokens: int) -> None:
+    def _offer(self, rank: int, number: int, generation: Generation, tokens: int) -> None:
         if number not in self._uses or rank not in self._uses[number].unreleased:
             return
         blocks = self._uses[number].blocks[: tokens // BLOCK_TOKENS]
@@ -199,7 +199,7 @@ class RankedEngine:
             Offer(_transfer(number), b"digest", generation, tokens, BlockTable.of([blocks]), final)
         )
 
-    def _take_back(self, rank: int, number: int, generation: int, gone: bool) -> None:
+    def _take_back(self, rank: int, number: int, generation: Generation, gone: bool) -> None:
         if number in self._uses and rank in self._uses[number].unreleased:
             self._uses[number].generations[rank] = generation
             self._agents[rank].revoke(_transfer(number), generation, "the engine took the blocks", gone)
@@ -216,7 +216,7 @@ class RankedEngine:
             self._at(self._rng.uniform(0, LAG_S), begin)
             if cancelled:
                 at = LAG_S + self._rng.uniform(0, 10 * LAG_S)
-                self._at(at, partial(agent.cancel, str(number), "the client left"))
+                self._at(at, partial(agent.cancel, Handle(str(number)), "the client left"))
 
     def _fetch(self, rank: int, number: int, source: Source) -> None:
         use = self._uses[number]
@@ -224,7 +224,9 @@ class RankedEngine:
         own = self._directory.source if self._tp > 1 else None
         table = BlockTable.of([use.blocks])
         tokens = EACH * BLOCK_TOKENS
-        self._agents[rank].fetch(Fetch(str(number), _transfer(number), b"digest", source, table, 0, tokens, own))
+        self._agents[rank].fetch(
+            Fetch(Handle(str(number)), _transfer(number), b"digest", source, table, 0, tokens, own)
+        )
 
     def _take(self, rank: int, event: Any) -> None:
         if isinstance(event, GenerationReleased):
@@ -299,7 +301,7 @@ class RankedEngine:
 
 
 def _transfer(number: int) -> TransferId:
-    return TransferId("chaos", number)
+    return TransferId(TransferBase("chaos"), number)
 
 
 def _cache(memory: Words, blocks: int, rank: int, tp: int) -> Cache:
@@ -323,7 +325,7 @@ def _cache(memory: Words, blocks: int, rank: int, tp: int) -> Cache:
     )
 
 
-def _words(number: int, generation: int, tokens: int, rank: int, tp: int) -> np.ndarray[Any, Any]:
+def _words(number: int, generation: Generation, tokens: int, rank: int, tp: int) -> np.ndarray[Any, Any]:
     """Return what a rank's blocks hold for a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
     heads = HEADS // tp
     layer, block, token, head, word = np.ogrid[

@@ -24,7 +24,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.remote import Remote
 from kvxfer.values import BlockTable, Fetch, Offer
@@ -68,14 +68,16 @@ class ScaleEngine:
         """Offer ``count`` transfers, numbered from ``first`` on."""
         for i in range(first, first + count):
             table = BlockTable.of([[i % BLOCKS]])
-            self._agents[0].offer(Offer(TransferId("own/1/scale", i), b"d", 1, 1, table, True))
+            self._agents[0].offer(Offer(TransferId(TransferBase("own/1/scale"), i), b"d", FIRST, 1, table, True))
 
     def fetch(self, source: Source, first: int, count: int) -> None:
         """Have each engine fetch ``count`` transfers, one after the other."""
         for e, agent in enumerate(self._agents):
             for i in range(first + e * count, first + (e + 1) * count):
                 table = BlockTable.of([[i % BLOCKS]])
-                agent.fetch(Fetch(str(i), TransferId("own/1/scale", i), b"d", source, table, 0, 1))
+                agent.fetch(
+                    Fetch(Handle(str(i)), TransferId(TransferBase("own/1/scale"), i), b"d", source, table, 0, 1)
+                )
 
     def pace(self, source: Source | None, first: int, rate: float, seconds: float) -> int:
         """Offer (without a source) or fetch ``rate`` transfers per second, as far as that is possible; return how many."""

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from kvxfer.geometry import Cache, Group, Planner, Rank, Region, View, route
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
@@ -56,11 +56,11 @@ class _Pair:
 
     def transfer(self, do: Do) -> None:
         """Move one block, from the calls of the two engines to both outcomes."""
-        transfer, table = TransferId("own/1/x", self.begun), BlockTable.of([[self.begun % BLOCKS]])
-        offer = Offer(transfer, b"d", 1, 16, table, True)
-        fetch = Fetch(str(self.begun), transfer, b"d", self.source, table, 0, 16)
+        transfer, table = TransferId(TransferBase("own/1/x"), self.begun), BlockTable.of([[self.begun % BLOCKS]])
+        offer = Offer(transfer, b"d", FIRST, 16, table, True)
+        fetch = Fetch(Handle(str(self.begun)), transfer, b"d", self.source, table, 0, 16)
         self.begun, self.now = self.begun + 1, self.now + 0.001
-        self.revocations.offered(transfer, 1)
+        self.revocations.offered(transfer, FIRST)
         do("offer", self.producer.offer, offer, self.now)
         (want,) = do("fetch", self.consumer.fetch, fetch, self.now)
         (have,) = do("want", self.producer.message, HERE, self._carried(do, want), self.now)
@@ -71,7 +71,7 @@ class _Pair:
         assert len(events) == 2
         events = do("committed", self.producer.message, HERE, self._carried(do, last), self.now)
         assert len(events) == 2
-        self.revocations.over(transfer, 1)
+        self.revocations.over(transfer, FIRST)
         do("timers", self._tick)
 
     def _carried(self, do: Do, action: Send) -> m.Message:

@@ -23,7 +23,7 @@ from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry import HOST, Cache, Group, View
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import FIRST, Handle, Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.memory import allocate
 from kvxfer.protocol.messages import Await, Named
@@ -67,7 +67,7 @@ class _Half:
             raise
 
     def offer(self, transfer: TransferId, blocks: int, payload: bytes = b"") -> None:
-        self.agent.offer(Offer(transfer, DIGEST, 1, blocks, _table(blocks), True, payload=payload))
+        self.agent.offer(Offer(transfer, DIGEST, FIRST, blocks, _table(blocks), True, payload=payload))
 
     def fetch(self, transfer: TransferId, blocks: int, source: Source) -> Ended:
         """Fetch a transfer, and return how it ended once its blocks may be used again.
@@ -75,7 +75,7 @@ class _Half:
         Raises:
             KvxferError: It does not end.
         """
-        self.agent.fetch(Fetch(str(transfer), transfer, DIGEST, source, _table(blocks, BLOCKS), 0, blocks))
+        self.agent.fetch(Fetch(Handle(str(transfer)), transfer, DIGEST, source, _table(blocks, BLOCKS), 0, blocks))
         until, ended = time.monotonic() + self._longest, None
         while time.monotonic() < until:
             for event in self.agent.events(0.1):

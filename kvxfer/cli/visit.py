@@ -35,7 +35,7 @@ from kvxfer.errors import ConfigError, KvxferError, PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Region, View
 from kvxfer.geometry.region import flat_starts
-from kvxfer.identity import Address, Source, TransferId, parse_address
+from kvxfer.identity import Address, Handle, Source, TransferId, parse_address
 from kvxfer.memory import Space, allocate
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
@@ -203,18 +203,18 @@ def _greet(source: Source, found: LookupAnswer, config: Config) -> dict[str, Any
         directory = opened.enter_context(Directory(ours, "doctor", engine.facts))
         directory.publish(tuple(agent.descriptor for agent in agents))
         own = directory.source if len(agents) > 1 else None
-        name = TransferId.routed(f"doctor-{directory.epoch:x}")
+        hello, name = Handle("hello"), TransferId.routed(f"doctor-{directory.epoch:x}")
         began = time.monotonic()
         for agent in agents:
             rows = BlockTable.of([[0] for _ in agent.cache.groups])
-            agent.fetch(Fetch("hello", name, b"nothing", source, rows, 0, 1, own))
+            agent.fetch(Fetch(hello, name, b"nothing", source, rows, 0, 1, own))
         failure = _wait(agents, began + LINK_S)
         links = [link for agent in agents for link in agent.links() if link.role == "consumer"]
         report: dict[str, Any] = {"links": [{**asdict(link), "cost": figures(link.cost)} for link in links]}
         if failure is not None:
             report["failure"] = _told(failure)
         for agent in agents:
-            agent.cancel("hello", "this was only a visit of kvxfer doctor")
+            agent.cancel(hello, "this was only a visit of kvxfer doctor")
     device = next(region.device for cache in caches for region in cache.regions)
     theirs = {name for rank in engine.ranks for name in rank.backends}
     report["candidates"] = _candidates(device.partition(":")[0], config, theirs, report["links"])

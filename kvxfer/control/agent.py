@@ -1,8 +1,7 @@
 """The agent: one for each worker process, and what an engine calls there.
 
 It owns the registered cache, the data plane and the control sockets. Engine threads that call it only append to queues. One control
-thread runs the two state machines and never blocks; each back end has a data thread of its own. All of these threads
-sleep in a poll.
+thread runs the two state machines and never blocks. Each back end has a data thread. All of these threads sleep in a poll.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from kvxfer.data.staging import Staging
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache
-from kvxfer.identity import Source, TransferId, new_epoch
+from kvxfer.identity import Generation, Handle, Source, TransferId, new_epoch
 from kvxfer.logs import logger
 from kvxfer.memory import with_elastic
 from kvxfer.protocol import messages as m
@@ -192,16 +191,17 @@ class Agent:
         """
         return self._shell.producer.banded(transfer, tokens)
 
-    def revoke(self, transfer: TransferId, generation: int, reason: str, gone: bool, *, kept: bool = False) -> None:
+    def revoke(
+        self, transfer: TransferId, generation: Generation, reason: str, gone: bool, *, kept: bool = False
+    ) -> None:
         """Give up the blocks of a generation; consumers that have read them are told not to trust them.
 
-        Call it before the blocks are used for something else. They may be as soon as it returns, unless they are ``kept``; but
-        until the ``GenerationReleased`` that follows (or the transfer's ``Released``) their memory must stay mapped, which
-        matters for elastic caches.
+        Call it before the blocks are used for something else. They may be as soon as it returns, unless they are ``kept``. Their
+        memory must stay mapped until the ``GenerationReleased`` that follows, or the transfer's ``Released``.
 
         Args:
             transfer: The transfer.
-            generation: The generation whose blocks are given up.
+            generation: The newest generation whose blocks are given up.
             reason: Why, for the consumer and the log.
             gone: Whether nothing will be offered again. The transfer then ends, with its two events unless they have come before.
             kept: Whether the blocks stay as they are until the transfer's ``Released``. Consumers that are reading them then get
@@ -213,7 +213,7 @@ class Agent:
         """
         self._owner.check()
         arguments.instance("transfer", transfer, TransferId)
-        generation = arguments.integer("generation", generation, 0)
+        generation = Generation(arguments.integer("generation", generation, 0))
         arguments.string("reason", reason, MAX_REASON, empty=True)
         gone = arguments.flag("gone", gone)
         if arguments.flag("kept", kept) and not gone:
@@ -272,7 +272,7 @@ class Agent:
             arguments.instance("own", own, Source)
         self._loop.do(lambda now: self._shell.consumer.prepare(source, own))
 
-    def cancel(self, handle: str, reason: str) -> None:
+    def cancel(self, handle: Handle, reason: str) -> None:
         """Give up a fetch that the engine no longer wants; do nothing if it is over, or never began.
 
         Raises:

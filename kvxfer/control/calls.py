@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Hashable
@@ -14,7 +13,7 @@ from kvxfer.errors import ArgumentError
 from kvxfer.geometry import Cache, bands
 from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import LAST, Generation, Handle, TransferId
 from kvxfer.ledger import BlockLedger
 from kvxfer.values import Fetch, Offer, Rank
 
@@ -161,7 +160,7 @@ class CallValidator:
                 self._refuse(fetch, *found)
             self._ledger.claim(fetch.handle, blocks, fetch.handle, fills=True)
 
-    def free(self, holder: str | TransferId, generation: Generation = sys.maxsize) -> None:
+    def free(self, holder: Handle | TransferId, generation: Generation = LAST) -> None:
         """Take in that the blocks of a fetch, or of an offer up to a generation, may be used for something else."""
         self._free.append((holder, generation))
 
@@ -231,6 +230,6 @@ class CallValidator:
                 )
 
 
-def _name(handle: str, transfer: TransferId) -> str:
+def _name(handle: Handle, transfer: TransferId) -> str:
     """Return what an offer is called in errors: by the engine's handle, if it gave one, and its transfer."""
     return f"{handle!r} ({transfer})" if handle else str(transfer)

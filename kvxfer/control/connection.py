@@ -150,7 +150,7 @@ class ControlConnection:
         if not self.ready:
             return None
         frame = self._in.pop()
-        if not self._in:
+        if not self._in.frames:
             self._in.split(self.limit)  # which may have grown since
         return frame
 
@@ -169,7 +169,7 @@ class ControlConnection:
     @property
     def ready(self) -> bool:
         """Whether a frame can be received."""
-        return bool(self._in) and not self._choked and not self.waits
+        return bool(self._in.frames) and not self.waits and not self._choked
 
     @property
     def opened(self) -> bool:
@@ -320,7 +320,7 @@ class ControlConnection:
             if self._in.rest and self.key_id is None and (why := spoken(self._in.rest)):
                 self._deny(why, KEYLESS)
                 return False
-            if too_long and not self._in:
+            if too_long and not self._in.frames:
                 http = self._in.rest.startswith(b"HTTP/")
                 self.lose(HTTP if http else f"it sent a frame of {too_long} bytes; at most {self.limit} are allowed")
                 return False
@@ -393,7 +393,7 @@ class ControlConnection:
     @property
     def _full(self) -> bool:
         """Whether frames must be received before more is read."""
-        return not self._finished and (bool(self._in) or self._choked)
+        return not self._finished and (bool(self._in.frames) or self._choked)
 
     @property
     def _choked(self) -> bool:

@@ -19,16 +19,14 @@ class FrameBuffer:
     """What has come over a connection.
 
     Attributes:
+        frames: The complete ones, in order; taken by ``pop`` only.
         rest: The beginning of the next frame, which is not complete.
     """
 
     def __init__(self) -> None:
         self.rest = bytearray()
-        self._frames: deque[bytes] = deque()
+        self.frames: deque[bytes] = deque()
         self._framed = 0  # bytes of them
-
-    def __bool__(self) -> bool:
-        return bool(self._frames)
 
     @property
     def nbytes(self) -> int:
@@ -37,19 +35,19 @@ class FrameBuffer:
 
     def pop(self) -> bytes:
         """Return the next frame."""
-        frame = self._frames.popleft()
+        frame = self.frames.popleft()
         self._framed -= len(frame)
         return frame
 
     def put_back(self, frame: bytes) -> None:
         """Return a frame to the front."""
-        self._frames.appendleft(frame)
+        self.frames.appendleft(frame)
         self._framed += len(frame)
 
     def clear(self) -> None:
         """Drop everything."""
         self.rest.clear()
-        self._frames.clear()
+        self.frames.clear()
         self._framed = 0
 
     def split(self, limit: int) -> int:
@@ -65,7 +63,7 @@ class FrameBuffer:
                 if length > limit or at + _HEAD.size + length > end:
                     break
                 at += _HEAD.size
-                self._frames.append(bytes(view[at : at + length]))
+                self.frames.append(bytes(view[at : at + length]))
                 self._framed += length
                 at += length
         if at:

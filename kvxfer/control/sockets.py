@@ -209,7 +209,8 @@ class ControlSockets:
                 self._flag.clear()
             elif self._listener is not None and fd == self._listener.fileno():
                 self._accept()
-        more.update(self._handshakes.next(shaking))
+        if shaking:
+            more.update(self._handshakes.next(shaking))
         for conn in more:
             if conn.pump():
                 self._more.add(conn)

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from kvxfer.failures import Failure
-from kvxfer.identity import TransferId
+from kvxfer.identity import Handle, TransferId
 from kvxfer.protocol.messages import Explain, Explained, Story
 from kvxfer.protocol.messages.bounds import MAX_WORDS
 from kvxfer.protocol.values import Ended
@@ -62,7 +62,7 @@ class AgentStories:
     """The last transfers of one agent. One thread records; any thread may ask. A story is told when somebody asks for it."""
 
     def __init__(self, epoch: int) -> None:
-        self._live: dict[str | TransferId, _Begun] = {}  # fetches by handle, offers by transfer
+        self._live: dict[Handle | TransferId, _Begun] = {}  # fetches by handle, offers by transfer
         self._good: deque[tuple[_Begun, _Over]] = deque(maxlen=KEPT)
         self._bad: deque[tuple[_Begun, _Over]] = deque(maxlen=KEPT)
         _agents[epoch] = self

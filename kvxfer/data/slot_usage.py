@@ -94,12 +94,12 @@ class SlotUsage:
 
     def losses(self, link: LinkId) -> int:
         """Return how often a link has lost a slot that is not forgiven."""
-        record = self._records.get(link, NEW)
-        return record.losses if record.losses and time.monotonic() - record.lost_at < STALLED_S else 0
+        return self._records.get(link, NEW).losses if self.stalled(link) else 0
 
     def stalled(self, link: LinkId) -> bool:
         """Return whether a link has lost a slot, and has not taken enough pieces in time since."""
-        return self.losses(link) > 0
+        record = self._records.get(link, NEW)
+        return record.losses > 0 and time.monotonic() - record.lost_at < STALLED_S
 
     def patience(self, link: LinkId, calm: float, first: float) -> float:
         """Return for how many seconds a link may hold a slot for which others wait.

@@ -83,7 +83,7 @@ class Staging:
         self._free = [i * self.piece_bytes for i in range(SLOTS)]
         self._held: dict[Role, Counter[LinkId]] = {"producer": Counter(), "consumer": Counter()}
         self._since: dict[Slot, float] = {}  # producer: when a slot was taken, the oldest first
-        self._used: Counter[Use] = Counter()
+        self._used: dict[Use, int] = {"sent": 0, "known": 0, "expected": 0}
         self.taken = self.given = 0  # how many slots have been taken, and have come back
 
     def take(self, owner: LinkId, role: Role, sure: bool = True) -> Slot | None:
@@ -128,7 +128,7 @@ class Staging:
     @property
     def used(self) -> bool:
         """Whether any slot is in use."""
-        return self._used.total() > 0
+        return any(self._used.values())
 
     def room(self, role: Role) -> bool:
         """Return whether there is a free slot for this role."""

@@ -385,7 +385,7 @@ class Traffic:
 
         What has got no further is not told again. A peer cannot see that a write has begun, so that is told, too.
         """
-        late = [job for job in self._jobs.values() if job.begun < before and _told_here(job)]
+        late = [job for job in self._jobs.values() if job.begun < before and _worth_telling(job)]
         seen = {job.ref: job.bytes_so_far() for job in late}
         news = tuple(
             (ref, moved)
@@ -427,9 +427,9 @@ class Traffic:
             self._ends.backend_stuck(jobs)
 
 
-def _told_here(job: Job) -> bool:
-    """Return whether this side tells how far a part has got."""
-    return job.ref.role == "consumer" or job.action.verb is Verb.WRITE
+def _worth_telling(job: Job) -> bool:
+    """Return whether this side tells how far a part has got: what it writes, and what has begun to come. Many parts only wait."""
+    return job.submitted > 0 if job.ref.role == "consumer" else job.action.verb is Verb.WRITE
 
 
 def _hung_up() -> Failure:

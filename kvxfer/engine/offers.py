@@ -14,7 +14,6 @@ Others may be reading blocks when the engine lets go of them. They are kept unti
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -23,7 +22,7 @@ from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.stories import Stories
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import Generation, RequestId, Source, TransferId
+from kvxfer.identity import LAST, Generation, RequestId, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
 from kvxfer.ticket import Ticket
 from kvxfer.values import MAX_REASON, NULL, BlockTable, Group, OfferEnd, Rank
@@ -298,7 +297,7 @@ class Offers:
         """Record that the engine frees a held request, on its own authority: nobody may be reading its blocks any more."""
         found = self.schedule.named(request)
         if found is not None and found.held:
-            self._done(found, sys.maxsize)
+            self._done(found, LAST)
 
     def over(self) -> tuple[TransferId, ...]:
         """Return the transfers since the last call that had ended before their requests, which are over, too."""

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvxfer.engine.exchange import Report
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, Outcome
-from kvxfer.identity import RequestId, TransferId
+from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
 from kvxfer.values import Fetch, OfferEnd, Rank, Stages
 
@@ -74,8 +74,8 @@ class RankEnds:
             self._load_ended(event)
         elif isinstance(event, Released):
             self._load_released(RequestId(event.handle))
-        elif isinstance(event, Progress) and event.handle not in self._prefetches:
-            self.report.arrived.setdefault(RequestId(event.handle), {})[self._rank] = event.tokens
+        elif isinstance(event, Progress) and (request := RequestId(event.handle)) not in self._prefetches:
+            self.report.arrived.setdefault(request, {})[self._rank] = event.tokens
 
     @property
     def pending(self) -> bool:
@@ -100,7 +100,7 @@ class RankEnds:
         loads = len(self._blocks) + len(self._prefetches) + len(self._failing) + len(self._early)
         return loads + len(self._known) + bool(self.report)
 
-    def _offer_released(self, transfer: TransferId, generation: int) -> None:
+    def _offer_released(self, transfer: TransferId, generation: Generation) -> None:
         """Report that nothing reads what was offered any more."""
         ranks = self.report.released.setdefault(transfer, {})
         ranks[self._rank] = max(generation, ranks.get(self._rank, generation))

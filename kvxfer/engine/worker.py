@@ -17,7 +17,7 @@ from kvxfer.engine.rank_ends import RankEnds
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure
-from kvxfer.identity import RequestId, TransferId
+from kvxfer.identity import Handle, RequestId, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
 from kvxfer.text import printable
@@ -153,7 +153,7 @@ class WorkerSide:
             cancels = [c for c in step.commands.cancels if self._ends.number(c.handle) not in self._direct]
         with _unless_closed:
             for cancel in cancels:
-                self.agent.cancel(cancel.handle, cancel.reason)
+                self.agent.cancel(Handle(cancel.handle), cancel.reason)
 
     def _begin(self, first: int, fetches: tuple[Fetch, ...], prefetches: tuple[int, ...]) -> None:
         """Begin those fetches that have not begun yet."""

@@ -13,7 +13,7 @@ from typing import assert_never
 
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
-from kvxfer.identity import Source
+from kvxfer.identity import Generation, Handle, Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.attempts import Attempts
 from kvxfer.protocol.cost import LinkCost
@@ -64,12 +64,12 @@ class ConsumerMachine:
         self._start_s, self._timeout = start, timeout
         self.corrupt = 0
         self._closed: Failure | None = None
-        self._fetches: dict[str, FetchRecord] = {}
+        self._fetches: dict[Handle, FetchRecord] = {}
         self._routes = Routes()
         self._links = self._routes.links
         self._attempts = Attempts(self._routes, timeout, retry)
         self._ask = self._attempts.ask
-        self._deadlines: Timers[str] = Timers()
+        self._deadlines: Timers[Handle] = Timers()
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class ConsumerMachine:
         """Make the links to a source before the first fetch from it. If that fails, the fetch will say so."""
         return [] if self._closed is not None else self._routes.prepare(source, own)
 
-    def cancel(self, handle: str, reason: str, now: float) -> list[Action]:
+    def cancel(self, handle: Handle, reason: str, now: float) -> list[Action]:
         """End a fetch that the engine no longer wants. Unknown handles are ignored."""
         f = self._fetches.get(handle)
         return [] if f is None else self._fail(f, Failure(K.CANCELLED, reason), now)
@@ -320,7 +320,7 @@ class ConsumerMachine:
                 f.last = now
         return []
 
-    def _newest(self, f: FetchRecord, generation: int, now: float) -> list[Action]:
+    def _newest(self, f: FetchRecord, generation: Generation, now: float) -> list[Action]:
         """Record a generation that a producer rank has announced.
 
         What other ranks hold of an older one is useless: even if they do not know it yet, their engine has given it up.

@@ -9,7 +9,7 @@ from msgspec import field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
-from kvxfer.identity import Generation
+from kvxfer.identity import FIRST, Generation
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.parts import MIN_PIECE, Span, placed, plan_part, reached, to_hash
@@ -55,7 +55,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     spec: RankRoute
     state: RankFetchState = RankFetchState.LINKING
     attempt: int = 0  # the last one begun; void when the state is PAUSED or FAILED
-    least: Generation = 0  # older ones are of no use
+    least: Generation = FIRST  # older ones are of no use
     generation: Generation | None = None
     revocations: int | None = None  # the producer's, when it announced the first part
     end: int | None = None  # where the final part ends, once it has been announced
@@ -225,7 +225,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     @property
     def least(self) -> Generation:
         """The oldest generation that is of use: ranks that still have an older one will give it up."""
-        return 0 if self.generation is None else self.generation
+        return FIRST if self.generation is None else self.generation
 
     @property
     def arrived(self) -> int:

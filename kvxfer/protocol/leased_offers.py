@@ -7,12 +7,11 @@ from msgspec.structs import replace
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol.offer_record import OfferRecord, Over, RankServe, told
-from kvxfer.protocol.readers import ReaderState
 from kvxfer.protocol.releases import Releases
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MAX_WORDS, Serves
 from kvxfer.protocol.timers import Recent, Timers
-from kvxfer.protocol.transitions import ServeState
+from kvxfer.protocol.transitions import ReaderEvent, ReaderState, ServeState
 from kvxfer.protocol.values import Action, Emit
 from kvxfer.values import Offer
 
@@ -64,7 +63,7 @@ class LeasedOffers:
     def settle(self, serve: RankServe, now: float) -> list[Action]:
         """Count one more reader that has everything."""
         h = serve.record
-        h.readers.settle(serve.reader)
+        h.readers.on(serve.reader, ReaderEvent.SETTLE)
         out = self.serves.settle(serve, now) + self.count(h, DELIVERED, now)
         self.lend(h, now)  # for its other consumers
         return out

@@ -7,14 +7,14 @@ from msgspec import field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
-from kvxfer.identity import Generation, TransferId
+from kvxfer.identity import FIRST, Generation, Handle, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.parts import AHEAD, Span, way_costs
 from kvxfer.protocol.readers import OVER, Readers
-from kvxfer.protocol.transitions import RANK_SERVE, ServeEvent, ServeState
+from kvxfer.protocol.transitions import RANK_SERVE, ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import (
     Abort,
     Action,
@@ -167,17 +167,15 @@ class OfferRecord(msgspec.Struct, eq=False):
     offer: Offer | None = None  # the last one
     tokens: int = 0  # how many are complete in all layers, in its generation
     generation: Generation | None = None  # the last one that was offered or revoked
-    least: Generation = 0  # older ones are given up
-    revoked: Generation | None = (
-        None  # the last one that was given up without ending the transfer, until it is released
-    )
+    least: Generation = FIRST  # older ones are given up
+    revoked: Generation | None = None  # the last one given up without ending the transfer, until it is released
     serves: dict[Key, RankServe] = field(default_factory=dict)
     before: OfferRecord | None = None  # the transfer's previous record, until that is released
     follower: OfferRecord | None = None  # the record that waits for the release of this one
     digest: bytes | None = None  # of the last offer
     consumers: int = 1  # how many engines it is for
     payload: bytes = b""  # of this generation
-    handle: str = ""  # the engine's name for it, or the transfer's; empty before it is offered
+    handle: Handle = Handle("")  # the engine's name for it, or the transfer's; empty before it is offered
     readers: Readers = field(default_factory=Readers)
     nbytes: int = 0
     outcome: Outcome | None = None
@@ -191,7 +189,7 @@ class OfferRecord(msgspec.Struct, eq=False):
             self.payload, self.short, self.tokens = b"", None, 0
         self.payload = offer.payload or self.payload
         self.known, self.generation, self.offer, self.consumers = True, offer.generation, offer, offer.consumers
-        self.handle = offer.handle or str(offer.transfer)
+        self.handle = offer.handle or Handle(str(offer.transfer))
         if not offer.bands:
             self.tokens = offer.tokens
         if self.digest != offer.digest:
@@ -200,14 +198,14 @@ class OfferRecord(msgspec.Struct, eq=False):
             self.digest = offer.digest
 
     @property
-    def name(self) -> str:
+    def name(self) -> Handle:
         """The handle in its events."""
-        return self.handle or str(self.transfer)
+        return self.handle or Handle(str(self.transfer))
 
     def give_up(self, generation: Generation) -> None:
         """Give up this generation and older ones."""
-        self.least = max(self.least, generation + 1)
-        self.generation = max(generation, self.next_generation - 1)
+        self.least = max(self.least, Generation(generation + 1))
+        self.generation = generation if self.generation is None else max(generation, self.generation)
 
     def serves_of(self, generation: Generation) -> bool:
         """Return whether something of this generation or of older ones may still move."""
@@ -216,32 +214,12 @@ class OfferRecord(msgspec.Struct, eq=False):
     @property
     def next_generation(self) -> Generation:
         """The generation after the last one that the engine has offered or revoked."""
-        return 0 if self.generation is None else self.generation + 1
+        return FIRST if self.generation is None else Generation(self.generation + 1)
 
-    def admit(self, reader: int, readers: int) -> None:
-        """Count a consumer that wants what is offered.
-
-        Args:
-            reader: The consumer's agent, by its epoch.
-            readers: How many readers its engine has, as it says.
-        """
+    def heard(self, reader: int, event: ReaderEvent, siblings: int = 1) -> bool:
+        """Record what a consumer wants, or no longer wants; return False if that changes nothing."""
         self.claimed = True
-        self.readers.admit(reader, readers)
-
-    def leave(self, reader: int) -> None:
-        """Forget a consumer that is lost, unless it is done or is served over another link."""
-        if not self.lives(reader):
-            self.readers.leave(reader)
-
-    def reject(self, reader: int, digest: bytes) -> None:
-        """Count out a consumer that wants something that is not offered here."""
-        self.claimed = True
-        self.readers.reject(reader, digest == self.digest)
-
-    def drop(self, reader: int, readers: int) -> None:
-        """Count a consumer that wanted what is offered, and has given it up."""
-        self.claimed = True
-        self.readers.drop(reader, readers)
+        return self.readers.on(reader, event, siblings)
 
     def unfetched(self, lease: float) -> Failure:
         """Return why it ends if its lease, in seconds, has run out."""

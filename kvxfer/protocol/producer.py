@@ -12,15 +12,14 @@ from __future__ import annotations
 from typing import assert_never
 
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
-from kvxfer.identity import TransferId
+from kvxfer.identity import Generation, Handle, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.leased_offers import LeasedOffers
 from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, RankServe, follows
-from kvxfer.protocol.readers import ReaderState
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MANY, MAX_WORDS
-from kvxfer.protocol.transitions import ServeEvent, ServeState
+from kvxfer.protocol.transitions import ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Moving, Send
 from kvxfer.values import Offer
 
@@ -83,7 +82,7 @@ class ProducerMachine:
             out += self._serves.advance(serve, now)
         for reader, readers in self._early.take(offer.transfer, offer.digest).items():
             if h.outcome is None and not h.lives(reader):
-                h.drop(reader, readers)
+                h.heard(reader, ReaderEvent.DROP, readers)
                 gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was offered")
                 out += self._offers.count(h, Outcome(gave_up), now)
         if old is not None and offer.consumers < old.consumers and h.outcome is None:
@@ -91,7 +90,7 @@ class ProducerMachine:
         return out
 
     def revoke(
-        self, transfer: TransferId, generation: int, why: Failure, gone: bool, now: float, kept: bool = False
+        self, transfer: TransferId, generation: Generation, why: Failure, gone: bool, now: float, kept: bool = False
     ) -> list[Action]:
         """Give up the blocks of this generation and of older ones.
 
@@ -110,7 +109,7 @@ class ProducerMachine:
         if transfer not in self._records and not gone:
             if transfer in self._offers.releases:
                 return []  # the coming release says the same
-            return [Emit(GenerationReleased("producer", transfer, str(transfer), generation))]
+            return [Emit(GenerationReleased("producer", transfer, Handle(str(transfer)), generation))]
         h = self._offers.record(transfer, now)
         if kept and gone and h.offer is not None and h.offer.generation == generation and h.tokens and h.served:
             return self._offers.shorten(h, h.offer, why, now)
@@ -147,7 +146,8 @@ class ProducerMachine:
         out: list[Action] = []
         for serve in self._serves.unlink(link):
             if serve.on(E.LINK_DOWN):
-                serve.record.leave(serve.reader)
+                if not serve.record.lives(serve.reader):
+                    serve.record.readers.on(serve.reader, ReaderEvent.LEAVE)
                 self._serves.distrust_announced(serve)
                 self._offers.lend(serve.record, now)
             out += serve.aborts + self._serves.finish(serve, now)
@@ -264,7 +264,7 @@ class ProducerMachine:
             closed = m.AttemptClosed(request.transfer, request.attempt, MANY.kind, MANY.detail, False)
             return [Send(link, closed)]
         self._records[request.transfer] = h
-        h.readers.ask_again(reader)
+        h.readers.on(reader, ReaderEvent.ASK)
         self._early.pop(reader, request.transfer)
         out: list[Action] = []
         for other in lost:
@@ -300,8 +300,7 @@ class ProducerMachine:
             return self._offers.settle(serve, now)
         if h is None or msg.digest != h.digest:
             return []
-        h.admit(reader, msg.readers)
-        h.readers.settle(reader)
+        h.heard(reader, ReaderEvent.SETTLE, msg.readers)
         return self._offers.count(h, DELIVERED, now)
 
     def _close_attempt(self, link: LinkId, serve: RankServe | None, msg: m.CloseAttempt, now: float) -> list[Action]:
@@ -315,11 +314,8 @@ class ProducerMachine:
             if self._over.get(msg.transfer) is None:
                 self._early.put(reader, msg.transfer, (msg.digest, max(msg.readers, 1)), now)
         elif (
-            msg.digest == h.digest
-            and h.readers.state(reader) not in (ReaderState.DELIVERED, ReaderState.INELIGIBLE)
-            and not h.lives(reader, but=serve)
+            msg.digest == h.digest and not h.lives(reader, but=serve) and h.heard(reader, ReaderEvent.DROP, msg.readers)
         ):
-            h.drop(reader, msg.readers)
             out += self._offers.count(h, Outcome(why), now)
         if serve is not None:
             return out + self._stop(serve, why, False, now)

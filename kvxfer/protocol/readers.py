@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import enum
 from math import lcm
 
 import msgspec
 from msgspec import field
 
-__all__ = ["OVER", "ReaderState", "Readers"]
+from kvxfer.protocol.transitions import READER, ReaderEvent, ReaderState
 
+__all__ = ["OVER", "Readers"]
 
-class ReaderState(enum.Enum):
-    """What is known of a reader."""
-
-    READING = enum.auto()
-    DELIVERED = enum.auto()
-    DROPPED = enum.auto()
-    INELIGIBLE = enum.auto()  # it wants more than there is, and does not count
+_NEVER: frozenset[tuple[ReaderState, ReaderEvent]] = frozenset().union(*READER.never.values())
 
 
 class _Reader(msgspec.Struct, frozen=True, gc=False):
-    state: ReaderState = ReaderState.READING
+    state: ReaderState = ReaderState.UNKNOWN
     siblings: int = 1  # how many readers its engine has, as it says
 
 
-_NEW = _Reader()
+_UNKNOWN = _Reader()
 OVER = (ReaderState.DELIVERED, ReaderState.DROPPED)
 """The states of a reader that wants no more."""
 
@@ -40,44 +34,31 @@ class Readers(msgspec.Struct, gc=False):
     _of: dict[int, _Reader] = field(default_factory=dict)
 
     def state(self, reader: int) -> ReaderState:
-        """Return what is known of a reader; one that is not known may still read."""
-        return self._of.get(reader, _NEW).state
+        """Return what is known of a reader."""
+        return self._of.get(reader, _UNKNOWN).state
 
-    def admit(self, reader: int, siblings: int) -> None:
-        """Count a reader that wants what is offered; its engine says that it has ``siblings`` readers."""
-        known = self._of.get(reader, _NEW)
-        state = ReaderState.READING if known.state is ReaderState.INELIGIBLE else known.state
-        self._of[reader] = _Reader(state, max(siblings, known.siblings))
+    def on(self, reader: int, event: ReaderEvent, siblings: int = 1) -> bool:
+        """Make the move that an event of a reader leads to; return False if it is ignored.
 
-    def ask_again(self, reader: int) -> None:
-        """Forget that a reader has dropped it or was ineligible."""
-        known = self._of.get(reader)
-        if known is not None and known.state is ReaderState.DROPPED:
-            self._of[reader] = _Reader(ReaderState.READING, known.siblings)
-        elif known is not None and known.state is ReaderState.INELIGIBLE:
+        Args:
+            reader: The reader.
+            event: What has happened.
+            siblings: How many readers its engine has, as it says; the most that it ever said counts.
+
+        Raises:
+            IllegalTransition: By the table it never happens here. Nothing has been changed.
+        """
+        known = self._of.get(reader, _UNKNOWN)
+        after = READER.moves.get((known.state, event))  # not by a call: every transfer comes here several times
+        if after is None:
+            if (known.state, event) in _NEVER:
+                READER.after(known.state, event)
+            return False
+        if after is ReaderState.UNKNOWN:
             del self._of[reader]
-
-    def reject(self, reader: int, eligible: bool) -> None:
-        """Count out a reader that wants something that is not offered; one that was ``eligible`` may no longer drop the offer."""
-        if self.state(reader) is not ReaderState.DELIVERED:
-            self._of.pop(reader, None)
-            if eligible:
-                self._of[reader] = _Reader(ReaderState.INELIGIBLE)
-
-    def leave(self, reader: int) -> None:
-        """Forget a reader that is lost, unless it is done."""
-        if self.state(reader) is ReaderState.READING:
-            self._of.pop(reader, None)
-
-    def settle(self, reader: int) -> None:
-        """Record that a reader has everything."""
-        self._of[reader] = _Reader(ReaderState.DELIVERED, self._of.get(reader, _NEW).siblings)
-
-    def drop(self, reader: int, siblings: int) -> None:
-        """Count a reader that wanted what is offered, and has given it up."""
-        self.admit(reader, siblings)
-        if self.state(reader) is ReaderState.READING:
-            self._of[reader] = _Reader(ReaderState.DROPPED, self._of[reader].siblings)
+        else:
+            self._of[reader] = _Reader(after, max(siblings, known.siblings))
+        return True
 
     def any(self, state: ReaderState) -> bool:
         """Return whether any reader is in a state."""

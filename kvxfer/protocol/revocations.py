@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 
-from kvxfer.identity import TransferId
+from kvxfer.identity import Generation, TransferId
 
 __all__ = ["RevocationCounter"]
 
@@ -33,19 +33,19 @@ class RevocationCounter:
     def __init__(self, word: memoryview | None = None) -> None:
         self._word = memoryview(bytearray(8)).cast("Q") if word is None else word
         self._lock = threading.Lock()
-        self._offered: dict[TransferId, int] = {}  # not over yet, with the last generation
+        self._offered: dict[TransferId, Generation] = {}  # not over yet, with the last generation
         self.taken_in = 0
 
     @property
     def declared(self) -> int:
         return int(self._word[0])
 
-    def offered(self, transfer: TransferId, generation: int) -> None:
+    def offered(self, transfer: TransferId, generation: Generation) -> None:
         """Record that a transfer may be announced from now on. Any thread."""
         with self._lock:
             self._offered[transfer] = generation
 
-    def over(self, transfer: TransferId, generation: int) -> None:
+    def over(self, transfer: TransferId, generation: Generation) -> None:
         """Record that nothing of this generation will be announced any more, and what was has been counted. Control thread."""
         with self._lock:
             if self._offered.get(transfer, generation + 1) <= generation:

@@ -13,7 +13,7 @@ from kvxfer.protocol.offer_record import ConsumerLink, Key, OfferRecord, RankSer
 from kvxfer.protocol.parts import Span, cut
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Timers
-from kvxfer.protocol.transitions import ServeEvent, ServeState
+from kvxfer.protocol.transitions import ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Moving, Send
 from kvxfer.values import Offer
 
@@ -111,9 +111,10 @@ class Serves:
         if why is not None and serve.record.short is not None and why.kind is K.NEVER_OFFERED:
             why = told(Outcome(serve.record.short))
         if why is not None:
-            serve.record.reject(serve.reader, request.digest)
+            more = request.digest == serve.record.digest
+            serve.record.heard(serve.reader, ReaderEvent.WANT_MORE if more else ReaderEvent.WANT_OTHER)
             return self.stop(serve, why, False, now)
-        serve.record.admit(serve.reader, request.readers)
+        serve.record.heard(serve.reader, ReaderEvent.WANT, request.readers)
         if offer.generation < request.least:
             return []  # another rank of this engine has given it up already, as this one will hear
         out: list[Action] = []

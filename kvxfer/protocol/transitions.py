@@ -15,8 +15,11 @@ __all__ = [
     "RANK_FETCH",
     "IllegalTransition",
     "RANK_SERVE",
+    "READER",
     "RankFetchEvent",
     "RankFetchState",
+    "ReaderEvent",
+    "ReaderState",
     "Transitions",
     "ServeEvent",
     "ServeState",
@@ -155,5 +158,55 @@ RANK_SERVE: Transitions[ServeState, ServeEvent] = Transitions(
         "a peer that was given up is told nothing more": _pairs((_V.SETTLED, _V.ENDING, _V.ENDED), (_v.ANNOUNCE,)),
         "only what was announced can be had": frozenset({(_V.WAITING, _v.SETTLE)}),
         "only an ending serve waits for quiet": _pairs(set(_V) - {_V.ENDING}, (_v.QUIET,)),
+    },
+)
+
+
+class ReaderState(enum.StrEnum):
+    """What a producer rank knows of one reader of an offer: whether it counts towards the end of the offer."""
+
+    UNKNOWN = "unknown"  # nothing is kept of it
+    READING = "reading"
+    DROPPED = "dropped"  # it wanted what is offered, and has given it up; it counts
+    INELIGIBLE = "ineligible"  # it wants more than there is, and does not count
+    DELIVERED = "delivered"  # it has everything; it counts
+
+
+class ReaderEvent(enum.StrEnum):
+    """What happens to a reader of an offer."""
+
+    ASK = "asks again"
+    WANT = "wants what is offered"
+    WANT_MORE = "wants more than is offered"
+    WANT_OTHER = "wants it by another digest"
+    DROP = "gives it up"
+    LEAVE = "lost, and not served over another link"
+    SETTLE = "has everything"
+
+
+_R, _r = ReaderState, ReaderEvent
+
+READER: Transitions[ReaderState, ReaderEvent] = Transitions(
+    moves={
+        **{(s, _r.WANT): _R.READING for s in (_R.UNKNOWN, _R.READING, _R.INELIGIBLE)},
+        **{(s, _r.WANT_MORE): _R.INELIGIBLE for s in (_R.UNKNOWN, _R.READING)},
+        **{(s, _r.WANT_OTHER): _R.UNKNOWN for s in (_R.READING, _R.INELIGIBLE)},
+        **{(s, _r.DROP): _R.DROPPED for s in (_R.UNKNOWN, _R.READING, _R.DROPPED)},
+        **{(s, _r.SETTLE): _R.DELIVERED for s in _R if s is not _R.DELIVERED},
+        (_R.READING, _r.LEAVE): _R.UNKNOWN,
+        (_R.DROPPED, _r.ASK): _R.READING,
+        (_R.INELIGIBLE, _r.ASK): _R.UNKNOWN,
+    },
+    ignored={
+        "what it wants is seen once there is an offer": _pairs((_R.UNKNOWN, _R.READING), (_r.ASK,)),
+        "nothing is kept of it": _pairs((_R.UNKNOWN,), (_r.WANT_OTHER, _r.LEAVE)),
+        "it does not count": _pairs((_R.INELIGIBLE,), (_r.WANT_MORE, _r.DROP, _r.LEAVE)),
+        "it wants no more": frozenset({(_R.DROPPED, _r.LEAVE)}),
+        "it has everything": _pairs((_R.DELIVERED,), _r),
+    },
+    never={
+        "one that has dropped it is served only after it has asked again": _pairs(
+            (_R.DROPPED,), (_r.WANT, _r.WANT_MORE, _r.WANT_OTHER)
+        )
     },
 )

@@ -12,7 +12,7 @@ import msgspec
 from kvxfer.config import Integrity
 from kvxfer.failures import DELIVERED, Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
-from kvxfer.identity import Generation, Source, TransferId
+from kvxfer.identity import Generation, Handle, Source, TransferId
 from kvxfer.memory import Side
 from kvxfer.protocol.cost import PartWay
 from kvxfer.protocol.messages import Message
@@ -91,7 +91,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
 
     role: Role
     transfer: TransferId
-    handle: str
+    handle: Handle
     outcome: Outcome
     nbytes: int
     seconds: float
@@ -108,7 +108,7 @@ class Released(msgspec.Struct, frozen=True, gc=False):
 
     role: Role
     transfer: TransferId
-    handle: str
+    handle: Handle
     generation: Generation | None = None  # on a producer, as in ``Ended``
 
 
@@ -124,7 +124,7 @@ class GenerationReleased(msgspec.Struct, frozen=True):
 
     role: Role
     transfer: TransferId
-    handle: str
+    handle: Handle
     generation: Generation
 
 
@@ -140,7 +140,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     role: Role
     transfer: TransferId
-    handle: str
+    handle: Handle
     tokens: int
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvxfer.identity import RequestId, Source, TransferId
+from kvxfer.identity import Handle, RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.load import Load, LoadEvent, LoadNumber, LoadState, Wanted
@@ -179,7 +179,7 @@ class FetchSchedule:
         self.working.append(load)
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
-        names = request, wanted.transfer, wanted.digest, wanted.source
+        names = Handle(request), wanted.transfer, wanted.digest, wanted.source
         self.fetches.append(Fetch(*names, blocks, computed, end, self._own, wanted.progress, wanted.offered, enough))
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvxfer.identity import Generation, RequestId, TransferId
+from kvxfer.identity import FIRST, Generation, RequestId, TransferId
 from kvxfer.schedule.offering import Offering, OfferingNumber, OfferingState
 from kvxfer.values import BlockTable, Group
 
@@ -20,7 +20,7 @@ class Offerings:
         self._groups = tuple(groups)
         self._nothing = BlockTable((b"",) * len(self._groups))
         self._numbers = 0
-        self._generation: Generation = 0
+        self._generation = FIRST
         self._live: dict[RequestId, Offering] = {}  # by the engine's name of the request
         self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
 
@@ -126,5 +126,5 @@ class Offerings:
             del self._transfers[found.transfer]
 
     def _next_generation(self) -> Generation:
-        self._generation += 1
+        self._generation = Generation(self._generation + 1)
         return self._generation

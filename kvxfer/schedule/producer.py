@@ -6,7 +6,7 @@ differs from it although nothing of the aborted one is remembered.
 
 from collections.abc import Callable, Sequence
 
-from kvxfer.identity import Generation, RequestId, TransferId
+from kvxfer.identity import Generation, Handle, RequestId, TransferId
 from kvxfer.ledger import BlockLedger
 from kvxfer.schedule.commands import Revoke, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.coverage import Coverage
@@ -296,7 +296,9 @@ class OfferSchedule(Offerings):
 
     @staticmethod
     def _offer_of(p: Offering) -> Offer:
-        return Offer(p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers, handle=p.request)
+        return Offer(
+            p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers, handle=Handle(p.request)
+        )
 
     def _state(self, found: Offering) -> None:
         """Have the workers told of what is ready."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -383,6 +384,60 @@ class Faults(Suite):
         assert peer.channel.hear(1) == [] and peer.channel.lost is None
         peer.channel.say(Opened(0))
         peer.expect(Bye)
+        theirs.abort()
+
+    @pytest.mark.parametrize("comes", [True, False])
+    def test_close_waits_for_a_silent_peer_and_then_for_the_abort(
+        self, world: World, impostor: Any, monkeypatch: pytest.MonkeyPatch, comes: bool
+    ) -> None:
+        """A communicator is being made when this side closes, and the peer says nothing more. ``comes``: its NCCL does join.
+
+        That wait leaves time for the abort. So memory is quiet when ``close`` returns.
+        """
+        a = self.participant(world, init_timeout_s=20.0, abort_timeout_s=4.0)
+        peer = impostor(a, sends=False)
+        a.submit(Batch(Verb.SEND, peer.peer, 0, LARGE.length, LARGE.src))
+        peer.channel.say(Ready(0))
+        named = peer.expect(Id)
+        transport: Any = a.transport
+        theirs = transport._binding.pipe(PipeSpec(named.unique_id, False, world._device(), transport._options))
+        if comes:
+            coming = threading.Thread(target=theirs.open)
+            coming.start()
+            coming.join()
+        abort = self.pipe.abort
+        monkeypatch.setattr(self.pipe, "abort", lambda pipe: (time.sleep(0.2), abort(pipe)))
+        a.close()
+        theirs.abort()
+
+    def test_close_serves_all_peers_while_one_is_silent(self, world: World, impostor: Any) -> None:
+        """Communicators are being made with two. One says nothing until the other has had this side's last word."""
+        a = self.participant(world, init_timeout_s=20.0, abort_timeout_s=20.0)
+        silent, other = impostor(a, sends=False), impostor(a, sends=False)
+        for peer in (silent, other):
+            a.submit(Batch(Verb.SEND, peer.peer, 0, LARGE.length, LARGE.src))
+            peer.channel.say(Ready(0))
+        silent.expect(Id)
+        named = other.expect(Id)
+        transport: Any = a.transport
+        theirs = transport._binding.pipe(PipeSpec(named.unique_id, False, world._device(), transport._options))
+        said: list[Message] = []
+
+        def come() -> None:
+            theirs.open()
+            other.channel.say(Opened(0))
+            while not said and other.channel.lost is None:
+                said.extend(other.channel.hear(1))
+                time.sleep(0.001)
+            silent.close()
+
+        coming = threading.Thread(target=come)
+        coming.start()
+        begun = time.monotonic()
+        a.close()
+        assert time.monotonic() < begun + 10.0
+        coming.join()
+        assert isinstance(said[0], Bye)
         theirs.abort()
 
     def test_peers_join_and_leave_without_a_trace(self, world: World) -> None:

@@ -1,6 +1,6 @@
 """vLLM's `OffloadingConnector` for servers on a CPU: its own manager, and a worker that copies blocks from memory to memory.
 
-The worker of vLLM's refuses anything but a GPU. What an operator writes beside `OffloadingConnector` on a GPU is `cpu_bytes_to_use` alone.
+The worker of vLLM's refuses anything but a GPU. Where there is one it is used: an operator writes `cpu_bytes_to_use` alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 OFFLOADING: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "HostOffloadingSpec",
-        "spec_module_path": __name__,
-        "cpu_bytes_to_use": 256 << 20,
-    },
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 256 << 20},
 }
+if not torch.cuda.is_available():
+    OFFLOADING["kv_connector_extra_config"] |= {"spec_name": "HostOffloadingSpec", "spec_module_path": __name__}
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]

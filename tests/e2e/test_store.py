@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvxfer_vllm.demo.metrics import loaded_tokens, total
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
@@ -17,6 +18,9 @@ from tests.e2e.forked import Forked
 from tests.e2e.host_offload import OFFLOADING
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
+
+STARTED: type[Server] = Server if torch.cuda.is_available() else Forked
+"""A process that has imported vLLM for a GPU cannot be forked."""
 
 OURS = {"kv_connector": "KVXferConnector"}
 NAMED = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvxfer_vllm.nixl"}
@@ -36,7 +40,7 @@ def config(role: str, name: dict[str, Any], ours_first: bool) -> dict[str, Any]:
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     require("vllm")
     with ended_together() as begun:
-        begun.append(Forked("plain", model, tmp_path_factory.mktemp("logs")))
+        begun.append(STARTED("plain", model, tmp_path_factory.mktemp("logs")))
         await_ready(begun, 300.0)
         yield begun[0]
 
@@ -49,7 +53,7 @@ def servers(
     with ended_together() as begun:
         for side in ("prefill", "decode"):
             settings = config(side, name, ours_first)
-            begun.append(Forked(side, model, logs, settings, env={"VLLM_SERVER_DEV_MODE": "1"}))
+            begun.append(STARTED(side, model, logs, settings, env={"VLLM_SERVER_DEV_MODE": "1"}))
         await_ready(begun, 300.0)
         yield Cluster(plain, *begun), ours_first
 

@@ -32,9 +32,6 @@ T = TypeVar("T")
 CLOGGED_S = 0.005
 """How often a connection that takes nothing at the moment is tried again."""
 
-LEAVE_S = 0.001
-"""How often a thread that waits for the end of links looks at them."""
-
 
 class Link:
     """A link from this side, ``mine``, to ``theirs``. All methods on the data thread.
@@ -150,10 +147,12 @@ class Link:
         if self.broken is None:
             self._fail(cause, says)
 
+    def left(self, until: float) -> bool:
+        """Go on with the goodbye of an ended link, until a time of ``time.monotonic`` at the most; whether it is over."""
+        return self._leave_by is None or self._leave(min(until, self._leave_by)) is None
+
     def wait(self, until: float) -> bool:
-        """Block until nothing of an ended link is left; whether that was so in time."""
-        while self._leave_by is not None and self._leave(min(until, self._leave_by)) is not None:
-            time.sleep(LEAVE_S)
+        """After the goodbye, block until nothing of the link is left; whether that was so in time."""
         tasks = [*self._burials, *(b for _, b in self._touched if b is not None), *(b for _, b in self._stuck)]
         return sum(not task.wait(until) for task in tasks) == 0
 

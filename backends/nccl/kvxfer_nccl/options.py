@@ -20,7 +20,8 @@ class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         priority: The priority of the stream that transfers run on; ``normal`` is the lowest that CUDA has.
         idle_close_s: Seconds without a transfer after which a communicator is closed to free its memory.
         init_timeout_s: The most seconds that making a communicator may take.
-        abort_timeout_s: The most seconds for NCCL to abort a communicator, before its memory counts as still in use.
+        abort_timeout_s: The most seconds for NCCL to abort a communicator, before its memory counts as still in use; and the most
+            that ``close`` takes, of which half may be spent on peers with which a communicator is being made.
         connect_timeout_s: Seconds after which a link that is not made yet counts as failed.
     """
 

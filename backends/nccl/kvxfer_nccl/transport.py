@@ -32,6 +32,9 @@ GREET_S = 5.0
 STRANGERS = 256
 """Connections that may be in that state; of more, the oldest is closed."""
 
+LEAVE_S = 0.001
+"""How often a thread that waits for the goodbyes of links looks at them."""
+
 _CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")  # a line of NCCL's log
 
 
@@ -202,7 +205,11 @@ class NcclTransport(Base[Endpoint, Link]):
         links = [*self.links.values(), *self._ending.values()]
         for link in links:
             link.end(TransportError("the transport was closed on this side"), "the other side shut down")
-        until = time.monotonic() + self._options.abort_timeout_s
+        # A peer with which a communicator is being made may say nothing more. That must leave time for the aborts.
+        now, most = time.monotonic(), self._options.abort_timeout_s
+        leaving, until = links, now + most
+        while leaving := [link for link in leaving if not link.left(now + most / 2)]:
+            time.sleep(LEAVE_S)
         left = [link for link in links if not link.wait(until)]
         for channel in [*(c for c, _ in self._strangers.values()), *(c for c, _ in self._early.values())]:
             channel.close()
@@ -211,8 +218,7 @@ class NcclTransport(Base[Endpoint, Link]):
         if left:
             raise TransportError(
                 f"NCCL did not end its communicators with {', '.join(str(link.theirs) for link in left)} within "
-                f"{self._options.abort_timeout_s:g} s; their memory may still be touched, and nothing but the end of this process "
-                "can change that"
+                f"{most:g} s; their memory may still be touched, and nothing but the end of this process can change that"
             )
 
     def _arm(self) -> None:

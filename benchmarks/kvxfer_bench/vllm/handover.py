@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.config import Config
-from kvxfer.identity import TransferId
+from kvxfer.identity import TransferBase, TransferId
 
 OTHERS = 8
 WARM_UP = 3
@@ -71,7 +71,7 @@ def measure(
             }
             request = engine.request(f"load{i}", tokens, 1, params)
             content = engine.digest(request)
-            producer.begin(Prompt(TransferId(content_name(base, content), 0), content, tokens, 1, 0.0))
+            producer.begin(Prompt(TransferId(TransferBase(content_name(base, content)), 0), content, tokens, 1, 0.0))
             producer.last_token()
             engine.step()
             begun, first = time.monotonic(), engine.steps + 1

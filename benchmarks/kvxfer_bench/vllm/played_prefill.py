@@ -14,7 +14,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import bands
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import FIRST, Source, TransferId
 from kvxfer.values import BlockTable, Offer
 
 __all__ = ["BLOCK", "BLOCKS", "MODEL", "WAIT_S", "Producer", "Prompt", "sleep_until"]
@@ -89,9 +89,9 @@ def _prefill(pipe: Connection, settings: dict[str, Any], facts: dict[str, str], 
                 tokens = prompt.tokens if last else prompt.tokens * chunk // prompt.chunks // BLOCK * BLOCK
                 table = BlockTable.of([range(-(-tokens // block_tokens))])
                 if band == layers:
-                    agent.offer(Offer(prompt.transfer, prompt.digest, 1, tokens, table, last))
+                    agent.offer(Offer(prompt.transfer, prompt.digest, FIRST, tokens, table, last))
                 elif agent.banded(prompt.transfer, tokens):
-                    agent.offer(Offer(prompt.transfer, prompt.digest, 1, tokens, table, False, bands=band))
+                    agent.offer(Offer(prompt.transfer, prompt.digest, FIRST, tokens, table, False, bands=band))
                 agent.events()
             pipe.send(at)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer import BlockTable, ClosedError, Ended, Event, Fetch, KvxferError, Released, Ticket
+from kvxfer import BlockTable, ClosedError, Ended, Event, Fetch, Handle, KvxferError, Released, Ticket
 from kvxfer.logs import logger
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import set_row
@@ -39,9 +39,9 @@ class _Receiving:
     ended: Ended | None = None
 
     @property
-    def handle(self) -> str:
+    def handle(self) -> Handle:
         """The name of its fetch."""
-        return f"sglang-{self.room}-{self.attempt}"
+        return Handle(f"sglang-{self.room}-{self.attempt}")
 
 
 class DecodeRank:
@@ -57,7 +57,7 @@ class DecodeRank:
         self._host: EngineRank | None = None
         self._lock = threading.Lock()
         self._receivings: dict[int, _Receiving] = {}  # by room
-        self._fetches: dict[str, _Receiving] = {}  # by handle, until released
+        self._fetches: dict[Handle, _Receiving] = {}  # by handle, until released
 
     def start(self, rank: EngineRank, host: EngineRank | None = None) -> None:
         """Begin with this rank, and with another one for pages in the host pool, where there is one."""

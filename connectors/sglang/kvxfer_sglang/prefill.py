@@ -8,7 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer import BlockTable, ClosedError, Ended, Event, KvxferError, Offer, Released, Ticket, TransferId
+from kvxfer import (
+    BlockTable,
+    ClosedError,
+    Ended,
+    Event,
+    Generation,
+    Handle,
+    KvxferError,
+    Offer,
+    Released,
+    Ticket,
+    TransferId,
+)
 from kvxfer.fence import Fence
 from kvxfer.logs import logger
 from kvxfer.values import NULL
@@ -22,7 +34,7 @@ __all__ = ["PrefillRank"]
 
 log = logger("kvxfer.sglang")
 
-GENERATION = 1
+GENERATION = Generation(1)
 """The generation of all offers: SGLang never computes a transfer's pages again under the same name once it has given them up."""
 
 MAX_DROPPED = 4096
@@ -240,7 +252,7 @@ class PrefillRank:
             table,
             last,
             payload=aux,
-            handle=f"room {sending.room}",
+            handle=Handle(f"room {sending.room}"),
         )
         self._offered[sending.transfer] = sending
         self._rank.agent.offer(offer, after)

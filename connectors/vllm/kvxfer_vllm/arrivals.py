@@ -28,6 +28,7 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.stats import COMPUTED, Reason
+from kvxfer_vllm.wanted_layout import whole_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,7 +79,7 @@ class Arrivals:
         assert transfer is not None
         self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
         self._recurrent = any(group.kind == "state" for group in groups)
-        self._block_tokens = groups[0].block_tokens
+        self._block_tokens, self._loaded_by = groups[0].block_tokens, whole_blocks(vllm_config, config, groups)
         self._warned: set[str] = set()  # of adapters
         self.content, self.hints = RequestContent(vllm_config), HintNotes()
         self.model = sealed(side.facts)
@@ -232,11 +233,12 @@ class Arrivals:
             self._outcomes.expect(facts, request, str(transfer), None)
             self._outcomes.ended(facts, COMPUTED)
             return
-        enough = min(self._block_tokens, part.tokens) if self.partly and not answered else 0
-        what = name, transfer, part.digest, source, part.tokens
+        tokens = part.tokens - part.tokens % self._loaded_by or part.tokens
+        enough = min(self._block_tokens, tokens) if self.partly and not answered else 0
+        what = name, transfer, part.digest, source, tokens
         took = self._side.load(*what, begun=answered, offered=answered, enough=enough, answer=p.answer_of(params))
         self._outcomes.expect(facts, request, str(transfer), key if took else None)
-        facts.end = part.tokens
+        facts.end = tokens
         if part.differs:
             log.warning(
                 "request %s is computed here: its prompt does not begin with that of its params", printable(name)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kvxfer.arguments import describe
 from kvxfer.engine import Ticket
-from kvxfer.identity import Address, IdentityError, Source, TransferId, parse_address
+from kvxfer.identity import Address, IdentityError, Source, TransferBase, TransferId, parse_address
 from kvxfer.values import MAX_DIGEST, MAX_TOKENS
 from kvxfer_vllm.ids import ExternalId
 from kvxfer_vllm.schemas import HOST, PORT, request_name
@@ -263,7 +263,7 @@ def wanted(params: Mapping[str, Any], external: ExternalId, digest: bytes = b"")
         named = told_of(params, external).digest or digest
         if not base.startswith(ROUTED):  # a router's name is the whole of it
             base = content_name(base, named)
-        return TransferId(base, external.prompt), Source(where.host, where.port, int(epoch[:LONGEST], 16))
+        return TransferId(TransferBase(base), external.prompt), Source(where.host, where.port, int(epoch[:LONGEST], 16))
     except ValueError:
         return f"{EPOCH} is not a hexadecimal number of up to 63 bits: {describe(epoch)}"
 

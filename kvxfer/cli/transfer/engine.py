@@ -33,7 +33,7 @@ from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.flag import Flag
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.plan import Ints
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import piece_bytes
 from kvxfer.protocol.values import Ended, Move, Moved, PartRef, Released, Role
@@ -42,7 +42,8 @@ from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["BenchEngine", "Setup"]
 
-T, LINK = TransferId("bench", 0), b"link"
+BASE = TransferBase("bench")
+T, LINK = TransferId(BASE, 0), b"link"
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ class BenchEngine:
         tokens = len(src) * self._pool.cache.groups[0].block_tokens
         for number in numbers:
             for agent, _ in self._agents.values():
-                agent.offer(Offer(TransferId("bench", number), b"d", 1, tokens, BlockTable.of([src]), True))
+                agent.offer(Offer(TransferId(BASE, number), b"d", FIRST, tokens, BlockTable.of([src]), True))
 
     def fetch(
         self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
@@ -303,7 +304,7 @@ class BenchEngine:
 
     def _spec(self, number: int, dst: Ints, source: Source) -> Fetch:
         tokens = len(dst) * self._pool.cache.groups[0].block_tokens
-        return Fetch(str(number), TransferId("bench", number), b"d", source, BlockTable.of([dst]), 0, tokens)
+        return Fetch(Handle(str(number)), TransferId(BASE, number), b"d", source, BlockTable.of([dst]), 0, tokens)
 
     def cost(self) -> dict[str, float]:
         """Return what things have cost on the link of the unchecked transfers."""

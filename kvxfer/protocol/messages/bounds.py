@@ -10,6 +10,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from kvxfer.identity import Generation
 from kvxfer.values import MAX_BANDS, MAX_DIGEST
 
 PROTOCOL = 11
@@ -24,6 +25,7 @@ NO_CHECKSUM = bytes(8)
 
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+OfferGeneration = Annotated[Generation, Meta(ge=0, le=(1 << 63) - 1)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Band = Annotated[int, Meta(ge=0, le=MAX_BANDS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvxfer.failures import FailureKind
-from kvxfer.identity import TransferId
+from kvxfer.identity import FIRST, TransferId
 from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.messages.bounds import (
     NO_CHECKSUM,
@@ -20,6 +20,7 @@ from kvxfer.protocol.messages.bounds import (
     Count,
     Digest,
     Number,
+    OfferGeneration,
     Part,
     Seconds,
     WireMessage,
@@ -65,7 +66,7 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     blocks: BlockTable
     readers: Count
     seconds: Seconds
-    least: Number = 0
+    least: OfferGeneration = FIRST
     moving: Seconds = 0.0
     offered: bool = False
     enough: Count = 0
@@ -94,7 +95,7 @@ class PartReady(WireMessage, frozen=True, tag="part"):
 
     transfer: TransferId
     attempt: Number
-    generation: Number
+    generation: OfferGeneration
     part: Part
     lo: Count
     hi: Count
@@ -173,7 +174,7 @@ class CommitRequest(WireMessage, frozen=True, tag="commit"):
 
     transfer: TransferId
     attempt: Number
-    generation: Number
+    generation: OfferGeneration
     checksum: Checksum = NO_CHECKSUM
     round: Number = 0
     alone: bool = True

@@ -9,7 +9,7 @@ from typing import Any
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.identity import Source
+from kvxfer.identity import Handle, Source
 from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.testing.engine.defaults import config_of, until
 from kvxfer.testing.engine.memory import PagedMemory
@@ -70,7 +70,7 @@ class AgentEngine:
             time.sleep(0.002)
         raise AssertionError(f"{count} x {sort.__name__} did not come within {timeout} s: {self.events(rank)}")
 
-    def over(self, handle: str, timeout: float = 10.0) -> Ended:
+    def over(self, handle: Handle, timeout: float = 10.0) -> Ended:
         """Return how a fetch has ended, once its blocks can be filled again."""
         until(lambda: any(isinstance(e, Released) and e.handle == handle for e in self.events()), timeout)
         (end,) = (e for e in self.events() if isinstance(e, Ended) and e.handle == handle)
