@@ -32,6 +32,7 @@ from vllm.config import (
     ModelConfig,
     MultiModalConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -53,7 +54,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -241,6 +242,8 @@ class Engine:
     which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
     prefix cache has a hash, BLOCK or less. `turns`: so many ranks take turns with the tokens of a block, which stands for those of all
     of them; this engine plays them as one. `across`: of its ranks, so many are of prefill context parallelism, which hold the same.
+    `guesses`: vLLM leaves room for as many drafts of an EAGLE or MTP module, whose layers are the groups that are `own`.
+    What it guesses is wrong, and not taken.
     `tensors`: where its layers would lie, for who asks. `spread`: it is a data-parallel rank behind a front end that has several."""
 
     block = BLOCK
@@ -259,6 +262,7 @@ class Engine:
         hashed: int = BLOCK,
         turns: int = 1,
         across: int = 1,
+        guesses: int = 0,
         board: Switchboard | None = None,
         tensors: Callable[[Sequence[str], int], Any] = lambda layers, blocks: [],
         spread: bool = False,
@@ -269,7 +273,7 @@ class Engine:
         self.layers = _layers(self.groups)  # name -> group
         if any(g.aligned for g in groups):
             config.cache_config.mamba_cache_mode = "align"
-        self.stages = stages
+        self.stages, self.guesses, self.guessed = stages, guesses, 0
         config.parallel_config.world_size = ranks
         if spread:
             config.kv_transfer_config.engine_id += "_dp0"
@@ -278,13 +282,15 @@ class Engine:
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = overlap
         config.parallel_config.decode_context_parallel_size = turns
+        if guesses:
+            config.speculative_config = _drafting(guesses)
         self.block, hashed = BLOCK * turns, hashed * turns if len(groups) == 1 else hashed
         self.memory = np.zeros((blocks, self.block), np.int64)
         kv = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=tensors(list(self.layers), blocks),
             kv_cache_groups=[
-                KVCacheGroupSpec([name], groups[i].spec(), **({"enable_kv_transfer": False} if groups[i].local else {}))
+                KVCacheGroupSpec([name], groups[i].spec(), **_marks(groups[i], bool(guesses)))
                 for name, i in self.layers.items()
             ],
         )
@@ -434,6 +440,9 @@ class Engine:
                     )
             if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
                 self.stats.append(outputs.scheduler_stats.kv_connector_stats)
+        if self.guesses:
+            names = [name for name in result.req_ids if name in self.scheduler.requests]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [[WRONG] * self.guesses] * len(names)))
 
     def steps(self, n: int) -> None:
         for _ in range(n):
@@ -512,19 +521,26 @@ class Engine:
         return row[position // self.block], position % self.block
 
     def _write(self, name: str, start: int, end: int) -> None:
+        drafts, end = range(len(self.texts[name]), end), min(end, len(self.texts[name]))
         self.computed[name] = self.computed.get(name, 0) + end - start
+        self.guessed += len(drafts)
         known = hashes(self.texts[name][:end])
         for layer, g in self.layers.items():
             group, row = self.groups[g], self.tables[name][g]
             if group.state:
                 good = not start or self.memory[row[(start - 1) // group.block], 0] == _content(layer, known[start - 1])
-                self.memory[row[(end - 1) // group.block], 0] = _content(layer, known[end - 1]) if good else WRONG
+                at = (end - 1) // group.block
+                self.memory[row[at], 0] = _content(layer, known[end - 1]) if good else WRONG
+                self.memory[row[at + 1 : at + 1 + len(drafts)], 0] = WRONG
                 continue
             for position in range(start, end):
                 self.memory[self._place(group, row, position)] = _content(layer, known[position])
+            for position in drafts:
+                self.memory[self._place(group, row, position)] = WRONG
 
     def _sample(self, name: str, start: int, end: int) -> list[int]:
         text = self.texts[name]
+        end = min(end, len(text))
         known = hashes(text[:end])
         right = True
         for layer, g in self.layers.items():
@@ -603,6 +619,21 @@ class Engine:
 
     def close(self) -> None:
         self.scheduler.shutdown()
+
+
+def _marks(group: Group, drafting: bool) -> dict[str, bool]:
+    """What vLLM says of a group besides its spec."""
+    return {
+        **({"enable_kv_transfer": False} if group.local else {}),
+        **({"is_eagle_group": True} if group.own and drafting else {}),
+    }
+
+
+def _drafting(guesses: int) -> SpeculativeConfig:
+    """What a scheduler asks about a module that drafts. Its model, which vLLM would look for, is not there."""
+    found = SpeculativeConfig(method="ngram", num_speculative_tokens=guesses, prompt_lookup_max=2)
+    found.method = "mtp"
+    return found
 
 
 class _Layout:

@@ -70,8 +70,8 @@ class SchedulerHooks:
         assert transfer is not None
         self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
         outer, config = config, enclosed(config, vllm_config)
-        told = engine_transfer(vllm_config) is transfer and not replicated_ranks(vllm_config)
-        self._first_steps = 0 if told else FIRST_STEPS  # nobody finds this engine before its workers are known
+        at_start = engine_transfer(vllm_config) is transfer and not replicated_ranks(vllm_config)
+        self._first_steps = 0 if at_start else FIRST_STEPS  # nobody finds this engine before its workers are known
         groups = groups_of(kv_cache_config, vllm_config)
         self._block_tokens = groups[0].block_tokens
         replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
