@@ -108,7 +108,7 @@ class Agent:
             port = listen_within(self._loop.sockets, config)
             address = sockets.address(config.advertise or config.listen, port)
             self.descriptor = m.RankDescriptor(address, self.epoch, cache.told(), self._data.candidates)
-            self._shell = AgentRuntime(
+            self._runtime = AgentRuntime(
                 self._loop,
                 self._data,
                 self._hasher,
@@ -120,7 +120,7 @@ class Agent:
                 self._calls,
                 self._events,
             )
-            self._loop.start(self._shell)
+            self._loop.start(self._runtime)
             undo.pop_all()
         close_at_exit(self)
 
@@ -182,14 +182,14 @@ class Agent:
             arguments.instance("after", after, Fence)  # type: ignore[type-abstract]
         self._calls.offer(offer)
         self._revocations.offered(offer.transfer, offer.generation)
-        self._loop.do(partial(self._shell.offer, offer, after, time.monotonic()))
+        self._loop.do(partial(self._runtime.offer, offer, after, time.monotonic()))
 
     def banded(self, transfer: TransferId, tokens: int) -> bool:
         """Return whether a consumer that is being served wants bands of layers of these tokens (``Offer.bands``).
 
         Consumers with slow links do. Never blocks.
         """
-        return self._shell.producer.banded(transfer, tokens)
+        return self._runtime.producer.banded(transfer, tokens)
 
     def revoke(
         self, transfer: TransferId, generation: Generation, reason: str, gone: bool, *, kept: bool = False
@@ -220,7 +220,7 @@ class Agent:
             raise ArgumentError("kept must come with gone: what is computed again is in other blocks")
         # Unless they are kept, the engine may use the blocks before the control thread handles this call.
         declared = not kept and self._revocations.declare(transfer)
-        self._loop.do(partial(self._shell.revoke, transfer, generation, reason, gone, kept, declared))
+        self._loop.do(partial(self._runtime.revoke, transfer, generation, reason, gone, kept, declared))
         if not kept:
             self._calls.free(transfer, generation)
         # Last: even if another thread closes the agent now, no peer may trust what is overwritten.
@@ -235,7 +235,7 @@ class Agent:
         """
         self._check_open("renew")
         arguments.instance("transfer", transfer, TransferId)
-        self._loop.do(partial(self._shell.renew, transfer))
+        self._loop.do(partial(self._runtime.renew, transfer))
 
     def fetch(self, fetch: Fetch) -> None:
         """Fetch a transfer into blocks of this cache.
@@ -251,7 +251,7 @@ class Agent:
         """
         self._check_open("fetch")
         self._calls.fetch(fetch)
-        self._loop.do(partial(self._shell.fetch, fetch, time.monotonic()))
+        self._loop.do(partial(self._runtime.fetch, fetch, time.monotonic()))
 
     def prepare(self, source: Source, own: Source | None = None) -> None:
         """Make the links to an engine before the first fetch from it, so that this need not wait for them.
@@ -270,7 +270,7 @@ class Agent:
         arguments.instance("source", source, Source)
         if own is not None:
             arguments.instance("own", own, Source)
-        self._loop.do(lambda now: self._shell.consumer.prepare(source, own))
+        self._loop.do(lambda now: self._runtime.consumer.prepare(source, own))
 
     def cancel(self, handle: Handle, reason: str) -> None:
         """Give up a fetch that the engine no longer wants; do nothing if it is over, or never began.
@@ -282,7 +282,7 @@ class Agent:
         self._check_open("cancel")
         arguments.string("handle", handle)
         arguments.string("reason", reason, MAX_REASON, empty=True)
-        self._loop.do(partial(self._shell.consumer.cancel, handle, reason))
+        self._loop.do(partial(self._runtime.consumer.cancel, handle, reason))
 
     def identify(self, facts: Mapping[str, str]) -> None:
         """State what all KV of the engine depends on from now on (``kvxfer.facts``); takes effect after all earlier calls.
@@ -294,7 +294,7 @@ class Agent:
             ConfigError: The facts are too many or too long.
         """
         self._check_open("identify")
-        self._loop.do(partial(self._shell.identify, f.check(facts)))
+        self._loop.do(partial(self._runtime.identify, f.check(facts)))
 
     def listen(self, heard: Callable[[], None] | None) -> None:
         """Set a function to be called on the agent's thread whenever there are new events; ``None`` for none.
@@ -335,12 +335,12 @@ class Agent:
     def stats(self) -> Stats:
         """Return counts of what is under way now, and of what has happened since the start."""
         self._owner.check()
-        return self._shell.stats()
+        return self._runtime.stats()
 
     def links(self) -> list[LinkStatus]:
         """Return all links that exist or are being made: first those that this agent dialled, then those that peers dialled."""
         self._owner.check()
-        return self._shell.links()
+        return self._runtime.links()
 
     def close(self, timeout: float = CLOSE_S) -> bool:
         """Give up all transfers, stop the threads, close sockets and back ends.
@@ -360,7 +360,7 @@ class Agent:
             ArgumentError: ``timeout`` is not a number.
         """
         timeout = arguments.seconds("timeout", timeout)
-        return self._loop.close(timeout) if self._owner.here else False
+        return self._loop.close(timeout) if self._owner.same_process else False
 
     def drain(self, timeout: float) -> bool:
         """Wait until all transfers under way have ended, for ``timeout`` seconds at the most, then close.
@@ -378,14 +378,14 @@ class Agent:
         self._owner.check()
         timeout = arguments.seconds("timeout", timeout)
         idle = threading.Event()
-        self._loop.do(partial(self._shell.when_idle, idle.set))  # what was called before this is known by then
+        self._loop.do(partial(self._runtime.when_idle, idle.set))  # what was called before this is known by then
         if self._loop.why is None and not idle.wait(min(timeout, threading.TIMEOUT_MAX)):
             self.begin_close(Failure(FailureKind.CANCELLED, f"the engine is stopping, and waited {timeout:g} s for it"))
         return self.close()
 
     def begin_close(self, why: Failure = CLOSED) -> None:
         """Begin to close the agent and end all transfers for this reason, and return at once; the first reason counts."""
-        if self._owner.here:
+        if self._owner.same_process:
             self._loop.begin_close(why)
 
     def _check_open(self, call: str) -> None:
@@ -396,5 +396,5 @@ class Agent:
 
     # --- control and data threads ----------------------------------------------------------------------------------
 
-    def _post(self, result: Result | Hashed) -> None:
-        self._loop.do(lambda now: self._shell.result(result, now))  # which is made after the threads that post results
+    def _post(self, result: Result | Hashed) -> None:  # the runtime is made after the threads that post
+        self._loop.do(lambda now: self._runtime.result(result, now))

@@ -229,12 +229,12 @@ class Directory:
         """Stop serving, and wait for that for up to ``timeout`` seconds. May be called any number of times."""
         timeout = arguments.seconds("timeout", timeout)
         self.begin_close()
-        if self._owner.here and threading.current_thread() is not self._thread:
+        if self._owner.same_process and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def begin_close(self) -> None:
         """Begin to stop, and return at once."""
-        if self._owner.here:
+        if self._owner.same_process:
             self._closing = True
             self._sockets.wake()
 

@@ -65,7 +65,7 @@ class ProcessGuard:
         self._what, self._pid = what, os.getpid()
 
     @property
-    def here(self) -> bool:
+    def same_process(self) -> bool:
         """Whether this is that process."""
         return os.getpid() == self._pid
 

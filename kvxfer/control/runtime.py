@@ -1,4 +1,4 @@
-"""The shell around the two state machines: tells them what happens, and carries out the actions that they ask for.
+"""The runtime around the two state machines: it tells them what happens, and carries out the actions that they ask for.
 
 Used by the control thread (``ControlLoop``) only.
 """

@@ -113,7 +113,7 @@ class ConsumerMachine:
             out += self._routes.close(link, why)
         return out
 
-    # --- from the shell --------------------------------------------------------------------------------------------
+    # --- from the runtime ------------------------------------------------------------------------------------------
 
     def resolved(self, source: Source, route: Resolved | Failure, now: float) -> list[Action]:
         """Handle the route to a source, or the reason why there is none."""

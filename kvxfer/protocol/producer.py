@@ -134,7 +134,7 @@ class ProducerMachine:
         """End every offer, present and future, with ``why``, and tell those who are being served that this agent is gone."""
         return self._offers.close(why, now)
 
-    # --- from the shell --------------------------------------------------------------------------------------------
+    # --- from the runtime ------------------------------------------------------------------------------------------
 
     def link_up(self, link: LinkId, info: LinkInfo, now: float) -> list[Action]:
         """Record a new link, on which a consumer rank has said hello."""

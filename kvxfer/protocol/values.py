@@ -217,7 +217,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
         return self.mode == "read" and direct and self.integrity == "off"
 
 
-# --- actions: what a machine asks its shell to do ------------------------------------------------------------------
+# --- actions: what a machine asks the runtime to do ------------------------------------------------------------------
 
 
 class Resolve(msgspec.Struct, frozen=True):

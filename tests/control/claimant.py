@@ -21,7 +21,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
 from kvxfer.testing.forging import _put_together, _taken_apart
 from kvxfer_cma import CmaTransport
-from tests.control.node import Engine, name
+from tests.control.node import NodeEngine, name
 
 PATTERN = bytes(range(100, 116))
 SECRET_BYTES = 8 << 20
@@ -32,9 +32,9 @@ def say(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
-def engine(seed: int, settings: str) -> Engine:
+def engine(seed: int, settings: str) -> NodeEngine:
     config = {"advertise": "auto", "transfer_timeout": 12.0, "peer_timeout": 4.0, "staging_bytes": 1 << 20}
-    return Engine("auto", {}, 0, 16, seed, {**config, **json.loads(settings)})
+    return NodeEngine("auto", {}, 0, 16, seed, {**config, **json.loads(settings)})
 
 
 def keeper(settings: str) -> None:

@@ -17,7 +17,7 @@ from tests.control import caches
 from tests.control.caches import HEADS, make_cache
 
 
-class Engine(AgentEngine):
+class SeededEngine(AgentEngine):
     """One engine of several ranks with a directory."""
 
     def block(self, block: int, rank: int = 0) -> np.ndarray:
@@ -26,9 +26,9 @@ class Engine(AgentEngine):
 
 
 @pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
+def engine() -> Iterator[Callable[..., SeededEngine]]:
     """Makes engines; closes them at the end."""
-    made: list[Engine] = []
+    made: list[SeededEngine] = []
 
     def make(
         options: dict[str, Any],
@@ -38,13 +38,13 @@ def engine() -> Iterator[Callable[..., Engine]]:
         seed: int | None = None,
         facts: dict[str, str] | None = None,
         **config: Any,
-    ) -> Engine:
+    ) -> SeededEngine:
         config = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
         config.setdefault("abort_timeout", config["peer_timeout"])
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         memory = PagedMemory(blocks=blocks, ranks=tp, seed=seed, unit=caches.UNIT)
         made.append(
-            Engine(
+            SeededEngine(
                 {"backend_options": options, "backend": backend, **config},
                 memory,
                 name=f"engine{len(made)}",
@@ -84,4 +84,4 @@ def fetch(
     return Fetch(handle, transfer, digest, source, BlockTable.of([blocks]), start, tokens, own)
 
 
-__all__ = ["HEADS", "Ended", "Engine", "FailureKind", "Released", "fetch", "make_cache", "offered", "until"]
+__all__ = ["HEADS", "Ended", "SeededEngine", "FailureKind", "Released", "fetch", "make_cache", "offered", "until"]

@@ -19,16 +19,16 @@ from kvxfer.control.directory import Directory
 from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Released
-from tests.control.node import Engine, name
+from tests.control.node import NodeEngine, name
 
 CONFIG = {"transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 5.0, "abort_timeout": 5.0, "staging_bytes": 1 << 20}
 
 
-def engine(backend: str, seed: int = 0) -> Engine:
-    return Engine(backend, {}, 0, 256, seed, CONFIG)
+def engine(backend: str, seed: int = 0) -> NodeEngine:
+    return NodeEngine(backend, {}, 0, 256, seed, CONFIG)
 
 
-def wait(e: Engine, seen: list[object], transfer: TransferId, sort: type = Ended) -> Ended:
+def wait(e: NodeEngine, seen: list[object], transfer: TransferId, sort: type = Ended) -> Ended:
     end = time.monotonic() + 10.0
     while time.monotonic() < end:
         seen += e.agent.events()
@@ -39,7 +39,7 @@ def wait(e: Engine, seen: list[object], transfer: TransferId, sort: type = Ended
     raise AssertionError(f"{transfer} did not come to its end: {seen}")
 
 
-def live(backend: str) -> tuple[Engine, Engine]:
+def live(backend: str) -> tuple[NodeEngine, NodeEngine]:
     """A producer and a consumer with a link over which something has moved, and something waits."""
     p, d = engine(backend, 1), engine(backend)
     p.offer(name("first"), [3, 1], 8, 1, True)
@@ -54,7 +54,7 @@ def live(backend: str) -> tuple[Engine, Engine]:
 
 
 def use(
-    p: Engine, d: Engine, names: str, k: int, offered: list[str], fetched: list[str], stop: threading.Event
+    p: NodeEngine, d: NodeEngine, names: str, k: int, offered: list[str], fetched: list[str], stop: threading.Event
 ) -> None:
     """Offer a block and fetch it into others in turn; the lists get the names of what was taken, not refused, as where it is closed."""
     for i in count():

@@ -39,7 +39,7 @@ def name(i: int | str) -> TransferId:
     return TransferId(f"own/1/{i}", 0)
 
 
-class Engine:
+class NodeEngine:
     """What runs in the process: an agent, a directory, and memory filled from a seed (0: with zeros)."""
 
     def __init__(self, backend: str, options: dict[str, Any], port: int, blocks: int, seed: int, config: Any) -> None:
@@ -114,7 +114,7 @@ class Engine:
 
 def _serve(pipe: Connection, args: tuple[Any, ...]) -> None:
     try:
-        engine = Engine(*args)
+        engine = NodeEngine(*args)
 
         def stop(number: int, frame: Any) -> None:
             engine.drain()
@@ -134,7 +134,7 @@ def _serve(pipe: Connection, args: tuple[Any, ...]) -> None:
 
 
 class Node:
-    """The handle. Methods that ``Engine`` has are called there, ten seconds at most."""
+    """The handle. Methods that ``NodeEngine`` has are called there, ten seconds at most."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from kvxfer.control.sockets import ControlSockets
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN
-from tests.control.conftest import Engine, make_cache
+from tests.control.conftest import SeededEngine, make_cache
 
 
 def framed(frame: bytes) -> bytes:
@@ -132,7 +132,7 @@ def served(answer: Callable[[m.Message], m.Message | None]) -> Iterator[int]:
 
 
 @contextmanager
-def impostor(d: Engine, says: Mapping[type, m.Message]) -> Iterator[Source]:
+def impostor(d: SeededEngine, says: Mapping[type, m.Message]) -> Iterator[Source]:
     """A producer of which there is nothing but what it ``says`` to messages of each type."""
     cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
     answers: dict[type, m.Message] = {m.Ping: m.Pong(1), **says}

@@ -17,13 +17,13 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.settings import own_address
 from tests.conftest import require
-from tests.control.conftest import Ended, Engine, Released, fetch, offered
+from tests.control.conftest import Ended, Released, SeededEngine, fetch, offered
 from tests.networks import Host, hosts
 
 T = TransferId("own/1/x", 0)
 
 
-def check_transfer(p: Engine, d: Engine) -> None:
+def check_transfer(p: SeededEngine, d: SeededEngine) -> None:
     p.agents[0].offer(offered([3], 4, transfer=T))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     assert d.wait(Ended)[0].outcome.delivered
@@ -33,7 +33,9 @@ def check_transfer(p: Engine, d: Engine) -> None:
 
 @pytest.mark.parametrize("backend", ["zmq", "tcp"])
 @pytest.mark.parametrize(("here", "there"), [("127.0.0.2", "127.0.0.3"), ("::1", "::1"), ("::1", "127.0.0.2")])
-def test_engines_at_addresses_of_their_own(engine: Callable[..., Engine], backend: str, here: str, there: str) -> None:
+def test_engines_at_addresses_of_their_own(
+    engine: Callable[..., SeededEngine], backend: str, here: str, there: str
+) -> None:
     p = engine({"backend": backend}, seed=1, listen=here)
     d = engine({"backend": backend}, listen=there)
     assert (p.source.host, d.source.host) == (here, there)
@@ -54,7 +56,7 @@ def silent() -> Iterator[Any]:
     ids=["nobody listens there", "this host lacks its family", "it is silent"],
 )
 def test_a_name_of_several_addresses_leads_to_the_one_that_answers(
-    engine: Callable[..., Engine], first: tuple[int, Any], silent: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SeededEngine], first: tuple[int, Any], silent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up = socket.getaddrinfo
 
@@ -74,7 +76,7 @@ def test_a_name_of_several_addresses_leads_to_the_one_that_answers(
 
 
 def test_an_engine_is_not_gone_because_one_of_its_addresses_refuses(
-    engine: Callable[..., Engine], silent: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SeededEngine], silent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another is silent, it may only be slow."""
     looked_up, places = socket.getaddrinfo, (silent, ("127.0.0.2", 1))
@@ -101,7 +103,7 @@ def test_each_process_finds_its_own_address() -> None:
     assert named.located(lambda: "10.0.0.8") is named
 
 
-def test_engines_that_find_their_own_address(engine: Callable[..., Engine]) -> None:
+def test_engines_that_find_their_own_address(engine: Callable[..., SeededEngine]) -> None:
     try:
         here = own_address()
     except ConfigError:
@@ -113,8 +115,8 @@ def test_engines_that_find_their_own_address(engine: Callable[..., Engine]) -> N
 
 ON_A_HOST = """
 import sys
-from tests.control.node import Engine, name
-e = Engine("zmq", {}, 0, 16, int(sys.argv[1]), {"advertise": "auto", "transfer_timeout": 20.0})
+from tests.control.node import NodeEngine, name
+e = NodeEngine("zmq", {}, 0, 16, int(sys.argv[1]), {"advertise": "auto", "transfer_timeout": 20.0})
 print(e.source().host, e.source().port, e.source().epoch, flush=True)
 if int(sys.argv[1]):
     e.offer(name("x"), [3], 4, 1, True)

@@ -18,7 +18,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended
 from kvxfer.security import Security
-from tests.control.conftest import Engine, fetch, offered
+from tests.control.conftest import SeededEngine, fetch, offered
 from tests.control.stranger import framed
 
 T = TransferId("own/1/x", 0)
@@ -62,14 +62,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize(
     "peers", [["localhost"], ["gpu-7.invalid", "localhost:1"], ["LOCALHOST"], ["10.0.0.0/8", " localhost "]]
 )
-def test_an_engine_is_let_in_by_its_name(engine: Callable[..., Engine], peers: list[str]) -> None:
+def test_an_engine_is_let_in_by_its_name(engine: Callable[..., SeededEngine], peers: list[str]) -> None:
     p, d = engine({}, seed=1, peers=peers), engine({})
     p.agents[0].offer(offered([3], 4, transfer=T))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     assert d.wait(Ended)[0].outcome.delivered
 
 
-def test_an_engine_whose_name_is_not_listed_is_turned_away(engine: Callable[..., Engine]) -> None:
+def test_an_engine_whose_name_is_not_listed_is_turned_away(engine: Callable[..., SeededEngine]) -> None:
     p, d = engine({}, peers=["gpu-7.invalid"]), engine({}, peer_timeout=1.0)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     assert d.wait(Ended)[0].outcome.kind is FailureKind.PEER_UNREACHABLE

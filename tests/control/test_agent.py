@@ -209,7 +209,7 @@ def test_what_nobody_is_reading_when_it_is_given_up_ends_at_once(engine, options
 def test_a_request_given_up_before_any_of_it_is_computed_ends_for_whoever_waits_for_it(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    until(lambda: p.agents[0]._shell.producer.holds(T))
+    until(lambda: p.agents[0]._runtime.producer.holds(T))
     p.agents[0].revoke(T, 1, "its client has left", gone=True)
     assert d.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
     p.wait(Released)

@@ -29,7 +29,7 @@ from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing import network
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable
-from tests.control.conftest import Engine, fetch, offered, until
+from tests.control.conftest import SeededEngine, fetch, offered, until
 from tests.control.stranger import Stranger, framed
 from tests.control.test_strangers import hello
 from tests.geometry.test_cache import HOSTILE
@@ -38,7 +38,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def pair(engine) -> tuple[Engine, Engine]:
+def pair(engine) -> tuple[SeededEngine, SeededEngine]:
     calm = {"transfer_timeout": 30.0, "peer_timeout": 10.0}
     return engine({"verbs": ["read"]}, seed=1, **calm), engine({"verbs": ["read"]}, **calm)
 
@@ -49,7 +49,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def honest(p: Engine, d: Engine, name: str) -> tuple[float, float]:
+def honest(p: SeededEngine, d: SeededEngine, name: str) -> tuple[float, float]:
     """A transfer works. Seconds that it took, by this clock and by its own."""
     so_far = len([e for e in d.events() if isinstance(e, Ended)])
     transfer = TransferId(f"own/1/{name}", 0)
@@ -156,7 +156,7 @@ POURED = {
 
 
 @pytest.mark.parametrize("what", POURED)
-def test_strangers_fill_no_memory_and_hold_nobody_up(pair: tuple[Engine, Engine], what: str) -> None:
+def test_strangers_fill_no_memory_and_hold_nobody_up(pair: tuple[SeededEngine, SeededEngine], what: str) -> None:
     p, d = pair
     honest(p, d, "warm")
     (first, again, connections), where = POURED[what]
@@ -173,7 +173,7 @@ def test_strangers_fill_no_memory_and_hold_nobody_up(pair: tuple[Engine, Engine]
         p.directory.notices()
 
 
-def test_peers_that_hoard_are_told_off(pair: tuple[Engine, Engine]) -> None:
+def test_peers_that_hoard_are_told_off(pair: tuple[SeededEngine, SeededEngine]) -> None:
     """What all peers together may have an agent keep is bounded, too."""
     p, d = pair
     honest(p, d, "warm")
@@ -199,7 +199,7 @@ def test_peers_that_hoard_are_told_off(pair: tuple[Engine, Engine]) -> None:
     other.close()
 
 
-def test_no_hello_freezes_an_agent(pair: tuple[Engine, Engine]) -> None:
+def test_no_hello_freezes_an_agent(pair: tuple[SeededEngine, SeededEngine]) -> None:
     """Descriptions of caches come in hellos, from anybody who can connect, and each makes us check and plan."""
     p, d = pair
     honest(p, d, "warm")
@@ -253,7 +253,7 @@ def test_of_too_many_who_say_nothing_one_goes_of_the_host_that_has_most(
 
 
 def test_what_strangers_have_said_is_forgotten_with_their_connections(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[SeededEngine, SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they are cut off for want of memory while one of them is looked at: it had stayed until then, and was not counted."""
     p, d = pair

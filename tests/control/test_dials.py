@@ -17,7 +17,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer_bench.hostile import Hostile
-from tests.control.conftest import Engine, fetch, until
+from tests.control.conftest import SeededEngine, fetch, until
 from tests.control.test_strangers import honest
 
 K = FailureKind
@@ -32,7 +32,7 @@ def liar() -> Iterator[Hostile]:
 
 
 @pytest.fixture
-def pair(engine) -> tuple[Engine, Engine]:
+def pair(engine) -> tuple[SeededEngine, SeededEngine]:
     calm = {"transfer_timeout": 20.0, "peer_timeout": 4.0}
     return engine({"verbs": ["read"]}, seed=1, **calm), engine({"verbs": ["read"]}, **calm)
 
@@ -42,7 +42,7 @@ def pair(engine) -> tuple[Engine, Engine]:
     [(3000, f"describes 3000 ranks; at most {m.MAX_RANKS}"), (300, "would have to read from 300 ranks")],
 )
 def test_an_engine_of_too_many_ranks_is_refused_by_name(
-    pair: tuple[Engine, Engine], liar: Hostile, ranks: int, why: str
+    pair: tuple[SeededEngine, SeededEngine], liar: Hostile, ranks: int, why: str
 ) -> None:
     p, d = pair
     honest(p, d)
@@ -54,7 +54,9 @@ def test_an_engine_of_too_many_ranks_is_refused_by_name(
     honest(p, d, TransferId("own/1/after", 0))
 
 
-def test_the_ranks_of_one_engine_are_dialled_a_few_at_a_time(pair: tuple[Engine, Engine], liar: Hostile) -> None:
+def test_the_ranks_of_one_engine_are_dialled_a_few_at_a_time(
+    pair: tuple[SeededEngine, SeededEngine], liar: Hostile
+) -> None:
     p, d = pair
     honest(p, d)
     before = len(os.listdir("/proc/self/fd"))
@@ -79,7 +81,7 @@ def test_ranks_beyond_the_first_are_dialled_as_links_come_up(engine, monkeypatch
 
 
 def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not as a peer that cannot be reached; others go on over the links that they have."""
     p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=3.0)
@@ -93,7 +95,7 @@ def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
 
 
 def test_who_connects_when_descriptors_are_short_takes_the_place_of_the_silent(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DescriptorLimits, "__init__", lambda self: self.__dict__.update(accepted=0, dialled=1 << 30))
     p = engine({"verbs": ["read"]}, seed=1)

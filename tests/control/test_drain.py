@@ -12,7 +12,7 @@ import pytest
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Released
-from tests.control.conftest import Engine, fetch, offered, until
+from tests.control.conftest import SeededEngine, fetch, offered, until
 from tests.control.node import DRAIN_S, Node, name
 from tests.control.test_processes import deliver
 
@@ -83,7 +83,7 @@ def test_what_is_not_fetched_in_time_fails_at_once_and_says_so(node: Make) -> No
     assert p.process.exitcode == 0
 
 
-def test_wants_of_what_is_not_offered_keep_nobody(engine: Callable[..., Engine]) -> None:
+def test_wants_of_what_is_not_offered_keep_nobody(engine: Callable[..., SeededEngine]) -> None:
     p, d = engine({}, seed=1), engine({})
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     until(lambda: p.agents[0].stats().offers > 0)
@@ -93,7 +93,7 @@ def test_wants_of_what_is_not_offered_keep_nobody(engine: Callable[..., Engine])
     assert d.wait(Ended)[0].outcome.kind is K.PEER_LOST
 
 
-def test_an_offer_of_a_moment_ago_counts_and_may_be_completed_meanwhile(engine: Callable[..., Engine]) -> None:
+def test_an_offer_of_a_moment_ago_counts_and_may_be_completed_meanwhile(engine: Callable[..., SeededEngine]) -> None:
     from threading import Thread
 
     p, d = engine({}, seed=1), engine({})
@@ -110,7 +110,7 @@ def test_an_offer_of_a_moment_ago_counts_and_may_be_completed_meanwhile(engine: 
     assert drained == [True]
 
 
-def test_waiting_costs_nothing(engine: Callable[..., Engine]) -> None:
+def test_waiting_costs_nothing(engine: Callable[..., SeededEngine]) -> None:
     """Whoever drains sleeps until it is over, and does not look again and again."""
     p = engine({}, seed=1)
     p.agents[0].offer(offered([3], 4, transfer=T))
@@ -119,6 +119,6 @@ def test_waiting_costs_nothing(engine: Callable[..., Engine]) -> None:
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 15
 
 
-def test_without_anything_in_hand_it_ends_at_once(engine: Callable[..., Engine]) -> None:
+def test_without_anything_in_hand_it_ends_at_once(engine: Callable[..., SeededEngine]) -> None:
     began = time.monotonic()
     assert engine({}).agents[0].drain(10.0) and time.monotonic() - began < 2

@@ -11,13 +11,13 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.security import make_key
 from kvxfer.transport.registry import load
-from tests.control.conftest import Ended, Engine, fetch, offered
+from tests.control.conftest import Ended, SeededEngine, fetch, offered
 
 T = TransferId("own/1/x", 0)
 
 
 @pytest.mark.parametrize("backend", ["tcp", "zmq"])
-def test_engines_that_encrypt(engine: Callable[..., Engine], backend: str, tmp_path: Path) -> None:
+def test_engines_that_encrypt(engine: Callable[..., SeededEngine], backend: str, tmp_path: Path) -> None:
     make_key(tmp_path / "key")
     key = str(tmp_path / "key")
     p, d = (engine({"backend": backend, "encrypt": True}, seed=seed, key_file=key) for seed in (1, None))
@@ -29,7 +29,9 @@ def test_engines_that_encrypt(engine: Callable[..., Engine], backend: str, tmp_p
 
 @pytest.mark.parametrize("backend", ["tcp", "zmq"])
 @pytest.mark.parametrize("producer", [True, False])
-def test_one_that_encrypts_and_one_that_does_not(engine: Callable[..., Engine], backend: str, producer: bool) -> None:
+def test_one_that_encrypts_and_one_that_does_not(
+    engine: Callable[..., SeededEngine], backend: str, producer: bool
+) -> None:
     p, d = (
         engine({"backend": backend, "encrypt": encrypts}, seed=seed)
         for encrypts, seed in ((producer, 1), (not producer, None))
@@ -63,7 +65,7 @@ def test_both_sides_encrypt_or_neither(backend: str) -> None:
 
 @pytest.mark.parametrize("here, there", [("", "a"), ("a", ""), ("a", "b")], ids=["only there", "only here", "another"])
 def test_who_is_turned_away_for_the_key_is_told_to_look_at_it(
-    engine: Callable[..., Engine], here: str, there: str, tmp_path: Path
+    engine: Callable[..., SeededEngine], here: str, there: str, tmp_path: Path
 ) -> None:
     for key in {here, there} - {""}:
         make_key(tmp_path / key)

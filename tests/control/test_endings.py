@@ -29,7 +29,7 @@ from kvxfer.memory.cpu import CpuSpace
 from kvxfer.protocol.values import Abort, Ended, PartRef, Released
 from kvxfer.testing.fake import FakeTransport
 from tests.conftest import require
-from tests.control.conftest import Engine, fetch, make_cache, offered, until
+from tests.control.conftest import SeededEngine, fetch, make_cache, offered, until
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE = "kvxfer.testing.fake:FakeTransport"
@@ -94,7 +94,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("integrity", ["off", "full"])
-def test_all_that_is_in_hand_ends(engine: Callable[..., Engine], way: str, integrity: str) -> None:
+def test_all_that_is_in_hand_ends(engine: Callable[..., SeededEngine], way: str, integrity: str) -> None:
     """At any stage: nobody there yet, half done, moving, whole."""
     options = dict(WAYS[way])
     if "backend" not in options:
@@ -122,7 +122,7 @@ def test_all_that_is_in_hand_ends(engine: Callable[..., Engine], way: str, integ
     assert agent.stats().fetches == other.stats().offers == 0
 
 
-def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
+def test_peers_are_told_at_once(engine: Callable[..., SeededEngine]) -> None:
     """They need not find out by silence."""
     p, d = (
         engine({}, seed=1, peer_timeout=60.0, transfer_timeout=60.0, lease=60.0),
@@ -130,7 +130,7 @@ def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
     )
     d.agents[0].fetch(fetch(p.source, [1, 2], 8, transfer=name(0)))
     p.agents[0].offer(offered([1], 4, transfer=name(0), final=False))
-    until(lambda: bool(p.agents[0]._shell.producer._serves) and d.block(1).any())
+    until(lambda: bool(p.agents[0]._runtime.producer._serves) and d.block(1).any())
     p.agents[0].close()
     (end,) = d.wait(Ended)
     assert end.outcome.kind is FailureKind.PEER_LOST
@@ -138,7 +138,7 @@ def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
     other = engine({}, seed=1, lease=60.0)
     d.agents[0].fetch(fetch(other.source, [1, 2], 8, transfer=name(1), handle="1"))
     other.agents[0].offer(offered([1], 4, transfer=name(1), final=False))
-    until(lambda: bool(other.agents[0]._shell.producer._serves))
+    until(lambda: bool(other.agents[0]._runtime.producer._serves))
     time.sleep(0.1)
     d.agents[0].close()
     (end,) = other.wait(Ended)
@@ -146,7 +146,9 @@ def test_peers_are_told_at_once(engine: Callable[..., Engine]) -> None:
     other.wait(Released)
 
 
-def test_what_comes_after_close_is_refused_and_what_came_before_has_its_end(engine: Callable[..., Engine]) -> None:
+def test_what_comes_after_close_is_refused_and_what_came_before_has_its_end(
+    engine: Callable[..., SeededEngine],
+) -> None:
     p, d = engine({}, seed=1), engine({})
     agent = d.agents[0]
     agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
@@ -168,7 +170,7 @@ def test_what_comes_after_close_is_refused_and_what_came_before_has_its_end(engi
     assert agent.close() and agent.events() == []
 
 
-def test_a_revocation_counts_though_another_thread_closes_the_agent(engine: Callable[..., Engine]) -> None:
+def test_a_revocation_counts_though_another_thread_closes_the_agent(engine: Callable[..., SeededEngine]) -> None:
     """It has said why it ends, and not yet that nothing it has offered is to be trusted: the blocks are overwritten next."""
     agent = engine({}, seed=1).agents[0]
     counter = RevocationView(agent._revocations.invite())
@@ -180,7 +182,7 @@ def test_a_revocation_counts_though_another_thread_closes_the_agent(engine: Call
     assert counter() > before
 
 
-def test_what_comes_after_a_failure_of_the_agent_ends_at_once(engine: Callable[..., Engine]) -> None:
+def test_what_comes_after_a_failure_of_the_agent_ends_at_once(engine: Callable[..., SeededEngine]) -> None:
     """Its engine has not closed it, and an exception in the middle of a step would cost it all of its requests."""
     p, d = engine({}, seed=1), engine({})
     agent = d.agents[0]
@@ -209,7 +211,7 @@ def test_what_comes_after_a_failure_of_the_agent_ends_at_once(engine: Callable[.
     assert agent.close() and agent.events() == []
 
 
-def test_an_offer_behind_its_fence_ends_and_is_not_announced(engine: Callable[..., Engine]) -> None:
+def test_an_offer_behind_its_fence_ends_and_is_not_announced(engine: Callable[..., SeededEngine]) -> None:
     p, d = engine({}, seed=1), engine({})
 
     class Never:
@@ -226,7 +228,7 @@ def test_an_offer_behind_its_fence_ends_and_is_not_announced(engine: Callable[..
     assert not d.block(1).any()
 
 
-def test_an_offer_behind_a_fence_that_never_passes_ends_with_its_lease(engine: Callable[..., Engine]) -> None:
+def test_an_offer_behind_a_fence_that_never_passes_ends_with_its_lease(engine: Callable[..., SeededEngine]) -> None:
     """Of an engine's device that hangs: nobody heard of the offer again, its blocks were kept, and its fence asked for ever."""
 
     class Never:
@@ -257,7 +259,7 @@ def test_an_offer_behind_a_fence_that_never_passes_ends_with_its_lease(engine: C
 
 
 def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free, stuck = threading.Event(), threading.Event()
     p, d = engine({"verbs": ["read"], "delay_s": 0.5}, seed=1), engine({"verbs": ["read"], "delay_s": 0.5})
@@ -286,7 +288,7 @@ def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
     assert agent.close()
 
 
-def test_memory_that_never_gets_quiet_is_not_released(engine: Callable[..., Engine]) -> None:
+def test_memory_that_never_gets_quiet_is_not_released(engine: Callable[..., SeededEngine]) -> None:
     options = {"verbs": ["read"], "delay_s": 5.0, "quiet": "never"}
     p, d = engine(dict(options), seed=1), engine(dict(options))
     d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
@@ -297,7 +299,7 @@ def test_memory_that_never_gets_quiet_is_not_released(engine: Callable[..., Engi
     assert [type(e) for e in d.agents[0].events()] == [Ended]
 
 
-def test_close_from_within(engine: Callable[..., Engine]) -> None:
+def test_close_from_within(engine: Callable[..., SeededEngine]) -> None:
     """By a callback on the control thread, which cannot wait for itself."""
     e = engine({})
     agent = e.agents[0]
@@ -315,7 +317,7 @@ def test_close_from_within(engine: Callable[..., Engine]) -> None:
     assert set(outcomes(agent)) == {name(0)}
 
 
-def test_with(engine: Callable[..., Engine]) -> None:
+def test_with(engine: Callable[..., SeededEngine]) -> None:
     memory = np.zeros(1 << 16, np.uint8)
     with Agent(make_cache(memory, 1, 0, 16), Config(backend=FAKE)) as agent, Directory(Config(), "x") as directory:
         assert agent._loop.thread.is_alive() and directory._thread.is_alive()
@@ -336,7 +338,7 @@ RAISED = [
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_fence_that_raises_fails_its_offer_alone(
-    engine: Callable[..., Engine], raised: BaseException, when: str
+    engine: Callable[..., SeededEngine], raised: BaseException, when: str
 ) -> None:
     p, d = engine({}, seed=1), engine({})
 
@@ -357,7 +359,7 @@ def test_a_fence_that_raises_fails_its_offer_alone(
     works(p, d)
 
 
-def works(p: Engine, d: Engine) -> None:
+def works(p: SeededEngine, d: SeededEngine) -> None:
     t = name(f"works {time.monotonic()}")
     p.agents[0].offer(offered([3], 4, transfer=t))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=t, handle=str(t)))
@@ -373,7 +375,7 @@ METHODS = ["endpoint", "connect", "submit", "poll", "lost", "disconnect", "filen
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("raised", [SystemExit("leave"), asyncio.CancelledError("cancelled")], ids=repr)
 def test_a_back_end_may_raise_anything(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, method: str, raised: BaseException
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, method: str, raised: BaseException
 ) -> None:
     """Once: then what was in hand has an outcome, and the next transfer is delivered."""
     p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]})
@@ -398,7 +400,7 @@ def test_a_back_end_may_raise_anything(
 
 
 def test_memory_of_a_back_end_that_could_not_close_is_not_released(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at the end, nor once another has taken its place and was closed: what the first one does is not known."""
     options = {"verbs": ["read"], "delay_s": 1.0}
@@ -427,7 +429,7 @@ def test_memory_of_a_back_end_that_could_not_close_is_not_released(
 
 
 def test_memory_of_a_link_that_could_not_be_closed_is_not_released_while_its_peer_writes(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The back end is made anew, which does make it quiet."""
     p, d = (engine({"verbs": ["write"], "delay_s": 0.5, "run_bytes": 1}, seed=seed) for seed in (1, None))
@@ -451,7 +453,7 @@ def test_memory_of_a_link_that_could_not_be_closed_is_not_released_while_its_pee
 
 @pytest.mark.parametrize("failing", ["disconnect", "poll"])
 def test_memory_that_a_peer_may_go_on_writing_is_not_released_by_closing_its_link(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, failing: str
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """The back end could not be closed either, so nothing ends what the peer writes; not even a link that is made anew."""
     options = {"verbs": ["write"], "delay_s": 0.5, "run_bytes": 1}
@@ -486,7 +488,7 @@ def test_memory_that_a_peer_may_go_on_writing_is_not_released_by_closing_its_lin
 
 @pytest.mark.parametrize("thread", ["kvxfer-hellos", "kvxfer-examine", "kvxfer-hash"])
 def test_where_no_thread_is_to_be_had_the_next_transfer_works(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, thread: str
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, thread: str
 ) -> None:
     """As where the limit of processes is reached for a while: what needs it then fails, and is released."""
     p, d = (engine({"verbs": ["read"]}, seed=seed, integrity="full") for seed in (1, None))
@@ -527,7 +529,7 @@ def test_a_directory_that_gets_no_thread_keeps_no_port(monkeypatch: pytest.Monke
 
 
 def test_a_plan_that_cannot_be_made_fails_its_part_alone(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = (engine({"verbs": ["write"], "run_bytes": 1}, seed=seed, lease=1.0) for seed in (1, None))
     runs = CopyPlan.runs
@@ -554,7 +556,7 @@ def test_a_back_end_whose_constructor_raises_anything_is_refused(monkeypatch: py
 
 @pytest.mark.parametrize("raised", [SystemExit("leave"), MemoryError("none left")], ids=repr)
 def test_a_checksum_that_raises_fails_its_transfer_alone(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, raised: BaseException
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
     p, d = engine({}, seed=1, integrity="full"), engine({}, integrity="full")
     works(p, d)
@@ -616,7 +618,7 @@ def kill_hasher(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_if_a_thread_dies_nothing_waits_for_it(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kill: Callable[..., None], who: str
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, kill: Callable[..., None], who: str
 ) -> None:
     p, d = engine({}, seed=1, transfer_timeout=60.0), engine({}, transfer_timeout=60.0)
     agent = d.agents[0]

@@ -16,19 +16,19 @@ from kvxfer.facts import MAX_FACTS, MAX_NAME, MAX_TEXT, difference, sealed
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from tests.control.conftest import Engine, engine, fetch, offered
+from tests.control.conftest import SeededEngine, engine, fetch, offered
 
 __all__ = ["engine"]
 
 OURS = {"weights": "a3f1", "dtype": "bfloat16"}
 THEIRS = {"weights": "77c0", "dtype": "bfloat16"}
 
-Make = Callable[..., Engine]
+Make = Callable[..., SeededEngine]
 
 _names = (f"t{n}" for n in count())
 
 
-def deliver(p: Engine, d: Engine) -> Outcome:
+def deliver(p: SeededEngine, d: SeededEngine) -> Outcome:
     """One transfer from ``p`` to ``d``, and how it ended there."""
     t = TransferId(next(_names), 0)
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle=t.base))
@@ -75,7 +75,7 @@ def test_facts_that_change_while_engines_are_linked(engine: Make, changes: str) 
     assert deliver(p, d).delivered
     first, second = (p, d) if changes == "producer" else (d, p)
 
-    def change(e: Engine) -> None:
+    def change(e: SeededEngine) -> None:
         e.directory.identify(THEIRS)
         e.agents[0].identify(THEIRS)
 

@@ -19,7 +19,7 @@ from kvxfer.protocol.values import LinkId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Completion, auto
 from tests.conftest import require
-from tests.control.conftest import Engine, engine, fetch, offered
+from tests.control.conftest import SeededEngine, engine, fetch, offered
 
 __all__ = ["engine"]
 
@@ -85,18 +85,18 @@ def order(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         monkeypatch.setattr(cls, "costs", {"cpu": place})
 
 
-Make = Callable[..., Engine]
+Make = Callable[..., SeededEngine]
 
 
 @pytest.fixture
 def make(engine: Make) -> Make:  # noqa: F811
-    def made(**config: Any) -> Engine:
+    def made(**config: Any) -> SeededEngine:
         return engine({"backend": "auto", **config.pop("options", {})}, seed=len(Near.made) + 1, **config)
 
     return made
 
 
-def deliver(p: Engine, d: Engine, name: str) -> Any:
+def deliver(p: SeededEngine, d: SeededEngine, name: str) -> Any:
     t = TransferId(name, 0)
     d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=t, handle=name))
     p.agents[0].offer(offered([3, 1], 8, transfer=t))

@@ -19,7 +19,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
 from kvxfer.security import Security, make_key
-from tests.control.conftest import Engine, fetch
+from tests.control.conftest import SeededEngine, fetch
 from tests.control.stranger import framed
 
 PAIRS = {"another": ("a", "b"), "only there": ("", "a"), "only here": ("a", ""), "not accepted there": ("b+a", "a")}
@@ -39,7 +39,11 @@ def files(tmp_path: Path) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("here, there", PAIRS.values(), ids=PAIRS)
 def test_a_mismatch_is_refused_at_once_and_logged_a_few_times(
-    engine: Callable[..., Engine], files: dict[str, str | None], here: str, there: str, caplog: pytest.LogCaptureFixture
+    engine: Callable[..., SeededEngine],
+    files: dict[str, str | None],
+    here: str,
+    there: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     d, p = (engine({}, peer_timeout=10.0, key_file=files[which]) for which in (here, there))
     for number in range(5):
@@ -57,7 +61,7 @@ def test_a_mismatch_is_refused_at_once_and_logged_a_few_times(
 
 @pytest.mark.parametrize("here, there", PAIRS.values(), ids=PAIRS)
 def test_a_program_that_asks_is_told_the_same(
-    engine: Callable[..., Engine], files: dict[str, str | None], here: str, there: str
+    engine: Callable[..., SeededEngine], files: dict[str, str | None], here: str, there: str
 ) -> None:
     p = engine({}, key_file=files[there])
     began = time.monotonic()
@@ -75,7 +79,7 @@ def test_no_frame_is_taken_for_tls() -> None:
 
 
 def test_a_peer_that_vanishes_in_its_handshake_is_no_mismatch(
-    engine: Callable[..., Engine], files: dict[str, str | None]
+    engine: Callable[..., SeededEngine], files: dict[str, str | None]
 ) -> None:
     """It may have been restarted: asking again helps."""
     listener = socket.create_server(("127.0.0.1", 0))

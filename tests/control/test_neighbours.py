@@ -11,7 +11,7 @@ import pytest
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Released
-from tests.control.conftest import Engine, fetch, offered, until
+from tests.control.conftest import SeededEngine, fetch, offered, until
 from tests.control.node import Node, name
 from tests.control.test_processes import deliver
 
@@ -20,24 +20,24 @@ GOOD = [TransferId("own/1/good", i) for i in range(6)]
 BAD = TransferId("own/1/bad", 0)
 
 
-def connections(p: Engine) -> set[str]:
+def connections(p: SeededEngine) -> set[str]:
     """The other ends of the connections to the producer's agent, as the kernel knows them: one for each link."""
     port = f":{int(p.agents[0].descriptor.address.rpartition(':')[2]):04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {row[2] for row in rows if row[1].endswith(port) and row[3] == "01"}
 
 
-def leaves(p: Engine, d: Engine) -> None:
+def leaves(p: SeededEngine, d: SeededEngine) -> None:
     """The client goes away while the first half has arrived."""
     d.agents[0].cancel("bad", "the client left")
 
 
-def is_withdrawn(p: Engine, d: Engine) -> None:
+def is_withdrawn(p: SeededEngine, d: SeededEngine) -> None:
     """The producer's engine aborts the request."""
     p.agents[0].revoke(BAD, 1, "aborted", True)
 
 
-def is_preempted_for_good(p: Engine, d: Engine) -> None:
+def is_preempted_for_good(p: SeededEngine, d: SeededEngine) -> None:
     """The request is preempted and never computed anew; the client leaves later."""
     p.agents[0].revoke(BAD, 1, "preempted", False)
     d.agents[0].cancel("bad", "the client left")
@@ -46,7 +46,7 @@ def is_preempted_for_good(p: Engine, d: Engine) -> None:
 @pytest.mark.parametrize("backend", ["zmq", "tcp", "fake"])
 @pytest.mark.parametrize("end", [leaves, is_withdrawn, is_preempted_for_good])
 def test_one_load_ends_badly_amid_others(
-    engine: Callable[..., Engine], backend: str, end: Callable[[Engine, Engine], None]
+    engine: Callable[..., SeededEngine], backend: str, end: Callable[[SeededEngine, SeededEngine], None]
 ) -> None:
     options = {} if backend == "fake" else {"backend": backend}
     config = {"transfer_timeout": 20.0, "lease": 20.0}
@@ -97,7 +97,7 @@ def test_one_host_is_starved_amid_others(backend: str) -> None:
             node.end()
 
 
-def test_a_digest_that_differs_amid_others(engine: Callable[..., Engine]) -> None:
+def test_a_digest_that_differs_amid_others(engine: Callable[..., SeededEngine]) -> None:
     p, d = engine({"backend": "zmq"}, seed=1, blocks=32), engine({"backend": "zmq"}, blocks=32)
     p.agents[0].offer(offered([30], 4, transfer=BAD, digest=b"another"))
     for i, transfer in enumerate((*GOOD, BAD)):

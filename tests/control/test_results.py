@@ -12,13 +12,13 @@ from typing import Any
 from kvxfer import Agent, Event, Progress, readable
 from kvxfer.identity import TransferId
 from kvxfer.values import BlockTable, Fetch
-from tests.control.conftest import Ended, Engine, Released, fetch, offered
+from tests.control.conftest import Ended, Released, SeededEngine, fetch, offered
 
 T = TransferId("own/1/x", 0)
 ALL = [1, 2, 3, 4]
 
 
-def transfer(p: Engine, d: Engine) -> None:
+def transfer(p: SeededEngine, d: SeededEngine) -> None:
     p.agents[0].offer(offered(ALL, 16, transfer=T))
     d.agents[0].fetch(fetch(p.source, ALL, 16, transfer=T))
 

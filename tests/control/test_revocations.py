@@ -25,7 +25,7 @@ from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Moved, PartRef, Released, Send
 from kvxfer.testing.fake import Network
 from kvxfer.values import BlockTable, Offer
-from tests.control.conftest import Engine, fetch, make_cache, offered
+from tests.control.conftest import SeededEngine, fetch, make_cache, offered
 from tests.descriptors import descriptors_kept
 
 SILENT = Failure(FailureKind.PEER_LOST, "cut")
@@ -339,9 +339,9 @@ def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monk
     p.agents[0].offer(offered([3], 4, transfer=T))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     end = time.monotonic() + 5.0
-    while not p.agents[0]._shell.producer._serves and time.monotonic() < end:
+    while not p.agents[0]._runtime.producer._serves and time.monotonic() < end:
         time.sleep(0.001)
-    assert p.agents[0]._shell.producer._serves, "announced, and being read"
+    assert p.agents[0]._runtime.producer._serves, "announced, and being read"
     monkeypatch.setattr(ProducerMachine, "revoke", lambda *_: [])  # as if it had not come to it
     monkeypatch.setattr(ProducerMachine, "_commit_request", lambda *_: [])
     p.agents[0].revoke(T, 1, "preempted", False)
@@ -350,7 +350,9 @@ def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monk
     assert ended.outcome.kind is FailureKind.TIMED_OUT, ended
 
 
-def pair(engine: Callable[..., Engine], options: dict[str, Any], **config: Any) -> tuple[Engine, Engine]:
+def pair(
+    engine: Callable[..., SeededEngine], options: dict[str, Any], **config: Any
+) -> tuple[SeededEngine, SeededEngine]:
     """Two engines on a network of their own."""
     net = Network()
     p = engine({**options, "network": net}, seed=1)
@@ -359,7 +361,7 @@ def pair(engine: Callable[..., Engine], options: dict[str, Any], **config: Any) 
     return p, d
 
 
-def deliver(p: Engine, d: Engine, transfer: TransferId, handle: str = "req") -> Ended:
+def deliver(p: SeededEngine, d: SeededEngine, transfer: TransferId, handle: str = "req") -> Ended:
     before = sum(isinstance(e, Ended) for e in d.events())
     p.agents[0].offer(offered([3], 4, transfer=transfer))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=handle))

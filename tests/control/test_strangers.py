@@ -25,13 +25,13 @@ from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable
-from tests.control.conftest import Engine, fetch, make_cache, offered, until
+from tests.control.conftest import SeededEngine, fetch, make_cache, offered, until
 from tests.control.stranger import Stranger, framed, impostor, poured
 
 T = TransferId("own/1/honest", 0)
 
 
-def hello(p: Engine, **changes: object) -> m.Hello:
+def hello(p: SeededEngine, **changes: object) -> m.Hello:
     rank = p.agents[0].descriptor
     cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
     values = {
@@ -49,7 +49,7 @@ def hello(p: Engine, **changes: object) -> m.Hello:
     return m.Hello(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def honest(p: Engine, d: Engine, transfer: TransferId = T) -> None:
+def honest(p: SeededEngine, d: SeededEngine, transfer: TransferId = T) -> None:
     """A transfer between the two works."""
     so_far = len([e for e in d.events() if isinstance(e, Ended)])
     p.agents[0].offer(offered([3], 4, transfer=transfer))
@@ -61,7 +61,7 @@ def honest(p: Engine, d: Engine, transfer: TransferId = T) -> None:
 
 
 @pytest.fixture
-def pair(engine) -> tuple[Engine, Engine]:
+def pair(engine) -> tuple[SeededEngine, SeededEngine]:
     options = {"verbs": ["read"]}
     return engine(dict(options), seed=1), engine(dict(options))
 
@@ -76,7 +76,9 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_a_hello_that_does_not_fit_is_refused_with_the_reason(pair: tuple[Engine, Engine], what: str) -> None:
+def test_a_hello_that_does_not_fit_is_refused_with_the_reason(
+    pair: tuple[SeededEngine, SeededEngine], what: str
+) -> None:
     p, d = pair
     changes, kind = REFUSALS[what]
     with Stranger(p.agents[0].descriptor.address) as s:
@@ -142,7 +144,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
     until(lambda: not of_p.kept and not of_d.kept)
 
 
-def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engine, Engine]) -> None:
+def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[SeededEngine, SeededEngine]) -> None:
     p, _ = pair
     with Stranger(p.agents[0].descriptor.address) as s:
         for msg in (
@@ -156,7 +158,7 @@ def test_messages_on_a_link_that_is_not_known_are_told_to_dial(pair: tuple[Engin
             assert isinstance(refused, m.Refused) and refused.again
 
 
-def test_another_version_is_told_so(pair: tuple[Engine, Engine]) -> None:
+def test_another_version_is_told_so(pair: tuple[SeededEngine, SeededEngine]) -> None:
     p, _ = pair
     for address in (p.agents[0].descriptor.address, f"tcp://127.0.0.1:{p.source.port}"):
         with Stranger(address) as s:
@@ -195,7 +197,9 @@ RAW = [
 ]
 
 
-def test_junk_at_both_sockets_changes_nothing(pair: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture) -> None:
+def test_junk_at_both_sockets_changes_nothing(
+    pair: tuple[SeededEngine, SeededEngine], caplog: pytest.LogCaptureFixture
+) -> None:
     p, d = pair
     threads = set(threading.enumerate())
     for address in (p.agents[0].descriptor.address, f"tcp://127.0.0.1:{p.source.port}"):
@@ -215,7 +219,7 @@ def test_junk_at_both_sockets_changes_nothing(pair: tuple[Engine, Engine], caplo
     assert max(len(r.getMessage()) for r in caplog.records) < 1000, "what a stranger says is logged whole"
 
 
-def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) -> None:
+def test_directory_hears_only_news_for_its_epoch(pair: tuple[SeededEngine, SeededEngine]) -> None:
     p, _ = pair
     with Stranger(f"tcp://127.0.0.1:{p.source.port}") as s:
         for epoch in (p.source.epoch, 7, p.source.epoch):
@@ -227,7 +231,7 @@ def test_directory_hears_only_news_for_its_epoch(pair: tuple[Engine, Engine]) ->
 
 
 @pytest.mark.parametrize(("many", "length"), [(2500, 20), (1000, 300), (40, 16_000)])
-def test_notices_of_long_names_are_heard(pair: tuple[Engine, Engine], many: int, length: int) -> None:
+def test_notices_of_long_names_are_heard(pair: tuple[SeededEngine, SeededEngine], many: int, length: int) -> None:
     """A client chooses its request's name, and must not cost others the renewal of their leases."""
     p, d = pair
     named = tuple(Named(TransferId(f"{i}/1/".ljust(length, "x"), 0), bytes(32)) for i in range(many))
@@ -241,7 +245,7 @@ TIMES = {1000: 100, 100: 12, 10: 12, 1: 12}
 """How often a stranger says a notice that names so many transfers."""
 
 
-def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[Engine, Engine]) -> None:
+def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[SeededEngine, SeededEngine]) -> None:
     """However many there are, and however small what each says last."""
     p, _ = pair
     named = tuple(Named(TransferId(f"own/{i}", i), b"d" * 32) for i in range(1000))
@@ -292,7 +296,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_from_a_stranger_does_not_starve_others(pair: tuple[Engine, Engine], flood: str) -> None:
+def test_a_flood_from_a_stranger_does_not_starve_others(pair: tuple[SeededEngine, SeededEngine], flood: str) -> None:
     p, d = pair
     agent, directory = p.agents[0].descriptor.address, f"tcp://127.0.0.1:{p.source.port}"
     with poured(agent, framed(FLOODS[flood])), poured(directory, framed(FLOODS[flood])):
@@ -301,7 +305,7 @@ def test_a_flood_from_a_stranger_does_not_starve_others(pair: tuple[Engine, Engi
 
 
 @pytest.mark.parametrize("flood", ["pings", "wants"])
-def test_a_flood_from_a_peer_does_not_starve_others(pair: tuple[Engine, Engine], flood: str) -> None:
+def test_a_flood_from_a_peer_does_not_starve_others(pair: tuple[SeededEngine, SeededEngine], flood: str) -> None:
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
     greeting = hello(p, endpoint=other.endpoint())
@@ -311,7 +315,7 @@ def test_a_flood_from_a_peer_does_not_starve_others(pair: tuple[Engine, Engine],
     other.close()
 
 
-def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine]) -> None:
+def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[SeededEngine, SeededEngine]) -> None:
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
     with Stranger(p.agents[0].descriptor.address) as s:
@@ -327,7 +331,7 @@ def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[Engine, Engine])
 
 
 def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
-    engine, pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+    engine, pair: tuple[SeededEngine, SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the cost of one over which nothing moves; whoever made that one makes it anew when it wants something."""
     monkeypatch.setattr(inbound, "MAX_LINKS", 4)
@@ -371,7 +375,7 @@ WELCOMES = {
 
 
 @pytest.mark.parametrize("what", WELCOMES)
-def test_a_welcome_that_was_not_asked_for_is_none(engine, pair: tuple[Engine, Engine], what: str) -> None:
+def test_a_welcome_that_was_not_asked_for_is_none(engine, pair: tuple[SeededEngine, SeededEngine], what: str) -> None:
     d = engine({"verbs": ["read"]}, integrity="sample")
     other = FakeTransport("other", {"verbs": ["read"]})
     terms: dict[str, Any] = {"piece_bytes": 4096, "integrity": "sample", **WELCOMES[what]}
@@ -384,7 +388,9 @@ def test_a_welcome_that_was_not_asked_for_is_none(engine, pair: tuple[Engine, En
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 4095, 1 << 40])
-def test_pieces_of_a_size_that_was_not_agreed_on(engine, pair: tuple[Engine, Engine], piece_bytes: int) -> None:
+def test_pieces_of_a_size_that_was_not_agreed_on(
+    engine, pair: tuple[SeededEngine, SeededEngine], piece_bytes: int
+) -> None:
     """Smaller ones would keep the data thread busy for ever, larger ones run over the slots."""
     d = engine({"verbs": ["read"]})
     other = FakeTransport("other", {"verbs": ["read"]})
@@ -397,7 +403,7 @@ def test_pieces_of_a_size_that_was_not_agreed_on(engine, pair: tuple[Engine, Eng
     other.close()
 
 
-def test_who_takes_the_public_number_of_a_consumer_is_not_taken_for_it(pair: tuple[Engine, Engine]) -> None:
+def test_who_takes_the_public_number_of_a_consumer_is_not_taken_for_it(pair: tuple[SeededEngine, SeededEngine]) -> None:
     """A directory tells anybody the epochs of its ranks: in their name, what they had not asked for yet could be said to be over."""
     p, d = pair
     with Stranger(f"tcp://127.0.0.1:{d.source.port}") as asking:

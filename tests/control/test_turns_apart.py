@@ -63,7 +63,7 @@ def rank(pipe: Connection, settings: dict[str, Any], at: int, ranks: int, span: 
         pipe.recv()
 
 
-class Engine:
+class SpawnedEngine:
     """All ranks of an engine, each in a process, and its directory in this one."""
 
     def __init__(
@@ -112,8 +112,8 @@ class Engine:
 def test_every_byte_arrives(p: tuple[int, int, int], d: tuple[int, int, int], start: int) -> None:
     """Between engines of other numbers of ranks that take turns, of other turns and blocks; checked on both sides."""
     settings = {"backend": "tcp", "integrity": "full", "transfer_timeout": WAIT_S, "lease": WAIT_S}
-    one = Engine(settings, *p, filled=True)
-    two = Engine(settings, *d, filled=False, replicas=1 + (d[0] == 1))
+    one = SpawnedEngine(settings, *p, filled=True)
+    two = SpawnedEngine(settings, *d, filled=False, replicas=1 + (d[0] == 1))
     try:
         one.send(Offer(TRANSFER, b"digest", 1, TOKENS, BlockTable.of([one.blocks]), True))
         assert [one.receive(pipe) for pipe in one.pipes] == [None] * len(one.pipes)

@@ -18,7 +18,7 @@ from kvxfer.values import BlockTable, Fetch, Offer
 from tests.data.elastic_cache import AT_ONCE, LAYERS, PLANES, TOKENS, Layout, Side
 from tests.data.elastic_pages import ElasticPages
 
-__all__ = ["Engine", "Setup", "Two", "two_here"]
+__all__ = ["ElasticEngine", "Setup", "Two", "two_here"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Setup:
     pages: Callable[..., Any] = ElasticPages
 
 
-class Engine:
+class ElasticEngine:
     """One of the two. Its methods are called in turn; both engines know by a request's number what its bytes are."""
 
     def __init__(self, role: Role, setup: Setup) -> None:
@@ -118,7 +118,7 @@ class Engine:
 class Here:
     """An engine in this process, called as ``Remote`` calls one in another."""
 
-    def __init__(self, name: str, make: Callable[..., Engine], *args: Any) -> None:
+    def __init__(self, name: str, make: Callable[..., ElasticEngine], *args: Any) -> None:
         self._engine, self._answers = make(*args), deque[Any]()
         self.close = self._engine.close
 
@@ -147,8 +147,8 @@ class Two:
         self._dice = random.Random(f"{producer.backend} {producer.layout} {consumer.layout}")
         self._engines: list[Remote | Here] = []
         try:
-            self._engines.append(made("producer", Engine, "producer", producer))
-            self._engines.append(made("consumer", Engine, "consumer", consumer))
+            self._engines.append(made("producer", ElasticEngine, "producer", producer))
+            self._engines.append(made("consumer", ElasticEngine, "consumer", consumer))
             for engine in self._engines:
                 engine.wait()
         except BaseException:
@@ -159,7 +159,7 @@ class Two:
         """Move as many requests, several at a time, whose pages are mapped before and unmapped after.
 
         Returns:
-            How many ended how; see ``Engine.ends``.
+            How many ended how; see ``ElasticEngine.ends``.
 
         Raises:
             KvxferError: One of them failed.

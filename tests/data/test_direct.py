@@ -11,7 +11,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol import parts
 from kvxfer.protocol.values import Ended
 from kvxfer.testing import Network
-from tests.control.conftest import Engine, fetch, offered
+from tests.control.conftest import SeededEngine, fetch, offered
 
 LONG, SHORT = TransferId("own/1/long", 0), TransferId("own/1/short", 0)
 BLOCKS = 200
@@ -19,7 +19,7 @@ BLOCKS = 200
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_a_short_load_does_not_wait_for_a_long_one(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, verb: str
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """Whatever moves takes its time here, as in a library that moves one batch after the other, and the long one began before."""
     monkeypatch.setattr(parts, "HOST_BYTES", 8 << 10)

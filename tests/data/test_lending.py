@@ -15,7 +15,7 @@ from kvxfer.identity import TransferId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Batch, Completion, Transport, Verb, load
 from tests.conftest import require
-from tests.control.conftest import Ended, Engine, engine, fetch, offered
+from tests.control.conftest import Ended, SeededEngine, engine, fetch, offered
 
 __all__ = ["engine"]
 
@@ -44,7 +44,7 @@ class Recording(FakeTransport):
     ids=["read", "write", "write through slots", "send"],
 )
 def test_what_either_side_lends(
-    engine: Callable[..., Engine],
+    engine: Callable[..., SeededEngine],
     options: Mapping[str, Any],
     producer: set[int],
     consumer: set[int],  # noqa: F811

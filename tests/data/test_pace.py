@@ -12,7 +12,7 @@ from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.values import Released
 from kvxfer.values import BlockTable, Fetch
 from tests.control import caches
-from tests.control.conftest import Engine, offered
+from tests.control.conftest import SeededEngine, offered
 
 BLOCKS, PART_S, TRIES = 64, 0.2, 20
 
@@ -20,7 +20,7 @@ BLOCKS, PART_S, TRIES = 64, 0.2, 20
 @pytest.mark.parametrize("together", [1, 4], ids=["alone", "four together"])
 @pytest.mark.parametrize(("inner", "unit"), [("tcp", 64), ("zmq", 16)], ids=["read", "sent, staged"])
 def test_the_pace_of_a_throttled_link_is_learnt_within_a_tenth(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, inner: str, unit: int, together: int
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, inner: str, unit: int, together: int
 ) -> None:
     """Where this host was busy, so that bytes waited for us or we for them, it is tried again."""
     links: list[LinkPace] = []

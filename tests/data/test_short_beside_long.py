@@ -13,7 +13,7 @@ from kvxfer.protocol import parts
 from kvxfer.protocol.values import Ended, Progress
 from kvxfer.values import BlockTable, Fetch
 from tests.control import caches
-from tests.control.conftest import Engine, fetch, offered
+from tests.control.conftest import SeededEngine, fetch, offered
 
 LONG, SHORT, WARM = (TransferId(f"own/1/{name}", 0) for name in ("long", "short", "warm"))
 PARTS, PART_S = 30, 0.02
@@ -23,7 +23,7 @@ SLACK = 5
 
 @pytest.mark.parametrize(("unit", "moved"), [(16, "staged"), (64, "direct")])
 def test_a_short_load_waits_for_the_parts_under_way(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, unit: int, moved: str
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, unit: int, moved: str
 ) -> None:
     """Over a link that takes its time for each part, as a slow one does for each 32 MiB."""
     monkeypatch.setattr(caches, "UNIT", unit)

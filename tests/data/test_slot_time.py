@@ -23,7 +23,7 @@ from kvxfer.protocol.values import Ended
 from kvxfer.testing.fake import FakeTransport, Network
 from kvxfer.testing.network import LinkEnd
 from kvxfer.values import BlockTable
-from tests.control.conftest import Engine, fetch, make_cache, offered, until
+from tests.control.conftest import SeededEngine, fetch, make_cache, offered, until
 from tests.control.stranger import Stranger
 from tests.control.test_strangers import hello
 
@@ -40,7 +40,7 @@ def name(i: int | str) -> TransferId:
 class Greedy(Stranger):
     """A consumer that asks for 38 pieces of 4 KiB, and takes none of them."""
 
-    def __init__(self, p: Engine, other: FakeTransport, i: int) -> None:
+    def __init__(self, p: SeededEngine, other: FakeTransport, i: int) -> None:
         super().__init__(p.agents[0].descriptor.address, 20.0)
         cache = make_cache(np.zeros(1 << 20, np.uint8), 1, 0, 400)
         share = ShardAssignment(0, 0, cache.views[0].layers, 0, 4)
@@ -53,7 +53,7 @@ class Greedy(Stranger):
 class Slow(Greedy):
     """One that takes them when it is told to."""
 
-    def __init__(self, p: Engine, other: FakeTransport, i: int) -> None:
+    def __init__(self, p: SeededEngine, other: FakeTransport, i: int) -> None:
         super().__init__(p, other, i)
         assert isinstance(self.answer(), m.PartReady)
 
@@ -67,11 +67,11 @@ class Slow(Greedy):
         self.say(m.SlotFree(ready.transfer, ready.attempt, ready.part, ready.piece))
 
 
-Crowd = tuple[Engine, list[Slow], list[m.SlotReady], Engine]
+Crowd = tuple[SeededEngine, list[Slow], list[m.SlotReady], SeededEngine]
 
 
 @pytest.fixture
-def crowd(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+def crowd(engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
     """A producer all of whose slots are held, by consumers that have one each, and a consumer in need of one."""
     monkeypatch.setattr(slot_queue, "PATIENCE_S", 1000.0)
     p = engine(dict(STAGED), seed=1, **CALM)
@@ -91,7 +91,7 @@ def crowd(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Ite
         yield p, slow, readies, d
 
 
-def delivered(p: Engine, d: Engine) -> None:
+def delivered(p: SeededEngine, d: SeededEngine) -> None:
     (end,) = d.wait(Ended)
     assert end.outcome.delivered, end
     assert all(np.array_equal(d.block(i), p.block(100 + i)) for i in range(60))
@@ -126,7 +126,7 @@ def test_who_says_that_it_has_everything_keeps_no_slot(crowd: Crowd, monkeypatch
     delivered(p, d)
 
 
-def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..., Engine]) -> None:
+def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..., SeededEngine]) -> None:
     """Counted in pieces: a consumer asks for 38, and then for one a time, before it takes any."""
     p = engine(dict(STAGED), seed=1, **CALM)
     other = FakeTransport("other", STAGED)
@@ -153,7 +153,7 @@ def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..
 
 
 def test_a_transfer_of_many_parts_has_no_more_slots_for_that_and_they_go_in_order(
-    engine: Callable[..., Engine],
+    engine: Callable[..., SeededEngine],
 ) -> None:
     p = engine(dict(STAGED), seed=1, **CALM)
     other = FakeTransport("other", STAGED)
@@ -197,11 +197,11 @@ class Busy:
         return self.over.wait(10.0)
 
 
-Late = tuple[Engine, Engine, Callable[[], None]]
+Late = tuple[SeededEngine, SeededEngine, Callable[[], None]]
 
 
 @pytest.fixture
-def late(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+def late(engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """A consumer on the producer's host that has been told of a slot, and reads it when the third says so.
 
     Others hold all the other slots, and one waits for that slot.
@@ -271,7 +271,7 @@ def test_the_slots_of_a_link_that_is_closed_are_used_again_only_once_their_reade
 
 
 def test_links_that_take_nothing_lose_their_slots_together_and_have_one_between_them_from_then_on(
-    engine: Callable[..., Engine],
+    engine: Callable[..., SeededEngine],
 ) -> None:
     """Each had lost its own a second after the one before, and took the next one that came free."""
     p, d = engine(dict(STAGED), seed=1, **CALM), engine(dict(STAGED), **CALM)

@@ -14,7 +14,7 @@ from kvxfer.identity import TransferId
 from kvxfer.testing import Network
 from kvxfer.testing.fake import FakeTransport, LinkEnd
 from kvxfer.transport import Batch, Completion, Fence
-from tests.control.conftest import Ended, Engine, FailureKind, Released, fetch, offered, until
+from tests.control.conftest import Ended, FailureKind, Released, SeededEngine, fetch, offered, until
 
 MANY = 40
 SPOILT = 7
@@ -41,7 +41,7 @@ class Counting(FakeTransport):
 class Pair:
     """Two engines with a link over which something has been fetched."""
 
-    def __init__(self, engine: Callable[..., Engine], **options: Any) -> None:
+    def __init__(self, engine: Callable[..., SeededEngine], **options: Any) -> None:
         Counting.started, Counting.refuses = [], ""
         self.net = Network()
         options = {"backend": "tests.data.test_together:Counting", "network": self.net, "run_bytes": 1, **options}
@@ -82,7 +82,7 @@ class Pair:
         return MANY - block
 
 
-def test_short_parts_of_a_turn_share_batches(engine: Callable[..., Engine]) -> None:
+def test_short_parts_of_a_turn_share_batches(engine: Callable[..., SeededEngine]) -> None:
     pair = Pair(engine, verbs=["read"])
     pair.fetch_many()
     assert all(end.outcome.delivered for end in pair.ends(MANY + 1).values())
@@ -93,7 +93,7 @@ def test_short_parts_of_a_turn_share_batches(engine: Callable[..., Engine]) -> N
 @pytest.mark.parametrize(
     "options", [{"verbs": ["write"]}, {"verbs": ["send", "recv"]}, {"verbs": ["read"], "quiet": "backend_reset"}]
 )
-def test_what_could_not_be_begun_anew_shares_none(engine: Callable[..., Engine], options: dict[str, Any]) -> None:
+def test_what_could_not_be_begun_anew_shares_none(engine: Callable[..., SeededEngine], options: dict[str, Any]) -> None:
     pair = Pair(engine, **options)
     pair.fetch_many() if options["verbs"] != ["send", "recv"] else [pair.fetch(block) for block in range(MANY)]
     assert all(end.outcome.delivered for end in pair.ends(MANY + 1).values())
@@ -102,7 +102,7 @@ def test_what_could_not_be_begun_anew_shares_none(engine: Callable[..., Engine],
 
 
 @pytest.mark.parametrize("refuses", ["at once", "later"])
-def test_only_the_part_fails_with_which_something_is_wrong(engine: Callable[..., Engine], refuses: str) -> None:
+def test_only_the_part_fails_with_which_something_is_wrong(engine: Callable[..., SeededEngine], refuses: str) -> None:
     pair = Pair(engine, verbs=["read"])
     Counting.refuses = refuses
     pair.fetch_many()
@@ -111,7 +111,7 @@ def test_only_the_part_fails_with_which_something_is_wrong(engine: Callable[...,
     assert all(pair.right(block) for block in range(MANY) if block != SPOILT)
 
 
-def test_who_gives_one_up_ends_no_other(engine: Callable[..., Engine]) -> None:
+def test_who_gives_one_up_ends_no_other(engine: Callable[..., SeededEngine]) -> None:
     pair = Pair(engine, verbs=["read"])
     with pair.standstill():
         pair.fetch_many()

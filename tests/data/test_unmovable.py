@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvxfer.identity import TransferId
-from tests.control.conftest import Ended, Engine, Released, fetch, offered
+from tests.control.conftest import Ended, Released, SeededEngine, fetch, offered
 
 
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
 def test_what_a_peer_moves_straight_lands_nowhere(
-    engine: Callable[..., Engine], verbs: list[str], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., SeededEngine], verbs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The consumer's cache was taken for its staging memory: the load was delivered, and its bytes were in others' slots."""
     options: dict[str, Any] = {"verbs": verbs, "elastic": False, "run_bytes": 1}

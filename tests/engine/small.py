@@ -246,7 +246,7 @@ class Request:
         return [b for row in self.table for b in row if b != NULL]
 
 
-class Engine:
+class SmallEngine:
     """One engine: what an author writes around `SchedulerSide` and `WorkerSide`.
 
     board: it has side channels.

@@ -18,7 +18,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import ScheduleError
 from kvxfer.values import BlockTable, Group, Rank
 from tests.engine.direct import Switchboard
-from tests.engine.small import FACTS, JUNK, Engine, Pool, Request, Wire
+from tests.engine.small import FACTS, JUNK, Pool, Request, SmallEngine, Wire
 
 FULL, HYBRID = [Group(4)], [Group(4), Group(2, "window", 5)]
 LOST, CUT = Failure(FailureKind.PEER_LOST, "first"), Failure(FailureKind.CORRUPT, "then")
@@ -42,12 +42,14 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         self.wire, self.elastic = Wire(), elastic
         board = Switchboard() if direct else None
-        self.p, self.d = (Engine(self.wire, groups, ranks, 24, early, board, elastic, writes_early, late) for _ in "pd")
+        self.p, self.d = (
+            SmallEngine(self.wire, groups, ranks, 24, early, board, elastic, writes_early, late) for _ in "pd"
+        )
         self.engines = self.p, self.d
         self.transfers = 0
 
     @property
-    def alive(self) -> list[tuple[Engine, Request]]:
+    def alive(self) -> list[tuple[SmallEngine, Request]]:
         return [(e, r) for e in self.engines for r in e.waiting]
 
     soon = st.integers(0, 4)  # steps that follow at once
@@ -169,13 +171,13 @@ TestAnyOrder.settings = settings(
 @pytest.fixture
 def pair() -> Any:
     wire = Wire()
-    engines = [Engine(wire, HYBRID, 2, 64, True) for _ in "pd"]
+    engines = [SmallEngine(wire, HYBRID, 2, 64, True) for _ in "pd"]
     yield wire, *engines
     for engine in engines:
         engine.side.close()
 
 
-def offered(p: Engine, extra: int = 1, name: str = "own/1") -> tuple[Any, tuple[int, ...]]:
+def offered(p: SmallEngine, extra: int = 1, name: str = "own/1") -> tuple[Any, tuple[int, ...]]:
     p.add(PROMPT, extra, TransferId(name, 0))
     for _ in range(12):
         p.step(4)
@@ -273,7 +275,7 @@ def test_a_load_that_still_writes_is_not_over_where_nothing_pins_its_blocks() ->
 def test_what_is_preempted_has_memory_until_nobody_reads_it(elastic: bool) -> None:
     """An elastic cache unmaps what is freed, at once. Elsewhere the engine needs the room, and late bytes are revoked."""
     wire = Wire()
-    p, d = (Engine(wire, FULL, 2, 64, True, elastic=elastic) for _ in "pd")
+    p, d = (SmallEngine(wire, FULL, 2, 64, True, elastic=elastic) for _ in "pd")
     try:
         request = p.add(PROMPT, 9, TransferId("own/1", 0))
         while not any(offer.final for offer in p.agents[0].offers.values()):
@@ -303,7 +305,7 @@ def test_what_is_preempted_has_memory_until_nobody_reads_it(elastic: bool) -> No
 def test_what_is_offered_anew_is_held_until_ranks_that_were_done_before_are_done_with_it() -> None:
     """A lease has ended, which the scheduler side hears only once the request, preempted meanwhile, has been offered again."""
     wire = Wire()
-    p, d = (Engine(wire, FULL, 1, 64, True, elastic=True, late=late) for late in (True, False))
+    p, d = (SmallEngine(wire, FULL, 1, 64, True, elastic=True, late=late) for late in (True, False))
     try:
         p.step(4)
         request = p.add(PROMPT, 0, TransferId("own/1", 0))
@@ -394,7 +396,7 @@ def test_what_the_side_channel_has_said_is_not_said_again(pair: Any) -> None:
     """Neither by a step, nor of a later load that has the same name."""
     wire, p, _ = pair
     board = Switchboard()
-    d = Engine(wire, HYBRID, 2, 64, True, board)
+    d = SmallEngine(wire, HYBRID, 2, 64, True, board)
     try:
         d.step(4)  # its workers introduce themselves
         ticket = offered(p)

@@ -17,7 +17,7 @@ BLOCKS = 24
 
 
 @dataclass
-class Engine:
+class RankStores:
     """The ranks of one engine, and one request's block tables, the same on all of them."""
 
     stores: dict[Rank, Store]
@@ -29,8 +29,8 @@ class Case:
     """A transfer of the tokens ``[start, tokens)``."""
 
     specs: tuple[Spec, ...]
-    producer: Engine
-    consumer: Engine
+    producer: RankStores
+    consumer: RankStores
     start: int
     tokens: int
 
@@ -66,7 +66,7 @@ class Case:
         table, n = self.producer.tables[g], self.block_tokens(self.producer, g)
         return token // n < len(table) and table[token // n] >= 0
 
-    def block_tokens(self, engine: Engine, g: int) -> int:
+    def block_tokens(self, engine: RankStores, g: int) -> int:
         return next(iter(engine.stores.values())).cache.groups[g].block_tokens
 
     def pieces(self, store: Store, tables: list[Ints], start: int):  # type: ignore[no-untyped-def]
@@ -116,7 +116,7 @@ def engine(
     tp: int,
     side: str,
     turns: tuple[tuple[int, int], ...],
-) -> Engine:
+) -> RankStores:
     """An engine of any layouts and stages. ``sizes``, ``others``: block tokens of each group here and on the other side."""
     cuts = [sorted(draw(st.integers(0, len(s.layers))) for _ in range(draw(st.integers(0, 1)))) for s in of]
     stages = max(len(c) for c in cuts) + 1
@@ -152,7 +152,7 @@ def engine(
         for rank in range(tp):
             seed = draw(st.integers(0, 1 << 30))
             stores[Rank(pp, rank)] = build(Rank(pp, rank), tp, of, mine, layouts, sizes, BLOCKS * 4, seed, turns)
-    return Engine(stores, tables)
+    return RankStores(stores, tables)
 
 
 @st.composite

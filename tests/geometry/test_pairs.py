@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry import CopyPlan, Planner, Rank, route
-from tests.geometry.engines import Case, Engine
+from tests.geometry.engines import Case, RankStores
 from tests.geometry.layouts import KINDS, Kind, Spec, build
 
 PAIRS = [(kind, src) for kind in KINDS for src in kind.layouts]
 
 
-def engine(spec: Spec, layout: str, n: int, tp: int, tokens: int, seed: int) -> Engine:
+def engine(spec: Spec, layout: str, n: int, tp: int, tokens: int, seed: int) -> RankStores:
     rng = np.random.default_rng(seed)
     table = rng.permutation(20)[: -(-tokens // n)].astype(np.int64)
     stores = {
         Rank(0, r): build(Rank(0, r), tp, (spec,), (spec.layers,), (layout,), (n,), 20, seed + r) for r in range(tp)
     }
-    return Engine(stores, [table])
+    return RankStores(stores, [table])
 
 
 def check(case: Case, limit: int) -> None:

@@ -16,7 +16,7 @@ from kvxfer.memory import allocate, registry
 from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, layout_pairs, plan_between
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.conftest import require
-from tests.control.conftest import Ended, Engine, Released, until
+from tests.control.conftest import Ended, Released, SeededEngine, until
 from tests.memory.island import install
 
 pytest.importorskip("torch")
@@ -42,9 +42,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     registry.space_for.cache_clear()
 
 
-def engine(name: str, held: Held, backend: str) -> Engine:
+def engine(name: str, held: Held, backend: str) -> SeededEngine:
     settings = Config.from_mapping({"backend": backend, "integrity": "full", "staging_bytes": 1 << 20})
-    return Engine(settings, SimpleNamespace(caches=[held.on_device]), name=name)  # type: ignore[arg-type]
+    return SeededEngine(settings, SimpleNamespace(caches=[held.on_device]), name=name)  # type: ignore[arg-type]
 
 
 def moves(backend: str, memories: tuple[str, str], layouts: list[tuple[str, str]]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvxfer import memory
 from kvxfer.geometry import CopyPlan, Planner, Rank, route
 from kvxfer.memory import rows
-from tests.geometry.engines import Case, Engine, cases
+from tests.geometry.engines import Case, RankStores, cases
 from tests.geometry.layouts import KINDS, Spec, Store
 from tests.geometry.test_law import links, plan
 from tests.geometry.test_pairs import copy, engine
@@ -91,7 +91,7 @@ def test_increments_add_up(data: st.DataObject) -> None:
         assert space.checksum(parts[0] + parts[1], "source").value == whole
 
 
-def total(producer: Engine, consumer: Engine, tokens: int) -> int:
+def total(producer: RankStores, consumer: RankStores, tokens: int) -> int:
     """The checksum of a whole transfer, over all links, read at the producer."""
     caches = [[s.cache for s in e.stores.values()] for e in (producer, consumer)]
     out = 0

@@ -19,7 +19,7 @@ from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.values import Action, Emit, Ended, Failure, LinkInfo, Outcome, Released, Send
 from kvxfer.values import BlockTable, Offer
-from tests.control.conftest import Engine, fetch, make_cache, offered
+from tests.control.conftest import SeededEngine, fetch, make_cache, offered
 
 CUT = Failure(FailureKind.PEER_LOST, "cut")
 T = TransferId("own/1/door", 0)
@@ -313,7 +313,7 @@ def test_a_keep_forgets_in_order_and_no_more_than_it_must() -> None:
 @pytest.mark.parametrize("early", [True, False], ids=["before the offer", "after it"])
 @pytest.mark.parametrize("cancels", [True, False], ids=["cancels", "waits"])
 def test_a_request_that_was_mixed_up_does_not_spoil_the_right_one(
-    engine: Callable[..., Engine], early: bool, cancels: bool
+    engine: Callable[..., SeededEngine], early: bool, cancels: bool
 ) -> None:
     """Two decode engines, one of which was sent to the wrong prompt; the producer has its blocks back long before its lease."""
     p, right, wrong = engine({}, seed=1, lease=60.0), engine({}), engine({})

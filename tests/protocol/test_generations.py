@@ -39,7 +39,7 @@ from kvxfer.protocol.values import (
     Send,
 )
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.control.conftest import Engine, fetch, offered, until
+from tests.control.conftest import SeededEngine, fetch, offered, until
 from tests.protocol.world.base import D_TOKENS, P_TOKENS, make_cache
 
 T, SOURCE, TOKENS, DIGEST = TransferId("t", 0), Source("p", 1, 1), 4, b"digest"
@@ -357,7 +357,7 @@ def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None
 # --- agents ------------------------------------------------------------------------------------------------------------
 
 
-def both_ranks(d: Engine, p: Engine, blocks: tuple[int, int]) -> bool:
+def both_ranks(d: SeededEngine, p: SeededEngine, blocks: tuple[int, int]) -> bool:
     """Whether block 9 of the consumer holds these blocks of the producer's two ranks."""
     return all(np.array_equal(d.block(9)[:, 2 * r : 2 * r + 2], p.block(b, r)) for r, b in enumerate(blocks))
 
@@ -365,7 +365,7 @@ def both_ranks(d: Engine, p: Engine, blocks: tuple[int, int]) -> bool:
 @pytest.mark.parametrize("lags", [False, True], ids=["both ranks hear at once", "one rank hears late"])
 @pytest.mark.parametrize("backend", ["zmq", "cma"])
 def test_what_one_rank_gave_up_is_not_delivered_with_what_the_other_computed_anew(
-    engine: Callable[..., Engine], backend: str, lags: bool
+    engine: Callable[..., SeededEngine], backend: str, lags: bool
 ) -> None:
     p, d = engine({"backend": backend}, tp=2, seed=1), engine({"backend": backend})
     fast, slow = p.agents

@@ -45,7 +45,7 @@ class Scheduled:
     sampled: bool
 
 
-class Engine:
+class ScheduledEngine:
     def __init__(self, groups: Sequence[Group], own: Source, blocks: int, budget: int) -> None:
         self.groups = list(groups)
         self.schedule = Schedule(groups, own)

@@ -15,7 +15,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, DeclinedTransfer, Revoke, StepCommands
 from kvxfer.values import Fetch, Group, Offer
 from tests.schedule.ends import held, released, waiting
-from tests.schedule.engine import STATE, WINDOW, Engine, Request, Scheduled, ceil
+from tests.schedule.engine import STATE, WINDOW, Request, Scheduled, ScheduledEngine, ceil
 
 PEER = Source("peer", 1, 7)
 OWN = Source("own", 2, 8)
@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         self.blocks = blocks
         self.overlap = overlap
         self.patience = patience  # how many finished requests may hold blocks before somebody reads the first
-        self.engine = Engine(groups, OWN, blocks, budget)
+        self.engine = ScheduledEngine(groups, OWN, blocks, budget)
         self.producer = self.engine.schedule.producer
         self.consumer = self.engine.schedule.consumer
         self.stateful = any(group.kind == "state" for group in groups)

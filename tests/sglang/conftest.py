@@ -90,7 +90,7 @@ class Played:
             os.kill(self._pid, signal.SIGKILL)
 
 
-class Engine:
+class PlayedRanks:
     """The ranks of a played engine; one call goes to all of them."""
 
     def __init__(self, ranks: list[Played]) -> None:
@@ -125,7 +125,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
         environ: dict[str, str] | None = None,
         settings: dict[str, dict[str, Any]] | None = None,
         **setup: Any,
-    ) -> Iterator[tuple[Engine, Engine]]:
+    ) -> Iterator[tuple[PlayedRanks, PlayedRanks]]:
         port, n = free_port(), next(count)
         engines = []
         with contextlib.ExitStack() as stack:
@@ -140,7 +140,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
                     **setup,
                 }
                 env = {"KVXFER_SGLANG": json.dumps((settings or {}).get(role, {})), **(environ or {})}
-                engines.append(Engine([forks.rank({**told, "rank": rank}, env) for rank in range(tp * of)]))
+                engines.append(PlayedRanks([forks.rank({**told, "rank": rank}, env) for rank in range(tp * of)]))
                 for rank in engines[-1].ranks:
                     stack.callback(rank.kill)
             for engine in engines:
@@ -153,7 +153,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., co
 
 
 @pytest.fixture(scope="session")
-def pair(start: Callable[..., Any]) -> Iterator[tuple[Engine, Engine]]:
+def pair(start: Callable[..., Any]) -> Iterator[tuple[PlayedRanks, PlayedRanks]]:
     with start() as engines:
         yield engines
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.sglang.conftest import FAILED, SUCCESS, TRANSFERRING, Engine
+from tests.sglang.conftest import FAILED, SUCCESS, TRANSFERRING, PlayedRanks
 from tests.sglang.test_transfers import begun, delivered, moved, quiet, sent
 
 
-def test_pages_wait_for_their_event(pair: tuple[Engine, Engine], room: int) -> None:
+def test_pages_wait_for_their_event(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     prefill, decode = pair
     begun(prefill, decode, room, [7, 1], 2)
     prefill.send(room=room, ids=[3], held=True)  # not computed yet
@@ -99,7 +99,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("words", "change"), REFUSED, ids=[words for words, _ in REFUSED])
 def test_what_is_not_supported_is_refused_by_name(
-    pair: tuple[Engine, Engine], words: str, change: dict[str, Any]
+    pair: tuple[PlayedRanks, PlayedRanks], words: str, change: dict[str, Any]
 ) -> None:
     nothing: dict[str, Any] = {"args": {}, "settings": {}, "environ": {}}
     for engine in pair:
@@ -108,19 +108,19 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kinds", [["mamba"], ["dsa"], ["mamba", "dsa"]])
-def test_states_whose_layers_are_known_may_have_stages(pair: tuple[Engine, Engine], kinds: list[str]) -> None:
+def test_states_whose_layers_are_known_may_have_stages(pair: tuple[PlayedRanks, PlayedRanks], kinds: list[str]) -> None:
     for engine in pair:
         stages = {"parallel": {"pp_size": 2}}
         assert engine.refusal(args={"state_types": kinds}, settings=stages, environ={}) == [""]
 
 
-def test_pages_must_not_be_reused_while_they_are_written_to(pair: tuple[Engine, Engine]) -> None:
+def test_pages_must_not_be_reused_while_they_are_written_to(pair: tuple[PlayedRanks, PlayedRanks]) -> None:
     change = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "0"}
     prefill, decode = (engine.refusal(args={}, settings={}, environ=change)[0] for engine in pair)
     assert not prefill and "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0" in decode
 
 
-def test_all_that_is_in_the_way_is_named_at_once(pair: tuple[Engine, Engine]) -> None:
+def test_all_that_is_in_the_way_is_named_at_once(pair: tuple[PlayedRanks, PlayedRanks]) -> None:
     change = {"args": {"state_types": ["c128_state"]}, "settings": {"parallel": {"attn_cp_size": 2}}, "environ": {}}
     for engine in pair:
         told = engine.refusal(**change)[0]

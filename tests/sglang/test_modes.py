@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.sglang.conftest import FAILED, SUCCESS, TRANSFERRING, WAITING, Engine
+from tests.sglang.conftest import FAILED, SUCCESS, TRANSFERRING, WAITING, PlayedRanks
 from tests.sglang.test_transfers import begun, moved, sent
 
 
-def received(prefill: Engine, decode: Engine, room: int, seed: int, there: list[int], chunks: list[list[int]]) -> None:
+def received(
+    prefill: PlayedRanks, decode: PlayedRanks, room: int, seed: int, there: list[int], chunks: list[list[int]]
+) -> None:
     """Bring a request to where its KV is in the host pool of decode."""
     prefill.request(room=room), decode.request(room=room)
     assert all(decode.may_receive_in_host_memory(room=room))
@@ -55,7 +57,7 @@ def test_host_memory_is_quiet_once_its_request_is_aborted(start: Callable[..., A
         received(prefill, decode, room + 1, 2, [7, 1], [[3, 9]])
 
 
-def test_without_a_host_pool_nothing_is_received_there(pair: tuple[Engine, Engine], room: int) -> None:
+def test_without_a_host_pool_nothing_is_received_there(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     prefill, decode = pair
     prefill.request(room=room), decode.request(room=room)
     assert decode.may_receive_in_host_memory(room=room) == [False]

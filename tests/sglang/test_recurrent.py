@@ -34,7 +34,7 @@ def share(kimi: bool, rank: int, ranks: int) -> list[np.ndarray]:
     return [np.concatenate(own, axis=1 if kimi else 0), np.split(temporal, ranks)[rank], everywhere]
 
 
-class Engine:
+class RecurrentEngine:
     """An agent for each rank, over two recurrent layers and an attention layer's pages."""
 
     def __init__(self, kimi: bool, ranks: int) -> None:
@@ -80,7 +80,10 @@ class Engine:
 @pytest.mark.parametrize("kimi", [False, True], ids=["gated delta net", "Kimi's order"])
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1), (4, 2), (2, 2)])
 def test_each_channel_goes_to_the_rank_that_has_it(kimi: bool, producers: int, consumers: int) -> None:
-    with contextlib.closing(Engine(kimi, producers)) as p, contextlib.closing(Engine(kimi, consumers)) as d:
+    with (
+        contextlib.closing(RecurrentEngine(kimi, producers)) as p,
+        contextlib.closing(RecurrentEngine(kimi, consumers)) as d,
+    ):
         transfer = TransferId.mint(p.directory.epoch, "r")
         for rank, agent in enumerate(p.agents):
             for tensor, item in zip(p.tensors[rank], p.items(rank), strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.sglang.conftest import Engine
+from tests.sglang.conftest import PlayedRanks
 from tests.sglang.played import PAGE
 
 CHUNK = 2 * PAGE + 5
@@ -17,7 +17,7 @@ CACHED = {"disaggregation_decode_enable_radix_cache": True}
 
 
 @pytest.fixture(scope="module")
-def servers(start: Callable[..., Any]) -> Iterator[tuple[Engine, Engine]]:
+def servers(start: Callable[..., Any]) -> Iterator[tuple[PlayedRanks, PlayedRanks]]:
     with start(chunk=CHUNK, args=CACHED) as engines:
         yield engines
 
@@ -26,7 +26,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(512), k=tokens)
 
 
-def served(servers: tuple[Engine, Engine], prompts: dict[int, list[int]]) -> dict[int, dict[str, Any]]:
+def served(servers: tuple[PlayedRanks, PlayedRanks], prompts: dict[int, list[int]]) -> dict[int, dict[str, Any]]:
     """Give requests to both servers, by room, and return what decode has in the end."""
     prefill, decode = servers
     for room, tokens in prompts.items():
@@ -42,7 +42,7 @@ def served(servers: tuple[Engine, Engine], prompts: dict[int, list[int]]) -> dic
     return answers
 
 
-def turn(servers: tuple[Engine, Engine], over: Callable[[], bool], ready: set[int]) -> None:
+def turn(servers: tuple[PlayedRanks, PlayedRanks], over: Callable[[], bool], ready: set[int]) -> None:
     """Let both servers run until something is so."""
     prefill, decode = servers
     end = time.monotonic() + 30
@@ -54,13 +54,13 @@ def turn(servers: tuple[Engine, Engine], over: Callable[[], bool], ready: set[in
 
 
 @pytest.mark.parametrize("tokens", [1, PAGE - 1, PAGE, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
-def test_prompts_of_any_length_arrive(servers: tuple[Engine, Engine], room: int, tokens: int) -> None:
+def test_prompts_of_any_length_arrive(servers: tuple[PlayedRanks, PlayedRanks], room: int, tokens: int) -> None:
     ids = prompt(tokens, tokens)
     answer = served(servers, {room: ids})[room]
     assert answer["right"] and answer["tokens"] == [sum(ids) % 512]
 
 
-def test_what_either_server_has_cached_is_not_moved(servers: tuple[Engine, Engine], room: int) -> None:
+def test_what_either_server_has_cached_is_not_moved(servers: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     shared = prompt(5 * PAGE, 1000)
     for i, more in enumerate((3, PAGE + 4, 0)):
         ids = shared + prompt(more, 1001 + i)
@@ -69,7 +69,7 @@ def test_what_either_server_has_cached_is_not_moved(servers: tuple[Engine, Engin
         assert answer["cached"] == (0 if i == 0 else 5 * PAGE)
 
 
-def test_many_at_once(servers: tuple[Engine, Engine], room: int) -> None:
+def test_many_at_once(servers: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     prompts = {room + i: prompt(20 + 23 * i, 2000 + i) for i in range(6)}
     for one, answer in served(servers, prompts).items():
         assert answer["right"] and answer["tokens"] == [sum(prompts[one]) % 512]
@@ -77,7 +77,9 @@ def test_many_at_once(servers: tuple[Engine, Engine], room: int) -> None:
 
 @pytest.mark.parametrize("turns", range(7))
 @pytest.mark.parametrize("who", ["prefill", "decode"])
-def test_an_aborted_request_frees_what_it_had(servers: tuple[Engine, Engine], room: int, who: str, turns: int) -> None:
+def test_an_aborted_request_frees_what_it_had(
+    servers: tuple[PlayedRanks, PlayedRanks], room: int, who: str, turns: int
+) -> None:
     prefill, decode = servers
     before = prefill.free(), decode.free()
     ids = prompt(3 * CHUNK, 3000 + room % 1000)
@@ -89,7 +91,7 @@ def test_an_aborted_request_frees_what_it_had(servers: tuple[Engine, Engine], ro
         time.sleep(0.005)
     (prefill if who == "prefill" else decode).abort(room=room)
 
-    def ended(server: Engine) -> bool:
+    def ended(server: PlayedRanks) -> bool:
         return server.state(room=room) != ["running"]
 
     turn(servers, lambda: room in ready or (ended(prefill) and ended(decode) and decode.held() == [0]), ready)
@@ -101,7 +103,9 @@ def test_an_aborted_request_frees_what_it_had(servers: tuple[Engine, Engine], ro
 
 
 @pytest.mark.parametrize("first", [0, 2, 4], ids=["at once", "begun", "under way"])
-def test_requests_that_share_a_room_are_not_mixed_up(servers: tuple[Engine, Engine], room: int, first: int) -> None:
+def test_requests_that_share_a_room_are_not_mixed_up(
+    servers: tuple[PlayedRanks, PlayedRanks], room: int, first: int
+) -> None:
     """A router that gives two requests one room: the later one fails and says why, and both servers go on."""
     prefill, decode = servers
     before = prefill.free(), decode.free()

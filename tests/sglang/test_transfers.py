@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.sglang.conftest import FAILED, SUCCESS, TRANSFERRING, WAITING, Engine
+from tests.sglang.conftest import FAILED, SUCCESS, TRANSFERRING, WAITING, PlayedRanks
 from tests.sglang.played import PAGE
 
 
-def begun(prefill: Engine, decode: Engine, room: int, there: list[int], count: int, prefix: int = 0) -> None:
+def begun(prefill: PlayedRanks, decode: PlayedRanks, room: int, there: list[int], count: int, prefix: int = 0) -> None:
     """Bring a request to where its prefill has room for it to be sent: row 1 on the one side, row 2 on the other."""
     prefill.request(room=room)
     decode.request(room=room)
@@ -18,7 +18,7 @@ def begun(prefill: Engine, decode: Engine, room: int, there: list[int], count: i
     assert set(prefill.begin(room=room, pages=count, row=1)) == {prefix}
 
 
-def sent(prefill: Engine, room: int, seed: int, chunks: list[list[int]], first: int = 0) -> None:
+def sent(prefill: PlayedRanks, room: int, seed: int, chunks: list[list[int]], first: int = 0) -> None:
     """Play the forward passes of a request and send their pages."""
     for i, ids in enumerate(chunks):
         prefill.run(seed=seed, ids=ids, first=first)
@@ -28,7 +28,9 @@ def sent(prefill: Engine, room: int, seed: int, chunks: list[list[int]], first: 
         first += len(ids)
 
 
-def delivered(prefill: Engine, decode: Engine, room: int, seed: int, there: list[int], first: int = 0) -> None:
+def delivered(
+    prefill: PlayedRanks, decode: PlayedRanks, room: int, seed: int, there: list[int], first: int = 0
+) -> None:
     decode.until(room, SUCCESS)
     prefill.until(room, SUCCESS)
     assert all(decode.matches(seed=seed, ids=there, first=first))
@@ -36,41 +38,43 @@ def delivered(prefill: Engine, decode: Engine, room: int, seed: int, there: list
     prefill.clear(room=room), decode.clear(room=room)
 
 
-def moved(prefill: Engine, decode: Engine, room: int, seed: int, chunks: list[list[int]], there: list[int]) -> None:
+def moved(
+    prefill: PlayedRanks, decode: PlayedRanks, room: int, seed: int, chunks: list[list[int]], there: list[int]
+) -> None:
     begun(prefill, decode, room, there, sum(map(len, chunks)))
     sent(prefill, room, seed, chunks)
     delivered(prefill, decode, room, seed, there)
 
 
-def test_pages_and_metadata_arrive(pair: tuple[Engine, Engine], room: int) -> None:
+def test_pages_and_metadata_arrive(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     moved(*pair, room, 1, [[3, 9, 4]], [7, 1, 30])
 
 
-def test_chunks_arrive_whole(pair: tuple[Engine, Engine], room: int) -> None:
+def test_chunks_arrive_whole(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     moved(*pair, room, 2, [[3, 9], [4], [12, 11, 10]], [7, 1, 30, 2, 5, 6])
 
 
-def test_what_decode_has_cached_is_left_alone(pair: tuple[Engine, Engine], room: int) -> None:
+def test_what_decode_has_cached_is_left_alone(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     prefill, decode = pair
     begun(prefill, decode, room, [8, 6], 2, prefix=3 * PAGE)
     sent(prefill, room, 3, [[20, 21]], first=3)
     delivered(prefill, decode, room, 3, [8, 6], first=3)
 
 
-def test_without_pages_the_metadata_arrive(pair: tuple[Engine, Engine], room: int) -> None:
+def test_without_pages_the_metadata_arrive(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     prefill, decode = pair
     begun(prefill, decode, room, [], 0, prefix=3 * PAGE)
     sent(prefill, room, 4, [[]])
     delivered(prefill, decode, room, 4, [])
 
 
-def test_a_room_may_be_used_again(pair: tuple[Engine, Engine], room: int) -> None:
+def test_a_room_may_be_used_again(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     for seed in (5, 6):
         moved(*pair, room, seed, [[3, 9, 4]], [7, 1, 30])
 
 
 def test_a_room_may_be_used_again_before_the_pages_of_the_former_request_are_free(
-    pair: tuple[Engine, Engine], room: int
+    pair: tuple[PlayedRanks, PlayedRanks], room: int
 ) -> None:
     prefill, decode = pair
     begun(prefill, decode, room, [7, 1], 2)
@@ -84,7 +88,7 @@ def test_a_room_may_be_used_again_before_the_pages_of_the_former_request_are_fre
 
 @pytest.mark.parametrize("number", [-1, 0, 1 << 64])
 def test_a_room_that_has_no_place_in_sglang_s_metadata_fails_its_request(
-    pair: tuple[Engine, Engine], number: int
+    pair: tuple[PlayedRanks, PlayedRanks], number: int
 ) -> None:
     for engine in pair:
         engine.request(room=number)
@@ -92,7 +96,7 @@ def test_a_room_that_has_no_place_in_sglang_s_metadata_fails_its_request(
         assert "bootstrap_room must be from 1" in engine.why(room=number)[0]
 
 
-def test_requests_do_not_hinder_each_other(pair: tuple[Engine, Engine], room: int) -> None:
+def test_requests_do_not_hinder_each_other(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     prefill, decode = pair
     rooms = range(room, room + 6)
     for i, one in enumerate(rooms):
@@ -107,7 +111,7 @@ def test_requests_do_not_hinder_each_other(pair: tuple[Engine, Engine], room: in
         prefill.clear(room=one), decode.clear(room=one)
 
 
-def test_servers_that_disagree_on_a_request_fail_it(pair: tuple[Engine, Engine], room: int) -> None:
+def test_servers_that_disagree_on_a_request_fail_it(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     prefill, decode = pair
     begun(prefill, decode, room, [7, 1], 3)  # three pages here, two there
     sent(prefill, room, 1, [[3, 9, 4]])
@@ -118,7 +122,9 @@ def test_servers_that_disagree_on_a_request_fail_it(pair: tuple[Engine, Engine],
 
 
 @pytest.mark.parametrize("chunks", [0, 1])
-def test_a_request_that_prefill_aborts_fails_at_decode(pair: tuple[Engine, Engine], room: int, chunks: int) -> None:
+def test_a_request_that_prefill_aborts_fails_at_decode(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int, chunks: int
+) -> None:
     prefill, decode = pair
     begun(prefill, decode, room, [7, 1], 2)
     if chunks:
@@ -132,7 +138,7 @@ def test_a_request_that_prefill_aborts_fails_at_decode(pair: tuple[Engine, Engin
 
 
 def test_decode_hears_at_once_of_a_request_that_prefill_has_aborted_before(
-    pair: tuple[Engine, Engine], room: int
+    pair: tuple[PlayedRanks, PlayedRanks], room: int
 ) -> None:
     prefill, decode = pair
     prefill.request(room=room), prefill.abort(room=room)
@@ -143,7 +149,9 @@ def test_decode_hears_at_once_of_a_request_that_prefill_has_aborted_before(
 
 
 @pytest.mark.parametrize("chunks", [0, 1])
-def test_a_request_that_decode_aborts_fails_at_prefill(pair: tuple[Engine, Engine], room: int, chunks: int) -> None:
+def test_a_request_that_decode_aborts_fails_at_prefill(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int, chunks: int
+) -> None:
     prefill, decode = pair
     begun(prefill, decode, room, [7, 1], 2)
     if chunks:
@@ -159,7 +167,7 @@ def test_a_request_that_decode_aborts_fails_at_prefill(pair: tuple[Engine, Engin
     moved(prefill, decode, room, 7, [[3, 9, 4]], [7, 1, 30])
 
 
-def quiet(decode: Engine, room: int) -> None:
+def quiet(decode: PlayedRanks, room: int) -> None:
     """Wait until the pages of a failed request may be used again."""
     import time
 
@@ -191,7 +199,7 @@ def test_prefill_may_have_pipeline_stages(
         servers, decoding = pair
         moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])
         begun(*pair, room + 1, [7, 1, 30], 3)
-        first, last = (Engine(servers.ranks[stage * prefill : (stage + 1) * prefill]) for stage in range(2))
+        first, last = (PlayedRanks(servers.ranks[stage * prefill : (stage + 1) * prefill]) for stage in range(2))
         sent(first, room + 1, 2, [[3, 9]])
         first.run(seed=2, ids=[4], first=2)
         first.note(row=1, token=7, room=room + 1)  # the last stage knows

@@ -20,11 +20,11 @@ from tests.contract.router import SCHEMAS, Router
 CLOSED = "http://127.0.0.1:9"
 
 
-class Engine:
+class CompletionServer:
     """A server of completions as far as the tests go. A decode engine has the prefill engine whose offers it takes."""
 
     def __init__(
-        self, prefill: Engine | None = None, *, model: str = "tiny", metrics: bool = True, wrong: bool = False
+        self, prefill: CompletionServer | None = None, *, model: str = "tiny", metrics: bool = True, wrong: bool = False
     ) -> None:
         self.offers = self.delivered = 0
         self.rejects = False
@@ -83,8 +83,8 @@ class World:
 
     def __init__(self, **wrong: bool) -> None:
         drops = wrong.pop("drops", False)
-        self.p = Engine()
-        self.d = Engine(self.p, **wrong)  # type: ignore[arg-type]
+        self.p = CompletionServer()
+        self.d = CompletionServer(self.p, **wrong)  # type: ignore[arg-type]
         self.router = Router(self.p.url, self.d.url, SCHEMAS["nixl"], drops=drops)
 
     def run(self, *more: str, only: str = "n-4") -> tuple[int, str, str]:
@@ -131,7 +131,7 @@ def test_what_is_held_is_found(world: World) -> None:
 
 
 def test_a_router_that_answers_where_the_plain_server_rejects(world: World) -> None:
-    plain = Engine()
+    plain = CompletionServer()
     plain.rejects = True
     status, out, _ = world.run("--plain", plain.url)
     plain.stop()
@@ -156,7 +156,7 @@ def test_what_the_plain_server_does_not_serve_is_left_out(world: World) -> None:
     ],
 )
 def test_what_cannot_be_tested(world: World, which: str, url: str, said: str) -> None:
-    bare, other = Engine(metrics=False), Engine(model="large")
+    bare, other = CompletionServer(metrics=False), CompletionServer(model="large")
     named = {"--router": world.router.url, "--prefill": world.p.url, "--decode": world.d.url}
     named[which] = url.format(router=world.p.url, bare=bare.url, other=other.url)
     result = CliRunner().invoke(build(), ["conformance", *(word for pair in named.items() for word in pair)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engine import ALIGNED, CHUNKED, DRAFTING, FULL, HYBRID, STATEFUL, Engine, Group, answer, prompt
+from tests.vllm.engine import ALIGNED, CHUNKED, DRAFTING, FULL, HYBRID, STATEFUL, Group, PlayedEngine, answer, prompt
 from tests.vllm.wire import Load, Wire
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -18,7 +18,7 @@ CACHES = pytest.mark.parametrize(
 RUNNERS = pytest.mark.parametrize("resumes_as_new", [False, True], ids=["runner1", "runner2"])
 
 
-def prefill(p: Engine, text: list[int], n: int = 1, **more: Any) -> dict[str, Any]:
+def prefill(p: PlayedEngine, text: list[int], n: int = 1, **more: Any) -> dict[str, Any]:
     """Have P compute a prompt; the params that its router gives to D."""
     name = p.add(text, OFFER, n=n, **more)
     p.run(until=name)
@@ -34,7 +34,7 @@ def let_go(wire: Wire, load: Load) -> None:
     wire.quiet(load)
 
 
-def both(p: Engine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(p: PlayedEngine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a router that sends to both at once gives to P and to D."""
     here = p.address
     return (
@@ -43,7 +43,7 @@ def both(p: Engine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
-def parties(p: Engine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def parties(p: PlayedEngine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same in the schema of vLLM's peer-to-peer tier, in which llm-d speaks to both at once."""
     here = p.address
     return (
@@ -52,11 +52,11 @@ def parties(p: Engine, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
-def check(engine: Engine, name: str, text: list[int], n: int = 4) -> None:
+def check(engine: PlayedEngine, name: str, text: list[int], n: int = 4) -> None:
     assert engine.done[name].tokens == answer(text, n), f"{name}: wrong tokens"
 
 
-def decode(d: Engine, text: list[int], params: dict[str, Any], *others: Engine, n: int = 4) -> str:
+def decode(d: PlayedEngine, text: list[int], params: dict[str, Any], *others: PlayedEngine, n: int = 4) -> str:
     """Have D answer; the id of its request, whose tokens were right."""
     name = d.add(text, params, n=n)
     d.run(*others, until=name)
@@ -64,6 +64,6 @@ def decode(d: Engine, text: list[int], params: dict[str, Any], *others: Engine, 
     return name
 
 
-def crowd(engine: Engine, *, of: int = 30, seed: int = 50, others: int = 2, n: int = 60) -> list[str]:
+def crowd(engine: PlayedEngine, *, of: int = 30, seed: int = 50, others: int = 2, n: int = 60) -> list[str]:
     """Requests that want more and more blocks, so that those that came after them are preempted."""
     return [engine.add(prompt(of, seed=seed + i), n=n, name=f"crowd{i}") for i in range(others)]

@@ -15,10 +15,10 @@ require("vllm")
 
 from vllm.config import KVTransferConfig  # noqa: E402
 
-from tests.vllm.engine import FULL, Engine, vllm_config  # noqa: E402
+from tests.vllm.engine import FULL, PlayedEngine, vllm_config  # noqa: E402
 from tests.vllm.wire import Wire  # noqa: E402
 
-Make = Callable[..., Engine]
+Make = Callable[..., PlayedEngine]
 
 
 @pytest.fixture
@@ -38,12 +38,16 @@ both_ways = pytest.fixture(params=[False, True], ids=["stepwise", "overlapped"])
 @pytest.fixture
 def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
     """Makes engines; afterwards none of them may remember a request or miss a block."""
-    engines: list[Engine] = []
+    engines: list[PlayedEngine] = []
     names = itertools.count()
 
+<<<<<<< HEAD
     def build(
         groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", introduced: bool = True, **more: Any
     ) -> Engine:
+=======
+    def build(groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", **more: Any) -> PlayedEngine:
+>>>>>>> room
         folder = tmp_path / str(next(names))
         folder.mkdir()
         transfer = more.pop("transfer", None) or KVTransferConfig(
@@ -56,7 +60,7 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
         if any(group.state and not group.aligned for group in groups):
             more["caching"] = False  # vLLM has no prefix caching where it keeps one state for a request
         ours = {key: more.pop(key) for key in vllm_config.__kwdefaults__ or () if key in more}
-        engine = Engine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
+        engine = PlayedEngine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
         engines.append(engine)
         if introduced:
             engine.step()  # its workers introduce themselves

@@ -236,7 +236,7 @@ def vllm_config(
     return config
 
 
-class Engine:
+class PlayedEngine:
     """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
     `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
     which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
@@ -566,7 +566,7 @@ class Engine:
 
     # --- ends ------------------------------------------------------------------------------------------------------
 
-    def run(self, *others: Engine, until: str | None = None) -> None:
+    def run(self, *others: PlayedEngine, until: str | None = None) -> None:
         """Step this engine and others, each as long as it has work, until all are idle or a request is done."""
         engines = (self, *others)
         deadline = time.monotonic() + ANSWER_S

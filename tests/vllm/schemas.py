@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.contract.router import ASKED as NIXL
 from tests.contract.router import Params
-from tests.vllm.engine import Engine
+from tests.vllm.engine import PlayedEngine
 
 LOADS: Params = {"do_remote_decode": False, "do_remote_prefill": True}
 
@@ -24,43 +24,43 @@ class RouterSchema:
 
     routers: str
     to_p: Params
-    to_d: Callable[[Engine, str, Params | None], Params]
+    to_d: Callable[[PlayedEngine, str, Params | None], Params]
     both: bool
 
     def asked(self, request: str) -> Params:
         """Return what P gets."""
         return dict(json.loads(json.dumps(self.to_p).replace("ID", request)))
 
-    def told(self, p: Engine, request: str, answer: Params | None = None) -> Params:
+    def told(self, p: PlayedEngine, request: str, answer: Params | None = None) -> Params:
         """Return what D gets, as it comes over HTTP."""
         return dict(json.loads(json.dumps(self.to_d(p, request, answer))))
 
 
-def _relayed(p: Engine, request: str, answer: Params | None) -> Params:
+def _relayed(p: PlayedEngine, request: str, answer: Params | None) -> Params:
     assert answer is not None
     return answer
 
 
-def _elsewhere(p: Engine, request: str, answer: Params | None) -> Params:
+def _elsewhere(p: PlayedEngine, request: str, answer: Params | None) -> Params:
     return {**_relayed(p, request, answer), "remote_host": "192.0.2.200"}
 
 
-def _known_keys(p: Engine, request: str, answer: Params | None) -> Params:
+def _known_keys(p: PlayedEngine, request: str, answer: Params | None) -> Params:
     """What is left where a router relays the keys of NIXL's that it knows."""
     keys = (*NIXL, "remote_request_id", "tp_size")
     return {key: value for key, value in _relayed(p, request, answer).items() if key in keys}
 
 
-def _named(p: Engine, request: str, answer: Params | None) -> Params:
+def _named(p: PlayedEngine, request: str, answer: Params | None) -> Params:
     return {**LOADS, "transfer_id": f"xfer-{request}", "remote_host": p.address.host, "remote_port": p.address.port}
 
 
-def _tier(p: Engine, request: str, answer: Params | None) -> Params:
+def _tier(p: PlayedEngine, request: str, answer: Params | None) -> Params:
     here = p.address
     return {"remote_prefiller": {"kv_request_id": request, "remote_host": here.host, "remote_port": here.port}}
 
 
-def _pushed(p: Engine, request: str, answer: Params | None) -> Params:
+def _pushed(p: PlayedEngine, request: str, answer: Params | None) -> Params:
     return {
         **LOADS,
         "remote_engine_id": "prefill-engine-001",
@@ -72,7 +72,7 @@ def _pushed(p: Engine, request: str, answer: Params | None) -> Params:
     }
 
 
-def _moriio(p: Engine, request: str, answer: Params | None) -> Params:
+def _moriio(p: PlayedEngine, request: str, answer: Params | None) -> Params:
     return {
         **LOADS,
         "transfer_id": f"xfer-{request}",
@@ -87,7 +87,7 @@ def _moriio(p: Engine, request: str, answer: Params | None) -> Params:
     }
 
 
-def _mooncake(p: Engine, request: str, answer: Params | None) -> Params:
+def _mooncake(p: PlayedEngine, request: str, answer: Params | None) -> Params:
     return {
         **LOADS,
         "transfer_id": f"xfer-{request}",

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from tests.vllm.engine import BLOCK, Engine
+from tests.vllm.engine import BLOCK, PlayedEngine
 
 CACHES: dict[str, Any] = {}
 """By engine, the memory of its cache, where its workers find it."""
@@ -22,7 +22,7 @@ KEPT: dict[str, dict[bytes, Any]] = defaultdict(dict)
 """By engine, what its store has: by the hash of a block."""
 
 
-def attach(engine: Engine) -> dict[bytes, Any]:
+def attach(engine: PlayedEngine) -> dict[bytes, Any]:
     """Let the store of an engine reach its cache; return what it keeps."""
     name = str(engine.config.kv_transfer_config.engine_id)  # type: ignore[union-attr]
     CACHES[name] = engine.memory

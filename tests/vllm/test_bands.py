@@ -15,7 +15,7 @@ from kvxfer.values import Group, Offer
 from tests.vllm import engine as played
 from tests.vllm.cases import both
 from tests.vllm.conftest import Make
-from tests.vllm.engine import BLOCK, FULL, HYBRID, Engine, prompt
+from tests.vllm.engine import BLOCK, FULL, HYBRID, PlayedEngine, prompt
 from tests.vllm.wire import Agent
 
 LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(10))
@@ -46,7 +46,7 @@ class Slow(Agent):
 
 
 @pytest.fixture
-def p(make: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Engine:
+def p(make: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> PlayedEngine:
     """An engine of layers, each of which is computed inside vLLM's hooks; before that, nothing of it is offered."""
     monkeypatch.setattr(played, "Agent", Slow)
     monkeypatch.setattr(kv_transfer_utils, "has_kv_transfer_group", lambda: True)
@@ -54,9 +54,9 @@ def p(make: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     monkeypatch.setattr(kv_transfer_utils, "_resolve_layer_name", lambda name: name)
     context = "vllm.model_executor.layers.attention.attention.get_attention_context"
     monkeypatch.setattr(context, lambda name: ({}, None, None, None))
-    forward = Engine._forward
+    forward = PlayedEngine._forward
 
-    def by_layer(self: Engine, output: Any) -> list[list[int]]:
+    def by_layer(self: PlayedEngine, output: Any) -> list[list[int]]:
         tokens = forward(self, output)
         for worker, agent in zip(self.workers, self.agents, strict=True):
             monkeypatch.setattr(kv_transfer_utils, "get_kv_transfer_group", lambda worker=worker: worker)
@@ -70,12 +70,12 @@ def p(make: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
                 attention(name)
         return tokens
 
-    monkeypatch.setattr(Engine, "_forward", by_layer)
+    monkeypatch.setattr(PlayedEngine, "_forward", by_layer)
     return make(getattr(request, "param", FULL), budget=128, ranks=2)
 
 
 @pytest.mark.parametrize("p", [FULL, HYBRID], ids=["full", "hybrid"], indirect=True)
-def test_bands_are_offered_as_their_layers_are_computed_and_then_all(p: Engine) -> None:
+def test_bands_are_offered_as_their_layers_are_computed_and_then_all(p: PlayedEngine) -> None:
     to_p, _ = both(p, "job")
     p.run(until=p.add(prompt(N), to_p, n=1))
     for agent in p.agents:
@@ -85,7 +85,7 @@ def test_bands_are_offered_as_their_layers_are_computed_and_then_all(p: Engine) 
     p.lease_ends()
 
 
-def test_nothing_is_offered_by_band_where_nobody_waits_or_a_step_is_computed_in_halves(p: Engine) -> None:
+def test_nothing_is_offered_by_band_where_nobody_waits_or_a_step_is_computed_in_halves(p: PlayedEngine) -> None:
     to_p, _ = both(p, "first")
     for agent in p.agents:
         agent.wanted = False  # type: ignore[attr-defined]

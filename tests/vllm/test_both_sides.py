@@ -10,14 +10,14 @@ import pytest
 
 from tests.vllm.cases import both, check, parties
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
+from tests.vllm.engine import BLOCK, FULL, HYBRID, STATEFUL, PlayedEngine, answer, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
 N = 6 * BLOCK + 5
 
 
-def steps_while(engine: Engine, true: Callable[[], bool], most_s: float = 10.0) -> None:
+def steps_while(engine: PlayedEngine, true: Callable[[], bool], most_s: float = 10.0) -> None:
     until = time.monotonic() + most_s
     while true():
         assert time.monotonic() < until

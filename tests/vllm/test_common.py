@@ -14,14 +14,14 @@ from kvxfer_vllm.params import Told
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, check, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, FULL, HYBRID, Engine, answer, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, FULL, HYBRID, PlayedEngine, answer, prompt
 from tests.vllm.wire import Wire
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["stepwise", "overlapped"])
 N = 60
 
 
-def offers_nothing(p: Engine, d: Engine) -> None:
+def offers_nothing(p: PlayedEngine, d: PlayedEngine) -> None:
     """P has its blocks back, though no lease has ended."""
     end = time.monotonic() + 10
     while p.free < p.room:
@@ -31,7 +31,9 @@ def offers_nothing(p: Engine, d: Engine) -> None:
         time.sleep(0.005)  # notices go over a socket
 
 
-def served(d: Engine, p: Engine, text: list[int], params: dict[str, Any], computed: int, **more: Any) -> None:
+def served(
+    d: PlayedEngine, p: PlayedEngine, text: list[int], params: dict[str, Any], computed: int, **more: Any
+) -> None:
     """D answers, and computes so many tokens of the prompt."""
     name = d.add(text, params, **more)
     d.run(p, until=name)
@@ -39,7 +41,7 @@ def served(d: Engine, p: Engine, text: list[int], params: dict[str, Any], comput
     assert d.computed[name] == computed + 3
 
 
-def outcomes(d: Engine) -> list[str]:
+def outcomes(d: PlayedEngine) -> list[str]:
     return [outcome for stats in d.stats for outcome, _ in stats["requests"]]
 
 

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.vllm.cases import CACHES, OFFER, check
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, Engine, Group, answer, ours, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, Group, PlayedEngine, answer, ours, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -21,46 +21,48 @@ overlap = both_ways
 def make(make: Make) -> Make:
     """Engines that wait for an answer on a busy machine, too."""
 
-    def build(*args: Any, **more: Any) -> Engine:
+    def build(*args: Any, **more: Any) -> PlayedEngine:
         return make(*args, **{**more, "extra": {"ask_timeout": 10.0, **more.get("extra", {})}})
 
     return build
 
 
-Schema = Callable[[Engine, dict[str, Any]], dict[str, Any]]
+Schema = Callable[[PlayedEngine, dict[str, Any]], dict[str, Any]]
 
 
-def nixl(d: Engine, told: dict[str, Any]) -> dict[str, Any]:
+def nixl(d: PlayedEngine, told: dict[str, Any]) -> dict[str, Any]:
     """vLLM's example router for conversations: what D has answered, with the host of D's HTTP server."""
     return {**told, "remote_host": "decode.example", "do_remote_decode": True, "do_remote_prefill": False}
 
 
-def tier(d: Engine, told: dict[str, Any]) -> dict[str, Any]:
+def tier(d: PlayedEngine, told: dict[str, Any]) -> dict[str, Any]:
     """llm-d: where a peer listens, beside NIXL's keys."""
     here = d.address
     return {**OFFER, "remote_kv_source": {"kv_request_id": "x", "remote_host": here.host, "remote_port": here.port}}
 
 
-def parties(d: Engine, told: dict[str, Any]) -> dict[str, Any]:
+def parties(d: PlayedEngine, told: dict[str, Any]) -> dict[str, Any]:
     """vLLM's peer-to-peer tier: the only pair that it allows. The router names the transfer to D."""
     return {**tier(d, told), "do_remote_decode": None, "remote_decoder": {"kv_request_id": "job"}}
 
 
-def hint(d: Engine, told: dict[str, Any]) -> dict[str, Any]:
+def hint(d: PlayedEngine, told: dict[str, Any]) -> dict[str, Any]:
     """Dynamo."""
     payload = {"source_control_endpoint": f"tcp://{d.address}", "block_hashes": [1, 2]}
     action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
     return {**OFFER, "kv_hint": {"protocol_version": "0.1", "message_id": "m", "actions": [action]}}
 
 
-def named(*engines: Engine) -> dict[str, Any]:
+def named(*engines: PlayedEngine) -> dict[str, Any]:
     return {**OFFER, "kvxfer_sources": [str(e.address) for e in engines]}
 
 
 SCHEMAS = pytest.mark.parametrize("schema", [nixl, tier, hint], ids=lambda schema: schema.__name__)
 
 
-def ask(p: Engine, text: list[int], params: dict[str, Any], *others: Engine, n: int = 1, **more: Any) -> str:
+def ask(
+    p: PlayedEngine, text: list[int], params: dict[str, Any], *others: PlayedEngine, n: int = 1, **more: Any
+) -> str:
     """Have an engine compute a prompt; the id of its request, whose first tokens were right. Who offers a state computes no answer."""
     name = p.add(text, params, n=n, **more)
     p.run(*others, until=name)
@@ -70,7 +72,7 @@ def ask(p: Engine, text: list[int], params: dict[str, Any], *others: Engine, n: 
 
 
 def turn(
-    p: Engine, d: Engine, text: list[int], to_p: dict[str, Any], *others: Engine, n: int = 20
+    p: PlayedEngine, d: PlayedEngine, text: list[int], to_p: dict[str, Any], *others: PlayedEngine, n: int = 20
 ) -> tuple[int, dict[str, Any]]:
     """One turn through P and D: how many tokens P has computed, and what D has told."""
     first = ask(p, text, to_p, d, *others)
@@ -81,7 +83,7 @@ def turn(
     return p.computed[first], d.done[name].params  # type: ignore[return-value]
 
 
-def rest(*engines: Engine) -> None:
+def rest(*engines: PlayedEngine) -> None:
     """Let engines come to rest, whatever was asked or offered and is not wanted any more."""
     deadline = time.monotonic() + 20.0
     while any(engine.busy for engine in engines):

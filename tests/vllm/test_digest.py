@@ -24,7 +24,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from kvxfer_vllm import media
 from tests.vllm.cases import OFFER
 from tests.vllm.conftest import Make
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import PlayedEngine, prompt
 
 
 def lora(content: str, name: str = "a", path: str = "/nowhere") -> dict[str, Any]:
@@ -80,7 +80,7 @@ CASES = [
 ]
 
 
-def engine(make: Make, **more: Any) -> Engine:
+def engine(make: Make, **more: Any) -> PlayedEngine:
     """One that takes images: what their encoder makes of them is of no matter here."""
     e = make(**more)
     e.scheduler.max_num_encoder_input_tokens = 1000
@@ -88,7 +88,7 @@ def engine(make: Make, **more: Any) -> Engine:
     return e
 
 
-def ask(e: Engine, params: dict[str, Any], n: int, request: dict[str, Any]) -> str:
+def ask(e: PlayedEngine, params: dict[str, Any], n: int, request: dict[str, Any]) -> str:
     if "weights" in request:
         e.load_adapter(request["lora_request"].lora_int_id, request["weights"])
     more = {k: v for k, v in request.items() if k not in ("tokens", "weights")}
@@ -180,7 +180,7 @@ def test_images_are_known_by_content_whatever_vllm_calls_them(make: Make, cachin
     assert computed(p, d, image(3, name=again), image(3, name=again), seed=1) == 1 + 3
 
 
-def computed(p: Engine, d: Engine, there: dict[str, Any], here: dict[str, Any], seed: int = 0) -> int:
+def computed(p: PlayedEngine, d: PlayedEngine, there: dict[str, Any], here: dict[str, Any], seed: int = 0) -> int:
     """How many tokens D computes of a request and its answer, once P has prefilled one."""
     text = prompt(60, seed=seed)
     a = ask(p, OFFER, 1, {"tokens": text, **there})

@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, Engine, prompt
+from tests.vllm.engine import BLOCK, PlayedEngine, prompt
 from tests.vllm.test_addresses import free_ports
 from tests.vllm.wire import Wire
 
@@ -79,7 +79,7 @@ class Router:
 
 
 @pytest.fixture
-def engines(make: Make) -> Iterator[tuple[Engine, list[Engine], Router]]:
+def engines(make: Make) -> Iterator[tuple[PlayedEngine, list[PlayedEngine], Router]]:
     """A prefill engine, two decode engines that publish events, and a router that reads them."""
     p, decodes = make(role="kv_producer"), []
     port = free_ports(2)
@@ -94,7 +94,7 @@ def engines(make: Make) -> Iterator[tuple[Engine, list[Engine], Router]]:
         d.scheduler.kv_event_publisher.shutdown()
 
 
-def test_what_was_loaded_is_stored(engines: tuple[Engine, list[Engine], Router]) -> None:
+def test_what_was_loaded_is_stored(engines: tuple[PlayedEngine, list[PlayedEngine], Router]) -> None:
     """Each whole block once, in one chain, whichever engine has computed it."""
     p, decodes, router = engines
     texts = [prompt(100, seed=i) for i in range(4)]
@@ -108,7 +108,7 @@ def test_what_was_loaded_is_stored(engines: tuple[Engine, list[Engine], Router])
         assert len(stored) == len(set(stored)), "a block is told of twice"
 
 
-def test_a_router_by_events_loads_only_what_is_new(engines: tuple[Engine, list[Engine], Router]) -> None:
+def test_a_router_by_events_loads_only_what_is_new(engines: tuple[PlayedEngine, list[PlayedEngine], Router]) -> None:
     p, decodes, router = engines
     text = prompt(100)
     decode(decodes[1], text, prefill(p, text), p)
@@ -122,7 +122,7 @@ def test_a_router_by_events_loads_only_what_is_new(engines: tuple[Engine, list[E
     assert router.has(1, longer) >= 160 - BLOCK
 
 
-def test_a_load_that_fails_is_not_told_of(engines: tuple[Engine, list[Engine], Router], wire: Wire) -> None:
+def test_a_load_that_fails_is_not_told_of(engines: tuple[PlayedEngine, list[PlayedEngine], Router], wire: Wire) -> None:
     p, decodes, router = engines
     text, d = prompt(100), decodes[0]
     params = prefill(p, text)

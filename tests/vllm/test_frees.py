@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvxfer_vllm.frees import FIRST_S, MAX_S, PendingFrees
 from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -19,7 +19,7 @@ asks = pytest.mark.skipif(
 )
 
 
-def short(p: Engine) -> str:
+def short(p: PlayedEngine) -> str:
     """Fill an engine with a held prompt and a request that needs more blocks with every 16 tokens."""
     return p.add(prompt(15, seed=3), n=90)
 

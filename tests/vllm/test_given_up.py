@@ -9,14 +9,14 @@ import pytest
 
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.schemas import NIXL, SCHEMAS, RouterSchema
 
 overlap = both_ways
 EACH = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 
 
-def freed(p: Engine) -> bool:
+def freed(p: PlayedEngine) -> bool:
     """Whether P has its blocks back soon: a notice takes its time, and then a step."""
     until = time.monotonic() + 5
     while p.free < p.blocks - 1 and time.monotonic() < until:
@@ -25,7 +25,7 @@ def freed(p: Engine) -> bool:
     return p.free == p.blocks - 1
 
 
-def answered(p: Engine, schema: RouterSchema, text: list[int], request: str = "job") -> dict[str, Any]:
+def answered(p: PlayedEngine, schema: RouterSchema, text: list[int], request: str = "job") -> dict[str, Any]:
     name = p.add(text, schema.asked(request), n=1, name=f"cmpl-{request}-0")
     p.run(until=name)
     params = p.done[name].params

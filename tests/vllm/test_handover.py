@@ -16,7 +16,7 @@ from kvxfer.failures import FailureKind, Outcome
 from kvxfer_vllm.metadata import StepMetadata
 from tests.engine.direct import Switchboard
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, Engine, answer, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, PlayedEngine, answer, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -28,7 +28,7 @@ def board(wire: Wire) -> Switchboard:
     return Switchboard(waited=wire.pump)
 
 
-def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
+def offered(p: PlayedEngine, seed: int = 0, n: int = N) -> dict[str, Any]:
     name = p.add(prompt(n, seed), {"do_remote_decode": True}, n=1)
     p.run(until=name)  # and no further: what it offers it has offered with the step that completed it
     params = p.done[name].params
@@ -36,22 +36,22 @@ def offered(p: Engine, seed: int = 0, n: int = N) -> dict[str, Any]:
     return params
 
 
-def decoder(make: Make, board: Switchboard, groups: Any = FULL, **more: Any) -> Engine:
+def decoder(make: Make, board: Switchboard, groups: Any = FULL, **more: Any) -> PlayedEngine:
     """An engine that may wait for what its played link takes."""
     return make(groups, board=board, **{"extra": {"step_budget": 1}} | more)
 
 
-def measured(p: Engine, d: Engine) -> None:
+def measured(p: PlayedEngine, d: PlayedEngine) -> None:
     """Have D load once, so that it knows the link."""
     measured_as(p, d, 99)
 
 
-def measured_as(p: Engine, d: Engine, seed: int) -> None:
+def measured_as(p: PlayedEngine, d: PlayedEngine, seed: int) -> None:
     name = d.add(prompt(N, seed), offered(p, seed))
     d.run(p, until=name)
 
 
-def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12, idle: bool = False) -> int:
+def steps_until(d: PlayedEngine, p: PlayedEngine, name: str, *, before: int = 12, idle: bool = False) -> int:
     """How many steps come before the one that computes the request; in which P makes none if it is `idle`."""
     for step in range(before):
         if name in d.step().num_scheduled_tokens:
@@ -61,7 +61,7 @@ def steps_until(d: Engine, p: Engine, name: str, *, before: int = 12, idle: bool
     raise AssertionError("it is not computed")
 
 
-def right(d: Engine, p: Engine, name: str, tokens: list[int]) -> None:
+def right(d: PlayedEngine, p: PlayedEngine, name: str, tokens: list[int]) -> None:
     d.run(p, until=name)
     assert d.done[name].tokens == answer(tokens, 4)
 
@@ -495,7 +495,7 @@ def test_blocks_of_the_prefix_cache_are_not_lent_to_their_own_request(make: Make
     pool.free_blocks(held)
 
 
-def first_block(d: Engine, text: list[int]) -> int:
+def first_block(d: PlayedEngine, text: list[int]) -> int:
     """Of a prompt, in D's prefix cache."""
     probe = Request("probe", text, SamplingParams(max_tokens=1), None, block_hasher=d.hasher)
     return int(d.scheduler.kv_cache_manager.get_computed_blocks(probe)[0].get_block_ids()[0][0])

@@ -25,7 +25,7 @@ from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.weights import fingerprint
 from tests.vllm.cases import OFFER
 from tests.vllm.conftest import Make
-from tests.vllm.engine import MODEL, Engine, answer, ours, prompt
+from tests.vllm.engine import MODEL, PlayedEngine, answer, ours, prompt
 
 Weights = dict[str, np.ndarray]
 
@@ -240,7 +240,7 @@ def test_weights_that_were_changed_in_place(tmp_path: Path) -> None:
 # --- engines -------------------------------------------------------------------------------------------------------
 
 
-def card(e: Engine, security: Security, seconds: float = 5.0) -> m.EngineDescriptor | None:
+def card(e: PlayedEngine, security: Security, seconds: float = 5.0) -> m.EngineDescriptor | None:
     """What an engine's directory says to whoever comes with this key."""
     hub = sockets.ControlSockets(security)
     try:
@@ -263,7 +263,7 @@ def test_workers_and_directory_state_the_same(make: Make) -> None:
     assert [agent.facts for agent in e.agents] == [stated, stated]
 
 
-def loaded(p: Engine, d: Engine, seed: int) -> tuple[int, list[int]]:
+def loaded(p: PlayedEngine, d: PlayedEngine, seed: int) -> tuple[int, list[int]]:
     """How many tokens D computed of a prompt that P prefilled, and what it answered."""
     text = prompt(60, seed=seed)
     a = p.add(text, OFFER, n=1)
@@ -275,7 +275,7 @@ def loaded(p: Engine, d: Engine, seed: int) -> tuple[int, list[int]]:
     return d.computed[b], d.done[b].tokens
 
 
-def reset(e: Engine) -> None:
+def reset(e: PlayedEngine) -> None:
     """What vLLM does around an update of weights in place."""
     assert e.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     e.step()

@@ -16,7 +16,7 @@ from tests.conftest import require
 from tests.vllm import kvcached
 from tests.vllm.cases import OFFER, both, check, crowd, decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import ANSWER_S, BLOCK, FULL, HYBRID, Engine, prompt
+from tests.vllm.engine import ANSWER_S, BLOCK, FULL, HYBRID, PlayedEngine, prompt
 from tests.vllm.wire import Load, Wire
 
 require("kvcached")
@@ -83,7 +83,7 @@ class World:
         self.pages.append(kvcached.Pages(blocks, self._room))
         return self.pages[-1]
 
-    def engine(self, groups: Any = FULL, room: int = ROOM, **more: Any) -> Engine:
+    def engine(self, groups: Any = FULL, room: int = ROOM, **more: Any) -> PlayedEngine:
         self._room = room
         found = self._make(groups, blocks=BLOCKS, tensors=kvcached.tensors, **more)
         pages = self.pages[-1]
@@ -127,7 +127,7 @@ def test_an_engine_with_more_requests_than_memory_preempts_and_offers_anew(world
         check(p, other, prompt(30, seed=50 + i), 60)
 
 
-def begun(d: Engine, p: Engine, wire: Wire) -> Load:
+def begun(d: PlayedEngine, p: PlayedEngine, wire: Wire) -> Load:
     """The load of D that reads what P offers while it goes on."""
     p.steps(4)
     end = time.monotonic() + ANSWER_S

@@ -9,18 +9,32 @@ import pytest
 
 from tests.vllm.cases import OFFER, both
 from tests.vllm.conftest import Make
-from tests.vllm.engine import ALIGNED, CHUNKED, DRAFTING, FULL, HYBRID, LOCAL, MIXED, Engine, Group, answer, prompt
+from tests.vllm.engine import (
+    ALIGNED,
+    CHUNKED,
+    DRAFTING,
+    FULL,
+    HYBRID,
+    LOCAL,
+    MIXED,
+    Group,
+    PlayedEngine,
+    answer,
+    prompt,
+)
 from tests.vllm.wire import Wire
 
 
 class Mixture:
-    def __init__(self, rng: random.Random, wire: Wire, engines: tuple[Engine, Engine]) -> None:
+    def __init__(self, rng: random.Random, wire: Wire, engines: tuple[PlayedEngine, PlayedEngine]) -> None:
         self.rng, self.wire, self.engines = rng, wire, engines
-        self.asked: list[tuple[Engine, str, list[int], int]] = []
-        self.relay: list[tuple[Engine, str, list[int], int]] = []  # at P, its answer to be given to the other engine
+        self.asked: list[tuple[PlayedEngine, str, list[int], int]] = []
+        self.relay: list[
+            tuple[PlayedEngine, str, list[int], int]
+        ] = []  # at P, its answer to be given to the other engine
         self.jobs = 0
 
-    def ask(self, engine: Engine, text: list[int], params: dict[str, Any] | None, n: int) -> str:
+    def ask(self, engine: PlayedEngine, text: list[int], params: dict[str, Any] | None, n: int) -> str:
         name = engine.add(text, params, n=n)
         if params and params.get("do_remote_decode") and len(text) > 1 and any(group.state for group in engine.groups):
             text, n = text[:-1], 1  # it leaves the last token to the other engine
@@ -53,7 +67,7 @@ class Mixture:
             for _ in range(self.rng.randint(1, 6)):
                 self.step(self.rng.choice(self.engines))
 
-    def step(self, engine: Engine) -> None:
+    def step(self, engine: PlayedEngine) -> None:
         if engine.busy:
             engine.step()
         for entry in list(self.relay):

@@ -18,7 +18,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.protocol.values import Stats
 from tests.vllm.cases import OFFER, check, decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import FULL, HYBRID, Engine, ours, prompt
+from tests.vllm.engine import FULL, HYBRID, PlayedEngine, ours, prompt
 from tests.vllm.wire import Wire
 
 OURS = {"kv_connector": "KVXferConnector", "kv_connector_module_path": "kvxfer_vllm", "kv_role": "kv_both"}
@@ -116,12 +116,12 @@ def test_handshake_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ours(p.scheduler.connector)._sched.side.directory._ranks) == 1
 
 
-def crossed(engine: Engine) -> list[Any]:
+def crossed(engine: PlayedEngine) -> list[Any]:
     """What an engine has said of its transfers, as it reaches the front end."""
     return [msgspec.msgpack.decode(msgspec.msgpack.encode(stats)) for stats in engine.stats]
 
 
-def loads(engine: Engine) -> list[Any]:
+def loads(engine: PlayedEngine) -> list[Any]:
     ours = [stats["KVXferConnector"] for stats in crossed(engine)]
     return [load for said in ours for load in said["loads"]]
 

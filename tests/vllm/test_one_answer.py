@@ -12,19 +12,19 @@ import pytest
 
 from kvxfer.schedule.coverage import Coverage
 from tests.vllm.cases import OFFER, check, prefill
-from tests.vllm.engine import STATEFUL, Engine, prompt
+from tests.vllm.engine import STATEFUL, PlayedEngine, prompt
 
-Make = Callable[..., Engine]
+Make = Callable[..., PlayedEngine]
 
 
-def settle(*engines: Engine, steps: int = 40) -> None:
+def settle(*engines: PlayedEngine, steps: int = 40) -> None:
     for _ in range(steps):
         time.sleep(0.002)  # what engines tell each other goes through real sockets
         for engine in engines:
             engine.step()
 
 
-def clean(*engines: Engine) -> None:
+def clean(*engines: PlayedEngine) -> None:
     """Nothing is held, and no lease was waited for."""
     settle(*engines)
     for engine in engines:
@@ -78,7 +78,7 @@ def test_a_batch_with_a_prompt_of_one_token(make: Make, one_at: int) -> None:
     clean(p, d)
 
 
-def batch(p: Engine, texts: list[list[int]], name: str = "cmpl-abc") -> tuple[dict[str, object], list[str]]:
+def batch(p: PlayedEngine, texts: list[list[int]], name: str = "cmpl-abc") -> tuple[dict[str, object], list[str]]:
     """Have P compute a batch; what vLLM tells of it, and the ids."""
     at_p = [p.add(text, OFFER, n=1, name=f"{name}-{i}") for i, text in enumerate(texts)]
     for one in at_p:
@@ -200,7 +200,7 @@ def test_streaming_input_is_not_offered_and_says_so(make: Make, caplog: pytest.L
     clean(p)
 
 
-def told(engine: Engine) -> dict[str, int]:
+def told(engine: PlayedEngine) -> dict[str, int]:
     """How many requests were not offered, by reason, as vLLM hears it."""
     engine.step()
     found: Counter[str] = Counter()

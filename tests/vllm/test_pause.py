@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -25,7 +25,7 @@ DRAINS_LOADS = "kv_holding_waiting" in inspect.getsource(Scheduler.get_num_unfin
 """Whether mode `wait` waits for loads as it does for what runs: vLLM 0.32 and later. Before, they go on with `/resume`."""
 
 
-def turn(engine: Engine, most: int = 200) -> None:
+def turn(engine: PlayedEngine, most: int = 200) -> None:
     """Make steps as vLLM's loop does: for as long as there is something to do."""
     for _ in range(most):
         if not engine.busy:
@@ -34,12 +34,12 @@ def turn(engine: Engine, most: int = 200) -> None:
     raise AssertionError(f"after {most} steps there is still something to do")
 
 
-def restart(engine: Engine, *others: Engine) -> None:
+def restart(engine: PlayedEngine, *others: PlayedEngine) -> None:
     engine.scheduler.set_pause_state(ON)
     engine.run(*others)
 
 
-def begin(p: Engine, d: Engine, wire: Wire) -> tuple[list[int], str]:
+def begin(p: PlayedEngine, d: PlayedEngine, wire: Wire) -> tuple[list[int], str]:
     """Have a load under way whose bytes stand still; return its prompt and its request's name."""
     text = prompt(90)
     params = prefill(p, text)

@@ -9,13 +9,13 @@ from tests.control.conftest import until
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, both, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import DRAFTED, FULL, HYBRID, Engine, Group, answer, ours, prompt
+from tests.vllm.engine import DRAFTED, FULL, HYBRID, Group, PlayedEngine, answer, ours, prompt
 from tests.vllm.wire import Load, Wire
 
 overlap = both_ways
 
 
-def begin(d: Engine, wire: Wire, text: list[int], p: Engine) -> tuple[str, list[Load]]:
+def begin(d: PlayedEngine, wire: Wire, text: list[int], p: PlayedEngine) -> tuple[str, list[Load]]:
     params = prefill(p, text)
     wire.paused = True
     name = d.add(text, params)

@@ -20,7 +20,7 @@ from kvxfer_vllm.addresses import located
 from kvxfer_vllm.migration import ConnectorConfig
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.store import attach
 from tests.vllm.test_addresses import free_ports
 
@@ -99,7 +99,7 @@ def test_kv_moves(make: Make, recipe: dict[str, Any]) -> None:
         assert d.computed[name] < 16 + 4, "the store brings it"
 
 
-def engine(make: Make, recipe: dict[str, Any], other: str) -> Engine:
+def engine(make: Make, recipe: dict[str, Any], other: str) -> PlayedEngine:
     """An engine by the recipe, or, where that is of one role, of the role that its counterpart has."""
     if recipe["kv_role"] not in ("kv_both", other):
         recipe = {**recipe, "kv_role": other, "kv_load_failure_policy": "recompute"}

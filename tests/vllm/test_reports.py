@@ -11,7 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.vllm.cases import OFFER
 from tests.vllm.conftest import Make
-from tests.vllm.engine import FULL, HYBRID, Engine, ours, prompt
+from tests.vllm.engine import FULL, HYBRID, PlayedEngine, ours, prompt
 
 LOAD = {
     "do_remote_prefill": True,
@@ -26,7 +26,7 @@ POLICIES = pytest.mark.parametrize("policy", ["recompute", "fail"])
 class Plain:
     """An engine whose steps have the results that a test gives them."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: PlayedEngine) -> None:
         self.engine = engine
         self.scheduler = engine.scheduler
         ours(self.scheduler.connector)._sched.side._descriptors.clear()

@@ -15,7 +15,7 @@ from kvxfer.engine import BlockPins
 from tests.control.conftest import until
 from tests.vllm.cases import OFFER, both, check, decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import HYBRID, Engine, Group, answer, prompt
+from tests.vllm.engine import HYBRID, Group, PlayedEngine, answer, prompt
 from tests.vllm.wire import Load, Wire
 
 HELD = pytest.mark.parametrize("held", [True, False], ids=["held", "control"])
@@ -29,7 +29,7 @@ def references(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def everything(engine: Engine) -> Iterator[set[int]]:
+def everything(engine: PlayedEngine) -> Iterator[set[int]]:
     """All blocks that the engine could hand out now, handed out and written over."""
     blocks = engine.pool.get_new_blocks(engine.free)
     engine.memory[[b.block_id for b in blocks]] = -7
@@ -37,7 +37,7 @@ def everything(engine: Engine) -> Iterator[set[int]]:
     engine.pool.free_blocks(blocks)
 
 
-def begin(d: Engine, wire: Wire, *others: Engine) -> Load:
+def begin(d: PlayedEngine, wire: Wire, *others: PlayedEngine) -> Load:
     """Have D's one load found its producer, of which D asks first whether it has begun; nothing has moved yet."""
     until(lambda: bool(d.step() and wire.loads(d)))
     (load,) = wire.loads(d)

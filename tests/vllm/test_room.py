@@ -12,7 +12,7 @@ from kvxfer_vllm.requests import RequestFacts
 from kvxfer_vllm.room import MAX_PASSED, Room
 from tests.vllm.cases import check, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import FULL, HYBRID, Engine, prompt
+from tests.vllm.engine import FULL, HYBRID, PlayedEngine, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -21,7 +21,7 @@ LONG = 400
 """Tokens for which there is no room beside a request that runs, and would be in an empty cache."""
 
 
-def crowded(make: Make, groups: Any = FULL) -> tuple[Engine, Engine, str]:
+def crowded(make: Make, groups: Any = FULL) -> tuple[PlayedEngine, PlayedEngine, str]:
     """P, and a D of which half is in use by a request that runs for a while."""
     p, d = make(groups, blocks=200), make(groups, blocks=42, caching=False)
     runs = d.add(prompt(280, seed=9), n=40)
@@ -30,7 +30,7 @@ def crowded(make: Make, groups: Any = FULL) -> tuple[Engine, Engine, str]:
     return p, d, runs
 
 
-def held(d: Engine, name: str) -> int:
+def held(d: PlayedEngine, name: str) -> int:
     """How many blocks a request has."""
     return sum(map(len, d.scheduler.kv_cache_manager.get_block_ids(name)))
 

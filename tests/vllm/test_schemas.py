@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm.cases import check
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.schemas import LOADS, NIXL, SCHEMAS, RouterSchema
 
 overlap = both_ways
@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-def outcomes(d: Engine) -> list[str]:
+def outcomes(d: PlayedEngine) -> list[str]:
     return [outcome for stats in d.stats for outcome, _ in stats["requests"]]
 
 

@@ -28,7 +28,7 @@ from tests.conftest import require
 from tests.vllm import stacks
 from tests.vllm.cases import check, parties
 from tests.vllm.conftest import Make
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.test_addresses import free_ports
 
 Params = dict[str, Any]
@@ -47,17 +47,17 @@ ASKED: Params = {
 """What all of them send to P that speak NIXL's schema."""
 
 
-def whole(params: Params, p: Engine) -> Params:
+def whole(params: Params, p: PlayedEngine) -> Params:
     """vllm-router, vLLM's toy proxy, llm-d's sidecar (`nixlv2`), KServe, Ray Serve LLM, Dynamo: as it is."""
     return params
 
 
-def elsewhere(params: Params, p: Engine) -> Params:
+def elsewhere(params: Params, p: PlayedEngine) -> Params:
     """AIBrix (`shfs`) and production-stack: with the host at which they reach P's HTTP server."""
     return {**params, "remote_host": "192.0.2.200"}
 
 
-def with_more(params: Params, p: Engine) -> Params:
+def with_more(params: Params, p: PlayedEngine) -> Params:
     """Dynamo and SMG add keys of their own."""
     return {**params, "worker_id": 7, "bootstrap": {"room": 1}}
 
@@ -66,7 +66,7 @@ RELAYS = pytest.mark.parametrize("relay", [whole, elsewhere, with_more])
 
 
 @RELAYS
-def test_a_stack_that_relays(make: Make, relay: Callable[[Params, Engine], Params]) -> None:
+def test_a_stack_that_relays(make: Make, relay: Callable[[Params, PlayedEngine], Params]) -> None:
     p, d = make(role="kv_producer"), make(role="kv_consumer")
     text = prompt(70)
     at_p = p.add(text, copy.deepcopy(ASKED), n=1)
@@ -216,7 +216,7 @@ class Replica:
         self.backend = stacks.for_ray(base).KVXferBackend(config)
         self.backend.setup()
 
-    def engine(self, make: Make) -> Engine:
+    def engine(self, make: Make) -> PlayedEngine:
         return make(transfer=KVTransferConfig(**self.transfer, kv_load_failure_policy="recompute"))
 
 

@@ -8,14 +8,14 @@ import pytest
 
 from tests.vllm.cases import OFFER, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, STATEFUL, Engine, answer, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, STATEFUL, PlayedEngine, answer, prompt
 from tests.vllm.wire import Load, Wire
 
 overlap = both_ways
 STATES = pytest.mark.parametrize("groups", [ALIGNED, DRAFTING], ids=["aligned", "drafting"])
 
 
-def seen(wire: Wire, p: Engine, d: Engine, text: list[int]) -> Load:
+def seen(wire: Wire, p: PlayedEngine, d: PlayedEngine, text: list[int]) -> Load:
     """P prefills, D answers; the load between them, whose tokens were right."""
     params = prefill(p, text)
     wire.paused = True
@@ -121,7 +121,7 @@ def test_nor_is_a_state_assumed_where_nothing_is_loaded(make: Make, wire: Wire, 
     assert d.computed[name] == n + 3
 
 
-def lose_states(engine: Engine, text: list[int]) -> None:
+def lose_states(engine: PlayedEngine, text: list[int]) -> None:
     """Have an engine cache 80 tokens of a prompt, and forget all states."""
     engine.add([*text[:80], 3], n=2)
     engine.run()

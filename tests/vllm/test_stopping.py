@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from tests.vllm.cases import check
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, FULL, HYBRID, Engine, Group, answer, prompt
+from tests.vllm.engine import BLOCK, FULL, HYBRID, Group, PlayedEngine, answer, prompt
 
 overlap = both_ways
 EXTRA = {"ask_timeout": 10.0}
@@ -24,13 +24,13 @@ class Core(EngineCoreProc):  # type: ignore[misc]
 
     def __init__(self, make: Make, shutdown: int, groups: Sequence[Group] = FULL, **extra: Any) -> None:
         self.shutdown_state, self.input_queue = 0, queue.Queue()
-        self.engine: Engine = make(groups, blocks=120, shutdown=shutdown, extra={**EXTRA, **extra})
+        self.engine: PlayedEngine = make(groups, blocks=120, shutdown=shutdown, extra={**EXTRA, **extra})
 
     def stop(self) -> None:
         """What vLLM does when it is asked to stop, and has been given time for that."""
         self.shutdown_state = 1
 
-    def loop(self, *others: Engine, until: float = 20.0) -> float:
+    def loop(self, *others: PlayedEngine, until: float = 20.0) -> float:
         """Make steps as vLLM does after that; return how many seconds it went on."""
         began = time.monotonic()
         while self.engine.scheduler.has_requests():
@@ -41,7 +41,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]
         return time.monotonic() - began
 
 
-def go_on(d2: Engine, d1: Core, text: list[int], n: int = 1) -> int:
+def go_on(d2: PlayedEngine, d1: Core, text: list[int], n: int = 1) -> int:
     """Have a request go on at another engine, as a router does that retries it there; how many tokens that one computed."""
     name = d2.add(text, {"kvxfer_sources": [str(d1.engine.address)]}, n=n)
     while name not in d2.done:

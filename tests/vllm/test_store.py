@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import Engine, prompt
+from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.store import attach
 from tests.vllm.test_multi import OURS, crossed
 from tests.vllm.wire import Wire
@@ -35,20 +35,20 @@ def config(ours_first: bool, later: bool, **extra: Any) -> KVTransferConfig:
     )
 
 
-def ours(d: Engine, of: str) -> list[Any]:
+def ours(d: PlayedEngine, of: str) -> list[Any]:
     return [one for stats in crossed(d) for one in stats.get("KVXferConnector", {}).get(of, ())]
 
 
-def outcomes(d: Engine) -> list[str]:
+def outcomes(d: PlayedEngine) -> list[str]:
     return [outcome for outcome, _ in ours(d, "requests")]
 
 
-def moved(d: Engine) -> int:
+def moved(d: PlayedEngine) -> int:
     """For how many loads KV has come from P."""
     return sum(load[0] == "delivered" for load in ours(d, "loads"))
 
 
-def forget(d: Engine) -> None:
+def forget(d: PlayedEngine) -> None:
     """What a full cache forgets; the store does not."""
     d.steps(6)
     assert d.scheduler.reset_prefix_cache()
@@ -59,7 +59,7 @@ def later(request: Any) -> Any:
     return request.param
 
 
-def pair(make: Make, ours_first: bool, later: bool) -> tuple[Engine, Engine]:
+def pair(make: Make, ours_first: bool, later: bool) -> tuple[PlayedEngine, PlayedEngine]:
     p, d = (make(transfer=config(ours_first, later)) for _ in range(2))
     attach(p), attach(d)
     return p, d

@@ -69,7 +69,7 @@ class Connection:
 
         def break_() -> None:
             broken.append(True)
-            news.here = True
+            news.arrived = True
 
         try:
             self._endpoint.set_close_callback(break_)

@@ -69,14 +69,14 @@ class _Param(ctypes.Structure):
 
 
 class News:
-    """``here``: something that was posted to any of our workers has ended, or an endpoint has broken. Set within progress."""
+    """``arrived``: something that was posted to any of our workers has ended, or an endpoint has broken. Set within progress."""
 
     def __init__(self) -> None:
-        self.here = False
+        self.arrived = False
         self.callback = _Callback(self._come)
 
     def _come(self) -> None:
-        self.here = True
+        self.arrived = True
 
 
 class Posted:

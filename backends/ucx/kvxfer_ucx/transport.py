@@ -218,7 +218,7 @@ class UcxTransport(Base[Endpoint, Link]):
         while not (asleep or watching or self.completions) and now < start + SLICE_S:
             if self._progress(start + SLICE_S):
                 self._moved = spun = time.monotonic()
-                if self._news.here or self._unsettled:
+                if self._news.arrived or self._unsettled:
                     self._step(spun)
             now = time.monotonic()
             if now >= spun + SPIN_S or not (self._busy and self._on_host):
@@ -285,7 +285,7 @@ class UcxTransport(Base[Endpoint, Link]):
         return not self._awake
 
     def _step(self, now: float) -> None:
-        self._news.here = self._busy = self._unsettled = False
+        self._news.arrived = self._busy = self._unsettled = False
         for link in self.links.values():
             self._advance(link, now)
             self._busy |= link.busy

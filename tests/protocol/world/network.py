@@ -22,7 +22,7 @@ class Network:
     # --- making and closing ----------------------------------------------------------------------------------------
 
     def dial(self, agent: Agent, name: Any) -> None:
-        """The consumer's shell makes a link, and closes the one before."""
+        """The consumer's runtime makes a link, and closes the one before."""
         self._hang_up(agent, name)
         rank, epoch = int(name[0][1:]), name[1]
         self.made += 1
@@ -33,7 +33,7 @@ class Network:
             self._at_consumer(link, SILENCE, lambda: self._lost(link, "refused: another epoch"))
 
     def _at_consumer(self, link: Link, seconds: float, what: Any) -> None:
-        """Things that the consumer's shell learns of one link come in their order."""
+        """Things that the consumer's runtime learns of one link come in their order."""
         self.world.later(seconds, ("link", link.consumer.epoch, link.name), what)
 
     def _hello(self, link: Link) -> None:
@@ -72,7 +72,7 @@ class Network:
             self.world.later(0.5, ("link", agent.epoch, name), lambda: self._closed(agent, name, None))
 
     def _hang_up(self, agent: Agent, name: Any) -> bool:
-        """The consumer's shell closes a link, which takes a moment; the producer's notices later."""
+        """The consumer's runtime closes a link, which takes a moment; the producer's notices later."""
         link = agent.links.pop(name, None)
         if link is None:
             return False
@@ -102,7 +102,7 @@ class Network:
         self._lost_at_producer(link, "silent")
 
     def _lost(self, link: Link, reason: str, again: bool = False) -> None:
-        """The consumer's shell counts a link as lost."""
+        """The consumer's runtime counts a link as lost."""
         c = link.consumer
         if c.links.get(link.name) is link and c.alive:
             call = c.machine.link_reset if again and link.up_c else c.machine.link_down
