@@ -41,13 +41,9 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
     engines: list[PlayedEngine] = []
     names = itertools.count()
 
-<<<<<<< HEAD
     def build(
         groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", introduced: bool = True, **more: Any
-    ) -> Engine:
-=======
-    def build(groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", **more: Any) -> PlayedEngine:
->>>>>>> room
+    ) -> PlayedEngine:
         folder = tmp_path / str(next(names))
         folder.mkdir()
         transfer = more.pop("transfer", None) or KVTransferConfig(
