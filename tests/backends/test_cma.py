@@ -325,8 +325,8 @@ def test_where_the_kernel_refuses(mode: str) -> None:
         child.start()
         mine = a.endpoint()
         other = ours.recv_bytes()
+        a.connect(mine, other)  # while the child is sure to be there: it ends with its verdict
         ours.send_bytes(mine)
-        a.connect(mine, other)
         world.wait_for(lambda: ours.poll(0), "the child's verdict")
         error, found = ours.recv()
         if mode == "vm":

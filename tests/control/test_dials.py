@@ -62,7 +62,8 @@ def test_the_ranks_of_one_engine_are_dialled_a_few_at_a_time(
     before = len(os.listdir("/proc/self/fd"))
     d.agents[0].fetch(fetch(liar.lie(p.source, 200), [6], 4, transfer=BAIT, handle="bait"))
     most, beside = 0, []
-    until(lambda: len(os.listdir("/proc/self/fd")) >= before + outbound.AT_ONCE, 10.0)
+    # Not all of them: what earlier tests have left may be closed only now, and is counted in ``before``.
+    until(lambda: len(os.listdir("/proc/self/fd")) >= before + outbound.AT_ONCE // 2, 10.0)
     for i in range(10):
         most = max(most, len(os.listdir("/proc/self/fd")) - before)
         began = time.monotonic()

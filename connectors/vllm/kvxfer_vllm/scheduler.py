@@ -58,8 +58,7 @@ FIRST_STEPS = 100
 """The steps that are made without a request until workers have said where they listen, if vLLM does not tell of them all at start."""
 
 WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
-"""How a request ends whose KV is good and complete: by a stop token, by its length, or because it repeats itself. Not those that vLLM
-has aborted, refused as too long or ended after an error."""
+"""How a request ends whose KV is good and complete: by a stop token, its length or a repetition, not by an abort, a refusal or an error."""
 
 
 class SchedulerHooks:
