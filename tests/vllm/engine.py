@@ -382,7 +382,8 @@ class PlayedEngine:
     def samples(self, tokens: Sequence[int], params: dict[str, Any], count: int, *, n: int = 4, name: str) -> list[str]:
         """Queue the samples of one prompt, as vLLM's front end does; the result is their ids."""
         parent = f"{name}-{secrets.token_hex(4)}"
-        return [self._queue(f"{i}_{parent}", tokens, params, n, {}) for i in range(count)]
+        at = time.time()
+        return [self._queue(f"{i}_{parent}", tokens, params, n, {"arrival_time": at}) for i in range(count)]
 
     def _queue(
         self, name: str, tokens: Sequence[int] | None, params: dict[str, Any] | None, n: int, more: dict[str, Any]

@@ -7,11 +7,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvxfer.schedule.coverage import Coverage
-from tests.vllm.cases import OFFER, check, prefill
+from tests.vllm.cases import CACHES, OFFER, both, check, prefill
 from tests.vllm.engine import STATEFUL, PlayedEngine, prompt
 
 Make = Callable[..., PlayedEngine]
@@ -30,6 +31,36 @@ def clean(*engines: PlayedEngine) -> None:
     for engine in engines:
         assert engine.free == engine.room, "blocks are held"
         engine.assert_clean()
+
+
+@CACHES
+def test_a_sample_that_comes_late_offers_nothing_that_was_read(make: Make, groups: Any) -> None:
+    """n > 1 at P, whose router asks D at once: D may be done before vLLM schedules the last sample."""
+    p, d = make(groups), make(groups)
+    text, at = prompt(90), 7.0
+    offers, loads = both(p, "room-1")
+    first = p.add(text, offers, n=1, name="0_cmpl-abc-0-86a9ce7b", arrival_time=at)
+    loaded = d.add(text, loads)
+    d.run(p)
+    check(d, loaded, text)
+    late = p.add(text, offers, n=1, name="1_cmpl-abc-0-86a9ce7b", arrival_time=at)
+    p.run()
+    assert {first, late} <= set(p.done)
+    clean(p, d)
+
+
+def test_a_retry_offers_again_what_was_read(make: Make) -> None:
+    p = make()
+    text = prompt(90)
+    offers, loads = both(p, "room-1")
+    for at in (7.0, 8.0):
+        p.add(text, offers, n=1, name="0_cmpl-abc-0-86a9ce7b", arrival_time=at)
+        d = make()
+        name = d.add(text, loads)
+        d.run(p)
+        check(d, name, text)
+        assert d.loaded == 89
+        clean(p, d)  # its end has been heard of
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])

@@ -188,6 +188,7 @@ class Arrivals:
         """Offer a prompt to other engines, or say why not."""
         request, name = facts.request, facts.name
         transfer = p.offered_id(params, self._side.source.epoch, external, content)
+        ticket = Ticket(transfer, content, self._side.source)
         if request.resumable:
             why = "vLLM tells nobody of it, because more of its prompt may come (streaming input)"
             self._no_part.not_offered(name, Reason.STREAMING_INPUT, why)
@@ -201,10 +202,14 @@ class Arrivals:
             # There is no state before its only token, or no token. Of a batch, vLLM relays the params of the first prompt, even if
             # that is this one.
             if may_be_of_batch(name):
-                facts.nothing = Ticket(transfer, content, self._side.source)
+                facts.nothing = ticket
             self._no_part.not_offered(
                 name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
             )
+            return
+        if self._batches.made(transfer, request.arrival_time) and not self._side.offers.stands(ticket):
+            # A router that asks D beside P may have D's answer before vLLM schedules the last sample here: nobody would read its offer.
+            self._side.takes_no_part(name, "another sample of its HTTP request has made the offer, which is over")
             return
         if self._recurrent:  # not before it is known that there will be an offer
             leave_last_token(request)

@@ -6,13 +6,19 @@ content. If its front end rejects the batch, it knows no content, and gives up a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
+from kvxfer.identity import TransferId
+from kvxfer.protocol.timers import Recent
 from kvxfer_vllm.ids import ExternalId
 from kvxfer_vllm.requests import HttpBatch, RequestFacts
 
 __all__ = ["Batches", "spread_over_ranks"]
+
+MAX_MADE = 1 << 14
+"""The most offers of which it is remembered for which HTTP request they were made; the oldest are forgotten first."""
 
 
 class Batches:
@@ -20,6 +26,16 @@ class Batches:
 
     def __init__(self) -> None:
         self._by_id: defaultdict[str, list[HttpBatch]] = defaultdict(list)
+        self._made: Recent[tuple[TransferId, float], bool] = Recent(math.inf, MAX_MADE)
+
+    def made(self, transfer: TransferId, arrived: float) -> bool:
+        """Take in that a request is about to offer this, and return whether another of its HTTP request did so before.
+
+        All requests of an HTTP request have one time of arrival; a retry has another.
+        """
+        before = self._made.get((transfer, arrived)) is not None
+        self._made.put((transfer, arrived), True, 0.0)
+        return before
 
     def answer(self, facts: RequestFacts, external: ExternalId, arrived: float) -> str:
         """Take in a request that offers, and return the name of the answer that will tell of it.
