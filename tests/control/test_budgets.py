@@ -102,26 +102,12 @@ while True:
 
 @contextmanager
 def strangers(
-    address: str,
-    first: bytes,
-    again: bytes = b"",
-    connections: int = 1,
-    reads: bool = True,
-    source: str = "127.0.0.1",
+    address: str, first: bytes, again: bytes = b"", connections: int = 1, reads: bool = True, source: str = "127.0.0.1"
 ) -> Iterator[None]:
     """A process that speaks over so many connections for as long as this lasts, ``first`` and then ``again`` and again; whatever
     is cut off is made anew."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    words = [
-        sys.executable,
-        "-c",
-        POUR,
-        host,
-        port,
-        str(connections),
-        "reads" if reads else "never reads",
-        source,
-    ]
+    words = [sys.executable, "-c", POUR, host, port, str(connections), "reads" if reads else "never reads", source]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(first + b"<again and again>" + again)
