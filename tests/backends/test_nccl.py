@@ -127,6 +127,7 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
 
 def test_strangers_who_say_nothing_keep_no_peer_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "STRANGERS", 4)
+    monkeypatch.setattr(transport, "GREET_S", 60.0)  # they are not given up meanwhile for their silence
     a, b = world.local(), world.local()
     world.allocate(a, b)
     mine, theirs = a.endpoint(), b.endpoint()

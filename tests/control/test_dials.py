@@ -93,7 +93,7 @@ def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not as a peer that cannot be reached; others go on over the links that they have."""
-    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=5.0)
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, peer_timeout=2.0)
     other = engine({"verbs": ["read"]}, seed=2)
     honest(p, d)
     monkeypatch.setattr(d.agents[0]._loop.sockets._limits, "dialled", 0)
