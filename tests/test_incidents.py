@@ -35,7 +35,7 @@ ROWS = {
 }
 ROWS = {name.strip("| "): cells for name, cells in ROWS.items() if "`" in PAGE and name.strip("| ") != "incident"}
 TOKENS = 16
-TIMES = {"peer_timeout": 4.0, "transfer_timeout": 3.0, "start_timeout": 6.0, "lease": 60.0}
+TIMES = {"peer_timeout": 3.0, "transfer_timeout": 3.0, "start_timeout": 4.0, "lease": 60.0}
 
 
 class Play:

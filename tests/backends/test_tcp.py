@@ -409,7 +409,7 @@ def test_strangers_hurt_nobody(world: World) -> None:
 
 
 def test_strangers_are_bounded_in_number_and_time(world: World) -> None:
-    a = LocalParticipant(TcpTransport, {"connect_timeout_s": 3.0}, "short", "cpu")
+    a = LocalParticipant(TcpTransport, {"connect_timeout_s": 1.5}, "short", "cpu")
     world.adopt(a)
     b = world.local()
     world.allocate(a, b)

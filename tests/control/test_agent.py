@@ -160,9 +160,9 @@ def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
 
 
 def test_a_producer_may_begin_later_than_a_transfer_may_take(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=60.0, transfer_timeout=2.0)
+    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=60.0, transfer_timeout=1.5)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    time.sleep(2.3)  # its request waits in the producer's queue
+    time.sleep(1.7)  # its request waits in the producer's queue
     assert not d.events()
     p.agents[0].offer(offered([3], 4, transfer=T))
     assert d.wait(Ended)[0].outcome.delivered

@@ -132,12 +132,12 @@ def test_nobody_answers_at_an_address(node: Make) -> None:
 
 @pytest.mark.parametrize("known", [True, False], ids=["forgotten", "never known"])
 def test_a_producer_that_does_not_know_it_answers_soon(node: Make, known: bool) -> None:
-    p, d = node(seed=1, lease=1.5, peer_timeout=10.0), node(peer_timeout=10.0)
+    p, d = node(seed=1, lease=1.0, peer_timeout=10.0), node(peer_timeout=10.0)
     deliver(p, d, "met")
     if known:
         p.offer(name("old"), [3], 4, 1, True)
         p.wait(Ended, transfer=name("old"))
-        time.sleep(2.0)  # it remembers for a lease how that ended
+        time.sleep(1.5)  # it remembers for a lease how that ended
     d.fetch(name("old"), p.source, [5], 4, True)
     end = d.settled(name("old"), timeout=TIMEOUT + 5)
     assert end.outcome.kind is K.WITHDRAWN and end.seconds < TIMEOUT / 2, end

@@ -404,8 +404,8 @@ def test_memory_of_a_back_end_that_could_not_close_is_not_released(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at the end, nor once another has taken its place and was closed: what the first one does is not known."""
-    options = {"verbs": ["read"], "delay_s": 3.0}
-    p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=6.0)
+    options = {"verbs": ["read"], "delay_s": 2.0}
+    p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=5.0)
     agent, failing = d.agents[0], {"close": 1}
     for method in ("close", "poll"):
         original = getattr(FakeTransport, method)
@@ -457,7 +457,7 @@ def test_memory_that_a_peer_may_go_on_writing_is_not_released_by_closing_its_lin
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """The back end could not be closed either, so nothing ends what the peer writes; not even a link that is made anew."""
-    options = {"verbs": ["write"], "delay_s": 2.0, "run_bytes": 1}
+    options = {"verbs": ["write"], "delay_s": 1.5, "run_bytes": 1}
     p, d = (engine(dict(options), seed=seed, transfer_timeout=10.0) for seed in (1, None))
     agent, left = d.agents[0], {failing: 0, "close": 0}
     for method in ("disconnect", "abort", "poll", "close"):

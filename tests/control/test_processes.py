@@ -178,10 +178,10 @@ def test_a_short_stop_is_survived(node: Make) -> None:
 
 def test_a_host_that_froze_blames_no_peer(node: Make) -> None:
     """Both sides stand still for longer than the silence that they bear: neither could hear the other."""
-    p, d = node(seed=1, peer_timeout=3.0, transfer_timeout=60.0), node(peer_timeout=3.0, transfer_timeout=60.0)
+    p, d = node(seed=1, peer_timeout=2.5, transfer_timeout=60.0), node(peer_timeout=2.5, transfer_timeout=60.0)
     half(p, d, 0)
     with p.stopped(), d.stopped():
-        time.sleep(6.0)
+        time.sleep(5.0)
     rest(p, 0)
     assert d.settled(name(0)).outcome.delivered
 

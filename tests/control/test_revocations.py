@@ -336,9 +336,9 @@ def test_transfers_that_end_well_disturb_no_others(engine) -> None:
 
 def test_a_revocation_is_seen_before_the_control_thread_comes_to_it(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine uses the blocks at once, and the consumer is not told Delivered."""
-    p, d = pair(engine, {"verbs": ["read"]}, transfer_timeout=4.0)
+    p, d = pair(engine, {"verbs": ["read"]}, transfer_timeout=2.5)
     meet(d, p)
-    p.net.delay_s = 2.5
+    p.net.delay_s = 1.5
     p.agents[0].offer(offered([3], 4, transfer=T))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     end = time.monotonic() + 20.0

@@ -325,7 +325,7 @@ def test_blocks_that_are_being_unpacked_are_not_given_back_by_a_reset(engine, de
     options = {"verbs": ["read"], "gathers": False}
     p, d = (engine(dict(options), seed=seed, transfer_timeout=1.5) for seed in (1, None))
     meet(d, p)
-    device.takes[address(d), "unpack"] = 4.0
+    device.takes[address(d), "unpack"] = 3.0
     break_while_unpacking(p, d, device, monkeypatch, times=math.inf)
     d.wait(Released)
     assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"
@@ -349,7 +349,7 @@ def test_blocks_and_slots_come_back_when_the_device_ends_after_a_reset(engine, d
     times_out = {"transfer_timeout": 1.0, "abort_timeout": 0.2}
     p, d = (engine(dict(options), blocks=400, seed=seed, **times_out, **STAGED) for seed in (1, None))
     meet(d, p)
-    device.takes[address(d), "unpack"] = 3.0
+    device.takes[address(d), "unpack"] = 2.5
     break_while_unpacking(p, d, device, monkeypatch, times)
     assert d.agents[0].stats().quarantined_bytes > 0
     d.wait(Released)
