@@ -39,8 +39,8 @@ def engine() -> Iterator[Callable[..., SeededEngine]]:
         facts: dict[str, str] | None = None,
         **config: Any,
     ) -> SeededEngine:
-        config = {"transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 6.0, "staging_bytes": 1 << 20, **config}
-        config.setdefault("abort_timeout", config["peer_timeout"])
+        config = {"transfer_timeout": 10.0, "lease": 10.0, "peer_timeout": 5.0, "staging_bytes": 1 << 20, **config}
+        config.setdefault("abort_timeout", min(config["peer_timeout"], 2.0))
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         memory = PagedMemory(blocks=blocks, ranks=tp, seed=seed, unit=caches.UNIT)
         made.append(

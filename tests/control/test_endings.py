@@ -458,7 +458,7 @@ def test_memory_that_a_peer_may_go_on_writing_is_not_released_by_closing_its_lin
 ) -> None:
     """The back end could not be closed either, so nothing ends what the peer writes; not even a link that is made anew."""
     options = {"verbs": ["write"], "delay_s": 1.5, "run_bytes": 1}
-    p, d = (engine(dict(options), seed=seed, transfer_timeout=10.0) for seed in (1, None))
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=3.0) for seed in (1, None))
     agent, left = d.agents[0], {failing: 0, "close": 0}
     for method in ("disconnect", "abort", "poll", "close"):
         original = getattr(FakeTransport, method)
@@ -492,7 +492,7 @@ def test_where_no_thread_is_to_be_had_the_next_transfer_works(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, thread: str
 ) -> None:
     """As where the limit of processes is reached for a while: what needs it then fails, and is released."""
-    p, d = (engine({"verbs": ["read"]}, seed=seed, integrity="full") for seed in (1, None))
+    p, d = (engine({"verbs": ["read"]}, seed=seed, integrity="full", transfer_timeout=5.0) for seed in (1, None))
     start, refused = threading.Thread.start, list[str]()
 
     def refuse(self: threading.Thread) -> None:
