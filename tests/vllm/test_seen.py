@@ -15,6 +15,7 @@ import pytest
 
 from kvxfer.engine import loads, prefetch
 from kvxfer.identity import TransferId
+from kvxfer.testing.engine import until
 from kvxfer_bench.vllm.handover import MODES, measure
 from kvxfer_bench.vllm.played import DecodeEngine, engines
 from kvxfer_bench.vllm.played_prefill import Producer, Prompt
@@ -64,8 +65,7 @@ def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
 ) -> None:
     engine, producer = pair
     engine.add(slow_load(engine, producer))
-    for _ in range(4):
-        engine.step()
+    until(lambda: seconds(engine) >= 0.04)  # the load is on its way
     assert statistics.median(seconds(engine) for _ in range(5)) >= 0.04, "nothing else is to be done"
     engine.core.input_queue.put(None)
     assert statistics.median(seconds(engine) for _ in range(9)) < 0.02, "somebody has come, who is not looked at yet"
