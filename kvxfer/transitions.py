@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 __all__ = ["IllegalTransition", "Life", "Transitions", "pairs"]
@@ -17,6 +17,20 @@ class IllegalTransition(RuntimeError):
     """An event that by a table never happens: a bug in kvxfer. The caller that drives the table logs it and goes on."""
 
 
+class _Leads(dict[tuple[S, E], S | None]):
+    """Where each pair leads that may happen; ``None`` if it is ignored. Any other raises."""
+
+    def __init__(self, table: Transitions[S, E]) -> None:
+        super().__init__(table.moves)
+        self._never = table.never
+        for ignored in table.ignored.values():
+            self |= dict.fromkeys(ignored)
+
+    def __missing__(self, pair: tuple[S, E]) -> S | None:
+        why = next((why for why, never in self._never.items() if pair in never), "no table knows of it")
+        raise IllegalTransition(f"{pair[1]!r} in state {pair[0]!r}: {why}")
+
+
 @dataclass(frozen=True)
 class Transitions(Generic[S, E]):
     """A table of what each stimulus does in each state.
@@ -25,11 +39,16 @@ class Transitions(Generic[S, E]):
         moves: The next state for a state and a stimulus.
         ignored: Pairs in which the stimulus is ignored, by the reason.
         never: Pairs that never happen, by the reason; they raise.
+        leads: The state after each pair that may happen; ``None`` if it is ignored. Looking up any other raises `IllegalTransition`.
     """
 
     moves: Mapping[tuple[S, E], S]
     ignored: Mapping[str, frozenset[tuple[S, E]]]
     never: Mapping[str, frozenset[tuple[S, E]]]
+    leads: Mapping[tuple[S, E], S | None] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "leads", _Leads(self))
 
     def after(self, state: S, stimulus: E) -> S | None:
         """Return the next state, or ``None`` if the stimulus is ignored.
@@ -37,12 +56,7 @@ class Transitions(Generic[S, E]):
         Raises:
             IllegalTransition: The pair is one that never happens. Nothing has been changed.
         """
-        after = self.moves.get((state, stimulus))
-        if after is None:
-            for why, pairs in self.never.items():
-                if (state, stimulus) in pairs:
-                    raise IllegalTransition(f"{stimulus!r} in state {state!r}: {why}")
-        return after
+        return self.leads[state, stimulus]
 
 
 class Life(Generic[S, E]):
@@ -63,7 +77,7 @@ class Life(Generic[S, E]):
         Raises:
             IllegalTransition: By the table it never happens here. Nothing has been changed.
         """
-        after = self.table.after(self.state, event)
+        after = self.table.leads[self.state, event]  # not by a call: every transfer comes here many times
         if after is None:
             return False
         self.state = after  # type: ignore[misc]  # a slot of the record

@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from kvxfer.control.frames import FrameBuffer, head_of
+from kvxfer.control.frames import HEAD, FrameBuffer
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
 from kvxfer.control.wrong_place import AT_ONCE, HTTP
 from kvxfer.identity import Source
@@ -140,7 +140,7 @@ class ControlConnection:
         """Queue a message that is encoded already; see ``send``."""
         if self.lost is not None or self._finished or len(self._out) + len(frame) > _QUEUE:
             return False
-        self._out += head_of(frame)
+        self._out += HEAD.pack(len(frame))
         self._out += frame
         self._dirty.add(self)
         return True
@@ -149,7 +149,7 @@ class ControlConnection:
         """Return the next frame; ``None`` if there is none now, or if the peer must read answers first."""
         if not self.ready:
             return None
-        frame = self._in.pop()
+        frame = self._in.frames.popleft()
         if not self._in.frames:
             self._in.split(self.limit)  # which may have grown since
         return frame

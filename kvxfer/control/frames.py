@@ -5,39 +5,29 @@ from __future__ import annotations
 import struct
 from collections import deque
 
-__all__ = ["FrameBuffer", "head_of"]
+__all__ = ["HEAD", "FrameBuffer"]
 
-_HEAD = struct.Struct("<I")
-
-
-def head_of(frame: bytes) -> bytes:
-    """Return what precedes a frame."""
-    return _HEAD.pack(len(frame))
+HEAD = struct.Struct("<I")
+"""What precedes a frame: its length."""
 
 
 class FrameBuffer:
     """What has come over a connection.
 
     Attributes:
-        frames: The complete ones, in order; taken by ``pop`` only.
+        frames: The complete ones, in order, to be taken; ``split`` adds more.
         rest: The beginning of the next frame, which is not complete.
     """
 
     def __init__(self) -> None:
         self.rest = bytearray()
         self.frames: deque[bytes] = deque()
-        self._framed = 0  # bytes of them
+        self._framed = 0  # bytes of them, and of those that were taken since there was none
 
     @property
     def nbytes(self) -> int:
-        """How much is held."""
+        """How much is held, at the most."""
         return self._framed + len(self.rest)
-
-    def pop(self) -> bytes:
-        """Return the next frame."""
-        frame = self.frames.popleft()
-        self._framed -= len(frame)
-        return frame
 
     def put_back(self, frame: bytes) -> None:
         """Return a frame to the front."""
@@ -56,13 +46,15 @@ class FrameBuffer:
         Returns:
             The length of a frame of more than ``limit`` bytes, after which nothing is taken; else 0.
         """
+        if not self.frames:
+            self._framed = 0
         at, end, length = 0, len(self.rest), 0
         with memoryview(self.rest) as view:
-            while end - at >= _HEAD.size:
-                (length,) = _HEAD.unpack_from(view, at)
-                if length > limit or at + _HEAD.size + length > end:
+            while end - at >= HEAD.size:
+                (length,) = HEAD.unpack_from(view, at)
+                if length > limit or at + HEAD.size + length > end:
                     break
-                at += _HEAD.size
+                at += HEAD.size
                 self.frames.append(bytes(view[at : at + length]))
                 self._framed += length
                 at += length

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from kvxfer.failures import Failure
-from kvxfer.identity import Handle, TransferId
+from kvxfer.identity import Handle, Source, TransferId
 from kvxfer.protocol.messages import Explain, Explained, Story
 from kvxfer.protocol.messages.bounds import MAX_WORDS
 from kvxfer.protocol.values import Ended
@@ -37,19 +37,18 @@ _agents: WeakValueDictionary[int, AgentStories] = WeakValueDictionary()
 T = TypeVar("T")
 
 
-class _Begun(msgspec.Struct):
+class _Begun(msgspec.Struct, gc=False):
     """A transfer that has begun: times by ``time.monotonic``."""
 
-    fetches: bool
-    request: str
+    handle: Handle
     transfer: TransferId
     at: float
     tokens: int
-    peer: str = ""
+    source: Source | None  # of a fetch; an offer has none
     whole_at: float = 0.0  # when the last tokens were offered
 
 
-class _Over(msgspec.Struct, frozen=True):
+class _Over(msgspec.Struct, frozen=True, gc=False):
     """How one has ended; the event itself may hold a payload."""
 
     failure: Failure | None
@@ -71,15 +70,14 @@ class AgentStories:
 
     def fetched(self, fetch: Fetch, called: float) -> None:
         """Record that a fetch begins."""
-        peer = f"{fetch.source.host}:{fetch.source.port}"
-        self._live[fetch.handle] = _Begun(True, fetch.handle, fetch.transfer, called, fetch.tokens - fetch.start, peer)
+        tokens = fetch.tokens - fetch.start
+        self._live[fetch.handle] = _Begun(fetch.handle, fetch.transfer, called, tokens, fetch.source)
 
     def offered(self, offer: Offer, called: float) -> None:
         """Record an offer, or what was added to it."""
         begun = self._live.get(offer.transfer)
         if begun is None:
-            begun = _Begun(False, offer.handle or str(offer.transfer), offer.transfer, called, 0)
-            self._live[offer.transfer] = begun
+            begun = self._live[offer.transfer] = _Begun(offer.handle, offer.transfer, called, 0, None)
         begun.tokens, begun.whole_at = offer.tokens, called if offer.final else 0.0
 
     def ended(self, event: Ended) -> None:
@@ -141,22 +139,22 @@ def copied(values: Iterable[T]) -> list[T]:
 
 
 def _story(begun: _Begun, over: _Over | None) -> Story:
-    now = time.monotonic()
+    now, source = time.monotonic(), begun.source
     failure, stages = (None, Stages()) if over is None else (over.failure, over.stages)
     times = {} if over is not None else {"now": now}
-    if begun.fetches:
+    if source is not None:
         times |= {name: getattr(stages, name) for name in STAGES}
         if not stages.announced:
             times["heard"] = 0.0  # of a fetch that has heard nothing it is the beginning
     else:
         times |= {"begun": begun.at, "computed": begun.whole_at, "ended": 0.0 if over is None else over.at}
-    came = 0 if over is None else stages.came if begun.fetches else over.nbytes
+    came = 0 if over is None else over.nbytes if source is None else stages.came
     return Story(
-        "consumer" if begun.fetches else "producer",
-        told_text(begun.request),
+        "producer" if source is None else "consumer",
+        told_text(begun.handle or begun.transfer),
         *told_name(begun.transfer),
-        begun.peer,
-        ("fetching" if begun.fetches else "offered")
+        "" if source is None else f"{source.host}:{source.port}",
+        ("offered" if source is None else "fetching")
         if over is None
         else "delivered"
         if failure is None

@@ -201,7 +201,10 @@ class ExpiringMap(Generic[Owner, K, V]):
         if len(self._until) >= self._most:
             self._make_room(owner)
         self._until[owner, key] = now + self._seconds
-        _of(self._values, owner)[key] = value
+        mine = self._values.get(owner)
+        if mine is None:
+            mine = self._values[owner] = OrderedDict()
+        mine[key] = value
 
     def _make_room(self, owner: Owner) -> None:
         mine = len(self._values.get(owner, ()))
@@ -256,11 +259,3 @@ class IndexedExpiringMap(ExpiringMap[Owner, K, V]):
     def owners(self, key: K) -> list[Owner]:
         """Return all owners that have a value for this key, in the order in which they came."""
         return self._owners.of(key)
-
-
-def _of(table: dict[Owner, OrderedDict[K, V]], owner: Owner) -> OrderedDict[K, V]:
-    """Return the entries of one owner, to add to."""
-    found = table.get(owner)
-    if found is None:
-        found = table[owner] = OrderedDict()
-    return found

@@ -211,17 +211,17 @@ class ConsumerMachine:
                 return [Hash(done.ref, plan, "destination")]
         if done.quiet:
             del rank.flight[done.ref]
-        out: list[Action] = []
-        if rank.state is S.MOVING:
-            if done.failure is None:
-                out += self._complete(f, rank, now)
-            elif done.collateral:
-                out += self.link_reset(done.ref.link, done.failure, now)
-            elif rank.error is None:
-                # If that is because the producer has ended its half, its AttemptClosed says what follows.
-                rank.error = done.failure
-                self._attempts.expect(rank, now)
-        return out + self._attempts.resume(f, rank, now) + self._release(f)
+        if rank.state is not S.MOVING:
+            return self._attempts.resume(f, rank, now) + self._release(f)
+        if done.failure is None:
+            return self._complete(f, rank, now)
+        if done.collateral:
+            return self.link_reset(done.ref.link, done.failure, now)
+        if rank.error is None:
+            # If that is because the producer has ended its half, its AttemptClosed says what follows.
+            rank.error = done.failure
+            self._attempts.expect(rank, now)
+        return []
 
     def moving(self, news: Moving, now: float) -> None:
         """Record how far parts have got that are still on their way."""
@@ -238,13 +238,12 @@ class ConsumerMachine:
             return []
         del rank.flight[done.ref]
         rank.checksum += done.value
-        out: list[Action] = []
-        if rank.state is S.MOVING:
-            why = done.failure and done.failure.about(
-                "the bytes that arrived cannot be checked: ", link_name(done.ref.link)
-            )
-            out += self._complete(f, rank, now) if why is None else self._fail(f, why, now)
-        return out + self._attempts.resume(f, rank, now) + self._release(f)
+        if rank.state is not S.MOVING:
+            return self._attempts.resume(f, rank, now) + self._release(f)
+        why = done.failure and done.failure.about(
+            "the bytes that arrived cannot be checked: ", link_name(done.ref.link)
+        )
+        return self._complete(f, rank, now) if why is None else self._fail(f, why, now)
 
     def tick(self, now: float) -> list[Action]:
         """Handle deadlines and repeat messages. Call it when ``next_tick`` is due."""

@@ -368,8 +368,14 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
 
     @property
     def quiet(self) -> bool:
-        return all(rank.quiet for rank in self.rank_fetches)
+        for rank in self.rank_fetches:
+            if not rank.quiet:
+                return False
+        return True
 
     def all_are(self, state: RankFetchState) -> bool:
         """Return whether all rank fetches are in this state."""
-        return {rank.state for rank in self.rank_fetches} <= {state}
+        for rank in self.rank_fetches:
+            if rank.state is not state:
+                return False
+        return True

@@ -112,11 +112,6 @@ class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):
     commit: m.CommitRequest | None = None  # waits for the last of them
 
     @property
-    def nbytes(self) -> int:
-        """Size of its block table on the wire, in bytes."""
-        return self.request.blocks.nbytes
-
-    @property
     def quiet(self) -> bool:
         return not self.flight and not self.hashing
 
@@ -233,7 +228,7 @@ class OfferRecord(msgspec.Struct, eq=False):
     def ended(self, outcome: Outcome, now: float) -> Ended:
         """Make the event that tells the engine of the outcome."""
         seconds = now - self.began
-        unclaimed = outcome.kind is FailureKind.UNFETCHED and not self.claimed
+        unclaimed = not self.claimed and outcome.kind is FailureKind.UNFETCHED
         what = self.transfer, self.name, outcome, self.nbytes, seconds, self.generation
         return Ended("producer", *what, unclaimed=unclaimed)
 
@@ -262,10 +257,12 @@ class OfferRecord(msgspec.Struct, eq=False):
     @property
     def done(self) -> bool:
         """Whether as many engines as it is for have everything or have dropped it, and no other reader is being served."""
-        state = self.readers.state
-        return self.readers.enough(self.consumers) and all(
-            state(s.reader) in OVER or not s.live for s in self.serves.values()
-        )
+        if not self.readers.enough(self.consumers):
+            return False
+        for serve in self.serves.values():
+            if serve.live and self.readers.state(serve.reader) not in OVER:
+                return False
+        return True
 
 
 class Over(msgspec.Struct, frozen=True, gc=False):

@@ -11,8 +11,6 @@ from kvxfer.protocol.transitions import READER, ReaderEvent, ReaderState
 
 __all__ = ["OVER", "Readers"]
 
-_NEVER: frozenset[tuple[ReaderState, ReaderEvent]] = frozenset().union(*READER.never.values())
-
 
 class _Reader(msgspec.Struct, frozen=True, gc=False):
     state: ReaderState = ReaderState.UNKNOWN
@@ -49,10 +47,8 @@ class Readers(msgspec.Struct, gc=False):
             IllegalTransition: By the table it never happens here. Nothing has been changed.
         """
         known = self._of.get(reader, _UNKNOWN)
-        after = READER.moves.get((known.state, event))  # not by a call: every transfer comes here several times
+        after = READER.leads[known.state, event]  # not by a call: every transfer comes here several times
         if after is None:
-            if (known.state, event) in _NEVER:
-                READER.after(known.state, event)
             return False
         if after is ReaderState.UNKNOWN:
             del self._of[reader]
@@ -74,7 +70,7 @@ class Readers(msgspec.Struct, gc=False):
         """
         siblings = [r.siblings for r in self._of.values() if r.state in states]
         unit = lcm(*siblings)  # in whole numbers, because the shares must add up exactly
-        return sum([unit // n for n in siblings]) >= engines * unit
+        return sum(map(unit.__floordiv__, siblings)) >= engines * unit
 
     def clear(self) -> None:
         """Forget all readers, because what is offered has changed."""

@@ -94,7 +94,7 @@ class Serves:
         key, lent = (link, request.attempt), seconds < request.seconds
         sent, banded = (request.start,) * consumer.info.planner.bands, consumer.banded(request)
         serve = RankServe(h, link, key, request, consumer.info.peer, now + seconds, lent, sent, banded)
-        lost = self._room.take(link, key, REQUEST_BYTES + serve.nbytes, consumer.info.owner)
+        lost = self._room.take(link, key, REQUEST_BYTES + request.blocks.nbytes, consumer.info.owner)
         if lost is None:
             return None, []
         h.serves[key] = self._serves[key] = consumer.serves[request.attempt] = serve

@@ -22,7 +22,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.revocations import RevocationCounter
-from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState, Transitions
+from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import (
     Abort,
     Action,
@@ -38,6 +38,7 @@ from kvxfer.protocol.values import (
     Resolved,
     Send,
 )
+from kvxfer.transitions import Life
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.control.conftest import SeededEngine, fetch, offered, until
 from tests.protocol.world.base import D_TOKENS, P_TOKENS, make_cache
@@ -336,6 +337,12 @@ def _complete_with_held(self: Any, f: Any, rank: Any, now: float) -> list[Action
     return out
 
 
+def _move_if_possible(life: Life[Any, Any], event: Any) -> bool:
+    after = life.table.moves.get((life.state, event))
+    life.state = after or life.state
+    return after is not None
+
+
 RULES = {
     "a newer generation makes older ones void": {"_newest": _no_newest, "_outdate": lambda self, f, rank, now: []},
     "nobody is asked before all is here": {"_complete": _each_alone},
@@ -348,7 +355,7 @@ def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None
     for name, broken in RULES[rule].items():
         monkeypatch.setattr(ConsumerMachine, name, broken)
     # A machine without the rule may break its table first; what has to be found is the mix.
-    monkeypatch.setattr(Transitions, "after", lambda table, state, stimulus: table.moves.get((state, stimulus)))
+    monkeypatch.setattr(Life, "on", _move_if_possible)
     with pytest.raises(AssertionError, match="was delivered|before the last byte"):
         for _ in runs(2000):
             pass

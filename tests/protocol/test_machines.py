@@ -17,8 +17,9 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol import pace, parts
 from kvxfer.protocol.consumer import ConsumerMachine
-from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE, Transitions
+from kvxfer.protocol.transitions import RANK_FETCH, RANK_SERVE
 from kvxfer.protocol.values import Emit, Ended, LinkInfo, RankRoute, Resolved
+from kvxfer.transitions import Life
 from kvxfer.values import BlockTable, Fetch
 from tests.protocol.world import SETTINGS, Script, Setting, World
 from tests.protocol.world.base import LEASE, RANKS, TRANSFERS
@@ -50,13 +51,13 @@ def test_promises_hold_whatever_happens(setting: Setting, script: bytes) -> None
 @pytest.mark.timeout(600)  # a minute of computing, and more where many tests share few cores
 def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[Any] = set()
-    after = Transitions.after
+    on = Life.on
 
-    def record(self: Transitions[Any, Any], state: Any, stimulus: Any) -> Any:
-        taken.add((state, stimulus))
-        return after(self, state, stimulus)
+    def record(self: Life[Any, Any], event: Any) -> bool:
+        taken.add((self.state, event))
+        return on(self, event)
 
-    monkeypatch.setattr(Transitions, "after", record)
+    monkeypatch.setattr(Life, "on", record)
     delivered, short, banded, unasked, seed, begin = 0, 0, 0, 0, 0, World.steps
     while World.steps < begin + STEPS:
         for name, setting in SETTINGS.items():
