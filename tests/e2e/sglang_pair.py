@@ -49,8 +49,8 @@ class Stage:
     begun: list[CpuServer]
     threads: ThreadPoolExecutor
 
-    def plain(self) -> CpuServer:
-        return self._start("plain", "", [], {})
+    def plain(self, *flags: str) -> CpuServer:
+        return self._start("plain", "", [*flags], {})
 
     def pair(
         self, *flags: str, name: str = "tcp", prefill: tuple[str, ...] = (), decode: tuple[str, ...] = ()

@@ -18,7 +18,8 @@ overlay.install()
 SAID = (
     f"kvxfer's tests: real are SGLang's HTTP server, scheduler, prefix tree, KV pools, model and disaggregation, on its CPU device. "
     f"Stubs, which raise if they are called: {', '.join(sorted(overlay.STUBBED))}. Layers and attention are SGLang's "
-    f"own in torch. Not SGLang's: the digest of --disaggregation-enable-kv-checksum, which is zlib's instead of a CUDA kernel's; "
+    f"own in torch. Not SGLang's: where that attention finds a window's keys, that it takes latents as they are, and short "
+    f"convolutions; the digest of --disaggregation-enable-kv-checksum, which is zlib's instead of a CUDA kernel's; "
     f"torch.cuda.Event, which says that all is done; the pinning of a host pool and the copies out of it; "
     f"its processes, which are forks of the first one."
 )
@@ -116,6 +117,9 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    from tests.e2e import sglang_references
+
+    sglang_references.install()
     KvChecksumComputer.compute = _checksum
     MHATokenToKVPoolHost.load_to_device_per_layer = _load
     # SGLang asks for new interpreters, which would import everything anew: most of a start's time.

@@ -1,10 +1,12 @@
 """Real SGLang servers without a GPU in other set-ups: two ranks, KV received in host memory, roles that change at run time."""
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
@@ -71,6 +73,12 @@ def test_servers_switch_their_roles_and_back(stage: Stage, wanted: list[list[int
     ports = [pair.bootstrap, own]
     ready(pair.prefill, pair.decode)
     answers(stage, pair, wanted)
+    long = ask_pair(stage.threads, pair, PROMPTS[-1], 200)
+    time.sleep(0.5)
+    with pytest.raises(HTTPError):  # SGLang refuses it under load, and the request goes on
+        switch(pair.decode, "prefill")
+    assert long.tokens()[:TOKENS] == wanted[-1]
+    is_idle(pair.decode)
     for _ in range(2):
         switch(pair.decode, "prefill")
         switch(pair.prefill, "decode")
