@@ -35,7 +35,7 @@ from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import registry
 from tests.conftest import require
 from tests.control.conftest import make_cache
-from tests.control.node import Node
+from tests.control.node import nodes
 from tests.control.test_processes import deliver
 from tests.networks import on_slow_link
 from tests.stand_in import standing_in
@@ -43,15 +43,8 @@ from tests.stand_in import standing_in
 
 @pytest.fixture
 def node() -> Iterator[Any]:
-    made: list[Node] = []
-
-    def make(backend: str, **settings: Any) -> Node:
-        made.append(Node(backend, **settings))
-        return made[-1]
-
-    yield make
-    for n in made:
-        n.end()
+    with nodes() as make:
+        yield make
 
 
 def call(source: Source, **config: Any) -> dict[str, Any]:
@@ -100,7 +93,7 @@ def test_a_key(node: Any, tmp_path: Path) -> None:
 
 def test_nobody_there(node: Any) -> None:
     p = node("zmq")
-    p.end()
+    p.kill()
     words = ["doctor", "--json", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"peer_timeout": 2}']
     result = CliRunner().invoke(build(), words)
     report = json.loads(result.stdout)
