@@ -64,11 +64,8 @@ class Rig:
             }
         )
         self.engine = AgentEngine(config, PagedMemory(seed=1), name="fuzzed")
-        (self.agent,), self.directory, (self.cache,) = (
-            self.engine.agents,
-            self.engine.directory,
-            self.engine.memory.caches,
-        )
+        (self.agent,), (self.cache,) = self.engine.agents, self.engine.memory.caches
+        self.directory = self.engine.directory
         self.names, self.fetching = 0, False
         # Somebody whom the agent fetches from, a directory and a rank of our own; and all of ours that speak to it.
         self.rogue, self.rogue_directory, self.ours = (ControlSockets(OPEN) for _ in range(3))

@@ -74,10 +74,10 @@ class AgentEngine:
             time.sleep(0.002)
         raise AssertionError(f"{count} x {sort.__name__} {fields} did not come within {timeout} s: {self.events(rank)}")
 
-    def over(self, handle: Handle, timeout: float = 10.0) -> Ended:
+    def over(self, handle: Handle, timeout: float = 10.0, rank: int = 0) -> Ended:
         """Return how a fetch or an offer has ended, once its blocks can be filled again. An offer's handle is its transfer's name."""
-        self.wait(Released, timeout=timeout, handle=handle)
-        (end,) = self.wait(Ended, handle=handle)
+        self.wait(Released, rank, timeout=timeout, handle=handle)
+        (end,) = self.wait(Ended, rank, handle=handle)
         assert isinstance(end, Ended)
         return end
 
