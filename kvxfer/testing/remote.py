@@ -28,7 +28,8 @@ def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) ->
         pipe.send((True, None))
         while (call := pipe.recv()) is not None:
             (method, *arguments), named = call
-            pipe.send((True, getattr(served, method)(*arguments, **named)))
+            found = getattr(served, method)
+            pipe.send((True, found(*arguments, **named) if callable(found) else found))
         served.close()
     except EOFError:
         pass  # our parent is gone
@@ -65,7 +66,7 @@ class Remote:
             self._answer()
 
     def send(self, *call: Any, **named: Any) -> None:
-        """Call a method, ``(name, *arguments)``, without waiting for the answer."""
+        """Call a method, ``(name, *arguments)``, or ask for an attribute, without waiting for the answer."""
         self._pipe.send((call, named))
 
     def get(self) -> Any:

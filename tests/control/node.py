@@ -64,9 +64,6 @@ class NodeEngine(AgentEngine):
     def address(self) -> str:
         return self.agents[0].descriptor.address
 
-    def found(self) -> Source:
-        return self.source
-
     def blocks(self, which: list[int]) -> bytes:
         return self.memory.read(which).tobytes()
 
@@ -112,7 +109,7 @@ class Node:
         config = {"blocks": 64, "abort_timeout": config["peer_timeout"], **config}
         self._engine = Remote("node", _serve, {"backend": backend, **config})
         self.process, self.kill = self._engine.process, self._engine.kill
-        self.source: Source = self.found()
+        self.source: Source = self._engine("source")
 
     def __getattr__(self, method: str) -> Any:
         return partial(self._engine, method)
