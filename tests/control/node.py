@@ -38,6 +38,7 @@ class NodeEngine(AgentEngine):
     def __init__(self, backend: str, blocks: int = 16, seed: int = 0, **config: Any) -> None:
         settings = Config.from_mapping({"backend": backend, **config})
         super().__init__(settings, PagedMemory(blocks=blocks, seed=seed or None), name=f"node-{seed}")
+        self.drain_s = DRAIN_S
 
     def offer(self, transfer: TransferId, blocks: list[int], tokens: int, generation: int, final: bool) -> None:
         self.agents[0].offer(Offer(transfer, b"d", generation, tokens, BlockTable.of([blocks]), final))
@@ -52,6 +53,10 @@ class NodeEngine(AgentEngine):
         """Calls of these methods, each with its name first, in one go."""
         for method, *arguments in calls:
             getattr(self, method)(*arguments)
+
+    def drains(self, seconds: float) -> None:
+        """Let others fetch what it offers for so long after SIGTERM."""
+        self.drain_s = seconds
 
     def forget(self) -> None:
         """Forget the events so far."""
@@ -93,7 +98,7 @@ def _serve(settings: dict[str, Any]) -> NodeEngine:
     engine = NodeEngine(**settings)
 
     def stop(number: int, frame: Any) -> None:
-        engine.agents[0].drain(DRAIN_S)
+        engine.agents[0].drain(engine.drain_s)
         engine.directory.close()
         os._exit(0)
 
@@ -114,7 +119,7 @@ class Node:
     def __getattr__(self, method: str) -> Any:
         return partial(self._engine, method)
 
-    def settled(self, transfer: TransferId, timeout: float = 10.0) -> Any:
+    def settled(self, transfer: TransferId, timeout: float = 30.0) -> Any:
         """The outcome of a transfer, once it is released too."""
         return self.over(str(transfer), timeout)
 
