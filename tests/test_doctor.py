@@ -12,7 +12,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -24,18 +23,16 @@ from kvxfer.cli.main import build
 from kvxfer.cli.stand_in import StandIn
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.engine import WorkerChannel
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Await, Named
 from kvxfer.security import make_key
-from kvxfer.testing.engine import ConversationEngine, until
+from kvxfer.testing.engine import AgentEngine, ConversationEngine, PagedMemory, until
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import registry
 from tests.conftest import require
-from tests.control.conftest import make_cache
-from tests.control.node import Node
+from tests.control.node import nodes
 from tests.control.test_processes import deliver
 from tests.networks import on_slow_link
 from tests.stand_in import standing_in
@@ -43,15 +40,8 @@ from tests.stand_in import standing_in
 
 @pytest.fixture
 def node() -> Iterator[Any]:
-    made: list[Node] = []
-
-    def make(backend: str, **settings: Any) -> Node:
-        made.append(Node(backend, **settings))
-        return made[-1]
-
-    yield make
-    for n in made:
-        n.end()
+    with nodes() as make:
+        yield make
 
 
 def call(source: Source, **config: Any) -> dict[str, Any]:
@@ -100,7 +90,7 @@ def test_a_key(node: Any, tmp_path: Path) -> None:
 
 def test_nobody_there(node: Any) -> None:
     p = node("zmq")
-    p.end()
+    p.kill()
     words = ["doctor", "--json", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"peer_timeout": 2}']
     result = CliRunner().invoke(build(), words)
     report = json.loads(result.stdout)
@@ -109,15 +99,11 @@ def test_nobody_there(node: Any) -> None:
 
 
 def test_an_engine_of_two_ranks() -> None:
-    config = Config(peer_timeout=4.0)
-    memories = [np.zeros(3 * 16 * 2 * 4 * 16, np.uint8) for _ in range(2)]
-    agents = [Agent(make_cache(memory, 2, rank, 16), config, "two") for rank, memory in enumerate(memories)]
-    with agents[0], agents[1], Directory(config, "two") as directory:
-        directory.publish(tuple(agent.descriptor for agent in agents))
-        found = call(directory.source)
+    with AgentEngine(Config(peer_timeout=4.0), PagedMemory(ranks=2)) as engine:
+        found = call(engine.source)
         assert "failure" not in found and found["ranks"] == 2
         peers = {link["peer"] for link in found["links"]}
-        assert len(peers) == 2 and all(any(a.descriptor.address in peer for peer in peers) for a in agents)
+        assert len(peers) == 2 and all(any(a.descriptor.address in peer for peer in peers) for a in engine.agents)
 
 
 @pytest.mark.parametrize("backend", ["tcp", "zmq", "cma"])
@@ -210,9 +196,8 @@ def test_every_port_that_an_engine_opens_is_listed(backend: str, monkeypatch: py
     shown = CliRunner().invoke(build(), ["doctor", "--json", "--config", json.dumps({"backend": backend})])
     rows = json.loads(shown.stdout)["ports"]
     before = listening()
-    memory = np.zeros(1 << 16, np.uint8)
     channel = WorkerChannel(lambda _: None, list)
-    with Agent(make_cache(memory, 1, 0, 16), config), Directory(config):
+    with AgentEngine(config):
         opened = [str(port) for port in listening() - before]
     channel.close()
     assert sorted(map(_kind, opened)) == sorted(_kind(row["port"]) for row in rows)
@@ -420,11 +405,7 @@ def test_two_engines_are_compared_by_what_they_say(node: Any, monkeypatch: pytes
     with ExitStack() as stack:
         at = []
         for n, stated in enumerate(facts):
-            memory = np.zeros(1 << 16, np.uint8)
-            agent = stack.enter_context(Agent(make_cache(memory, 1, 0, 16), config, f"e{n}", stated))
-            directory = stack.enter_context(Directory(config, f"e{n}", stated))
-            directory.publish((agent.descriptor,))
-            at.append(directory.source)
+            at.append(stack.enter_context(AgentEngine(config, name=f"e{n}", facts=stated)).source)
 
         def problems(*words: str) -> list[str]:
             return json.loads(CliRunner().invoke(build(), ["doctor", "--json", *words]).stdout)["problems"]

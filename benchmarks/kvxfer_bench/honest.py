@@ -10,15 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
-from kvxfer.geometry import Cache
 from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended, Released
+from kvxfer.testing.engine import AgentEngine, PagedMemory
 from kvxfer.values import BlockTable, Fetch, Offer
 
 __all__ = ["BAIT", "Fleet", "HonestEngine", "Prefill", "limited"]
@@ -38,34 +35,29 @@ def limited(make: Callable[..., Any], *args: Any) -> Any:
     return make(*args)
 
 
-class HonestEngine:
+class HonestEngine(AgentEngine):
     """An engine that offers or loads one transfer after the other, in several staged pieces each."""
 
     def __init__(self, name: str, config: Config) -> None:
-        cache = Cache.of_tensors(np.zeros((1, 2 * BLOCKS, 1, ROW), np.uint8), "layer block token unit")
-        self._agent, self._directory = Agent(cache, config, name), Directory(config, name)
-        self._directory.publish((self._agent.descriptor,))
-
-    def source(self) -> Source:
-        """Return where it is."""
-        return self._directory.source
+        memory = PagedMemory(layers=1, blocks=2 * BLOCKS, tokens=1, heads=1, unit=ROW)
+        super().__init__(config, memory, name=name)
 
     def offer(self, transfer: TransferId, consumers: int = 1) -> None:
         """Offer a transfer to ``consumers`` engines."""
         table = BlockTable.of([range(BLOCKS)])
-        self._agent.offer(Offer(transfer, b"d", FIRST, BLOCKS, table, True, consumers=consumers))
+        self.agents[0].offer(Offer(transfer, b"d", FIRST, BLOCKS, table, True, consumers=consumers))
 
     def begin(self, source: Source, transfer: TransferId, first: int = BLOCKS) -> None:
         """Begin to load a transfer into the blocks from this one on; by default, ``load`` needs others."""
         table = BlockTable.of([range(first, first + BLOCKS)])
-        self._agent.fetch(Fetch(Handle(str(transfer)), transfer, b"d", source, table, 0, BLOCKS))
+        self.agents[0].fetch(Fetch(Handle(str(transfer)), transfer, b"d", source, table, 0, BLOCKS))
 
     def end(self, transfer: TransferId, seconds: float) -> tuple[str, float, str]:
         """Wait until a load is over; return how it ended, its milliseconds, and why it failed."""
         found = ("nothing", 1e3 * seconds, f"it did not end within {seconds:g} s")
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            for event in self._agent.events(0.1):
+            for event in self.agents[0].events(0.1):
                 if isinstance(event, Ended) and event.handle == str(transfer):
                     outcome = event.outcome
                     found = str(outcome.kind or "delivered"), 1e3 * event.seconds, str(outcome.failure or "")
@@ -77,11 +69,6 @@ class HonestEngine:
         """Load a transfer; see ``end``."""
         self.begin(source, transfer, 0)
         return self.end(transfer, seconds)
-
-    def close(self) -> None:
-        """End it."""
-        self._agent.close()
-        self._directory.close()
 
 
 class Prefill:

@@ -18,7 +18,7 @@ ANSWER_S = 180.0
 
 
 def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
-    """Serve requests until ``None``. Each is (method, arguments), and is answered with (ok, value).
+    """Serve requests until ``None``. Each is (arguments, named ones), the method first, and is answered with (ok, value).
 
     What libraries print, as UCX does about peers that are gone, goes to standard error, because standard output is the benchmark's.
     """
@@ -27,7 +27,9 @@ def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) ->
         served = make(*args)
         pipe.send((True, None))
         while (call := pipe.recv()) is not None:
-            pipe.send((True, getattr(served, call[0])(*call[1:])))
+            (method, *arguments), named = call
+            found = getattr(served, method)
+            pipe.send((True, found(*arguments, **named) if callable(found) else found))
         served.close()
     except EOFError:
         pass  # our parent is gone
@@ -41,15 +43,15 @@ def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) ->
 class Remote:
     """The object that ``make(*args)`` returns, made in a new process while this one goes on. It needs a method ``close``.
 
-    ``name`` is what error messages call it.
+    ``name`` is what error messages call it, and ``process`` the process.
     """
 
     def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
         context = mp.get_context("spawn")
         self.name = name
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(make, args, theirs), daemon=True)
-        self._process.start()
+        self.process = context.Process(target=_serve, args=(make, args, theirs), daemon=True)
+        self.process.start()
         theirs.close()
         self._made = False
 
@@ -63,9 +65,9 @@ class Remote:
             self._made = True
             self._answer()
 
-    def send(self, *call: Any) -> None:
-        """Call a method, ``(name, *arguments)``, without waiting for the answer."""
-        self._pipe.send(call)
+    def send(self, *call: Any, **named: Any) -> None:
+        """Call a method, ``(name, *arguments)``, or ask for an attribute, without waiting for the answer."""
+        self._pipe.send((call, named))
 
     def get(self) -> Any:
         """Return the answer to the oldest ``send``.
@@ -87,8 +89,8 @@ class Remote:
             raise KvxferError(f"the {self.name} failed: {value}")
         return value
 
-    def __call__(self, *call: Any) -> Any:
-        self.send(*call)
+    def __call__(self, *call: Any, **named: Any) -> Any:
+        self.send(*call, **named)
         return self.get()
 
     def ready(self, timeout: float) -> bool:
@@ -97,24 +99,24 @@ class Remote:
 
     def stop(self) -> None:
         """Stop the process until ``resume``, as a debugger or a frozen host would."""
-        os.kill(self._process.pid or 0, signal.SIGSTOP)
+        os.kill(self.process.pid or 0, signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let the process continue after ``stop``."""
-        os.kill(self._process.pid or 0, signal.SIGCONT)
+        os.kill(self.process.pid or 0, signal.SIGCONT)
 
     def kill(self) -> None:
         """End the process with SIGKILL."""
-        self._process.kill()
-        self._process.join()
+        self.process.kill()
+        self.process.join()
         self._pipe.close()
 
     def close(self) -> None:
         """Have the object close, and wait until its process ends."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
         self._pipe.close()

@@ -6,15 +6,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvxfer import Agent, Config, KvxferError
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance import Suite, World
+from kvxfer.testing.engine import PagedMemory
 from kvxfer.testing.participant import Runs
 from tests.conftest import require
-from tests.control.caches import make_cache
 from tests.descriptors import descriptors_kept, no_descriptor_left
 
 
@@ -100,8 +99,8 @@ def test_an_agent_that_cannot_be_made_for_want_of_descriptors_leaves_none(
     if backend == "cma":
         require(backend)
     config = Config.from_mapping({"backend": backend, "backend_options": options, "staging_bytes": 1 << 20})
-    memory = np.zeros(1 << 16, np.uint8)
-    cache = make_cache(memory, 1, 0, 16)
+    memory = PagedMemory()
+    (cache,) = memory.caches
     Agent(cache, config).close()  # what the first of all opens stays
     made = set()
 

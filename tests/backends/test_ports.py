@@ -20,14 +20,12 @@ from tests.conftest import require
 
 ENGINE = """
 import json, sys, time
-import numpy as np
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.data.commands import MakeEndpoint
-from tests.control.conftest import make_cache
-config = Config.from_mapping(json.loads(sys.argv[1]))
-memory = np.full(3 * 16 * 4 * 4 * 16, int(sys.argv[2]), np.uint8)
-agent = Agent(make_cache(memory, 1, 0, 16), config, sys.argv[2])
+from kvxfer.testing.engine import PagedMemory
+config, memory = Config.from_mapping(json.loads(sys.argv[1])), PagedMemory()
+agent = Agent(memory.caches[0], config, sys.argv[2])
 data = agent._data._first
 data.post(MakeEndpoint(("nobody", 1), 1, config.backend, "consumer"))  # some open a port for each link
 while not data._traffic._unused:

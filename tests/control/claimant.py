@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from typing import Any
 
 import msgspec
@@ -34,29 +33,25 @@ def say(**words: Any) -> None:
 
 def engine(seed: int, settings: str) -> NodeEngine:
     config = {"advertise": "auto", "transfer_timeout": 12.0, "peer_timeout": 4.0, "staging_bytes": 1 << 20}
-    return NodeEngine("auto", {}, 0, 16, seed, {**config, **json.loads(settings)})
+    return NodeEngine("auto", seed=seed, **(config | json.loads(settings)))
 
 
 def keeper(settings: str) -> None:
     """Tell where the secret is; fetch what the claimants offer, and tell what has come."""
     secret = np.frombuffer(bytearray(PATTERN * (SECRET_BYTES // len(PATTERN))), np.uint8)
     e = engine(0, settings)
-    say(pid=os.getpid(), address=secret.ctypes.data, source=astuple(e.source()))
+    say(pid=os.getpid(), address=secret.ctypes.data, source=astuple(e.source))
     for number, line in enumerate(sys.stdin):
         transfer = name("x")
         e.fetch(transfer, Source(*json.loads(line)), [5], 4)
-        until, seen = time.monotonic() + 30, list[Any]()
-        while not any(isinstance(event, Ended) for event in seen) and time.monotonic() < until:
-            seen += e.events()
-            time.sleep(0.01)
-        ended = [event.outcome for event in seen if isinstance(event, Ended)]
-        found = e.memory.tobytes()
+        ended = [event.outcome for event in e.wait(Ended, count=number + 1, timeout=30.0)[number:]]
+        found = e.memory.read().tobytes()
         say(
             number=number,
             delivered=[outcome.delivered for outcome in ended],
             secret=PATTERN[:8] in found,
             whole=bool((secret.reshape(-1, len(PATTERN)) == np.frombuffer(PATTERN, np.uint8)).all()),
-            by=[status.backend for status in e.agent.links()],
+            by=[status.backend for status in e.agents[0].links()],
         )
     e.close()
 
@@ -87,7 +82,7 @@ def claimant(settings: str, pid: str, address: str, theirs: str) -> None:
     assert linked is not make_link
     e = engine(1, settings)
     e.offer(name("x"), [3], 4, 1, True)
-    say(source=astuple(e.source()))
+    say(source=astuple(e.source))
     sys.stdin.readline()
     say(told=[one.hex() for one in told])
     e.close()

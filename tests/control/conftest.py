@@ -13,8 +13,6 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.engine import AgentEngine, PagedMemory, until
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.control import caches
-from tests.control.caches import HEADS, make_cache
 
 
 class SeededEngine(AgentEngine):
@@ -37,12 +35,13 @@ def engine() -> Iterator[Callable[..., SeededEngine]]:
         blocks: int = 16,
         seed: int | None = None,
         facts: dict[str, str] | None = None,
+        unit: int = 16,
         **config: Any,
     ) -> SeededEngine:
         config = {"transfer_timeout": 10.0, "lease": 10.0, "peer_timeout": 5.0, "staging_bytes": 1 << 20, **config}
         config.setdefault("abort_timeout", min(config["peer_timeout"], 2.0))
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
-        memory = PagedMemory(blocks=blocks, ranks=tp, seed=seed, unit=caches.UNIT)
+        memory = PagedMemory(blocks=blocks, ranks=tp, seed=seed, unit=unit)
         made.append(
             SeededEngine(
                 {"backend_options": options, "backend": backend, **config},
@@ -90,15 +89,4 @@ def fetch(
     return Fetch(handle, transfer, digest, source, BlockTable.of([blocks]), start, tokens, own)
 
 
-__all__ = [
-    "HEADS",
-    "Ended",
-    "SeededEngine",
-    "FailureKind",
-    "Released",
-    "fetch",
-    "make_cache",
-    "meet",
-    "offered",
-    "until",
-]
+__all__ = ["Ended", "SeededEngine", "FailureKind", "Released", "fetch", "meet", "offered", "until"]

@@ -25,13 +25,13 @@ CONFIG = {"transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 5.0, "abort_t
 
 
 def engine(backend: str, seed: int = 0) -> NodeEngine:
-    return NodeEngine(backend, {}, 0, 256, seed, CONFIG)
+    return NodeEngine(backend, 256, seed, **CONFIG)
 
 
 def wait(e: NodeEngine, seen: list[object], transfer: TransferId, sort: type = Ended) -> Ended:
     end = time.monotonic() + 10.0
     while time.monotonic() < end:
-        seen += e.agent.events()
+        seen += e.agents[0].events()
         for event in seen:
             if isinstance(event, sort) and event.transfer == transfer:  # type: ignore[attr-defined]
                 return event  # type: ignore[return-value]
@@ -43,12 +43,12 @@ def live(backend: str) -> tuple[NodeEngine, NodeEngine]:
     """A producer and a consumer with a link over which something has moved, and something waits."""
     p, d = engine(backend, 1), engine(backend)
     p.offer(name("first"), [3, 1], 8, 1, True)
-    d.fetch(name("first"), p.source(), [5, 2], 8)
+    d.fetch(name("first"), p.source, [5, 2], 8)
     assert wait(d, [], name("first")).outcome.delivered
     assert d.blocks([5, 2]) == p.blocks([3, 1])
     for i in range(8):
         p.offer(name(i), [2 * i], 4, 1, False)
-        d.fetch(name(i), p.source(), [2 * i, 2 * i + 1], 8)
+        d.fetch(name(i), p.source, [2 * i, 2 * i + 1], 8)
     time.sleep(0.05)
     return p, d
 
@@ -65,7 +65,7 @@ def use(
             p.offer(name(t), [20 + k], 4, 1, True)
             offered.append(t)
         with suppress(KvxferError):
-            d.fetch(name(t), p.source(), [64 + 8 * k + i % 8], 4)
+            d.fetch(name(t), p.source, [64 + 8 * k + i % 8], 4)
             fetched.append(t)
         time.sleep(0.001)
 
@@ -79,7 +79,7 @@ def many(backend: str) -> None:
     for turn in range(4):
         p, d = live(backend)
         for e in (p, d):
-            e.agent.events()
+            e.agents[0].events()
         offered: list[str] = []
         fetched: list[str] = []
         stop = threading.Event()
@@ -87,7 +87,8 @@ def many(backend: str) -> None:
         users = [threading.Thread(target=use, args=(p, d, f"{turn}-{k}", k, offered, fetched, stop)) for k in range(2)]
         said: list[object] = []
         closers = [
-            threading.Thread(target=close, args=(x, said)) for x in (p.agent, d.agent, p.directory, d.directory) * 4
+            threading.Thread(target=close, args=(x, said))
+            for x in (p.agents[0], d.agents[0], p.directory, d.directory) * 4
         ]
         for t in users:
             t.start()
@@ -103,7 +104,7 @@ def many(backend: str) -> None:
             t.join()
         for e, went in ((p, offered), (d, fetched)):
             ended = {str(name(t)) for t in went} | {str(name(i)) for i in range(8)}
-            events = e.agent.events()
+            events = e.agents[0].events()
             for sort in (Ended, Released):
                 found = Counter(str(x.transfer) for x in events if isinstance(x, sort))
                 assert set(found) == ended and set(found.values()) == {1}, (sort, ended ^ set(found), found)
@@ -126,21 +127,21 @@ def leave_by_error(backend: str) -> None:
 def fork(backend: str) -> None:
     """A child changes nothing for its parent, whatever it tries and however it ends."""
     p, d = live(backend)
-    sight = p.agent._revocations.declared
+    sight = p.agents[0]._revocations.declared
     for how in ("exit", "_exit", "use", "collect"):
         pid = os.fork()
         if pid == 0:
             calls = [
-                lambda: d.fetch(name("child"), p.source(), [9], 4),
+                lambda: d.fetch(name("child"), p.source, [9], 4),
                 lambda: p.offer(name("child"), [9], 4, 1, True),
-                d.agent.events,
-                d.agent.stats,
-                lambda: d.agent.cancel("x", "y"),
-                lambda: p.agent.renew(name("child")),
-                lambda: p.agent.revoke(name(0), 1, "child", True),
+                d.agents[0].events,
+                d.agents[0].stats,
+                lambda: d.agents[0].cancel("x", "y"),
+                lambda: p.agents[0].renew(name("child")),
+                lambda: p.agents[0].revoke(name(0), 1, "child", True),
                 lambda: p.directory.publish(()),
                 p.directory.notices,
-                lambda: p.settle(d.source(), name(0)),
+                lambda: p.settle(d.source, name(0)),
             ]
             if how == "use":
                 for call in calls:
@@ -159,9 +160,9 @@ def fork(backend: str) -> None:
                 os._exit(0)
             sys.exit(0)
         assert os.waitpid(pid, 0)[1] == 0, how
-        assert p.agent._revocations.declared == sight
+        assert p.agents[0]._revocations.declared == sight
         p.offer(name(how), [3, 1], 8, 1, True)
-        d.fetch(name(how), p.source(), [20, 21], 8)
+        d.fetch(name(how), p.source, [20, 21], 8)
         assert wait(d, [], name(how)).outcome.delivered
     for i in range(8):  # those that waited go on
         p.offer(name(i), [2 * i, 2 * i + 1], 8, 1, True)
@@ -181,7 +182,7 @@ def at_random(backend: str) -> None:
         threads = [threading.Thread(target=x.close) for x in (p, d) for _ in range(2)]
         for i in range(rng.randrange(4)):
             p.offer(name(i), [2 * i], 4, 1, True)
-            d.fetch(name(i), p.source(), [2 * i], 4)
+            d.fetch(name(i), p.source, [2 * i], 4)
         time.sleep(rng.random() * 0.05)
         for t in threads:
             t.start()
@@ -197,16 +198,16 @@ def signalled(backend: str) -> None:
 
     def handle(number: int, frame: object) -> None:
         if number == signal.SIGALRM:
-            e.agent.renew(name(0))
+            e.agents[0].renew(name(0))
         else:
-            ended.append(e.agent.drain(1.0))
+            ended.append(e.agents[0].drain(1.0))
 
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, handle)
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.00073)
     until = time.monotonic() + 3.0
     while time.monotonic() < until:
-        e.agent.renew(name(0))
+        e.agents[0].renew(name(0))
         time.sleep(rng.uniform(0, 0.0003))
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.raise_signal(signal.SIGTERM)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import msgspec
-import numpy as np
 
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN
-from tests.control.conftest import SeededEngine, make_cache
+from kvxfer.testing.engine import PagedMemory
+from tests.control.conftest import SeededEngine
 
 
 def framed(frame: bytes) -> bytes:
@@ -134,7 +134,7 @@ def served(answer: Callable[[m.Message], m.Message | None]) -> Iterator[int]:
 @contextmanager
 def impostor(d: SeededEngine, says: Mapping[type, m.Message]) -> Iterator[Source]:
     """A producer of which there is nothing but what it ``says`` to messages of each type."""
-    cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
+    cache = PagedMemory().caches[0]
     answers: dict[type, m.Message] = {m.Ping: m.Pong(1), **says}
 
     def answer(asked: m.Message) -> m.Message | None:

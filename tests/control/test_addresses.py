@@ -116,23 +116,17 @@ def test_engines_that_find_their_own_address(engine: Callable[..., SeededEngine]
 ON_A_HOST = """
 import sys
 from tests.control.node import NodeEngine, name
-e = NodeEngine("zmq", {}, 0, 16, int(sys.argv[1]), {"advertise": "auto", "transfer_timeout": 20.0})
-print(e.source().host, e.source().port, e.source().epoch, flush=True)
+e = NodeEngine("zmq", seed=int(sys.argv[1]), advertise="auto", transfer_timeout=20.0)
+print(e.source.host, e.source.port, e.source.epoch, flush=True)
 if int(sys.argv[1]):
     e.offer(name("x"), [3], 4, 1, True)
     sys.stdin.read()
 else:
-    import time
     from kvxfer.identity import Source
     from kvxfer.protocol.values import Ended
     host, port, epoch = sys.stdin.readline().split()
     e.fetch(name("x"), Source(host, int(port), int(epoch)), [5], 4)
-    seen = []
-    until = time.monotonic() + 30
-    while not any(isinstance(x, Ended) for x in seen) and time.monotonic() < until:
-        seen += e.events()
-        time.sleep(0.01)
-    print([x.outcome.delivered for x in seen if isinstance(x, Ended)], flush=True)
+    print([end.outcome.delivered for end in e.wait(Ended, timeout=30.0)], flush=True)
 e.close()
 """
 

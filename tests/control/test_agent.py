@@ -16,7 +16,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Progress
 from kvxfer.values import BlockTable
 from tests.conftest import require
-from tests.control.conftest import HEADS, Ended, FailureKind, Released, fetch, meet, offered, until
+from tests.control.conftest import Ended, FailureKind, Released, fetch, meet, offered, until
 
 VERBS = {
     "read": {"verbs": ["read"]},
@@ -195,7 +195,7 @@ def test_what_has_come_when_the_producer_gives_up_is_delivered_where_that_is_eno
     assert ends["req"].outcome.delivered and ends["req"].short == 4
     assert ends["whole"].outcome.kind is FailureKind.WITHDRAWN and "its client has left" in str(ends["whole"].outcome)
     for r in range(tp):
-        heads = slice(r * HEADS // tp, (r + 1) * HEADS // tp)
+        heads = slice(r * 4 // tp, (r + 1) * 4 // tp)
         assert np.array_equal(d.block(5)[:, heads], p.block(3, r))
         p.wait(Released, rank=r, count=2)
     d.wait(Released, count=2)

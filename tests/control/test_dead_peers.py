@@ -12,7 +12,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol.values import Ended
 from tests.control.conftest import until
-from tests.control.node import ALONE, Node, name
+from tests.control.node import ALONE, Node, name, nodes
 from tests.control.test_processes import deliver
 
 K = FailureKind
@@ -26,16 +26,8 @@ Make = Callable[..., Node]
 
 @pytest.fixture(params=["tcp", "zmq"])
 def node(request: pytest.FixtureRequest) -> Iterator[Make]:
-    made: list[Node] = []
-
-    def make(**config: object) -> Node:
-        settings = {"peer_timeout": SILENCE, "transfer_timeout": TIMEOUT, "lease": 30.0, **config}
-        made.append(Node(request.param, **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for n in made:
-        n.end()
+    with nodes(request.param, peer_timeout=SILENCE, transfer_timeout=TIMEOUT, lease=30.0) as make:
+        yield make
 
 
 def load(d: Node, source: Source, i: int | str) -> Ended:
@@ -99,8 +91,7 @@ def test_loads_that_come_meanwhile_do_not_prolong_the_silence(node: Make) -> Non
         for i in range(50):
             d.fetch(name(i), p.source, [5 + i], 4)
             time.sleep(0.2)
-            d.seen += d.events()
-            if any(isinstance(e, Ended) for e in d.seen):
+            if any(isinstance(e, Ended) for e in d.events()):
                 break
         else:
             raise AssertionError("no load ends while others come")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Released
 from tests.control.conftest import SeededEngine, fetch, offered, until
-from tests.control.node import DRAIN_S, Node, name
+from tests.control.node import DRAIN_S, Node, name, nodes
 from tests.control.test_processes import deliver
 
 LONG_S = 30.0
@@ -26,23 +25,15 @@ T = TransferId("own/1/x", 0)
 
 @pytest.fixture
 def node() -> Iterator[Make]:
-    made: list[Node] = []
-
-    def make(**config: Any) -> Node:
-        settings = {"transfer_timeout": 20.0, "lease": 30.0, **config}
-        made.append(Node(settings.pop("backend", "zmq"), **settings))
-        return made[-1]
-
-    yield make
-    for n in made:
-        n.end()
+    with nodes(transfer_timeout=20.0, lease=30.0) as make:
+        yield make
 
 
 @pytest.mark.parametrize("backend", ["zmq", "tcp"])
 def test_a_load_that_is_under_way_is_completed(node: Make, backend: str) -> None:
     options = {"inner": backend, "delay_s": 1.0}
-    p = node(backend="kvxfer.testing.faults:Faulty", options=options, seed=1)
-    d = node(backend="kvxfer.testing.faults:Faulty", options={"inner": backend})
+    p = node(backend="kvxfer.testing.faults:Faulty", backend_options=options, seed=1)
+    d = node(backend="kvxfer.testing.faults:Faulty", backend_options={"inner": backend})
     p.drains(LONG_S)
     p.offer(name(1), [3, 4], 8, 1, True)
     expected = p.blocks([3, 4])

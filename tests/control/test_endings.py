@@ -27,9 +27,10 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.protocol.values import Abort, Ended, PartRef, Released
+from kvxfer.testing.engine import PagedMemory
 from kvxfer.testing.fake import FakeTransport
 from tests.conftest import require
-from tests.control.conftest import SeededEngine, fetch, make_cache, meet, offered, until
+from tests.control.conftest import SeededEngine, fetch, meet, offered, until
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE = "kvxfer.testing.fake:FakeTransport"
@@ -319,8 +320,8 @@ def test_close_from_within(engine: Callable[..., SeededEngine]) -> None:
 
 
 def test_with(engine: Callable[..., SeededEngine]) -> None:
-    memory = np.zeros(1 << 16, np.uint8)
-    with Agent(make_cache(memory, 1, 0, 16), Config(backend=FAKE)) as agent, Directory(Config(), "x") as directory:
+    memory = PagedMemory()
+    with Agent(memory.caches[0], Config(backend=FAKE)) as agent, Directory(Config(), "x") as directory:
         assert agent._loop.thread.is_alive() and directory._thread.is_alive()
     assert not agent._loop.thread.is_alive() and not directory._thread.is_alive()
 
@@ -551,7 +552,7 @@ def test_a_back_end_whose_constructor_raises_anything_is_refused(monkeypatch: py
     monkeypatch.setattr(FakeTransport, "__init__", lambda *_: sys.exit(3))
     threads = set(threading.enumerate())
     with pytest.raises(Exception, match="SystemExit"):
-        Agent(make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16), Config(backend=FAKE))
+        Agent(PagedMemory().caches[0], Config(backend=FAKE))
     assert not set(threading.enumerate()) - threads
 
 

@@ -12,7 +12,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Released
 from tests.control.conftest import SeededEngine, fetch, offered, until
-from tests.control.node import Node, name
+from tests.control.node import name, nodes
 from tests.control.test_processes import deliver
 
 K = FailureKind
@@ -76,8 +76,8 @@ def test_one_load_ends_badly_amid_others(
 def test_one_host_is_starved_amid_others(backend: str) -> None:
     """It gets no time while half of its loads is on the way; those of another host go on, and its own once it lives again."""
     config: dict[str, float] = {"transfer_timeout": 60.0, "lease": 60.0, "peer_timeout": 30.0}
-    p, starved, d = Node(backend, seed=1, **config), Node(backend, **config), Node(backend, **config)
-    try:
+    with nodes(backend, **config) as make:
+        p, starved, d = make(seed=1), make(), make()
         loads = [(who, name(f"{who is d} {i}"), 8 * (who is d) + i) for who in (starved, d) for i in range(4)]
         for who, transfer, block in loads:
             p.offer(transfer, [block], 4, 1, False)
@@ -92,9 +92,6 @@ def test_one_host_is_starved_amid_others(backend: str) -> None:
         ends = [starved.settled(transfer, 30) for who, transfer, _ in loads if who is starved]
         assert all(end.outcome.delivered for end in ends), ends
         assert all(who.blocks([block + 16]) == p.blocks([block + 16]) for who, _, block in loads)
-    finally:
-        for node in (p, starved, d):
-            node.end()
 
 
 def test_a_digest_that_differs_amid_others(engine: Callable[..., SeededEngine]) -> None:

@@ -15,7 +15,7 @@ from kvxfer.identity import Source
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.transport import load
 from tests.control.conftest import until
-from tests.control.node import ALONE, Node, name
+from tests.control.node import ALONE, Node, name, nodes
 from tests.relay import Relay
 
 DEADLINE = 6.0  # seconds, the nodes' transfer_timeout
@@ -38,15 +38,8 @@ Make = Callable[..., Node]
 @pytest.fixture(params=BACKENDS)
 def node(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes nodes on each back end; ends them all."""
-    made: list[Node] = []
-
-    def make(**config: object) -> Node:
-        made.append(Node(request.param, **config))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for n in made:
-        n.end()
+    with nodes(request.param) as make:
+        yield make
 
 
 def deliver(p: Node, d: Node, i: int | str) -> None:
@@ -249,7 +242,7 @@ def test_another_agent_answers_where_the_producer_was(node: Make, relayed: tuple
     assert end.outcome.kind is FailureKind.PEER_LOST, end
     assert d.blocks([12]) == mine, "a stranger's bytes came"
     d.fetch(name(0), other.source, [15, 12], 8)  # by its right epoch it can be had
-    ends = d.wait(Ended, 2, transfer=name(0))
+    ends = d.wait(Ended, count=2, transfer=name(0))
     assert ends[1].outcome.delivered and d.blocks([15, 12]) == other.blocks([13, 11])
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,9 +22,10 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Moved, PartRef, Released, Send
+from kvxfer.testing.engine import PagedMemory
 from kvxfer.testing.fake import Network
 from kvxfer.values import BlockTable, Offer
-from tests.control.conftest import SeededEngine, fetch, make_cache, meet, offered
+from tests.control.conftest import SeededEngine, fetch, meet, offered
 from tests.descriptors import descriptors_kept
 
 SILENT = Failure(FailureKind.PEER_LOST, "cut")
@@ -171,7 +171,7 @@ class Party:
         self.revocations = RevocationCounter()
         self.revocations.offered(T, 2)
         self.machine = ProducerMachine(LEASE, LEASE, self.revocations)
-        ours, theirs = (make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2))
+        ours, theirs = (PagedMemory().caches[0] for _ in range(2))
         planner = Planner(ours, theirs, (ShardAssignment(0, 0, ours.views[0].layers, 0, 4),))
         self.machine.link_up(b"link", LinkInfo(mode, planner, peer=7), 0.0)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from kvxfer.keyring import read_keys, write_keys
 from kvxfer.protocol.values import Ended
 from kvxfer.security import make_key
 from tests.control.conftest import until
-from tests.control.node import Node
+from tests.control.node import Node, nodes
 
 IN_FLIGHT = 4
 REVOKED_S = 10.0
@@ -39,15 +39,8 @@ def drop(path: Path, of: Path) -> None:
 
 @pytest.fixture
 def node() -> Iterator[Callable[..., Node]]:
-    made: list[Node] = []
-
-    def make(*args: object, **kwargs: object) -> Node:
-        made.append(Node(*args, **{**CALM, **kwargs}))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for n in made:
-        n.end()
+    with nodes(**CALM) as make:
+        yield make
 
 
 class Load:
@@ -70,8 +63,7 @@ class Load:
                 self.p.several([("offer", t, [i], 4, 1, True) for i, t in enumerate(names)])
                 self.d.several([("fetch", t, self.p.source, [i], 4) for i, t in enumerate(names)])
                 self.ends += [self.d.settled(t) for t in names]
-                self.p.events()
-                self.d.seen.clear()
+                self.p.forget(), self.d.forget()
         except BaseException as e:
             self.error = e
 
@@ -100,7 +92,10 @@ def test_a_shared_key_is_replaced_under_load(
     make_key(files[0])
     files[1].write_text(files[0].read_text())
     (tmp_path / "old").write_text(files[0].read_text())
-    p, d = (node(backend, seed=seed, options=options, key_file=str(f)) for seed, f in zip((1, 0), files, strict=True))
+    p, d = (
+        node(backend, seed=seed, backend_options=options, key_file=str(f))
+        for seed, f in zip((1, 0), files, strict=True)
+    )
     load = Load(p, d)
     assert load.go_on(0.5)
     for step in (
@@ -114,7 +109,7 @@ def test_a_shared_key_is_replaced_under_load(
     failed = [end for end in load.stop() if not end.outcome.delivered]
     assert not failed, failed
     assert p.blocks([0, 1, 2, 3]) == d.blocks([0, 1, 2, 3])
-    late = node(backend, seed=3, options=options, key_file=str(tmp_path / "old"))
+    late = node(backend, seed=3, backend_options=options, key_file=str(tmp_path / "old"))
     t = TransferId("own/1/late", 0)
     p.offer(t, [5], 4, 1, True)
     late.fetch(t, p.source, [5], 4)

@@ -23,9 +23,10 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer.protocol.values import Ended, Released
+from kvxfer.testing.engine import PagedMemory
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable
-from tests.control.conftest import SeededEngine, fetch, make_cache, offered, until
+from tests.control.conftest import SeededEngine, fetch, offered, until
 from tests.control.stranger import Stranger, framed, impostor, poured
 
 T = TransferId("own/1/honest", 0)
@@ -33,7 +34,7 @@ T = TransferId("own/1/honest", 0)
 
 def hello(p: SeededEngine, **changes: object) -> m.Hello:
     rank = p.agents[0].descriptor
-    cache = make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16)
+    cache = PagedMemory().caches[0]
     values = {
         "protocol": m.PROTOCOL,
         "backend": p.agents[0].descriptor.backends[0],
@@ -275,7 +276,7 @@ def test_directory_outlives_addresses_that_are_none() -> None:
                 Source(host, port, 1)
         for host in ("gone.invalid", "127.0.0.1"):
             d.tell(Source(host, 1, 1), Renew(1, (Named(T, b"d"),)))
-        d.publish((m.RankDescriptor("tcp://127.0.0.1:1", 1, make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16), ()),))
+        d.publish((m.RankDescriptor("tcp://127.0.0.1:1", 1, PagedMemory().caches[0], ()),))
         with Stranger(f"tcp://127.0.0.1:{d.source.port}") as s:
             s.say(m.Lookup(m.PROTOCOL))
             assert isinstance(s.answer(), m.EngineDescriptor)

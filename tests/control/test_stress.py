@@ -9,25 +9,19 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from kvxfer.protocol.values import Ended, Released
-from tests.control.caches import HEADS, LAYERS, TOKENS, UNIT
-from tests.control.node import Node, name
+from kvxfer.testing.engine import PagedMemory
+from tests.control.node import Node, name, nodes
 
 # Producers, as many consumers, and transfers between each two.
 ENGINES, EACH = (10, 10) if os.environ.get("KVXFER_STRESS") == "full" else (4, 10)
+TOKENS = 4
 COUNT = ENGINES * EACH  # of one engine
 DEADLINE = 30.0
 TIMES = {"transfer_timeout": DEADLINE, "lease": DEADLINE, "peer_timeout": 5.0}
 BLOCKS = 2 * COUNT
-
-
-def memory(seed: int) -> np.ndarray:
-    """What a node with this seed holds, ``[layers, blocks, bytes]``."""
-    size = len(LAYERS) * BLOCKS * HEADS * TOKENS * UNIT
-    return np.random.default_rng(seed).integers(1, 255, size, dtype=np.uint8).reshape(len(LAYERS), BLOCKS, -1)
 
 
 def blocks(other: int, i: int) -> list[int]:
@@ -40,12 +34,9 @@ def blocks(other: int, i: int) -> list[int]:
 def test_one_of_many_processes_dies() -> None:
     with ThreadPoolExecutor(2 * ENGINES) as pool:
         seeds = [*range(1, ENGINES + 1)] + [0] * ENGINES
-        nodes = list(pool.map(lambda seed: Node(seed=seed, blocks=BLOCKS, **TIMES), seeds))
-        try:
-            run(pool, nodes[:ENGINES], nodes[ENGINES:])
-        finally:
-            for n in nodes:
-                n.end()
+        with nodes(blocks=BLOCKS, **TIMES) as make:
+            made = list(pool.map(lambda seed: make(seed=seed), seeds))
+            run(pool, made[:ENGINES], made[ENGINES:])
 
 
 def run(pool: ThreadPoolExecutor, producers: list[Node], consumers: list[Node]) -> None:
@@ -79,12 +70,11 @@ def run(pool: ThreadPoolExecutor, producers: list[Node], consumers: list[Node]) 
     list(pool.map(lambda c: c.wait(Released, count=COUNT, timeout=DEADLINE + 60), consumers))
     took = time.monotonic() - begun
     kinds: Counter[tuple[bool, bool]] = Counter()
-    held, longest = [memory(p + 1) for p in every], 0.0
+    held, longest = [PagedMemory(blocks=BLOCKS, seed=p + 1) for p in every], 0.0
     for c, consumer in enumerate(consumers):
-        ended = [e for e in consumer.seen if isinstance(e, Ended)]
+        ended = consumer.wait(Ended)
         ends = {e.transfer: e for e in ended}
         assert len(ends) == len(ended) == COUNT
-        got = np.frombuffer(consumer.blocks(list(range(BLOCKS))), np.uint8).reshape(len(LAYERS), BLOCKS, -1)
         for p in every:
             for i in range(EACH):
                 end = ends[names[p, c, i]]
@@ -92,12 +82,12 @@ def run(pool: ThreadPoolExecutor, producers: list[Node], consumers: list[Node]) 
                 assert end.seconds <= DEADLINE + 10, end
                 kinds[p == 0, end.outcome.delivered] += 1
                 if end.outcome.delivered:
-                    assert np.array_equal(got[:, blocks(p, i)], held[p][:, blocks(c, i)]), end
+                    assert consumer.blocks(blocks(p, i)) == held[p].read(blocks(c, i)).tobytes(), end
     assert kinds[False, True] == (ENGINES - 1) * COUNT, kinds
     assert kinds[True, False] > 0, kinds
     for producer in producers[1:]:
         producer.wait(Released, count=COUNT, timeout=DEADLINE + 60)
-        assert all(e.outcome.delivered for e in producer.seen if isinstance(e, Ended))
+        assert all(e.outcome.delivered for e in producer.wait(Ended))
     print(
         f"{len(names)} transfers, {2 * ENGINES} processes, {took:.1f} s, longest {longest:.1f} s: "
         + ", ".join(

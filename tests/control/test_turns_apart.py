@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing as mp
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,16 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache, Rank, TokenTurns
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import TransferId
+from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.protocol.values import Ended
+from kvxfer.testing.engine import AgentEngine
+from kvxfer.testing.remote import Remote
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.geometry.layouts import dealt
 
 LAYERS, UNIT, BLOCKS, TOKENS, WAIT_S = 2, 24, 16, 91, 30.0
 TRANSFER = TransferId("own/1/prompt", 0)
-
-spawn = mp.get_context("spawn")
 
 
 def content(layer: int, token: int) -> np.ndarray:
@@ -30,78 +31,66 @@ def content(layer: int, token: int) -> np.ndarray:
     return np.random.default_rng([layer, token]).integers(1, 255, UNIT, dtype=np.uint8)
 
 
-def rank(pipe: Connection, settings: dict[str, Any], at: int, ranks: int, span: int, block: int, filled: bool) -> None:
+class TurnsRank:
     """One rank: it offers, or fetches, what its engine's other ranks do, and tells what its memory then holds."""
-    memory = np.zeros((LAYERS, BLOCKS, block, UNIT), np.uint8)
-    own = dealt(at % ranks, ranks, span)
-    turns = TokenTurns(at % ranks, ranks, span) if ranks > 1 else None
-    cache = Cache.of_tensors(
-        {"latent": list(memory)}, "block token unit", encoding="bytes", turns=turns, rank=Rank(0, at)
-    )
-    with Agent(cache, Config.from_mapping(settings), "engine") as agent:
-        pipe.send((agent.descriptor, agent.epoch))
-        blocks, what = pipe.recv()
-        if filled:
-            for layer, token in itertools.product(range(LAYERS), range(TOKENS)):
-                if token in own:
-                    memory[layer, blocks[own[token] // block], own[token] % block] = content(layer, token)
-            agent.offer(what)
-            pipe.send(None)
-        else:
-            agent.fetch(what)
-            ends: list[Ended] = []
-            while not ends:
-                ends = [event for event in agent.events(WAIT_S) if isinstance(event, Ended)]
-            wrong = 0
-            for layer, token in itertools.product(range(LAYERS), range(block * ranks * len(blocks))):
-                if token in own:
-                    there = memory[layer, blocks[own[token] // block], own[token] % block]
-                    wanted = content(layer, token) if what.start <= token < TOKENS else np.zeros(UNIT, np.uint8)
-                    wrong += not np.array_equal(there, wanted)
-            others = [b for b in range(BLOCKS) if b not in blocks]
-            pipe.send((str(ends[0].outcome), wrong, int(memory[:, others].sum())))
-        pipe.recv()
+
+    def __init__(self, settings: dict[str, Any], at: int, ranks: int, span: int, block: int) -> None:
+        self.memory, self.whole = np.zeros((LAYERS, BLOCKS, block, UNIT), np.uint8), block * ranks
+        self.own = dealt(at % ranks, ranks, span)
+        turns = TokenTurns(at % ranks, ranks, span) if ranks > 1 else None
+        layers = {"latent": list(self.memory)}
+        cache = Cache.of_tensors(layers, "block token unit", encoding="bytes", turns=turns, rank=Rank(0, at))
+        self.agent = Agent(cache, Config.from_mapping(settings), "engine")
+        self.close = self.agent.close
+
+    def descriptor(self) -> RankDescriptor:
+        return self.agent.descriptor
+
+    def held(self, blocks: list[int], tokens: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield layer, token and bytes of what this rank holds."""
+        block = self.memory.shape[2]
+        for layer, token in itertools.product(range(LAYERS), range(tokens)):
+            if token in self.own:
+                yield layer, token, self.memory[layer, blocks[self.own[token] // block], self.own[token] % block]
+
+    def offer(self, blocks: list[int], what: Offer) -> None:
+        for layer, token, held in self.held(blocks, TOKENS):
+            held[:] = content(layer, token)
+        self.agent.offer(what)
+
+    def fetch(self, blocks: list[int], what: Fetch) -> tuple[str, int, int]:
+        self.agent.fetch(what)
+        ends: list[Ended] = []
+        while not ends:
+            ends = [event for event in self.agent.events(WAIT_S) if isinstance(event, Ended)]
+        wrong = 0
+        for layer, token, held in self.held(blocks, self.whole * len(blocks)):
+            wanted = content(layer, token) if what.start <= token < TOKENS else np.zeros(UNIT, np.uint8)
+            wrong += not np.array_equal(held, wanted)
+        others = [b for b in range(BLOCKS) if b not in blocks]
+        return str(ends[0].outcome), wrong, int(self.memory[:, others].sum())
 
 
 class SpawnedEngine:
     """All ranks of an engine, each in a process, and its directory in this one."""
 
-    def __init__(
-        self, settings: dict[str, Any], ranks: int, span: int, block: int, *, replicas: int = 1, filled: bool
-    ) -> None:
-        pairs = [spawn.Pipe() for _ in range(ranks * replicas)]
-        self.pipes = [ours for ours, _ in pairs]
-        self._processes = [
-            spawn.Process(target=rank, args=(theirs, settings, i, ranks, span, block, filled), daemon=True)
-            for i, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self._processes:
-            process.start()
-        found = [self.receive(pipe) for pipe in self.pipes]
-        self.directory = Directory(Config.from_mapping(settings), "engine", epoch=found[0][1])
-        self.directory.publish(tuple(descriptor for descriptor, _ in found))
-        self.blocks = (1 + np.random.default_rng(ranks).permutation(BLOCKS - 1))[
-            : -(-TOKENS // (block * ranks))
-        ].tolist()
+    def __init__(self, settings: dict[str, Any], ranks: int, span: int, block: int, replicas: int = 1) -> None:
+        self.ranks = [Remote("rank", TurnsRank, settings, at, ranks, span, block) for at in range(ranks * replicas)]
+        found = [rank("descriptor") for rank in self.ranks]
+        self.directory = Directory(Config.from_mapping(settings), "engine", epoch=found[0].epoch)
+        self.directory.publish(tuple(found))
+        self.source, order = self.directory.source, np.random.default_rng(ranks).permutation(BLOCKS - 1)
+        self.blocks = (1 + order)[: -(-TOKENS // (block * ranks))].tolist()
 
-    @property
-    def source(self) -> Source:
-        return self.directory.source
-
-    def send(self, what: Any) -> None:
-        for pipe in self.pipes:
-            pipe.send((self.blocks, what))
-
-    @staticmethod
-    def receive(pipe: Connection) -> Any:
-        assert pipe.poll(WAIT_S)
-        return pipe.recv()
+    def all(self, method: str, what: Any) -> list[Any]:
+        """Have all ranks do something at once."""
+        for rank in self.ranks:
+            rank.send(method, self.blocks, what)
+        return [rank.get() for rank in self.ranks]
 
     def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(WAIT_S)
+        for rank in self.ranks:
+            rank.close()
         self.directory.close()
 
 
@@ -112,18 +101,15 @@ class SpawnedEngine:
 def test_every_byte_arrives(p: tuple[int, int, int], d: tuple[int, int, int], start: int) -> None:
     """Between engines of other numbers of ranks that take turns, of other turns and blocks; checked on both sides."""
     settings = {"backend": "tcp", "integrity": "full", "transfer_timeout": WAIT_S, "lease": WAIT_S}
-    one = SpawnedEngine(settings, *p, filled=True)
-    two = SpawnedEngine(settings, *d, filled=False, replicas=1 + (d[0] == 1))
-    try:
-        one.send(Offer(TRANSFER, b"digest", 1, TOKENS, BlockTable.of([one.blocks]), True))
-        assert [one.receive(pipe) for pipe in one.pipes] == [None] * len(one.pipes)
+    with (
+        closing(SpawnedEngine(settings, *p)) as one,
+        closing(SpawnedEngine(settings, *d, replicas=1 + (d[0] == 1))) as two,
+    ):
+        one.all("offer", Offer(TRANSFER, b"digest", 1, TOKENS, BlockTable.of([one.blocks]), True))
         table = BlockTable.of([two.blocks])
-        two.send(Fetch("load", TRANSFER, b"digest", one.source, table, start, TOKENS, own=two.source))
-        for told in [two.receive(pipe) for pipe in two.pipes]:
+        what = Fetch("load", TRANSFER, b"digest", one.source, table, start, TOKENS, own=two.source)
+        for told in two.all("fetch", what):
             assert told == ("delivered", 0, 0), f"bytes differ, or others were written: {told}"
-    finally:
-        one.close()
-        two.close()
 
 
 def test_one_of_several_ranks_does_not_load_alone() -> None:
@@ -134,13 +120,13 @@ def test_one_of_several_ranks_does_not_load_alone() -> None:
         layers = list(np.zeros((LAYERS, BLOCKS, block, UNIT), np.uint8))
         return Cache.of_tensors({"latent": layers}, "block token unit", encoding="bytes", turns=turns)
 
-    with Agent(cache(None, 16), config, "p") as p, Agent(cache(TokenTurns(0, 2, 1), 8), config, "d") as d:
-        with Directory(config, "p", epoch=p.epoch) as directory:
-            directory.publish((p.descriptor,))
-            p.offer(Offer(TRANSFER, b"digest", 1, TOKENS, BlockTable.of([list(range(6))]), True))
-            d.fetch(Fetch("load", TRANSFER, b"digest", directory.source, BlockTable.of([list(range(6))]), 0, TOKENS))
-            ends: list[Ended] = []
-            while not ends:
-                ends = [event for event in d.events(WAIT_S) if isinstance(event, Ended)]
-            failure = ends[0].outcome.failure
-            assert failure is not None and "only some of the tokens" in failure.detail, failure
+    with (
+        AgentEngine(config, caches=[cache(None, 16)]) as p,
+        AgentEngine(config, caches=[cache(TokenTurns(0, 2, 1), 8)]) as d,
+    ):
+        table = BlockTable.of([list(range(6))])
+        p.agents[0].offer(Offer(TRANSFER, b"digest", 1, TOKENS, table, True))
+        d.agents[0].fetch(Fetch("load", TRANSFER, b"digest", p.source, table, 0, TOKENS))
+        (end,) = d.wait(Ended, timeout=WAIT_S)
+        failure = end.outcome.failure
+        assert failure is not None and "only some of the tokens" in failure.detail, failure

@@ -11,13 +11,13 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
 from kvxfer.control.link import LinkStatus
 from kvxfer.geometry import Cache, Group, View
 from kvxfer.identity import TransferId
 from kvxfer.memory import allocate
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing import FakeTransport, Network
+from kvxfer.testing.engine import AgentEngine
 from kvxfer.transport import Batch, Fence
 from kvxfer.values import BlockTable, Fetch, Offer
 
@@ -47,12 +47,9 @@ class Pair:
         config = Config(backend=f"{__name__}:{backend.__name__}", backend_options=options)
         self.spaces = [allocate(BLOCKS * ROW) for _ in "pd"]
         view = View("kv", 0, ("0",), (0,), BLOCKS, ROW, ROW, "bytes")
-        self.p, self.d = (
-            stack.enter_context(Agent(Cache((space.region,), (Group(1),), (view,)), config, name))
-            for space, name in zip(self.spaces, "pd", strict=True)
-        )
-        self.directory = stack.enter_context(Directory(Config(), "p", epoch=self.p.epoch))
-        self.directory.publish((self.p.descriptor,))
+        caches = [Cache((space.region,), (Group(1),), (view,)) for space in self.spaces]
+        self.engine = stack.enter_context(AgentEngine(config, caches=caches[:1]))
+        self.p, self.d = self.engine.agents[0], stack.enter_context(Agent(caches[1], config, "d"))
         self.dice, self.number = random.Random(1), 0
 
     def fetch(self) -> None:
@@ -60,7 +57,7 @@ class Pair:
         name = TransferId("own/1/x", self.number)
         src, dst = (BlockTable.of([self.dice.sample(range(BLOCKS), PART)]) for _ in "pd")
         self.p.offer(Offer(name, b"d", 1, PART, src, True))
-        self.d.fetch(Fetch(str(self.number), name, b"d", self.directory.source, dst, 0, PART))
+        self.d.fetch(Fetch(str(self.number), name, b"d", self.engine.source, dst, 0, PART))
         left: set[type] = {Ended, Released}
         while left:
             for event in self.d.events(1.0):

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
 from kvxfer.geometry import Cache, Group, Region, View
 from kvxfer.testing.fake import FakeTransport
 from tests.data.elastic_pages import second_mapping
 
-__all__ = ["AT_ONCE", "LAYERS", "LAYOUTS", "PLANES", "ROWS_A_PAGE", "TOKENS", "KeepsPages", "Layout", "Side"]
+__all__ = [
+    "AT_ONCE",
+    "BLOCKS",
+    "LAYERS",
+    "LAYOUTS",
+    "PLANES",
+    "ROWS_A_PAGE",
+    "TOKENS",
+    "KeepsPages",
+    "ElasticCache",
+    "Layout",
+]
 
 Layout = Literal["contiguous", "apart"]
 """``contiguous``: one buffer, block by block, in each its layers, in each layer K and then V; a page has two blocks. ``apart``: K and V
@@ -124,56 +131,3 @@ class ElasticCache:
         return [
             (b * by_block + layer * by_layer + plane * by_plane) // self._page for b in blocks for layer, plane in rows
         ]
-
-
-@dataclass
-class Side:
-    """An engine of one rank over an elastic cache."""
-
-    cache: ElasticCache
-    agent: Agent
-    directory: Directory
-    free: list[int] = field(default_factory=lambda: list(range(BLOCKS)))
-
-    @classmethod
-    def start(
-        cls,
-        backend: str,
-        layout: Layout,
-        elastic: bool | None,
-        options: Mapping[str, Any],
-        row: int,
-        dice: random.Random,
-        pages: Callable[..., Any],
-    ) -> Side:
-        """Start one; see ``tests.data.elastic_engine.Setup`` for what it is made of."""
-        config = Config.from_mapping(
-            {
-                "backend": backend,
-                "backend_options": dict(options),
-                "transfer_timeout": 20.0,
-                "peer_timeout": 10.0,
-                "staging_bytes": 1 << 20,
-                "elastic": elastic,
-            }
-        )
-        cache = ElasticCache(layout, row, dice, pages)
-        agent = Agent(cache.cache, config, "elastic")
-        directory = Directory(config, "elastic")
-        directory.publish((agent.descriptor,))
-        return cls(cache, agent, directory)
-
-    def take(self, count: int, dice: random.Random) -> list[int]:
-        blocks = dice.sample(self.free, count)
-        self.free = [b for b in self.free if b not in blocks]
-        self.cache.hold(blocks)
-        return blocks
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        self.cache.free(blocks)
-        self.free += blocks
-
-    def close(self) -> None:
-        self.agent.close()
-        self.directory.close()
-        self.cache.pages.close()

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.config import Config
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, Released, Role
+from kvxfer.testing.engine import AgentEngine
 from kvxfer.testing.remote import Remote
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.data.elastic_cache import AT_ONCE, LAYERS, PLANES, TOKENS, Layout, Side
+from tests.data.elastic_cache import AT_ONCE, BLOCKS, LAYERS, PLANES, TOKENS, ElasticCache, Layout
 from tests.data.elastic_pages import ElasticPages
 
 __all__ = ["ElasticEngine", "Setup", "Two", "two_here"]
@@ -41,20 +43,24 @@ class Setup:
     pages: Callable[..., Any] = ElasticPages
 
 
-class ElasticEngine:
+class ElasticEngine(AgentEngine):
     """One of the two. Its methods are called in turn; both engines know by a request's number what its bytes are."""
 
     def __init__(self, role: Role, setup: Setup) -> None:
         self._dice, self._row = random.Random(f"{role} {setup.backend} {setup.layout}"), setup.row
-        self._side = Side.start(
-            setup.backend, setup.layout, setup.elastic, setup.options, setup.row, self._dice, setup.pages
+        self._cache = ElasticCache(setup.layout, setup.row, self._dice, setup.pages)
+        config = Config(
+            backend=setup.backend,
+            backend_options=dict(setup.options),
+            transfer_timeout=20.0,
+            peer_timeout=10.0,
+            staging_bytes=1 << 20,
+            elastic=setup.elastic,
         )
+        super().__init__(config, caches=[self._cache.cache])
+        self._free = list(range(BLOCKS))
         self._held: dict[int, list[int]] = {}
         self._ends: Counter[str] = Counter()
-
-    def source(self) -> Source:
-        """Return where it is found."""
-        return self._side.directory.source
 
     def step(self, begin: Mapping[int, int], over: Sequence[int], source: Source | None) -> list[int]:
         """Do one of the steps that an engine makes all the time.
@@ -68,18 +74,22 @@ class ElasticEngine:
             Requests that it has let go of.
         """
         for number in over:
-            self._side.give_back(self._held.pop(number))
+            blocks = self._held.pop(number)
+            self._cache.free(blocks)
+            self._free += blocks
         for number, count in begin.items():
-            blocks = self._held[number] = self._side.take(count, self._dice)
+            blocks = self._held[number] = self._dice.sample(self._free, count)
+            self._free = [b for b in self._free if b not in blocks]
+            self._cache.hold(blocks)
             transfer, tokens, table = TransferId("own/1/elastic", number), count * TOKENS, BlockTable.of([blocks])
             if source is None:
-                self._side.cache.write(blocks, self._bytes(number, count))
-                self._side.agent.offer(Offer(transfer, b"d", 1, tokens, table, True))
+                self._cache.write(blocks, self._bytes(number, count))
+                self.agents[0].offer(Offer(transfer, b"d", 1, tokens, table, True))
             else:
-                self._side.agent.fetch(Fetch(str(number), transfer, b"d", source, table, 0, tokens))
-        self._side.cache.stir()
+                self.agents[0].fetch(Fetch(str(number), transfer, b"d", source, table, 0, tokens))
+        self._cache.stir()
         released = []
-        for event in self._side.agent.events(0.0005):
+        for event in self.agents[0].events(0.0005):
             match event:
                 case Ended(outcome=outcome):
                     assert outcome.delivered, outcome
@@ -91,20 +101,21 @@ class ElasticEngine:
 
     def ends(self) -> Counter[str]:
         """Return how many requests brought ``right`` bytes, and how many ``wrong`` ones; check that none came where no memory was."""
-        assert not any(self._side.cache.pages.zero()), "somebody has written where no memory was"
+        assert not any(self._cache.pages.zero()), "somebody has written where no memory was"
         return self._ends
 
     def staged(self) -> tuple[bool, bool]:
         """Return whether anything went straight, and whether anything went staged."""
-        stats = self._side.agent.stats()
+        stats = self.agents[0].stats()
         return bool(stats.direct), bool(stats.staged)
 
     def backends(self) -> set[str]:
         """Return those of its links."""
-        return {link.backend for link in self._side.agent.links()}
+        return {link.backend for link in self.agents[0].links()}
 
     def close(self) -> None:
-        self._side.close()
+        super().close()
+        self._cache.pages.close()
 
     def _bytes(self, number: int, count: int) -> np.ndarray:
         shape = (count, len(LAYERS), len(PLANES), self._row)
@@ -112,7 +123,7 @@ class ElasticEngine:
 
     def _is_right(self, number: int) -> bool:
         blocks = self._held[number]
-        return np.array_equal(self._side.cache.read(blocks), self._bytes(number, len(blocks)))
+        return np.array_equal(self._cache.read(blocks), self._bytes(number, len(blocks)))
 
 
 class Here:
@@ -126,7 +137,8 @@ class Here:
         pass
 
     def send(self, method: str, *args: Any) -> None:
-        self._answers.append(getattr(self._engine, method)(*args))
+        found = getattr(self._engine, method)
+        self._answers.append(found(*args) if callable(found) else found)
 
     def get(self) -> Any:
         return self._answers.popleft()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -12,15 +11,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
 from kvxfer.errors import TransportError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.memory import Checksum
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.protocol import parts
-from kvxfer.protocol.values import Ended, Event, Released
+from kvxfer.protocol.values import Ended, Released
+from kvxfer.testing.engine import AgentEngine
 from kvxfer.testing.fake import FakeTransport, Network
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.control.conftest import fetch, offered
@@ -277,30 +275,15 @@ def ends(case: Case, options: dict[str, object]) -> dict[object, Ended]:
     config = Config.from_mapping(
         {"backend": FAKE, "backend_options": options, "integrity": "full", "staging_bytes": 1 << 20}
     )
-    with ExitStack() as stack:
-        engines: list[tuple[dict[object, Agent], Directory]] = []
-        for name, side in (("p", case.producer), ("d", case.consumer)):
-            agents = {rank: Agent(store.cache, config, name) for rank, store in side.stores.items()}
-            for agent in agents.values():
-                stack.callback(agent.close)
-            directory = Directory(Config(), name, epoch=next(iter(agents.values())).epoch)
-            stack.callback(directory.close)
-            directory.publish(tuple(a.descriptor for a in agents.values()))
-            engines.append((agents, directory))
-        (producers, source), (consumers, own) = engines
-        for agent in producers.values():
+    sides = (case.producer, case.consumer)
+    caches = [[store.cache for store in side.stores.values()] for side in sides]
+    with AgentEngine(config, caches=caches[0]) as p, AgentEngine(config, caches=caches[1]) as d:
+        for agent in p.agents:
             agent.offer(Offer(T, b"d", 1, case.tokens, BlockTable.of(case.producer.tables), True))
-        for agent in consumers.values():
+        for agent in d.agents:
             blocks = BlockTable.of(case.consumer.tables)
-            agent.fetch(Fetch("it", T, b"d", source.source, blocks, case.start, case.tokens, own.source))
-        found: dict[object, list[Event]] = {rank: [] for rank in consumers}
-        until = time.monotonic() + 30.0
-        while any(len(events) < 2 for events in found.values()):
-            assert time.monotonic() < until, found
-            for rank, agent in consumers.items():
-                found[rank] += agent.events()
-            time.sleep(0.002)
-        return {rank: next(e for e in events if isinstance(e, Ended)) for rank, events in found.items()}
+            agent.fetch(Fetch("it", T, b"d", p.source, blocks, case.start, case.tokens, d.source))
+        return {rank: d.over("it", 30.0, at) for at, rank in enumerate(case.consumer.stores)}
 
 
 def fillable(case: Case) -> bool:

@@ -11,7 +11,6 @@ from kvxfer.protocol import pace, parts, routes
 from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.values import Released
 from kvxfer.values import BlockTable, Fetch
-from tests.control import caches
 from tests.control.conftest import SeededEngine, offered
 
 BLOCKS, PART_S, TRIES = 64, 0.2, 20
@@ -31,14 +30,13 @@ def test_the_pace_of_a_throttled_link_is_learnt_within_a_tenth(
 
     monkeypatch.setattr(pace, "MIN_BYTES", 1)
     monkeypatch.setattr(routes, "LinkPace", known)
-    monkeypatch.setattr(caches, "UNIT", unit)
-    nbytes = BLOCKS * len(caches.LAYERS) * caches.HEADS * caches.TOKENS * unit
+    nbytes = BLOCKS * 3 * 4 * 4 * unit
     capacity = nbytes / PART_S
     monkeypatch.setattr(
         parts, "HOST_BYTES", nbytes // 16
     )  # so that what is together takes turns, and none of it is ever alone
     slow = {"backend": "kvxfer.testing.faults:Faulty", "inner": inner, "bytes_per_s": capacity}
-    config = {"blocks": together * BLOCKS, "transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 10.0}
+    config = {"blocks": together * BLOCKS, "transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 10.0, "unit": unit}
     p, d = engine(dict(slow), seed=1, **config), engine(dict(slow), **config)
     tables = [[*range(i * BLOCKS, (i + 1) * BLOCKS)] for i in range(together)]
     learnt = 0.0

@@ -12,7 +12,6 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol import parts
 from kvxfer.protocol.values import Ended, Progress
 from kvxfer.values import BlockTable, Fetch
-from tests.control import caches
 from tests.control.conftest import SeededEngine, fetch, offered
 
 LONG, SHORT, WARM = (TransferId(f"own/1/{name}", 0) for name in ("long", "short", "warm"))
@@ -26,12 +25,17 @@ def test_a_short_load_waits_for_the_parts_under_way(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, unit: int, moved: str
 ) -> None:
     """Over a link that takes its time for each part, as a slow one does for each 32 MiB."""
-    monkeypatch.setattr(caches, "UNIT", unit)
-    block = len(caches.LAYERS) * caches.HEADS * caches.TOKENS * unit
+    block = 3 * 4 * 4 * unit
     most = 16 * block
     monkeypatch.setattr(parts, "HOST_BYTES", most)
     slow = {"backend": "kvxfer.testing.faults:Faulty", "inner": "zmq", "bytes_per_s": most / PART_S}
-    config = {"blocks": 16 * PARTS + 2, "staging_bytes": SLOTS * 4096, "transfer_timeout": 20.0, "lease": 20.0}
+    config = {
+        "unit": unit,
+        "blocks": 16 * PARTS + 2,
+        "staging_bytes": SLOTS * 4096,
+        "transfer_timeout": 20.0,
+        "lease": 20.0,
+    }
     p, d = engine(dict(slow), seed=1, **config), engine(dict(slow), **config)
     long, short = [*range(16 * PARTS)], [16 * PARTS]
     for transfer, blocks in ((WARM, [16 * PARTS + 1]), (LONG, long), (SHORT, short)):

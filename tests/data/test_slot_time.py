@@ -20,10 +20,11 @@ from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
+from kvxfer.testing.engine import PagedMemory
 from kvxfer.testing.fake import FakeTransport, Network
 from kvxfer.testing.network import LinkEnd
 from kvxfer.values import BlockTable
-from tests.control.conftest import SeededEngine, fetch, make_cache, offered, until
+from tests.control.conftest import SeededEngine, fetch, offered, until
 from tests.control.stranger import Stranger
 from tests.control.test_strangers import hello
 
@@ -42,7 +43,7 @@ class Greedy(Stranger):
 
     def __init__(self, p: SeededEngine, other: FakeTransport, i: int) -> None:
         super().__init__(p.agents[0].descriptor.address, 20.0)
-        cache = make_cache(np.zeros(1 << 20, np.uint8), 1, 0, 400)
+        cache = PagedMemory(blocks=400).caches[0]
         share = ShardAssignment(0, 0, cache.views[0].layers, 0, 4)
         self.say(hello(p, endpoint=other.endpoint(), epoch=i + 1, cache=cache, assignments=(share,)))
         assert isinstance(self.answer(), m.Welcome)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
 from kvxfer.config import SLOTS
-from tests.control.node import Node, name
+from tests.control.node import Node, name, nodes
 from tests.control.test_processes import usable
 
 STAGED = {"staging_bytes": SLOTS * 4096, "peer_timeout": 20.0, "transfer_timeout": 40.0, "lease": 60.0, "blocks": 400}
@@ -28,26 +27,19 @@ CASES = [
 
 
 @pytest.fixture
-def nodes() -> Iterator[Callable[..., Node]]:
+def make() -> Iterator[Callable[..., Node]]:
     """Makes nodes; ends them all."""
-    made: list[Node] = []
-
-    def make(backend: str, **config: Any) -> Node:
-        made.append(Node(backend, **config))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.end()
+    with nodes() as made:
+        yield made
 
 
 @pytest.mark.parametrize(("backend", "stopped"), CASES)
 def test_consumers_that_have_stopped_do_not_keep_staged_bytes_from_others(
-    nodes: Callable[..., Node], backend: str, stopped: int
+    make: Callable[..., Node], backend: str, stopped: int
 ) -> None:
     """Each has been sent all that it could be. Only where so many have that no slot is left do others wait for a moment."""
-    p = nodes(backend, seed=1, **STAGED)
-    idle, busy = [nodes(backend, **STAGED) for _ in range(stopped)], nodes(backend, **STAGED)
+    p = make(backend, seed=1, **STAGED)
+    idle, busy = [make(backend, **STAGED) for _ in range(stopped)], make(backend, **STAGED)
     p.offer(name("warm"), [0], 4, 1, True)
     busy.fetch(name("warm"), p.source, [0], 4)
     assert busy.settled(name("warm")).outcome.delivered

@@ -14,11 +14,8 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
 from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.errors import PeerError
 from kvxfer.geometry import ShardAssignment
@@ -26,9 +23,9 @@ from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Released
 from kvxfer.security import OPEN
+from kvxfer.testing.engine import AgentEngine, PagedMemory
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.control.conftest import make_cache
 from tests.control.stranger import Stranger
 from tests.fuzz.frames import T
 
@@ -66,11 +63,9 @@ class Rig:
                 "staging_bytes": 1 << 16,
             }
         )
-        self.memory = np.random.default_rng(1).integers(1, 255, 1 << 16, np.uint8)
-        self.cache = make_cache(self.memory, 1, 0, 16)
-        self.agent = Agent(self.cache, config, "fuzzed")
-        self.directory = Directory(Config(), "fuzzed", epoch=self.agent.epoch)
-        self.directory.publish((self.agent.descriptor,))
+        self.engine = AgentEngine(config, PagedMemory(seed=1), name="fuzzed")
+        (self.agent,), (self.cache,) = self.engine.agents, self.engine.memory.caches
+        self.directory = self.engine.directory
         self.names, self.fetching = 0, False
         # Somebody whom the agent fetches from, a directory and a rank of our own; and all of ours that speak to it.
         self.rogue, self.rogue_directory, self.ours = (ControlSockets(OPEN) for _ in range(3))
@@ -190,8 +185,7 @@ class Rig:
     def close(self) -> None:
         for sockets in (self.ours, self.rogue, self.rogue_directory):
             sockets.close()
-        self.agent.close()
-        self.directory.close()
+        self.engine.close()
         logging.getLogger("kvxfer").removeHandler(self.unhandled)
         logging.getLogger("kvxfer").setLevel(self.level)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended
+from kvxfer.testing.engine import AgentEngine
 from kvxfer.values import BlockTable, Fetch, Offer
 from tests.conftest import require
 from tests.geometry.engines import Case
@@ -54,19 +51,11 @@ def convert(backend: str, staged: int, devices: tuple[str, str], src: str, dst: 
     expected, _ = case.expect(consumer)
     source, sink = (OnDevice(store, device) for store, device in zip((producer, consumer), devices, strict=True))
     config = Config.from_mapping({"backend": backend, "transfer_timeout": 60.0})
-    p, d = (Agent(held.cache, config, name) for held, name in ((source, "p"), (sink, "d")))
-    directory = Directory(Config(), "p", epoch=p.epoch)
-    try:
-        directory.publish((p.descriptor,))
-        p.offer(Offer(T, b"d", 1, TOKENS, BlockTable.of(case.producer.tables), True))
-        d.fetch(Fetch("r", T, b"d", directory.source, BlockTable.of(case.consumer.tables), START, TOKENS))
-        until, ends = time.monotonic() + 70.0, []
-        while not ends and time.monotonic() < until:
-            ends = [e for e in d.events() if isinstance(e, Ended)]
-            time.sleep(0.001)
-        assert ends and ends[0].outcome.delivered, ends
-        assert (d.stats().direct, d.stats().staged) == (1 - staged, staged)
+    with AgentEngine(config, caches=[source.cache]) as p, AgentEngine(config, caches=[sink.cache]) as d:
+        p.agents[0].offer(Offer(T, b"d", 1, TOKENS, BlockTable.of(case.producer.tables), True))
+        d.agents[0].fetch(Fetch("r", T, b"d", p.source, BlockTable.of(case.consumer.tables), START, TOKENS))
+        (end,) = d.wait(Ended, timeout=70.0)
+        assert end.outcome.delivered, end
+        stats = d.agents[0].stats()
+        assert (stats.direct, stats.staged) == (1 - staged, staged)
         assert np.array_equal(sink.bytes(), expected)
-    finally:
-        for closing in (d, p, directory):
-            closing.close()

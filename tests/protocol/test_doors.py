@@ -18,14 +18,15 @@ from kvxfer.protocol import serves
 from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.values import Action, Emit, Ended, Failure, LinkInfo, Outcome, Released, Send
+from kvxfer.testing.engine import PagedMemory
 from kvxfer.values import BlockTable, Offer
-from tests.control.conftest import SeededEngine, fetch, make_cache, offered
+from tests.control.conftest import SeededEngine, fetch, offered
 
 CUT = Failure(FailureKind.PEER_LOST, "cut")
 T = TransferId("own/1/door", 0)
 LEASE, LONGEST = 60.0, 30.0
 MONTH = 30 * 86400.0
-CACHES = [make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2)]
+CACHES = [PagedMemory().caches[0] for _ in range(2)]
 PLANNER = Planner(CACHES[0], CACHES[1], (ShardAssignment(0, 0, CACHES[0].views[0].layers, 0, 4),))
 RIGHT, WRONG = b"right", b"wrong"
 TABLE = BlockTable.of([[1]])

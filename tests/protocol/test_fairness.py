@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvxfer.failures import FailureKind
@@ -12,8 +11,8 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol import parts
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.values import Abort, Action, LinkInfo, Mode, Move, Moved, Send
+from kvxfer.testing.engine import PagedMemory
 from kvxfer.values import BlockTable, Offer
-from tests.control.conftest import make_cache
 
 LONG, SHORT = TransferId("own/1/long", 0), TransferId("own/1/short", 0)
 DIGEST = b"digest"
@@ -25,7 +24,7 @@ class Producer:
     """A machine with one link, and what it asked for: moves that have not ended, and announcements."""
 
     def __init__(self, mode: Mode) -> None:
-        caches = [make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 64) for _ in range(2)]
+        caches = [PagedMemory(blocks=64).caches[0] for _ in range(2)]
         planner = Planner(caches[0], caches[1], (ShardAssignment(0, 0, caches[0].views[0].layers, 0, 4),))
         self.machine = ProducerMachine(60.0, 60.0)
         self.machine.link_up(LINK, LinkInfo(mode, planner, peer=1), 0.0)

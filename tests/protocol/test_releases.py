@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvxfer.failures import Failure, FailureKind
@@ -11,11 +10,11 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.values import Abort, Action, Emit, LinkInfo, Move, Moved, Released
+from kvxfer.testing.engine import PagedMemory
 from kvxfer.values import BlockTable, Offer
-from tests.control.conftest import make_cache
 
 T = TransferId("own/1/again", 0)
-CACHES = [make_cache(np.zeros(1 << 16, np.uint8), 1, 0, 16) for _ in range(2)]
+CACHES = [PagedMemory().caches[0] for _ in range(2)]
 PLANNER = Planner(CACHES[0], CACHES[1], (ShardAssignment(0, 0, CACHES[0].views[0].layers, 0, 4),))
 GONE = Failure(FailureKind.WITHDRAWN, "aborted")
 LEASE = 5.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer import Agent, BlockTable, Config, Directory, Ended, Fetch, Offer, Rank, TransferId
+from kvxfer import BlockTable, Ended, Fetch, Offer, Rank, TransferId
+from kvxfer.testing.engine import AgentEngine
 from kvxfer_sglang.cache import heads_of, pool_cache
 from tests.sglang.test_units import LAYERS, PAGE, PAGES, UNIT, buffers
 
@@ -17,7 +16,6 @@ ROWS, KERNEL, DIGEST = 6, 4, b"digest"
 PARTS = [8, 8, 32]
 """Channels of queries, keys and values in a convolution."""
 HERE, THERE = 5, 2
-FAKE = Config(backend="kvxfer.testing.fake:FakeTransport", transfer_timeout=20.0)
 
 
 def whole(kimi: bool) -> list[np.ndarray]:
@@ -34,7 +32,7 @@ def share(kimi: bool, rank: int, ranks: int) -> list[np.ndarray]:
     return [np.concatenate(own, axis=1 if kimi else 0), np.split(temporal, ranks)[rank], everywhere]
 
 
-class RecurrentEngine:
+class RecurrentEngine(AgentEngine):
     """An agent for each rank, over two recurrent layers and an attention layer's pages."""
 
     def __init__(self, kimi: bool, ranks: int) -> None:
@@ -46,9 +44,7 @@ class RecurrentEngine:
         self.pages = [
             [np.zeros((PAGES, PAGE * 4 // ranks * UNIT), np.uint8) for _ in range(2 * LAYERS)] for _ in self.states
         ]
-        self.agents = [Agent(self.cache(kimi, rank, ranks), FAKE, "e") for rank in range(ranks)]
-        self.directory = Directory(FAKE, "e")
-        self.directory.publish(tuple(agent.descriptor for agent in self.agents))
+        super().__init__(caches=[self.cache(kimi, rank, ranks) for rank in range(ranks)])
 
     def cache(self, kimi: bool, rank: int, ranks: int) -> Any:
         found, heads = self.tensors[rank], heads_of(rank, ranks, 4)
@@ -71,19 +67,11 @@ class RecurrentEngine:
         """What each tensor is to hold."""
         return [item for items in zip(*self.states[rank], strict=True) for item in items]
 
-    def close(self) -> None:
-        for agent in self.agents:
-            agent.close()
-        self.directory.close()
-
 
 @pytest.mark.parametrize("kimi", [False, True], ids=["gated delta net", "Kimi's order"])
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1), (4, 2), (2, 2)])
 def test_each_channel_goes_to_the_rank_that_has_it(kimi: bool, producers: int, consumers: int) -> None:
-    with (
-        contextlib.closing(RecurrentEngine(kimi, producers)) as p,
-        contextlib.closing(RecurrentEngine(kimi, consumers)) as d,
-    ):
+    with RecurrentEngine(kimi, producers) as p, RecurrentEngine(kimi, consumers) as d:
         transfer = TransferId.mint(p.directory.epoch, "r")
         for rank, agent in enumerate(p.agents):
             for tensor, item in zip(p.tensors[rank], p.items(rank), strict=True):
@@ -91,12 +79,10 @@ def test_each_channel_goes_to_the_rank_that_has_it(kimi: bool, producers: int, c
             agent.offer(Offer(transfer, DIGEST, 1, PAGE, BlockTable.of([[1], [HERE]]), True))
         for agent in d.agents:
             table = BlockTable.of([[3], [THERE]])
-            agent.fetch(Fetch("r", transfer, DIGEST, p.directory.source, table, 0, PAGE, d.directory.source))
-        for rank, agent in enumerate(d.agents):
-            until = time.monotonic() + 20
-            while not (ends := [event for event in agent.events(0.1) if isinstance(event, Ended)]):
-                assert time.monotonic() < until
-            assert ends[0].outcome.delivered, ends[0].outcome
+            agent.fetch(Fetch("r", transfer, DIGEST, p.source, table, 0, PAGE, d.source))
+        for rank in range(consumers):
+            (end,) = d.wait(Ended, rank, timeout=20.0)
+            assert end.outcome.delivered, end.outcome
             for tensor, item in zip(d.tensors[rank], d.items(rank), strict=True):
                 assert np.array_equal(tensor[THERE], item)
                 assert not tensor[:THERE].any() and not tensor[THERE + 1 :].any()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
+from kvxfer.geometry import Cache
 from kvxfer.identity import Handle, Source
 from kvxfer.protocol.values import Ended, Event, Released
-from kvxfer.testing.engine.defaults import config_of, until
+from kvxfer.testing.engine.defaults import config_of
 from kvxfer.testing.engine.memory import PagedMemory
 
 __all__ = ["AgentEngine"]
@@ -25,6 +26,7 @@ class AgentEngine:
         memory: As for ``PagedEngine``.
         name: Name of the engine.
         facts: What all its KV depends on.
+        caches: The cache of each rank, if other code has their memory; ``()``: those of ``memory``.
 
     Attributes:
         agents: The agents, by rank.
@@ -39,9 +41,10 @@ class AgentEngine:
         *,
         name: str = "engine",
         facts: Mapping[str, str] | None = None,
+        caches: Sequence[Cache] = (),
     ) -> None:
         self.config, self.memory = config_of(config), memory or PagedMemory()
-        self.agents = [Agent(cache, self.config, name, facts) for cache in self.memory.caches]
+        self.agents = [Agent(cache, self.config, name, facts) for cache in caches or self.memory.caches]
         self.directory = Directory(self.config, name, facts, epoch=self.agents[0].epoch)
         self.directory.publish(tuple(agent.descriptor for agent in self.agents))
         self.seen: dict[int, list[Event]] = {}
@@ -56,24 +59,26 @@ class AgentEngine:
         self.seen.setdefault(rank, []).extend(self.agents[rank].events())
         return self.seen[rank]
 
-    def wait(self, sort: type, rank: int = 0, count: int = 1, timeout: float = 30.0) -> list[Any]:
-        """Return the events of a sort, once there are ``count`` of them.
+    def wait(self, sort: type, rank: int = 0, count: int = 1, timeout: float = 30.0, **fields: Any) -> list[Any]:
+        """Return the events of a sort that have these fields, once there are ``count`` of them.
 
         Raises:
             AssertionError: They do not come in time.
         """
         end = time.monotonic() + timeout
         while time.monotonic() < end:
-            found = [e for e in self.events(rank) if isinstance(e, sort)]
+            of_sort = [e for e in self.events(rank) if isinstance(e, sort)]
+            found = [e for e in of_sort if all(getattr(e, name) == value for name, value in fields.items())]
             if len(found) >= count:
                 return found
             time.sleep(0.002)
-        raise AssertionError(f"{count} x {sort.__name__} did not come within {timeout} s: {self.events(rank)}")
+        raise AssertionError(f"{count} x {sort.__name__} {fields} did not come within {timeout} s: {self.events(rank)}")
 
-    def over(self, handle: Handle, timeout: float = 30.0) -> Ended:
-        """Return how a fetch has ended, once its blocks can be filled again."""
-        until(lambda: any(isinstance(e, Released) and e.handle == handle for e in self.events()), timeout)
-        (end,) = (e for e in self.events() if isinstance(e, Ended) and e.handle == handle)
+    def over(self, handle: Handle, timeout: float = 30.0, rank: int = 0) -> Ended:
+        """Return how a fetch or an offer has ended, once its blocks can be filled again. An offer's handle is its transfer's name."""
+        self.wait(Released, rank, timeout=timeout, handle=handle)
+        (end,) = self.wait(Ended, rank, handle=handle)
+        assert isinstance(end, Ended)
         return end
 
     def close(self) -> None:
@@ -81,3 +86,9 @@ class AgentEngine:
         for agent in self.agents:
             agent.close()
         self.directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
