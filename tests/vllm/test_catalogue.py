@@ -29,7 +29,6 @@ from vllm.v1.kv_cache_interface import (
 from kvxfer.errors import ConfigError
 from kvxfer.values import Group
 from kvxfer_vllm.pages import CATALOGUE, WRITERS, form_of, group_pages, writer_of
-from kvxfer_vllm.pages.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 ABSTRACT = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
@@ -74,14 +73,14 @@ def test_back_ends_are_where_the_catalogue_says() -> None:
         assert name in made, path
 
 
-def test_entries_name_tests_that_are_there() -> None:
-    for shown in {e.shown for e in CATALOGUE.values()} | {f.by for f in FAMILIES}:
+def test_entries_name_tests_that_are_there(page: Any) -> None:
+    for shown in {e.shown for e in CATALOGUE.values()} | {f.by for f in page.FAMILIES}:
         assert (ROOT / shown).is_file(), shown
 
 
-def test_families_are_of_models_that_vllm_knows() -> None:
+def test_families_are_of_models_that_vllm_knows(page: Any) -> None:
     known = set(ModelRegistry.get_supported_archs()) | LATER
-    for family in FAMILIES:
+    for family in page.FAMILIES:
         assert set(family.architectures) <= known, family.name
         assert {spec for _, spec in family.groups} <= set(CATALOGUE), family.name
 
