@@ -79,7 +79,7 @@ _E2E_PAIR, _E2E_GROUPS = "tests/e2e/test_pair.py", "tests/e2e/test_groups.py"
 _E2E_STATES = "tests/e2e/test_states.py"
 _SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
 _STATES, _RINGS = "tests/vllm/test_states.py", "tests/vllm/test_rings.py"
-_WEIGHTS = "tests/vllm/test_state_weights.py"
+_WEIGHTS, _FAMILIES = "tests/vllm/test_state_weights.py", "tests/vllm/test_families.py"
 _HEADS = "the number of KV heads differs by layer"
 _EQUAL_KERNELS = "block sizes and sorts of device must be equal"
 _WHOLE = "pages of unknown content: tensor-parallel sizes and block sizes must be equal"
@@ -115,7 +115,12 @@ FAMILIES = (
     Family("Gemma 3", ("Gemma3ForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER),
     Family("Gemma 3n", ("Gemma3nForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER, "layers that share a cache"),
     Family(
-        "Gemma 4", ("Gemma4ForCausalLM",), (_FULL, _WINDOW), "planner", _PAGES, f"{_HEADS}; layers that share a cache"
+        "Gemma 4",
+        ("Gemma4ForCausalLM",),
+        (_FULL, _WINDOW),
+        "scheduler",
+        _FAMILIES,
+        f"{_HEADS}; layers that share a cache",
     ),
     Family("gpt-oss", ("GptOssForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER),
     Family(
@@ -125,42 +130,42 @@ FAMILIES = (
         "Step 3.5",
         ("Step3p5ForCausalLM",),
         (_FULL, _WINDOW),
-        "planner",
-        _PAGES,
+        "scheduler",
+        _FAMILIES,
         f"{_HEADS}; if its configuration leaves it open, {_NO_CUT}",
     ),
     Family(
         "Inkling",
         ("InklingForCausalLM",),
         (_FULL, _WINDOW, ("short convolutions", "SlidingWindowSpec")),
-        "planner",
-        _PAGES,
+        "scheduler",
+        _FAMILIES,
         f"{_HEADS}; convolutions have {_WHOLE}",
     ),
-    Family("Nemotron NAS", ("DeciLMForCausalLM",), (_FULL,), "planner", _PAGES, _HEADS),
+    Family("Nemotron NAS", ("DeciLMForCausalLM",), (_FULL,), "scheduler", _FAMILIES, _HEADS),
     Family("Llama 4", ("Llama4ForCausalLM",), (_FULL, _CHUNK), "scheduler", "tests/vllm/test_prompts.py"),
     Family("DeepSeek V2", ("DeepseekV2ForCausalLM",), (_LATENT,), "end to end", _E2E_GROUPS),
     Family(
         "DeepSeek V3 and R1, Kimi K2, Mistral Large 3, GLM 4.7 Flash",
         ("DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM", "Glm4MoeLiteForCausalLM"),
         (_LATENT,),
-        "planner",
-        _PAGES,
+        "scheduler",
+        _FAMILIES,
     ),
     Family(
         "DeepSeek V3.2, GLM 5, Hunyuan 4",
         ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"),
         (_LATENT, _INDEXER),
-        "planner",
-        _PAGES,
+        "scheduler",
+        _FAMILIES,
         "for an indexer's pages, sorts of device must be equal; on ROCm they are moved whole, and block sizes must be equal, too",
     ),
     Family(
         "DeepSeek V4",
         ("DeepseekV4ForCausalLM",),
         (("compressed MLA", "MLAAttentionSpec"), _INDEXER, ("window of MLA, compressors", "SlidingWindowMLASpec")),
-        "planner",
-        _PAGES,
+        "scheduler",
+        _FAMILIES,
         f"pages are moved whole: {_EQUAL_KERNELS}, and before vLLM 0.31 also tensor-parallel sizes",
     ),
     Family(
@@ -185,8 +190,8 @@ FAMILIES = (
         "MiniMax M3",
         ("MiniMaxM3SparseForCausalLM",),
         (("sparse attention", "FullAttentionSpec"), _INDEXER),
-        "planner",
-        _PAGES,
+        "scheduler",
+        _FAMILIES,
         _WHOLE,
     ),
     Family(

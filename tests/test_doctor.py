@@ -378,7 +378,7 @@ def test_a_slow_link_is_measured_in_bounded_time(mbit: int, tmp_path: Path) -> N
     begun = time.monotonic()
     done = on_slow_link(SLOW, mbit, tmp_path)
     found = json.loads(done)
-    assert "failure" not in found and time.monotonic() - begun < 60.0
+    assert "failure" not in found and time.monotonic() - begun < 100.0
     for way in ("from_peer", "to_peer"):
         assert mbit / 3 < found["measured"][way]["GB_per_s"] * 8e3 < 1.5 * mbit, found["measured"]
 

@@ -35,7 +35,7 @@ ROWS = {
 }
 ROWS = {name.strip("| "): cells for name, cells in ROWS.items() if "`" in PAGE and name.strip("| ") != "incident"}
 TOKENS = 16
-TIMES = {"peer_timeout": 1.0, "transfer_timeout": 3.0, "start_timeout": 2.0, "lease": 20.0}
+TIMES = {"peer_timeout": 3.0, "transfer_timeout": 3.0, "start_timeout": 4.0, "lease": 60.0}
 
 
 class Play:
@@ -131,7 +131,7 @@ def test_a_link_that_moves_some_and_not_all(play: Play) -> None:
     sound = {**slow, "backend_options": {"inner": "kvxfer.testing.fake:FakeTransport"}}
     p, d = play.engine(**sound), play.engine(**slow)
     said = play.load(d, p.offer("q", TOKENS))
-    assert "timed_out" in said and re.search(r"of [\d.]+ k?B had come (after|in) 3\.\d s", said)
+    assert "timed_out" in said and re.search(r"of [\d.]+ k?B had come (after|in) [3-9]\.\d s", said)
     assert play.counted() == {"timed_out/127.0.0.1"}
     code, text = play.why(d)
     assert code == 1 and "had come" in text
@@ -149,10 +149,10 @@ def test_a_slow_link_says_how_far_it_got_whoever_moves_the_bytes(play: Play, way
     said = play.load(d, p.offer("q", TOKENS))
     if verb == "sendrecv":  # the receiving side of this back end does not tell
         assert re.search(
-            r"timed_out.*; 0 of [\d.]+ k?B had come after 3\.\d s; the link is slow, or stands still", said
+            r"timed_out.*; 0 of [\d.]+ k?B had come after [3-9]\.\d s; the link is slow, or stands still", said
         ), said
         return
-    assert re.search(r"timed_out.*; [\d.]+ B of [\d.]+ k?B.* had come in [23]\.\d s, [\d.]+ B/s", said), said
+    assert re.search(r"timed_out.*; [\d.]+ B of [\d.]+ k?B.* had come in [2-9]\.\d s, [\d.]+ B/s", said), said
     assert "at that rate it takes" in said
     assert play.counted() == {"timed_out/127.0.0.1"}
     code, text = play.why(d)
@@ -256,7 +256,7 @@ def test_a_link_of_two_megabits_says_so(tmp_path: Path) -> None:
     done = on_slow_link(SLOW, 2, tmp_path)
     failure, came, code, story = json.loads(done.splitlines()[-1])
     assert ROWS["slow link"][0] in failure and re.search(
-        r"; [\d.]+ [kM]B of [\d.]+ MB had come in 4\.\d s, [\d.]+ kB/s", failure
+        r"; [\d.]+ [kM]B of [\d.]+ MB had come in [4-9]\.\d s, [\d.]+ kB/s", failure
     )
     assert came > 100_000, "the metric of bytes that came in vain has them"
     rate = float(re.search(r", ([\d.]+) kB/s", failure)[1])  # type: ignore[index]
@@ -277,5 +277,5 @@ def test_a_slow_link_says_so_whatever_moves_the_bytes(backend: str, mtu: int, tm
     done = on_slow_link(SLOW.replace(*changed), 40, tmp_path, mtu)
     failure, came, code, story = json.loads(done.splitlines()[-1])
     assert came > 8 << 20, failure
-    assert 2 < float(re.search(r"had come in 6\.\d s, ([\d.]+) MB/s", failure)[1]) < 6, failure  # type: ignore[index]
+    assert 2 < float(re.search(r"had come in [6-9]\.\d s, ([\d.]+) MB/s", failure)[1]) < 6, failure  # type: ignore[index]
     assert code == 1 and "at that rate it takes" in story and "'transfer_timeout'" in story

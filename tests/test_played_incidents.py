@@ -21,7 +21,7 @@ from tests.networks import Host, hosts
 from tests.playing import Played, playing
 from tests.test_incidents import ROWS
 
-BASE = {"backend": "tcp", "peer_timeout": 3.0, "transfer_timeout": 6.0, "start_timeout": 4.0, "lease": 60}
+BASE = {"backend": "tcp", "peer_timeout": 3.0, "transfer_timeout": 20.0, "start_timeout": 6.0, "lease": 60}
 
 
 class Scene:

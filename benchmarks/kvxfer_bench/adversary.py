@@ -254,7 +254,7 @@ def measure_adversary(
         key = Path(folder) / "key"
         make_key(key)
         config = Config(
-            backend=backend, staging_bytes=1 << 18, transfer_timeout=LOAD_S, lease=120.0, peer_timeout=5.0,
+            backend=backend, staging_bytes=1 << 18, transfer_timeout=LOAD_S, lease=120.0, peer_timeout=15.0,
             key_file=str(key) if keyed else None,
         )  # fmt: skip
         for name in cases:

@@ -94,7 +94,7 @@ altered = partial(altered_as, Endpoint)
 
 
 def error_of(world: World, participant: LocalParticipant, batch: Batch) -> str:
-    [result] = world.finish(Started([(participant, participant.submit(batch))]), seconds=5)
+    [result] = world.finish(Started([(participant, participant.submit(batch))]), seconds=10)
     assert result.error is not None, "a batch that cannot succeed did"
     assert result.quiet
     return result.error
@@ -205,7 +205,7 @@ def test_memory_of_ours_that_is_gone_costs_no_later_batch(world: World, batch: A
         assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), N, rights) == 0
         for _ in range(10):
             started = Started([(a, a.submit(batch(link.peers[a.name])))])
-            [result] = world.finish(started, seconds=5)
+            [result] = world.finish(started, seconds=10)
             assert (result.error is None) == bool(rights)
 
 

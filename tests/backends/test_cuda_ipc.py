@@ -485,7 +485,7 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     b.disconnect(b.connect(theirs, mine))
     peer = a.connect(mine, theirs)
     one = np.array([1]), np.array([0])
-    [result] = world.finish(Started([(a, a.submit(Batch(Verb.READ, peer, 0, *one, 0, np.array([0]))))]), seconds=3)
+    [result] = world.finish(Started([(a, a.submit(Batch(Verb.READ, peer, 0, *one, 0, np.array([0]))))]), seconds=8)
     assert result.error is not None and b.name in result.error
 
 

@@ -121,12 +121,13 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     world.run(0.05)
     link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: -1})
     [(_, batch), _] = link.halves(TransferMode.SEND, a, b, SMALL)
-    [result] = world.finish(Started([(a, a.submit(batch))]), seconds=5)
+    [result] = world.finish(Started([(a, a.submit(batch))]), seconds=10)
     assert result.error is not None and "closed" in result.error
 
 
 def test_strangers_who_say_nothing_keep_no_peer_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "STRANGERS", 4)
+    monkeypatch.setattr(transport, "GREET_S", 60.0)  # they are not given up meanwhile for their silence
     a, b = world.local(), world.local()
     world.allocate(a, b)
     mine, theirs = a.endpoint(), b.endpoint()
@@ -138,7 +139,7 @@ def test_strangers_who_say_nothing_keep_no_peer_out(world: World, monkeypatch: p
         world.run(0.1)
         link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
         halves = link.halves(TransferMode.SEND, a, b, SMALL)
-        for result in world.finish(Started([(p, p.submit(batch)) for p, batch in halves]), seconds=4):
+        for result in world.finish(Started([(p, p.submit(batch)) for p, batch in halves]), seconds=15):
             assert result.error is None
 
 

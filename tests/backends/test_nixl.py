@@ -194,7 +194,7 @@ def test_a_link_closed_before_we_connect_fails_at_once(world: World) -> None:
     peer = a.connect(mine, theirs)
     ten, zero = np.array([10]), np.array([0])
     started = Started([(a, a.submit(Batch(Verb.READ, peer, 0, ten, zero, 0, zero)))])
-    [result] = world.finish(started, seconds=3)
+    [result] = world.finish(started, seconds=8)
     assert result.error is not None and "closed" in result.error and b.name in result.error
 
 

@@ -280,7 +280,7 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     b.disconnect(b.connect(theirs, mine))
     peer = a.connect(mine, theirs)
     started = Started([(a, a.submit(Batch(Verb.RECV, peer, 0, np.array([N]), np.array([0]))))])
-    [result] = world.finish(started, seconds=3)
+    [result] = world.finish(started, seconds=8)
     assert result.error is not None and "closed" in result.error
 
 

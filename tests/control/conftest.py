@@ -39,8 +39,8 @@ def engine() -> Iterator[Callable[..., SeededEngine]]:
         facts: dict[str, str] | None = None,
         **config: Any,
     ) -> SeededEngine:
-        config = {"transfer_timeout": 5.0, "lease": 5.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
-        config.setdefault("abort_timeout", config["peer_timeout"])
+        config = {"transfer_timeout": 10.0, "lease": 10.0, "peer_timeout": 5.0, "staging_bytes": 1 << 20, **config}
+        config.setdefault("abort_timeout", min(config["peer_timeout"], 2.0))
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         memory = PagedMemory(blocks=blocks, ranks=tp, seed=seed, unit=caches.UNIT)
         made.append(
@@ -56,6 +56,12 @@ def engine() -> Iterator[Callable[..., SeededEngine]]:
     yield make
     for e in made:
         e.close()
+
+
+def meet(d: SeededEngine, p: SeededEngine) -> None:
+    """Have the first rank of D make its links with P, so that a load need not do that within its time."""
+    d.agents[0].prepare(p.source)
+    until(lambda: any(link.up for link in d.agents[0].links()))
 
 
 def offered(
@@ -84,4 +90,15 @@ def fetch(
     return Fetch(handle, transfer, digest, source, BlockTable.of([blocks]), start, tokens, own)
 
 
-__all__ = ["HEADS", "Ended", "SeededEngine", "FailureKind", "Released", "fetch", "make_cache", "offered", "until"]
+__all__ = [
+    "HEADS",
+    "Ended",
+    "SeededEngine",
+    "FailureKind",
+    "Released",
+    "fetch",
+    "make_cache",
+    "meet",
+    "offered",
+    "until",
+]

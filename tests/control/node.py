@@ -50,6 +50,7 @@ class NodeEngine:
         self.agent = Agent(make_cache(self.memory, 1, 0, blocks), settings, f"node-{seed}")
         self.directory = Directory(msgspec.structs.replace(settings, port=port), "node", epoch=self.agent.epoch)
         self.directory.publish((self.agent.descriptor,))
+        self.drain_s = DRAIN_S
 
     def offer(self, transfer: TransferId, blocks: list[int], tokens: int, generation: int, final: bool) -> None:
         self.agent.offer(Offer(transfer, b"d", generation, tokens, BlockTable.of([blocks]), final))
@@ -107,8 +108,12 @@ class NodeEngine:
         self.agent.close()
         self.directory.close()
 
+    def drains(self, seconds: float) -> None:
+        """Let others fetch what it offers for so long after SIGTERM."""
+        self.drain_s = seconds
+
     def drain(self) -> None:
-        self.agent.drain(DRAIN_S)
+        self.agent.drain(self.drain_s)
         self.directory.close()
 
 
@@ -134,7 +139,7 @@ def _serve(pipe: Connection, args: tuple[Any, ...]) -> None:
 
 
 class Node:
-    """The handle. Methods that ``NodeEngine`` has are called there, ten seconds at most."""
+    """The handle. Methods that ``NodeEngine`` has are called there, half a minute at most."""
 
     def __init__(
         self,
@@ -159,7 +164,7 @@ class Node:
     def __getattr__(self, method: str) -> Any:
         def call(*arguments: Any) -> Any:
             self._pipe.send((method, arguments))
-            return self._answer(10.0)
+            return self._answer(30.0)
 
         return call
 
@@ -171,7 +176,7 @@ class Node:
             raise answer
         return answer
 
-    def wait(self, sort: type, count: int = 1, timeout: float = 10.0, **fields: Any) -> list[Any]:
+    def wait(self, sort: type, count: int = 1, timeout: float = 30.0, **fields: Any) -> list[Any]:
         """The first ``count`` events of a sort with these fields."""
         end = time.monotonic() + timeout
         while True:
@@ -183,7 +188,7 @@ class Node:
                 raise AssertionError(f"{count} x {sort.__name__} {fields} did not come within {timeout} s: {self.seen}")
             time.sleep(0.01)
 
-    def settled(self, transfer: TransferId, timeout: float = 10.0) -> Ended:
+    def settled(self, transfer: TransferId, timeout: float = 30.0) -> Ended:
         """The outcome of a transfer, once it is released too."""
         (end, *more) = self.wait(Ended, transfer=transfer, timeout=timeout)
         assert not more, f"more than one outcome: {end}, {more}"

@@ -28,7 +28,7 @@ class Stranger:
     """A connection to tcp://HOST:PORT. Raises ``ConnectionError`` when the other side has hung up, ``TimeoutError`` when it
     says nothing for ``patience`` seconds. ``source`` is the address that it comes from."""
 
-    def __init__(self, where: str, patience: float = 5.0, source: str = "") -> None:
+    def __init__(self, where: str, patience: float = 20.0, source: str = "") -> None:
         host, _, port = where.removeprefix("tcp://").rpartition(":")
         self.socket = socket.create_connection((host.strip("[]"), int(port)), patience, (source, 0) if source else None)
 

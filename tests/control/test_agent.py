@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Progress
 from kvxfer.values import BlockTable
 from tests.conftest import require
-from tests.control.conftest import HEADS, Ended, FailureKind, Released, fetch, offered, until
+from tests.control.conftest import HEADS, Ended, FailureKind, Released, fetch, meet, offered, until
 
 VERBS = {
     "read": {"verbs": ["read"]},
@@ -89,19 +90,21 @@ def test_who_stood_still_in_the_middle_of_a_turn_blames_no_peer(engine):
     """Longer than it bears silence: what the peer has said meanwhile it has not read yet."""
 
     class Freezing:
-        event = None
+        event, over = None, threading.Event()
 
         def passed(self) -> bool:
-            time.sleep(4.0)
+            time.sleep(5.0)
+            self.over.set()
             return True
 
-    config = {"transfer_timeout": 20.0, "lease": 20.0}
+    config = {"transfer_timeout": 60.0, "lease": 60.0, "peer_timeout": 3.0}
     p, d = engine({}, seed=1, **config), engine({}, **config)
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
     p.agents[0].offer(offered([3], 4, transfer=T, final=False))
-    time.sleep(1.0)  # until they have met
+    until(lambda: d.block(5).any())
     d.agents[0].offer(offered([1], 4, transfer=TransferId("own/1/z", 0)), after=Freezing())
-    time.sleep(5.0)
+    assert Freezing.over.wait(60)
+    time.sleep(1.0)  # in which it would give the peer up
     p.agents[0].offer(offered([3, 1, 7], 11, transfer=T))
     (end,) = d.wait(Ended)
     assert end.outcome.delivered, end
@@ -148,6 +151,7 @@ def test_digest_mismatch_fails_both_sides(engine, options):
 
 def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=0.5)
+    meet(d, p)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     end = d.wait(Ended)[0]
     # Both sides keep the consumer's deadline; whichever clock is first by a hair says so.
@@ -156,9 +160,9 @@ def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
 
 
 def test_a_producer_may_begin_later_than_a_transfer_may_take(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=20.0, transfer_timeout=1.0)
+    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=60.0, transfer_timeout=1.5)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    time.sleep(1.5)  # its request waits in the producer's queue
+    time.sleep(1.7)  # its request waits in the producer's queue
     assert not d.events()
     p.agents[0].offer(offered([3], 4, transfer=T))
     assert d.wait(Ended)[0].outcome.delivered
@@ -166,6 +170,7 @@ def test_a_producer_may_begin_later_than_a_transfer_may_take(engine, options):
 
 def test_a_producer_that_never_begins_costs_no_more_than_that(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=0.5, transfer_timeout=60.0)
+    meet(d, p)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     end = d.wait(Ended)[0]
     assert end.outcome.kind is FailureKind.NEVER_OFFERED

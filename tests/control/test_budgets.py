@@ -35,11 +35,13 @@ from tests.control.test_strangers import hello
 from tests.geometry.test_cache import HOSTILE
 
 MIB = 1 << 20
+LONG_S = 10.0
+"""Longer than this host ever stands still; an honest transfer that is held up waits until its strangers go or its time is over."""
 
 
 @pytest.fixture
 def pair(engine) -> tuple[SeededEngine, SeededEngine]:
-    calm = {"transfer_timeout": 30.0, "peer_timeout": 10.0}
+    calm = {"transfer_timeout": 60.0, "peer_timeout": 30.0}
     return engine({"verbs": ["read"]}, seed=1, **calm), engine({"verbs": ["read"]}, **calm)
 
 
@@ -64,14 +66,15 @@ def honest(p: SeededEngine, d: SeededEngine, name: str) -> tuple[float, float]:
 
 
 POUR = """
-import select, socket, sys, time
-host, port, connections, seconds, reads = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5] == "reads"
-source = sys.argv[6]
+import select, signal, socket, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+host, port, connections, reads, source = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4] == "reads", sys.argv[5]
 first, _, then = sys.stdin.buffer.read().partition(b"<again and again>")
 then = then and then * max(1, (1 << 18) // len(then))
-socks, until = {}, time.monotonic() + seconds
-while time.monotonic() < until:
-    while len(socks) < connections and time.monotonic() < until:
+socks = {}
+print("begins", flush=True)
+while True:
+    while len(socks) < connections:
         try:
             sock = socket.create_connection((host, port), 1, (source, 0))
         except OSError:
@@ -99,38 +102,30 @@ while time.monotonic() < until:
 
 @contextmanager
 def strangers(
-    address: str,
-    first: bytes,
-    again: bytes = b"",
-    connections: int = 1,
-    seconds: int = 4,
-    reads: bool = True,
-    source: str = "127.0.0.1",
+    address: str, first: bytes, again: bytes = b"", connections: int = 1, reads: bool = True, source: str = "127.0.0.1"
 ) -> Iterator[None]:
-    """A process that speaks over so many connections, ``first`` and then ``again`` and again; whatever is cut off is made
-    anew."""
+    """A process that speaks over so many connections for as long as this lasts, ``first`` and then ``again`` and again; whatever
+    is cut off is made anew."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    words = [
-        sys.executable,
-        "-c",
-        POUR,
-        host,
-        port,
-        str(connections),
-        str(seconds),
-        "reads" if reads else "never reads",
-        source,
-    ]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE)
-    assert process.stdin is not None
+    words = [sys.executable, "-c", POUR, host, port, str(connections), "reads" if reads else "never reads", source]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
     process.stdin.write(first + b"<again and again>" + again)
     process.stdin.close()
     try:
+        assert process.stdout.readline() == b"begins\n"
         yield
+        process.terminate()
         assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
+
+
+def soon(took: list[float]) -> None:
+    """Nobody was held up: the median, which shows no stall of this host, is short, and none waited for what strangers may cost."""
+    assert statistics.median(took) < 1.0 and max(took) < LONG_S, took
 
 
 def head(length: int) -> bytes:
@@ -161,13 +156,13 @@ def test_strangers_fill_no_memory_and_hold_nobody_up(pair: tuple[SeededEngine, S
     honest(p, d, "warm")
     (first, again, connections), where = POURED[what]
     address = p.agents[0].descriptor.address if where == "agent" else f"tcp://127.0.0.1:{p.source.port}"
-    before, peak = resident(), 0
+    before, peak, took = resident(), 0, []
     with strangers(address, first, again, connections, reads="not read" not in what):
         for i in range(30):
-            took, _ = honest(p, d, f"beside {i}")
-            assert took < 3.0, f"an honest transfer took {took:.1f} s"
+            took.append(honest(p, d, f"beside {i}")[0])
             peak = max(peak, resident() - before)
             time.sleep(0.1)
+    soon(took)
     assert peak < 64 * MIB, f"{peak / MIB:.0f} MiB more"
     if where == "directory":
         p.directory.notices()
@@ -209,16 +204,17 @@ def test_no_hello_freezes_an_agent(pair: tuple[SeededEngine, SeededEngine]) -> N
         frames += [m.encode(hello(p, cache=cache)), m.encode(hello(p, cache=cache, assignments=every))]
     small = [framed(f) for f in frames if len(f) < 800]
     assert len(small) >= 3
-    before, peak, untold = resident(), 0, []
+    before, peak, all_took, untold = resident(), 0, [], []
     with ExitStack() as stack:
         for frame in [*small[:4], *map(framed, frames[-4:])]:
             stack.enter_context(strangers(p.agents[0].descriptor.address, frame, connections=4))
         for i in range(30):
             took, seconds = honest(p, d, f"beside {i}")
-            assert took < 3.0, took
+            all_took.append(took)
             untold.append(abs(took - seconds))
             peak = max(peak, resident() - before)
             time.sleep(0.05)
+    soon(all_took)
     assert statistics.median(untold) < 0.5, untold
     assert peak < 64 * MIB, f"{peak / MIB:.0f} MiB more"
 
@@ -230,7 +226,7 @@ def test_hellos_without_end_keep_no_engine_out(engine) -> None:
     p = engine({"verbs": ["read"]}, seed=1, **calm)
     frame = min((m.encode(hello(p, cache=cache)) for cache in HOSTILE.values()), key=len)
     assert len(frame) < 400
-    with strangers(p.agents[0].descriptor.address, framed(frame), connections=400, seconds=6, source="127.0.0.9"):
+    with strangers(p.agents[0].descriptor.address, framed(frame), connections=400, source="127.0.0.9"):
         until(lambda: len(p.agents[0].links()) > 0)
         for i in range(3):
             honest(p, engine({"verbs": ["read"]}, **calm), f"new {i}")
@@ -290,17 +286,19 @@ def test_what_strangers_have_said_is_forgotten_with_their_connections(
 
 def test_silence_counts_from_the_last_word_however_long_this_side_stood_still(engine) -> None:
     """What came meanwhile was read afterwards, and is not to be pardoned: a peer had been waited for so much longer."""
-    p, other = engine({"verbs": ["read"]}, seed=1, peer_timeout=0.5), FakeTransport("other", {"verbs": ["read"]})
-    with Stranger(p.agents[0].descriptor.address) as s:
+    p, other = engine({"verbs": ["read"]}, seed=1, peer_timeout=2.0), FakeTransport("other", {"verbs": ["read"]})
+    with Stranger(p.agents[0].descriptor.address, 60.0) as s:
         s.say(hello(p, endpoint=other.endpoint()))
         assert isinstance(s.answer(), m.Welcome)
-        fence = Sluggish(4.0)
+        fence = Sluggish()
         p.agents[0].offer(offered([1], 4, transfer=TransferId("own/9/slow", 0)), fence)
-        assert fence.asked.wait(5)
+        assert fence.asked.wait(60)
         s.say(m.Ping(1))
+        p.agents[0]._loop._awake -= 60.0  # as if it had stood still for so long
+        fence.go_on.set()
         assert isinstance(s.answer(), m.Pong)
-        s.socket.settimeout(2.0)
-        assert s.hung_up_on()
+        began = time.monotonic()
+        assert s.hung_up_on() and time.monotonic() - began < 30.0
     other.close()
 
 
@@ -319,18 +317,16 @@ def test_each_has_its_turn() -> None:
 
 
 class Sluggish:
-    """A fence that makes whoever asks it wait, once."""
+    """A fence that makes whoever asks it wait until it may go on."""
 
     event = None
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.asked = threading.Event()
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
 
     def passed(self) -> bool:
         self.asked.set()
-        seconds, self.seconds = self.seconds, 0.0
-        time.sleep(seconds)
+        assert self.go_on.wait(60)
         return True
 
 
@@ -346,23 +342,28 @@ class Slow:
 
 def test_time_runs_from_the_call(engine) -> None:
     """However late the control thread comes to it: the deadline, and what is reported."""
-    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=2.5)
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=5.0)
     honest(p, d, "warm")
 
-    def stalled() -> None:
-        fence = Sluggish(1.5)
+    def late(name: str, seconds: float) -> tuple[float, float]:
+        """Ask for something while the control thread stands still, and for so long after; between which times it was asked."""
+        fence = Sluggish()
         d.agents[0].offer(offered([1], 4, transfer=TransferId("own/9/slow", 0)), fence)
-        assert fence.asked.wait(5)
+        assert fence.asked.wait(60)
+        before = time.monotonic()
+        d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId(f"own/1/{name}", 0), handle=name))
+        after = time.monotonic()
+        time.sleep(seconds)
+        fence.go_on.set()
+        return before, after
 
-    stalled()
-    took, seconds = honest(p, d, "while it stands still")
-    assert took > 1.0 and abs(took - seconds) < 0.5
-    stalled()
-    began = time.monotonic()
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/never", 0), handle="never"))
-    end = d.wait(Ended, count=3)[2]
-    assert end.outcome.kind is FailureKind.NEVER_OFFERED and 2.45 < end.seconds < 3.5
-    assert time.monotonic() - began < 3.5
+    p.agents[0].offer(offered([3], 4, transfer=TransferId("own/1/there", 0)))
+    for name, kind, seconds in (("there", None, 0.2), ("never", FailureKind.NEVER_OFFERED, 4.5)):
+        before, after = late(name, seconds)
+        end = d.over(name, 30.0)
+        assert end.outcome.kind is kind and before <= end.stages.began <= after, end
+        assert end.seconds == pytest.approx(end.stages.ended - end.stages.began)
+    assert 4.95 < end.seconds < 9.0, "from when the control thread came to it, its time is over after 9.5 s"
 
 
 def test_callers_without_end_delay_no_deadline(engine) -> None:
@@ -384,7 +385,7 @@ def test_callers_without_end_delay_no_deadline(engine) -> None:
         caller.start()
     try:
         while len(ends := [e for e in d.events() if isinstance(e, Ended)]) < 2:
-            assert time.monotonic() - began < 2.5, "no outcome at its deadline"
+            assert time.monotonic() - began < LONG_S, "no outcome at its deadline, while callers go on"
             time.sleep(0.01)
     finally:
         over.set()

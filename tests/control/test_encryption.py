@@ -69,7 +69,7 @@ def test_who_is_turned_away_for_the_key_is_told_to_look_at_it(
 ) -> None:
     for key in {here, there} - {""}:
         make_key(tmp_path / key)
-    d, p = (engine({}, peer_timeout=1.0, key_file=str(tmp_path / key) if key else None) for key in (here, there))
+    d, p = (engine({}, key_file=str(tmp_path / key) if key else None) for key in (here, there))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     failure = d.wait(Ended)[0].outcome.failure
     assert failure is not None and failure.kind is FailureKind.REFUSED

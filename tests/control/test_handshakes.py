@@ -60,8 +60,8 @@ def test_a_host_that_connects_without_end_is_refused_by_name_and_no_other(
     monkeypatch.setattr(handshakes, "A_SECOND", 2)
     security = with_key(tmp_path)
     with pair(security) as (ours, theirs, port), caplog.at_level(logging.WARNING):
-        made = [accepts(security, "127.0.0.2", port, theirs) for _ in range(8)]
-        assert made[:5] == [True] * 5 and not all(made)
+        made = next(i for i in range(60) if not accepts(security, "127.0.0.2", port, theirs))
+        assert made >= 5  # and two more for each second that this has taken
         assert "127.0.0.2" in caplog.text and "too many connections" in caplog.text
         assert accepts(security, "127.0.0.3", port, theirs), "a neighbour pays for it"
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)

@@ -23,8 +23,8 @@ from tests.control.conftest import SeededEngine, fetch
 from tests.control.stranger import framed
 
 PAIRS = {"another": ("a", "b"), "only there": ("", "a"), "only here": ("a", ""), "not accepted there": ("b+a", "a")}
-SOON_S = 3.0
-"""Far less than ``peer_timeout``, which is 10 s by default, and enough for a machine that is busy."""
+SOON_S, SILENCE_S = 15.0, 60.0
+"""Far less than ``peer_timeout``, and enough for a machine that is busy."""
 
 
 @pytest.fixture
@@ -45,11 +45,13 @@ def test_a_mismatch_is_refused_at_once_and_logged_a_few_times(
     there: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    d, p = (engine({}, peer_timeout=10.0, key_file=files[which]) for which in (here, there))
+    d, p = (
+        engine({}, peer_timeout=SILENCE_S, transfer_timeout=SILENCE_S, key_file=files[which]) for which in (here, there)
+    )
     for number in range(5):
         began = time.monotonic()
         d.agents[0].fetch(fetch(p.source, [number], 4, transfer=TransferId(f"own/1/{number}", 0), handle=f"r{number}"))
-        failure = d.wait(Ended, count=number + 1)[number].outcome.failure
+        failure = d.wait(Ended, count=number + 1, timeout=SILENCE_S)[number].outcome.failure
         assert failure is not None and failure.kind is FailureKind.REFUSED, failure
         assert " key" in failure.detail and "'key_file'" in failure.advice
         assert time.monotonic() - began < SOON_S
@@ -66,7 +68,7 @@ def test_a_program_that_asks_is_told_the_same(
     p = engine({}, key_file=files[there])
     began = time.monotonic()
     with pytest.raises(PeerError, match=" key") as caught:
-        look_up("127.0.0.1", p.source.port, Security.of(Config(key_file=files[here])), 10.0)
+        look_up("127.0.0.1", p.source.port, Security.of(Config(key_file=files[here])), SILENCE_S)
     assert caught.value.kind is FailureKind.REFUSED and time.monotonic() - began < SOON_S
 
 

@@ -19,6 +19,7 @@ from tests.control.node import ALONE, Node, name
 from tests.relay import Relay
 
 DEADLINE = 6.0  # seconds, the nodes' transfer_timeout
+LATE = 9.0  # seconds by which a busy host may be late; what would never end is given up later than that
 
 
 def usable(backend: str) -> bool:
@@ -103,7 +104,7 @@ def test_producer_is_killed(node: Make, when: str) -> None:
         d.fetch(name(0), p.source, [5], 4)
     end = d.settled(name(0))
     assert end.outcome.kind in {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}, end
-    assert end.seconds < DEADLINE + 1
+    assert end.seconds < DEADLINE + LATE
     deliver(node(seed=2), d, "next")
 
 
@@ -166,7 +167,7 @@ def test_consumer_is_stopped_and_goes_on_later(node: Make) -> None:
 
 
 def test_a_short_stop_is_survived(node: Make) -> None:
-    p, d = node(seed=1, peer_timeout=5.0, transfer_timeout=20.0), node(peer_timeout=5.0, transfer_timeout=20.0)
+    p, d = node(seed=1, peer_timeout=10.0, transfer_timeout=60.0), node(peer_timeout=10.0, transfer_timeout=60.0)
     half(p, d, 0)
     for who in (p, d):
         with who.stopped():
@@ -177,7 +178,7 @@ def test_a_short_stop_is_survived(node: Make) -> None:
 
 def test_a_host_that_froze_blames_no_peer(node: Make) -> None:
     """Both sides stand still for longer than the silence that they bear: neither could hear the other."""
-    p, d = node(seed=1, peer_timeout=2.0, transfer_timeout=30.0), node(peer_timeout=2.0, transfer_timeout=30.0)
+    p, d = node(seed=1, peer_timeout=2.5, transfer_timeout=60.0), node(peer_timeout=2.5, transfer_timeout=60.0)
     half(p, d, 0)
     with p.stopped(), d.stopped():
         time.sleep(5.0)

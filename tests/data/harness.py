@@ -62,7 +62,7 @@ class Alone:
 
     def wait(self, sort: type, count: int = 1, number: int | None = None) -> list[Any]:
         """The first results of a sort (of that attempt)."""
-        until = time.monotonic() + 5.0
+        until = time.monotonic() + 30.0
         while time.monotonic() < until:
             of_sort = [r for r in self.results if isinstance(r, sort)]
             found = [r for r in of_sort if number is None or r.number == number]

@@ -189,7 +189,7 @@ def test_what_is_being_read_is_given_back_though_the_back_end_is_gone(engine, de
     """It has arrived, and nobody but the device touches it."""
     monkeypatch.setattr(Fragile, "broken", False)
     config = {"backend": f"{__name__}:Fragile", "verbs": ["read"]}
-    p, d = (engine(dict(config), seed=seed, integrity="full", transfer_timeout=1.0) for seed in (1, None))
+    p, d = (engine(dict(config), seed=seed, integrity="full", transfer_timeout=2.0) for seed in (1, None))
     begin = Slow.__init__
 
     def broken(checksum, *args):
@@ -202,7 +202,7 @@ def test_what_is_being_read_is_given_back_though_the_back_end_is_gone(engine, de
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
     d.wait(Ended)
     assert Fragile.broken
-    d.wait(Released, timeout=3)
+    d.wait(Released)
 
 
 def test_off_does_not_look(engine):

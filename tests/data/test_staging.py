@@ -15,7 +15,7 @@ from kvxfer.geometry import Cache, Planner, Region, route
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.testing.fake import FakeTransport, Network
-from tests.control.conftest import Ended, Released, fetch, offered
+from tests.control.conftest import Ended, Released, fetch, meet, offered
 
 STAGED = {"staging_bytes": SLOTS * 4096}
 
@@ -48,7 +48,7 @@ def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
 def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     net = Network()
     options = {"verbs": verbs, "gathers": False, "quiet": quiet, "network": net}
-    p, d = engine(dict(options), blocks=400, seed=1, **STAGED), engine(dict(options), blocks=400, **STAGED)
+    p, d = (engine(dict(options), blocks=400, seed=seed, transfer_timeout=5.0, **STAGED) for seed in (1, None))
     for i, t in enumerate(transfers(failures)):
         net.disturb("fail", 1)
         p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
@@ -272,7 +272,7 @@ def test_blocks_that_are_being_packed_are_not_given_back(engine, device, verbs):
 def slow(engine, device, who, seconds):
     """A producer and a consumer amid a load, of whom one's device packs or unpacks for so many seconds."""
     options = {"verbs": ["read"], "gathers": False}
-    p, d = (engine(dict(options), seed=seed, peer_timeout=0.2, **STAGED) for seed in (1, None))
+    p, d = (engine(dict(options), seed=seed, abort_timeout=0.2, **STAGED) for seed in (1, None))
     device.takes |= {(address(e), who): seconds for e in (p, d)}
     first = transfers(1)[0]
     p.agents[0].offer(offered([1], 4, transfer=first))
@@ -323,8 +323,9 @@ def break_while_unpacking(p, d, device, monkeypatch, times):
 def test_blocks_that_are_being_unpacked_are_not_given_back_by_a_reset(engine, device, monkeypatch):
     """The back end breaks meanwhile and stays so; the transfer ends at its deadline, long before the device is done."""
     options = {"verbs": ["read"], "gathers": False}
-    p, d = (engine(dict(options), seed=seed, transfer_timeout=0.5) for seed in (1, None))
-    device.takes[address(d), "unpack"] = 1.5
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=1.5) for seed in (1, None))
+    meet(d, p)
+    device.takes[address(d), "unpack"] = 3.0
     break_while_unpacking(p, d, device, monkeypatch, times=math.inf)
     d.wait(Released)
     assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"
@@ -333,8 +334,9 @@ def test_blocks_that_are_being_unpacked_are_not_given_back_by_a_reset(engine, de
 def test_blocks_are_kept_where_the_device_does_not_end(engine, device, monkeypatch):
     """A reset waits for it in bounded time, and then tells that they may still be written."""
     options = {"verbs": ["read"], "gathers": False}
-    p, d = (engine(dict(options), seed=seed, transfer_timeout=0.5, peer_timeout=0.3) for seed in (1, None))
-    device.takes[address(d), "unpack"] = 3.0
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=1.0, abort_timeout=0.3) for seed in (1, None))
+    meet(d, p)
+    device.takes[address(d), "unpack"] = 6.0
     break_while_unpacking(p, d, device, monkeypatch, times=1)
     time.sleep(1.0)
     assert not [e for e in d.events() if isinstance(e, Released)]
@@ -344,9 +346,10 @@ def test_blocks_are_kept_where_the_device_does_not_end(engine, device, monkeypat
 def test_blocks_and_slots_come_back_when_the_device_ends_after_a_reset(engine, device, monkeypatch, times):
     """They were kept for ever where the device had not ended within the time that a reset waited for it."""
     options = {"verbs": ["read"], "gathers": False}
-    times_out = {"transfer_timeout": 0.5, "peer_timeout": 0.2}
+    times_out = {"transfer_timeout": 1.0, "abort_timeout": 0.2}
     p, d = (engine(dict(options), blocks=400, seed=seed, **times_out, **STAGED) for seed in (1, None))
-    device.takes[address(d), "unpack"] = 1.5
+    meet(d, p)
+    device.takes[address(d), "unpack"] = 2.5
     break_while_unpacking(p, d, device, monkeypatch, times)
     assert d.agents[0].stats().quarantined_bytes > 0
     d.wait(Released)

@@ -48,4 +48,4 @@ def test_a_prefill_server_that_is_asked_to_stop(cluster: Cluster, model: Path, t
 
         began = time.monotonic()
         assert complete(decode, prompts[2], 8, params[2]).tokens == expected[2]
-        assert time.monotonic() - began < config["peer_timeout"] + 5
+        assert time.monotonic() - began < config["peer_timeout"] + 15

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 SILENCE_S = 4.0
 STOP_S = 20.0
-BUSY_S = 4.0
+BUSY_S = 10.0
 """What a busy host, and computing the prompt, may add to a bound; without the bounds a load takes ``transfer_timeout``."""
 CONFIG: dict[str, Any] = {"peer_timeout": SILENCE_S, "transfer_timeout": 60.0, "lease": 120.0}
 
@@ -65,10 +65,11 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
 
 
 def soon(took: list[float]) -> None:
-    """The first finds out, the others know; of these the best shows what they wait for, the rest what else was running."""
+    """The first finds out, the others know; of these the best shows what they wait for, the rest what else was running: a stall of
+    the host delays one, since they come one after the other."""
     first, *later = took
     assert first < SILENCE_S + 1 + BUSY_S, took
-    assert min(later) < 1.0 and max(later) < SILENCE_S, took
+    assert min(later) < 1.0 and sorted(later)[-2] < SILENCE_S and max(later) < SILENCE_S + 1 + BUSY_S, took
 
 
 def loads(prefill: Server, decode: Server, what: str) -> None:
@@ -106,5 +107,5 @@ def test_stopped_killed_and_started_again(start: Any) -> None:
     successor = start("successor", "kv_producer", http, port=directory)
     await_ready([successor], 300)
     took = asked(decode, later)  # at its address is another by now, which answers at once
-    assert max(took) < SILENCE_S + 1, took
+    assert sorted(took)[-2] < SILENCE_S + 1 and max(took) < SILENCE_S + 1 + BUSY_S, took
     loads(successor, decode, "started again")

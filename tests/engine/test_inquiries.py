@@ -302,7 +302,7 @@ def test_an_engine_that_makes_no_steps_is_woken() -> None:
         turn = p.begin("r", [*PROMPT, 9], [1], [d.scheduler.source])
         assert p.scheduler.loadable("r", 0) is None
         until(lambda: woken)
-        assert d.scheduler.waiting and woken[0] - asked < 1.0
+        assert d.scheduler.waiting and woken[0] - asked < 10.0
         heard: list[float] = []
         p.scheduler.wake = lambda: heard.append(time.monotonic())
         d.step()

@@ -18,6 +18,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Stages
 from kvxfer.schedule import StepCommands
+from kvxfer.testing.engine import until
 from kvxfer.values import BlockTable, Fetch, Group, Rank
 from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, Agent, Wire
@@ -144,8 +145,10 @@ def test_without_a_descriptor_it_waits_and_then_goes_on(workers: list[Worker]) -
     listener = worker.channel._listener = Full(worker.channel._listener)  # type: ignore[assignment]
     ours = SideChannel()
     ours.connect({Rank(): worker.channel.address})
+    until(lambda: listener.asked > 0)
+    asked, began = listener.asked, time.monotonic()
     time.sleep(0.5)
-    assert 0 < listener.asked < 50
+    assert listener.asked - asked < 50 + 100 * (time.monotonic() - began), "it asks without a pause"
     listener.full = False
     assert ours.send(fetches()) and worker.got.get(timeout=LONG_S) == fetches()
     ours.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,13 +115,22 @@ def test_who_cannot_be_asked_is_not_waited_for() -> None:
 @pytest.mark.parametrize(
     "consumers, declined, stands", [(1, 1, False), (1, 1_000_000, False), (3, 2, True), (3, 3, False)]
 )
-def test_what_was_declined_before_it_was_offered(consumers: int, declined: int, stands: bool) -> None:
+def test_what_was_declined_before_it_was_offered(
+    monkeypatch: pytest.MonkeyPatch, consumers: int, declined: int, stands: bool
+) -> None:
     """Whoever names other content under the same name changes nothing; and nobody makes the offer take longer by repeating it."""
     p = Played()
     said = Decline(1, (Named(X, b"digest"),), "not wanted")
     p.directory.came = [said] * declined + [Decline(1, (Named(X, b"another"),), "not wanted")]
     p.notices.exchange()
     assert p.schedule.producer.arrive("r", X, b"digest", 40, consumers)
-    begun = time.thread_time()
+    producer, calls = p.schedule.producer, list[str]()
+
+    def count(method: str, original: Callable[..., Any]) -> None:
+        monkeypatch.setattr(producer, method, lambda *args: (calls.append(method), original(*args))[1])
+
+    for method in ("offers", "decline"):
+        count(method, getattr(producer, method))
     p.notices.offered(X, b"digest")
-    assert p.schedule.producer.offers(X, b"digest") is stands and time.thread_time() - begun < 0.1
+    assert calls.count("decline") == min(consumers, declined) and len(calls) <= 2 * consumers + 1
+    assert producer.offers(X, b"digest") is stands

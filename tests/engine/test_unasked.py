@@ -235,7 +235,7 @@ def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., P
 def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(
     make: Callable[..., PagedEngine],
 ) -> None:
-    p = make(lease=0.5)
+    p = make(lease=1.0)
     ended: list[Ended] = []
     p.worker._on_ended = ended.append
     ticket = p.offer("x", 8)

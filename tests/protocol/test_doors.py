@@ -329,8 +329,8 @@ def test_a_request_that_was_mixed_up_does_not_spoil_the_right_one(
     right.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
     [end] = right.wait(Ended)
     assert end.outcome.delivered and np.array_equal(right.block(5), p.block(3)), end
-    [given] = p.wait(Ended, timeout=3.0)
+    [given] = p.wait(Ended, timeout=10.0)
     assert given.outcome.delivered, given
-    p.wait(Released, timeout=3.0)
+    p.wait(Released, timeout=10.0)
     [end] = wrong.wait(Ended)
     assert not end.outcome.delivered

@@ -132,7 +132,7 @@ def test_a_request_that_prefill_aborts_fails_at_decode(
         prefill.send(room=room, ids=[3])
     prefill.abort(room=room)
     prefill.why(room=room)
-    decode.until(room, FAILED, timeout=5)
+    decode.until(room, FAILED)
     assert "aborted" in decode.why(room=room)[0].lower()
     quiet(decode, room)
 
@@ -143,7 +143,7 @@ def test_decode_hears_at_once_of_a_request_that_prefill_has_aborted_before(
     prefill, decode = pair
     prefill.request(room=room), prefill.abort(room=room)
     decode.request(room=room), decode.want(room=room, ids=[7, 1], row=2)
-    decode.until(room, FAILED, timeout=5)
+    decode.until(room, FAILED)
     assert "it had failed before" in decode.why(room=room)[0]
     quiet(decode, room), prefill.why(room=room)
 
@@ -161,7 +161,7 @@ def test_a_request_that_decode_aborts_fails_at_prefill(
     decode.until(room, FAILED)
     decode.why(room=room)
     quiet(decode, room)
-    prefill.until(room, FAILED, timeout=5)
+    prefill.until(room, FAILED)
     prefill.why(room=room)
     prefill.run(seed=9, ids=[3])  # reused for something else
     moved(prefill, decode, room, 7, [[3, 9, 4]], [7, 1, 30])
@@ -214,9 +214,7 @@ def test_prefill_may_have_pipeline_stages(
         sent(first, room + 2, 3, [[3, 9]])
         last.abort(room=room + 2)
         decoding.until(room + 2, FAILED)
-        first.until(
-            room + 2, FAILED, timeout=5
-        )  # decode tells them: of SGLang's stages, later ones tell no earlier one
+        first.until(room + 2, FAILED)  # decode tells them: of SGLang's stages, later ones tell no earlier one
         servers.why(room=room + 2), decoding.why(room=room + 2)
         quiet(decoding, room + 2)
         begun(*pair, room + 3, [], 0, prefix=3 * PAGE)

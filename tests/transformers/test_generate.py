@@ -141,7 +141,7 @@ def test_all_memory_is_free_again(full: Pair) -> None:
 def test_what_nobody_fetches_is_dropped_after_its_lease(full: Pair) -> None:
     prompts = batch(30)
     made = prefilled(full.model, prompts)
-    with CacheExchange(full.model, {"lease": 0.2}, tokens=64) as short:
+    with CacheExchange(full.model, {"lease": 1.0}, tokens=64) as short:
         short.offer(made.past_key_values, made.sequences)
         assert short.room == 2
         end = time.monotonic() + 30

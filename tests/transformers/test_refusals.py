@@ -253,7 +253,7 @@ def test_a_ticket_serves_one_fetch(full: Pair) -> None:
 
 def test_a_ticket_that_is_being_fetched_is_refused_at_once(full: Pair) -> None:
     ids = batch(40)["input_ids"]
-    limits = {"peer_timeout": 2.0, "start_timeout": 3.0, "transfer_timeout": 3.0}
+    limits = {"peer_timeout": 3.0, "start_timeout": 4.0, "transfer_timeout": 4.0}
     with socket.create_server(("127.0.0.1", 0)) as mute, CacheExchange(full.model, limits) as exchange:
         source = Source("127.0.0.1", mute.getsockname()[1], 1)
         told = BatchTicket((Ticket(TransferId.mint(1, "twice"), b"digest", source),), 39, ((int(ids[0, 39]),),))

@@ -51,6 +51,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
@@ -97,7 +98,8 @@ class Group:
     state: it keeps recurrent states instead: one for a request, or, `aligned` for the prefix cache, one in the block of
         the last token; `drafts`: blocks for the states after as many draft tokens.
     ring: it keeps the last rows of a request in its only block, so many in turn; a token attends to those of its own four.
-    replayed: vLLM does not keep its window for prefix hits, but computes it anew.
+    latent: its layers keep latents, a row for so many tokens.
+    replayed: vLLM does not keep its window, of latents, for prefix hits, but computes it anew.
     own: nobody else's layer: of a draft model, or (`local`) of what vLLM has excluded from transfers. What such a
         layer holds decides on no token.
     """
@@ -110,6 +112,7 @@ class Group:
     aligned: bool = False
     drafts: int = 0
     ring: int = 0
+    latent: int = 0
     replayed: bool = False
     own: bool = False
     local: bool = False
@@ -133,14 +136,12 @@ class Group:
             return CircularBufferSpec(
                 block_size=self.ring, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.float32
             )
-        if self.replayed:
-            return SlidingWindowMLASpec(
-                block_size=BLOCK,
-                num_kv_heads=1,
-                head_size=64,
-                dtype=torch.bfloat16,
-                sliding_window=self.window,
-                bounded_replay=True,
+        if self.latent or self.replayed:
+            row: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+            return (
+                SlidingWindowMLASpec(**row, sliding_window=self.window, bounded_replay=self.replayed)
+                if self.window
+                else MLAAttentionSpec(**row, tokens_per_state=self.latent)
             )
         size, dtype = (8, torch.float32) if self.wide else (16, torch.bfloat16)
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": size, "dtype": dtype}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,15 +39,6 @@ def groups(spec: Any, **more: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(**{**given, **more})])
 
 
-@pytest.fixture(scope="module")
-def page() -> Any:
-    found = importlib.util.spec_from_file_location("models_table", ROOT / "docs/models_table.py")
-    assert found is not None and found.loader is not None
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
 LATER = set() if importlib.util.find_spec("vllm.models.step5") else {"Step5ForCausalLM"}
 """What only later releases know."""
 
@@ -73,21 +63,21 @@ def test_back_ends_are_where_the_catalogue_says() -> None:
         assert name in made, path
 
 
-def test_entries_name_tests_that_are_there(page: Any) -> None:
-    for shown in {e.shown for e in CATALOGUE.values()} | {f.by for f in page.FAMILIES}:
+def test_entries_name_tests_that_are_there(models_table: Any) -> None:
+    for shown in {e.shown for e in CATALOGUE.values()} | {f.by for f in models_table.FAMILIES}:
         assert (ROOT / shown).is_file(), shown
 
 
-def test_families_are_of_models_that_vllm_knows(page: Any) -> None:
+def test_families_are_of_models_that_vllm_knows(models_table: Any) -> None:
     known = set(ModelRegistry.get_supported_archs()) | LATER
-    for family in page.FAMILIES:
+    for family in models_table.FAMILIES:
         assert set(family.architectures) <= known, family.name
         assert {spec for _, spec in family.groups} <= set(CATALOGUE), family.name
 
 
-def test_the_page_of_models_is_up_to_date(page: Any) -> None:
+def test_the_page_of_models_is_up_to_date(models_table: Any) -> None:
     text = (ROOT / "docs/models.md").read_text()
-    assert text == page.drawn(text), "run python docs/models_table.py"
+    assert text == models_table.drawn(text), "run python docs/models_table.py"
 
 
 @pytest.mark.parametrize("name", [e.spec for e in CATALOGUE.values() if e.kept == "refused"])

@@ -13,7 +13,7 @@ from kvxfer_vllm.metadata import StepMetadata
 from tests.vllm.conftest import Make
 from tests.vllm.test_sleep import BLOCKS, PAGE, Worker, pair  # noqa: F401  (the fixture)
 
-LONG_S = 5.0
+LONG_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_an_idle_step_in_which_nothing_ends_waits_so_long_and_no_longer(
 ) -> None:
     monkeypatch.setattr(hooks, "IDLE_S", 0.2)
     seconds(pair[1], StepMetadata())
-    assert 0.2 <= seconds(pair[1], StepMetadata(idle=True)) < 2.0
+    assert 0.2 <= seconds(pair[1], StepMetadata(idle=True)) < 10.0
 
 
 def test_a_step_that_computes_does_not_wait(pair: tuple[Worker, Worker]) -> None:  # noqa: F811

@@ -17,8 +17,8 @@ from kvxfer_vllm.requests import HttpBatch, RequestFacts
 
 __all__ = ["Batches", "spread_over_ranks"]
 
-MAX_MADE = 1 << 14
-"""The most offers of which it is remembered for which HTTP request they were made; the oldest are forgotten first."""
+MAX_OFFERED = 1 << 14
+"""Of how many offers it is remembered which HTTP request has made them; the oldest are forgotten first."""
 
 
 class Batches:
@@ -26,16 +26,15 @@ class Batches:
 
     def __init__(self) -> None:
         self._by_id: defaultdict[str, list[HttpBatch]] = defaultdict(list)
-        self._made: Recent[tuple[TransferId, float], bool] = Recent(math.inf, MAX_MADE)
+        self._offered: Recent[tuple[TransferId, float], bool] = Recent(math.inf, MAX_OFFERED)
 
-    def made(self, transfer: TransferId, arrived: float) -> bool:
-        """Take in that a request is about to offer this, and return whether another of its HTTP request did so before.
+    def offers(self, transfer: TransferId, arrived: float) -> None:
+        """Record that a request of the HTTP request that came at this time offers this; a retry has come at another."""
+        self._offered.put((transfer, arrived), True, 0.0)
 
-        All requests of an HTTP request have one time of arrival; a retry has another.
-        """
-        before = self._made.get((transfer, arrived)) is not None
-        self._made.put((transfer, arrived), True, 0.0)
-        return before
+    def offered(self, transfer: TransferId, arrived: float) -> bool:
+        """Return whether a request of the HTTP request that came at this time has offered this."""
+        return self._offered.get((transfer, arrived)) is not None
 
     def answer(self, facts: RequestFacts, external: ExternalId, arrived: float) -> str:
         """Take in a request that offers, and return the name of the answer that will tell of it.

@@ -56,7 +56,7 @@ class AgentEngine:
         self.seen.setdefault(rank, []).extend(self.agents[rank].events())
         return self.seen[rank]
 
-    def wait(self, sort: type, rank: int = 0, count: int = 1, timeout: float = 10.0) -> list[Any]:
+    def wait(self, sort: type, rank: int = 0, count: int = 1, timeout: float = 30.0) -> list[Any]:
         """Return the events of a sort, once there are ``count`` of them.
 
         Raises:
@@ -70,7 +70,7 @@ class AgentEngine:
             time.sleep(0.002)
         raise AssertionError(f"{count} x {sort.__name__} did not come within {timeout} s: {self.events(rank)}")
 
-    def over(self, handle: Handle, timeout: float = 10.0) -> Ended:
+    def over(self, handle: Handle, timeout: float = 30.0) -> Ended:
         """Return how a fetch has ended, once its blocks can be filled again."""
         until(lambda: any(isinstance(e, Released) and e.handle == handle for e in self.events()), timeout)
         (end,) = (e for e in self.events() if isinstance(e, Ended) and e.handle == handle)
