@@ -1,15 +1,17 @@
-"""Write the tables of ``docs/models.md`` from the catalogue of page kinds: ``python docs/models_table.py``.
+"""Write the tables of ``docs/models.md``: ``python docs/models_table.py``.
 
-A test fails when they are not what the code says.
+The families of models stand here, with the kinds of pages that vLLM gives them. What is kept of a page, and which families are refused,
+follows from the catalogue of page kinds. A test fails when the tables are not what the code says.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kvxfer_vllm.pages import CATALOGUE, WRITERS
-from kvxfer_vllm.pages.families import FAMILIES, Family
 
 PAGE = Path(__file__).with_name("models.md")
 
@@ -29,6 +31,204 @@ FORMS = {
     "indexer": "all values, then all scales, a row of each for each token; the same on all ranks",
 }
 SHOWN = {"end to end": "end to end", "scheduler": "on the scheduler", "planner": "planner only"}
+
+Shown = Literal["end to end", "scheduler", "planner"]
+"""How far it is tested. ``end to end``: this architecture on real servers on CPUs, with tokens compared. ``scheduler``: groups
+of the same kinds on vLLM's scheduler, with a simulated forward pass. ``planner``: its pages, copied from one engine's memory to
+another's."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that vLLM treats alike.
+
+    name: What people call them; ``architectures``: their names in vLLM's registry.
+    groups: What each of their KV-cache groups holds, and the class of its spec.
+    shown, by: How far they are tested, and the test that goes furthest.
+    note: What else to know, such as what must be equal on both sides.
+    release: The last release of vLLM on which they were tested; 0.33 on the kernels of 0.32 for CPUs.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    groups: tuple[tuple[str, str], ...]
+    shown: Shown
+    by: str
+    note: str = ""
+    release: str = "0.33"
+
+    @property
+    def refused(self) -> str:
+        """Why it is refused, from the catalogue; empty if it is not."""
+        for what, spec in self.groups:
+            if CATALOGUE[spec].kept == "refused":
+                return f"{what}: {CATALOGUE[spec].why}"
+        return ""
+
+
+_FULL = ("full attention", "FullAttentionSpec")
+_WINDOW = ("sliding window", "SlidingWindowSpec")
+_CHUNK = ("chunked local attention", "ChunkedLocalAttentionSpec")
+_LATENT = ("MLA", "MLAAttentionSpec")
+_INDEXER = ("sparse indexer", "MLAAttentionSpec")
+_STATE = ("recurrent state", "MambaSpec")
+_REPLAYED = ("window of MLA, replayed", "SlidingWindowMLASpec")
+_RING = ("rows not yet compressed", "CircularBufferSpec")
+
+_E2E_PAIR, _E2E_GROUPS = "tests/e2e/test_pair.py", "tests/e2e/test_groups.py"
+_E2E_STATES = "tests/e2e/test_states.py"
+_SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
+_STATES, _RINGS = "tests/vllm/test_states.py", "tests/vllm/test_rings.py"
+_WEIGHTS, _FAMILIES = "tests/vllm/test_state_weights.py", "tests/vllm/test_families.py"
+_HEADS = "the number of KV heads differs by layer"
+_EQUAL_KERNELS = "block sizes and sorts of device must be equal"
+_WHOLE = "pages of unknown content: tensor-parallel sizes and block sizes must be equal"
+_DRAFTS = "pages are moved whole: block sizes, sorts of device and numbers of drafts must be equal"
+_ROWS = (
+    "rings and rows of several tokens are moved whole: block sizes, sorts of device and numbers of drafts must be equal"
+)
+_NO_CUT = "tensor-parallel sizes must be equal"
+_REFERENCE = "with reference kernels, see [below](#recurrent-states)"
+
+FAMILIES = (
+    Family("Llama 2, 3", ("LlamaForCausalLM",), (_FULL,), "end to end", _E2E_PAIR),
+    Family(
+        "Qwen 2, 2.5, 3",
+        ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        (_FULL,),
+        "scheduler",
+        _SCHEDULER,
+    ),
+    Family(
+        "Mistral, Mixtral, Ministral", ("MistralForCausalLM", "MixtralForCausalLM"), (_FULL,), "scheduler", _SCHEDULER
+    ),
+    Family("GLM 4.5, 4.6", ("Glm4MoeForCausalLM",), (_FULL,), "scheduler", _SCHEDULER),
+    Family("MiniMax M2", ("MiniMaxM2ForCausalLM",), (_FULL,), "scheduler", _SCHEDULER),
+    Family(
+        "Granite 3, Phi 3, Ernie 4.5, Hunyuan 3",
+        ("GraniteForCausalLM", "Phi3ForCausalLM", "Ernie4_5_MoeForCausalLM", "HYV3ForCausalLM"),
+        (_FULL,),
+        "scheduler",
+        _SCHEDULER,
+    ),
+    Family("Gemma 2", ("Gemma2ForCausalLM",), (_FULL, _WINDOW), "end to end", _E2E_GROUPS),
+    Family("Gemma 3", ("Gemma3ForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER),
+    Family("Gemma 3n", ("Gemma3nForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER, "layers that share a cache"),
+    Family(
+        "Gemma 4",
+        ("Gemma4ForCausalLM",),
+        (_FULL, _WINDOW),
+        "scheduler",
+        _FAMILIES,
+        f"{_HEADS}; layers that share a cache",
+    ),
+    Family("gpt-oss", ("GptOssForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER),
+    Family(
+        "MiMo V2 Flash", ("MiMoV2FlashForCausalLM",), (_FULL, _WINDOW), "end to end", "tests/e2e/test_heads.py", _HEADS
+    ),
+    Family(
+        "Step 3.5",
+        ("Step3p5ForCausalLM",),
+        (_FULL, _WINDOW),
+        "scheduler",
+        _FAMILIES,
+        f"{_HEADS}; if its configuration leaves it open, {_NO_CUT}",
+    ),
+    Family(
+        "Inkling",
+        ("InklingForCausalLM",),
+        (_FULL, _WINDOW, ("short convolutions", "SlidingWindowSpec")),
+        "scheduler",
+        _FAMILIES,
+        f"{_HEADS}; convolutions have {_WHOLE}",
+    ),
+    Family("Nemotron NAS", ("DeciLMForCausalLM",), (_FULL,), "scheduler", _FAMILIES, _HEADS),
+    Family("Llama 4", ("Llama4ForCausalLM",), (_FULL, _CHUNK), "scheduler", "tests/vllm/test_prompts.py"),
+    Family("DeepSeek V2", ("DeepseekV2ForCausalLM",), (_LATENT,), "end to end", _E2E_GROUPS),
+    Family(
+        "DeepSeek V3 and R1, Kimi K2, Mistral Large 3, GLM 4.7 Flash",
+        ("DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        (_LATENT,),
+        "scheduler",
+        _FAMILIES,
+    ),
+    Family(
+        "DeepSeek V3.2, GLM 5, Hunyuan 4",
+        ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"),
+        (_LATENT, _INDEXER),
+        "scheduler",
+        _FAMILIES,
+        "for an indexer's pages, sorts of device must be equal; on ROCm they are moved whole, and block sizes must be equal, too",
+    ),
+    Family(
+        "DeepSeek V4",
+        ("DeepseekV4ForCausalLM",),
+        (("compressed MLA", "MLAAttentionSpec"), _INDEXER, ("window of MLA, compressors", "SlidingWindowMLASpec")),
+        "scheduler",
+        _FAMILIES,
+        f"pages are moved whole: {_EQUAL_KERNELS}, and before vLLM 0.31 also tensor-parallel sizes",
+    ),
+    Family(
+        "DeepSeek V4.1",
+        ("DeepseekV41ForCausalLM",),
+        (_LATENT, _INDEXER, _REPLAYED, _RING),
+        "scheduler",
+        _RINGS,
+        _DRAFTS,
+    ),
+    Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "scheduler", _RINGS, _DRAFTS),
+    Family("Qwen 4 (experimental)", ("Qwen4ExpForCausalLM",), (_FULL, _STATE, _RING), "scheduler", _RINGS, _ROWS),
+    Family(
+        "Step 5",
+        ("Step5ForCausalLM",),
+        (_FULL, _WINDOW, ("rows of eight tokens", "FullAttentionSpec"), _RING),
+        "scheduler",
+        _RINGS,
+        f"{_ROWS}; so must be the number of KV heads on a rank",
+    ),
+    Family(
+        "MiniMax M3",
+        ("MiniMaxM3SparseForCausalLM",),
+        (("sparse attention", "FullAttentionSpec"), _INDEXER),
+        "scheduler",
+        _FAMILIES,
+        _WHOLE,
+    ),
+    Family(
+        "LFM 2",
+        ("Lfm2ForCausalLM",),
+        (_FULL, _STATE),
+        "end to end",
+        _E2E_STATES,
+        "on CPUs, with other tensor-parallel sizes, see [below](#recurrent-states)",
+    ),
+    Family("Nemotron H and Nano 2", ("NemotronHForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES),
+    Family(
+        "Granite 4, Falcon H1, Zamba 2",
+        ("GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "Zamba2ForCausalLM"),
+        (_FULL, _STATE),
+        "scheduler",
+        _STATES,
+    ),
+    Family(
+        "Qwen 3 Next, Qwen 3.5",
+        ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        (_FULL, _STATE),
+        "end to end",
+        _E2E_STATES,
+        _REFERENCE,
+    ),
+    Family("Jamba", ("JambaForCausalLM",), (_FULL, _STATE), "end to end", _E2E_STATES, _REFERENCE),
+    Family("Kimi Linear", ("KimiLinearForCausalLM",), (_LATENT, _STATE), "end to end", _E2E_STATES, _REFERENCE),
+    Family("Kimi K3", ("KimiK3ForConditionalGeneration",), (_LATENT, _STATE), "planner", _WEIGHTS),
+    Family(
+        "Whisper",
+        ("WhisperForConditionalGeneration",),
+        (("cross attention", "CrossAttentionSpec"), _FULL),
+        "planner",
+        _PAGES,
+    ),
+)
 
 
 def families() -> str:

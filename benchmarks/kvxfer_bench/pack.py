@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.devices import check_device, check_here
+from kvxfer.cli.devices import check_device
+from kvxfer.errors import ConfigError
+from kvxfer.memory import devices_of
 
 __all__ = ["pack"]
 
@@ -27,7 +29,7 @@ def pack(
     compared with what was packed, and the program fails if any of it differs.
     """
     check_device(device, "--device")
-    check_here(device, "--device")
+    _check_here(device)
     from kvxfer_bench.packing import rows
 
     identical = True
@@ -36,6 +38,13 @@ def pack(
         identical &= found["bytes_identical"]
     if not identical:
         raise typer.Exit(1)
+
+
+def _check_here(device: str) -> None:
+    kind = device.partition(":")[0]
+    here = devices_of(kind)
+    if device not in here:
+        raise ConfigError(f"--device {device}: {', '.join(here) or f'no device of kind {kind}'} is here")
 
 
 def _words(found: dict[str, Any]) -> str:

@@ -11,9 +11,8 @@ import typer
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import HOST
-from kvxfer.memory import devices_of
 
-__all__ = ["check_device", "check_here", "check_memory"]
+__all__ = ["check_device", "check_memory"]
 
 
 def check_device(device: str, option: str) -> None:
@@ -26,18 +25,6 @@ def check_device(device: str, option: str) -> None:
         raise typer.BadParameter(
             f"{device!r} is neither {HOST} nor a kind of device and a number, such as kind:0", param_hint=option
         )
-
-
-def check_here(device: str, option: str) -> None:
-    """Refuse a device that is not here.
-
-    Raises:
-        ConfigError: There is none; the message names the option.
-    """
-    kind = device.partition(":")[0]
-    here = devices_of(kind)
-    if device not in here:
-        raise ConfigError(f"{option} {device}: {', '.join(here) or f'no device of kind {kind}'} is here")
 
 
 def check_memory(devices: Sequence[str], nbytes: int, option: str) -> None:

@@ -40,8 +40,7 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     Attributes:
         copies: What to copy.
-        logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` cuts, and in plans
-            that came over the wire.
+        logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` cuts.
         nbytes: The number of bytes to copy, computed from ``copies``.
     """
 

@@ -116,7 +116,7 @@ def logical_copies(plan: CopyPlan) -> tuple[LogicalCopy, ...]:
         ValueError: The plan came without.
     """
     if plan.copies and not plan.logical:
-        raise ValueError("a piece of a plan, or a plan from the wire, does not know the positions of its content")
+        raise ValueError("a piece of a plan does not know the positions of its content")
     return plan.logical
 
 

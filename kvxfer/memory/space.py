@@ -180,7 +180,7 @@ class Space(ABC):
             A function that starts reading, after the fence that it is given.
 
         Raises:
-            ValueError: The plan has no logical copies, because it is a piece or came over the wire.
+            ValueError: The plan has no logical copies, because it is a piece.
         """
         from kvxfer.memory.by_rows import checksum_of
         from kvxfer.memory.checksum import logical_copies

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,3 +74,14 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
     finally:
         for engine in engines:
             engine.close()
+
+
+@pytest.fixture(scope="session")
+def models_table() -> Any:
+    """The script that writes the tables of the page of models, where the families of models stand."""
+    script = pathlib.Path(__file__).parents[2] / "docs/models_table.py"
+    found = importlib.util.spec_from_file_location("models_table", script)
+    assert found is not None and found.loader is not None
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

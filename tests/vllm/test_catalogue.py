@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,6 @@ from vllm.v1.kv_cache_interface import (
 from kvxfer.errors import ConfigError
 from kvxfer.values import Group
 from kvxfer_vllm.pages import CATALOGUE, WRITERS, form_of, group_pages, writer_of
-from kvxfer_vllm.pages.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 ABSTRACT = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
@@ -39,15 +37,6 @@ SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 16, "
 def groups(spec: Any, **more: Any) -> Any:
     given = {"layer_names": ["layer"], "kv_cache_spec": spec, "enable_kv_transfer": True, "host_resident": False}
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(**{**given, **more})])
-
-
-@pytest.fixture(scope="module")
-def page() -> Any:
-    found = importlib.util.spec_from_file_location("models_table", ROOT / "docs/models_table.py")
-    assert found is not None and found.loader is not None
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 LATER = set() if importlib.util.find_spec("vllm.models.step5") else {"Step5ForCausalLM"}
@@ -74,21 +63,21 @@ def test_back_ends_are_where_the_catalogue_says() -> None:
         assert name in made, path
 
 
-def test_entries_name_tests_that_are_there() -> None:
-    for shown in {e.shown for e in CATALOGUE.values()} | {f.by for f in FAMILIES}:
+def test_entries_name_tests_that_are_there(models_table: Any) -> None:
+    for shown in {e.shown for e in CATALOGUE.values()} | {f.by for f in models_table.FAMILIES}:
         assert (ROOT / shown).is_file(), shown
 
 
-def test_families_are_of_models_that_vllm_knows() -> None:
+def test_families_are_of_models_that_vllm_knows(models_table: Any) -> None:
     known = set(ModelRegistry.get_supported_archs()) | LATER
-    for family in FAMILIES:
+    for family in models_table.FAMILIES:
         assert set(family.architectures) <= known, family.name
         assert {spec for _, spec in family.groups} <= set(CATALOGUE), family.name
 
 
-def test_the_page_of_models_is_up_to_date(page: Any) -> None:
+def test_the_page_of_models_is_up_to_date(models_table: Any) -> None:
     text = (ROOT / "docs/models.md").read_text()
-    assert text == page.drawn(text), "run python docs/models_table.py"
+    assert text == models_table.drawn(text), "run python docs/models_table.py"
 
 
 @pytest.mark.parametrize("name", [e.spec for e in CATALOGUE.values() if e.kept == "refused"])

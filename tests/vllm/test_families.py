@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvxfer_vllm.pages.families import FAMILIES
 from tests.vllm.cases import RUNNERS, check, crowd, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import Group, answer, prompt
@@ -26,8 +27,10 @@ GROUPS = {
 MODELS = pytest.mark.parametrize("kinds", list(GROUPS.values()), ids=list(GROUPS))
 
 
-def test_each_of_these_models_names_this_file() -> None:
-    assert {family.name for family in FAMILIES if family.by == "tests/vllm/test_families.py"} == set(GROUPS)
+def test_each_of_these_models_names_this_file(models_table: Any) -> None:
+    assert {family.name for family in models_table.FAMILIES if family.by == "tests/vllm/test_families.py"} == set(
+        GROUPS
+    )
 
 
 @pytest.mark.parametrize("n", [2, 15, 16, 17, 90, 150])

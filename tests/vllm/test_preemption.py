@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvxfer_vllm.scheduler import SchedulerHooks
 from tests.control.conftest import until
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, OFFER, RUNNERS, both, check, crowd, decode, prefill
@@ -200,19 +199,3 @@ def test_a_cache_reset_does_not_end_loads_that_wait(make: Make, wire: Wire) -> N
     d.run(p, until=b)
     check(d, b, text)
     assert d.computed[b] == 1 + 3
-
-
-@RUNNERS
-@pytest.mark.parametrize(("blocks", "budget"), [(13, 5), (15, 8), (16, 32), (18, 32)])
-def test_tables_told_in_increments(
-    make: Make, monkeypatch: pytest.MonkeyPatch, resumes_as_new: bool, blocks: int, budget: int
-) -> None:
-    """An engine that shows new blocks only: the whole table is put together from those, across preemptions."""
-    step = SchedulerHooks.step
-
-    def without(self: SchedulerHooks, output: Any) -> Any:
-        output.kv_connector_block_state = None
-        return step(self, output)
-
-    monkeypatch.setattr(SchedulerHooks, "step", without)
-    test_preemption_of_the_producer(make, FULL, resumes_as_new, blocks, budget)

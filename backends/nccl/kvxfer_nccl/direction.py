@@ -144,7 +144,7 @@ class Direction:
         untouched, touched = list(self.waiting), list(self.enqueued)
         self.waiting.clear()
         self.enqueued.clear()
-        return untouched, touched, None if self.making else self._drop()
+        return untouched, touched, None if self.making else self.drop()
 
     def leave(self) -> bool:
         """After ``give_up``, go on with a communicator that is being made; return whether none is.
@@ -155,9 +155,15 @@ class Direction:
         self._opened()
         return not self.making
 
-    def drop(self) -> None:
-        """After ``give_up``, leave nothing behind that can be had back."""
-        self._drop()
+    def drop(self) -> Task[None] | None:
+        """Leave nothing behind that can be had back; return what ends the communicator, if there is one."""
+        if self.pipe is None:
+            return None
+        burial = self.tools.bury(self.pipe)
+        self.pipe = self.opening = None
+        self._slices.clear()
+        self._passed = self._handed
+        return burial
 
     def _open(self, unique_id: bytes) -> None:
         pipe = self.tools.binding.pipe(self.tools.spec(unique_id, self.verb is Verb.SEND))
@@ -177,15 +183,6 @@ class Direction:
                 f"a communicator was not made within {self.tools.options.init_timeout_s:g} s",
                 "it gave up waiting for a communicator",
             )
-
-    def _drop(self) -> Task[None] | None:
-        if self.pipe is None:
-            return None
-        burial = self.tools.bury(self.pipe)
-        self.pipe = self.opening = None
-        self._slices.clear()
-        self._passed = self._handed
-        return burial
 
     def _enqueue(self) -> None:
         """Hand batches to the stream, in order, as far as their fences and the stream's room allow."""

@@ -71,7 +71,7 @@ class Sender(Direction):
             self.tools.say(KeepOpen(n))
             return
         self._ready = False
-        self._drop()
+        self.drop()
         self.n += 1
         self.tools.say(Retired(n))
 
@@ -160,7 +160,7 @@ class Receiver(Direction):
         self.moved = time.monotonic()
         if not keep:
             self._asking = False
-            self._drop()
+            self.drop()
             self.n += 1
 
     def _opened(self) -> None:

@@ -17,12 +17,11 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvxfer_bench.vllm.played_prefill import sleep_until
-from kvxfer_vllm.compat import output_of
 
-__all__ = ["PlayedCore", "PlayedWorker"]
+__all__ = ["PlayedCore", "PlayedWorker", "output_of"]
 
 
 class PlayedCore(EngineCoreProc):
@@ -130,3 +129,14 @@ class _Done(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         return self._wait()
+
+
+def output_of(connector: Any, finished: set[str]) -> KVConnectorOutput:
+    """Collect what a worker's connector reports after a step, with the calls that a model runner makes."""
+    found = connector.get_transfer_results(finished)
+    return KVConnectorOutput(
+        found.finished_sending,
+        found.finished_recving,
+        failed_recving=found.failed_recving,
+        invalid_block_ids=connector.get_block_ids_with_load_errors(),
+    )

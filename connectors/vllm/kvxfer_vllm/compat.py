@@ -7,25 +7,17 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.outputs import KVConnectorOutput
 
 __all__ = [
     "FOLLOWS_SLEEP",
     "HIT_SOURCE",
-    "TELLS_ARRIVALS",
     "TELLS_TURNS",
     "around_reset",
     "compute_anew",
     "correct",
-    "output_of",
     "stands_alone",
     "takes_loaded_windows",
-    "transfer_results",
 ]
-
-TELLS_ARRIVALS = hasattr(base.KVConnectorBase_V1, "on_new_request")
-"""Whether the connector hears of a request before vLLM looks up what it has cached of the prompt."""
-
 
 FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM announces that sleep mode unmaps the cache (0.33 and later); earlier releases unmap it during a transfer."""
@@ -40,22 +32,6 @@ def takes_loaded_windows() -> bool:
 
 TELLS_TURNS = hasattr(KVCacheSpec, "dcp_sharded")
 """Whether a cache says if the ranks of decode context parallelism take turns with its tokens (0.31 and later)."""
-
-
-def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """Build the result of ``get_transfer_results``."""
-    return base.KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
-
-
-def output_of(connector: Any, finished: set[str]) -> KVConnectorOutput:
-    """Collect what a worker's connector reports after a step, with the calls that a model runner makes."""
-    found = connector.get_transfer_results(finished)
-    return KVConnectorOutput(
-        found.finished_sending,
-        found.finished_recving,
-        failed_recving=found.failed_recving,
-        invalid_block_ids=connector.get_block_ids_with_load_errors(),
-    )
 
 
 def correct(output: Any, *, over: Set[str], still: Set[str]) -> None:

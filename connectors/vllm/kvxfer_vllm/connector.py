@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 
@@ -128,9 +129,6 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self._sched.publish(metadata)
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self._sched.publish({(0, tp): m for tp, m in metadata.items()})
-
     # --- worker ----------------------------------------------------------------------------------------------------
 
     @property
@@ -181,7 +179,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         self._work.collect(self._step)
-        return compat.transfer_results(*self._work.results())
+        return KVConnectorTransferResults(*self._work.results())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that partial loads have not filled. Loads that failed are reported by request."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from kvxfer.errors import KvxferError
 from kvxfer.identity import digest
-from kvxfer_vllm import compat
 from kvxfer_vllm.adapters import Adapters
 from kvxfer_vllm.hashing import content_hash
 from kvxfer_vllm.media import Media
@@ -85,13 +84,7 @@ class RequestContent:
 
     def _check_reloaded(self, facts: RequestFacts, media: Sequence[Any]) -> None:
         """Raise if vLLM may have cached something of a request from before its adapter was loaded again."""
-        if not facts.reloaded:
-            return
-        if not compat.TELLS_ARRIVALS:
-            raise KvxferError(
-                "its adapter was loaded again, and this vLLM may have cached blocks of its earlier weights"
-            )
-        if media and self.adapters.change_media:
+        if facts.reloaded and media and self.adapters.change_media:
             raise KvxferError(
                 "its adapter, which was loaded again, changes how its media are encoded, and vLLM may have cached them as before"
             )

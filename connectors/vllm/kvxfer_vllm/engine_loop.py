@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvxfer.engine import EngineQueue
-from kvxfer_vllm import compat
 
 __all__ = ["EngineLoop"]
 
@@ -28,7 +27,7 @@ class EngineLoop:
     def queue(self, unfinished: Callable[[], int]) -> EngineQueue | None:
         """Return what tells whether the engine has anything else to do than to wait for loads; ``None`` if that cannot be told.
 
-        It cannot if other engines wait for each of its steps (data parallelism), or if vLLM tells its connector of no request as it comes.
+        It cannot if other engines wait for each of its steps (data parallelism).
 
         Args:
             unfinished: Returns how many requests vLLM has that are not over.
@@ -36,7 +35,7 @@ class EngineLoop:
         inbox = getattr(self._core, "input_queue", None)
         parallel = getattr(getattr(self._core, "vllm_config", None), "parallel_config", None)
         alone = getattr(parallel, "data_parallel_size", 1) == 1
-        if not (isinstance(inbox, queue.Queue) and alone and compat.TELLS_ARRIVALS):
+        if not (isinstance(inbox, queue.Queue) and alone):
             return None
         return EngineQueue(unfinished, lambda: not inbox.empty())
 
@@ -50,21 +49,15 @@ def _waker(core: Any) -> Callable[[], None] | None:
     inbox = getattr(core, "input_queue", None)
     if not isinstance(inbox, queue.Queue):
         return None
-    try:
-        from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine import EngineCoreRequestType
 
-        word = EngineCoreRequestType.WAKEUP
-    except (ImportError, AttributeError):
-        return None
-    return lambda: inbox.put_nowait((word, None))
+    return lambda: inbox.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
 def _core() -> Any:
     """Return the engine that is being built, if one is."""
-    try:
-        from vllm.v1.engine.core import EngineCoreProc
-    except ImportError:
-        return None
+    from vllm.v1.engine.core import EngineCoreProc
+
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

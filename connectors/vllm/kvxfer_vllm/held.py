@@ -7,7 +7,6 @@ there in all groups: the blocks of full attention, the last ones of windows, the
 
 from __future__ import annotations
 
-import inspect
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,11 +49,8 @@ class HeldPrefixes:
         if not self._hashed or not getattr(self._pool, "enable_caching", False):
             return
         self._coordinator = manager.coordinator
-        if "block_mask" in inspect.signature(self._pool.cache_full_blocks).parameters:
-            cacheable = [
-                getattr(one.kv_cache_spec, "prefix_cacheable", True) for one in self._coordinator.single_type_managers
-            ]
-            self._sparse = [g for g, group in enumerate(self._groups) if group.kind == "window" and cacheable[g]]
+        cacheable = [one.kv_cache_spec.prefix_cacheable for one in self._coordinator.single_type_managers]
+        self._sparse = [g for g, group in enumerate(self._groups) if group.kind == "window" and cacheable[g]]
 
     def arrived(self, facts: RequestFacts, naming: Naming) -> None:
         """Take in a request that is to be computed; its blocks count as soon as vLLM can find them."""

@@ -70,7 +70,6 @@ class RequestFacts:
         adapter: The number of its adapter, and how often that had been replaced when the request came.
         naming: Names its first tokens by content, until it is over.
         asked_in: The step for which vLLM has asked about it, and has no blocks for it so far.
-        table: Its whole block table, where vLLM tells increments only.
         nothing: What is told of it although it has nothing to offer.
         promised: How many tokens vLLM was last told that it can load.
         end: Up to which token its load is to bring its prompt.
@@ -97,7 +96,6 @@ class RequestFacts:
     adapter: tuple[int, int] | None = None
     naming: Naming | None = None
     asked_in: int = 0
-    table: list[list[int]] | None = None
     nothing: Ticket | None = None
     promised: int = 0
     end: int = 0

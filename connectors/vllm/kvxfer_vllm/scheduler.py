@@ -248,7 +248,7 @@ class SchedulerHooks:
         stuck = bool(self._unplaced) and idle
         if output.preempted_req_ids or stuck:
             self.side.short_of_blocks()
-        for name, computed, table in step_tables(output, self.side.follows, self._requests):
+        for name, computed, table in step_tables(output, self.side.follows):
             self.side.runs(name, computed, output.num_scheduled_tokens[name], table)
         self.side.stands_still(stuck)
         self._unplaced, self._steps = 0, self._steps + 1
@@ -357,7 +357,7 @@ class SchedulerHooks:
         self._pins.bind(VllmBlockPool(pool))
 
     def bind_cache(self, manager: Any) -> None:
-        """Take what knows vLLM's prefix cache, once it is there (0.30 and later)."""
+        """Take what knows vLLM's prefix cache, once it is there."""
         self._arrivals.hits = lambda request: manager.get_computed_blocks(request)[1]
         self._manager = manager
         self._cached.bind(manager)

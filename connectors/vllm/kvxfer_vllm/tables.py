@@ -1,12 +1,11 @@
-"""vLLM's block tables, as kvxfer has them. With a step vLLM tells the new blocks of most requests only."""
+"""vLLM's block tables, as kvxfer has them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.values import BlockTable
-from kvxfer_vllm.requests import RequestFacts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,37 +21,16 @@ def table_of(block_ids: Sequence[Sequence[int]]) -> BlockTable:
     return BlockTable.of(block_ids, NULL_BLOCK)
 
 
-def step_tables(
-    output: SchedulerOutput, follows: Callable[[str], bool], requests: Mapping[str, RequestFacts]
-) -> Iterator[tuple[str, int, BlockTable]]:
+def step_tables(output: SchedulerOutput, follows: Callable[[str], bool]) -> Iterator[tuple[str, int, BlockTable]]:
     """Yield the requests of a step whose tables matter, with the tokens computed before it and the whole table as it uses it.
 
     Args:
         output: The step.
         follows: Returns whether the table of a request matters.
-        requests: What is known of requests, where the tables so far are noted.
     """
-    whole = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
-    cached, seen = output.scheduled_cached_reqs, list[tuple[str, int]]()
-    for new in output.scheduled_new_reqs:
-        if follows(new.req_id):
-            requests[new.req_id].table = [list(row) for row in new.block_ids]
-            seen.append((new.req_id, new.num_computed_tokens))
-    for i, name in enumerate(cached.req_ids):
-        if follows(name):
-            _grow(requests[name], cached.new_block_ids[i], name in cached.resumed_req_ids)
-            seen.append((name, cached.num_computed_tokens[i]))
-        elif name in requests:
-            requests[name].table = None
+    state, cached = output.kv_connector_block_state, output.scheduled_cached_reqs
+    seen = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+    seen += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     for name, computed in seen:
-        table = whole(name) if whole is not None else None
-        yield name, computed, table_of(table if table is not None else requests[name].table or ())
-
-
-def _grow(facts: RequestFacts, new: Sequence[Sequence[int]] | None, resumed: bool) -> None:
-    """Append new blocks; those of a resumed request replace its table."""
-    if resumed and new is not None:
-        facts.table = [list(row) for row in new]
-    elif new is not None and facts.table is not None:
-        for row, more in zip(facts.table, new, strict=True):
-            row.extend(more)
+        if follows(name):
+            yield name, computed, table_of(state.get_block_ids(name))

@@ -52,19 +52,10 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
         return None
     if os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true"):
         return None
-    return BLOCKS_OUTERMOST if _on_cuda() and _known() else None
+    return BLOCKS_OUTERMOST if _on_cuda() else None
 
 
 def _on_cuda() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cuda())
-
-
-def _known() -> bool:
-    """Return whether this vLLM knows the layout by that name."""
-    try:
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-    except ImportError:
-        return False
-    return BLOCKS_OUTERMOST in KVCacheLayout.__members__

@@ -103,10 +103,7 @@ def _scales(config: VllmConfig) -> str:
 
     This is the dtype that was asked for, and whether the kernels use powers of two (ue8m0) or fp32.
     """
-    asked = str(getattr(getattr(config, "attention_config", None), "indexer_kv_dtype", None))
-    try:
-        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-        return f"{asked}-{'ue8m0' if is_deep_gemm_e8m0_used() else 'fp32'}"
-    except ImportError:
-        return f"{asked}-fp32"
+    asked = str(getattr(getattr(config, "attention_config", None), "indexer_kv_dtype", None))
+    return f"{asked}-{'ue8m0' if is_deep_gemm_e8m0_used() else 'fp32'}"

@@ -126,12 +126,9 @@ def _whole(spec: Any, rank: Rank, size: int, device: str) -> Piece:
 
 def _channels_outside() -> bool:
     """Return whether a convolution's state is [channels, rows] rather than [rows, channels]; an environment variable of vLLM's decides."""
-    try:
-        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-        return bool(is_conv_state_dim_first())
-    except ImportError:  # releases that have only one order
-        return False
+    return bool(is_conv_state_dim_first())
 
 
 def _plain(dtype: Any) -> str:
