@@ -29,7 +29,7 @@ BY_REQUEST_OR_TRANSFER = {
     "Directory._awaited": "offers that engines wait for",
     "SchedulerHooks._requests": "vLLM's requests",
     "Batches._by_id": "HTTP requests, by what their prompts have in common",
-    "LoadOutcomes.used": "offers that were loaded once",
+    "LoadOutcomes.used": "offers that were loaded once, or made for an HTTP request",
 }
 """The tables of an engine's scheduler that are keyed by a request or a transfer."""
 

@@ -207,7 +207,8 @@ class Arrivals:
                 name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
             )
             return
-        if self._batches.offered(transfer, request.arrival_time) and not self._side.offers.stands(ticket):
+        own = transfer, request.arrival_time  # which all requests of an HTTP request have in common; a retry has another
+        if self._outcomes.used.get(own) and not self._side.offers.stands(ticket):
             # A router that asks D beside P may have D's answer before vLLM schedules the last sample here: nobody would read its offer.
             self._side.takes_no_part(name, "another sample of its HTTP request has made the offer, which is over")
             return
@@ -220,7 +221,7 @@ class Arrivals:
             why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
             self._no_part.not_offered(name, Reason.OTHER_CONTENT, why)
             return
-        self._batches.offers(transfer, request.arrival_time)
+        self._outcomes.used.put(own, True, 0.0)
 
     def _load(self, facts: RequestFacts, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
         """Load this part of a prompt from where the params say, unless that is known to be in vain."""

@@ -6,19 +6,13 @@ content. If its front end rejects the batch, it knows no content, and gives up a
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
-from kvxfer.identity import TransferId
-from kvxfer.protocol.timers import Recent
 from kvxfer_vllm.ids import ExternalId
 from kvxfer_vllm.requests import HttpBatch, RequestFacts
 
 __all__ = ["Batches", "spread_over_ranks"]
-
-MAX_OFFERED = 1 << 14
-"""Of how many offers it is remembered which HTTP request has made them; the oldest are forgotten first."""
 
 
 class Batches:
@@ -26,15 +20,6 @@ class Batches:
 
     def __init__(self) -> None:
         self._by_id: defaultdict[str, list[HttpBatch]] = defaultdict(list)
-        self._offered: Recent[tuple[TransferId, float], bool] = Recent(math.inf, MAX_OFFERED)
-
-    def offers(self, transfer: TransferId, arrived: float) -> None:
-        """Record that a request of the HTTP request that came at this time offers this; a retry has come at another."""
-        self._offered.put((transfer, arrived), True, 0.0)
-
-    def offered(self, transfer: TransferId, arrived: float) -> bool:
-        """Return whether a request of the HTTP request that came at this time has offered this."""
-        return self._offered.get((transfer, arrived)) is not None
 
     def answer(self, facts: RequestFacts, external: ExternalId, arrived: float) -> str:
         """Take in a request that offers, and return the name of the answer that will tell of it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ GONE = {
 
 
 MAX_USED = 1 << 16
-"""The most offers that are remembered as used; the oldest are forgotten first."""
+"""The most that is remembered as used; the oldest is forgotten first."""
 
 Naming = Callable[[Sequence[int]], Prefix]
 """Names first tokens of a request by content. It is given an array, in which a token takes 4 bytes until it is hashed."""
@@ -124,15 +124,16 @@ class LoadOutcomes:
     """What becomes of the loads of requests; one thread.
 
     Attributes:
-        used: The keys (``params.offer_key``) of the offers that such requests have had. Each can be loaded once. A front end may call its
-            engine several times under the params of one answer: after a tool, say, or for a retry.
+        used: What can be had once. The keys (``params.offer_key``) of the offers that such requests have had: a front end may call its
+            engine several times under the params of one answer, after a tool, say, or for a retry. And what was offered for an HTTP
+            request, which may have several requests: the transfer and the time of arrival.
         counts: What there is to tell since ``stats`` was called last.
     """
 
     def __init__(self, spans: RequestSpans) -> None:
         self._spans = spans
         self.counts = KVXferStats()
-        self.used: Recent[bytes, bool] = Recent(math.inf, MAX_USED)
+        self.used: Recent[Hashable, bool] = Recent(math.inf, MAX_USED)
 
     def expect(self, facts: RequestFacts, request: Request, transfer: str, key: bytes | None) -> None:
         """Record that a request has come whose KV is to be loaded, and the key of the offer that this takes, if it has one."""
