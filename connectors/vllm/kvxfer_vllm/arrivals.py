@@ -207,7 +207,8 @@ class Arrivals:
                 name, Reason.NOTHING, "its prompt is too short to leave any KV or state for another engine"
             )
             return
-        own = transfer, request.arrival_time  # which all requests of an HTTP request have in common; a retry has another
+        # All requests of an HTTP request have one time of arrival; a retry has another.
+        own = transfer, request.arrival_time
         if self._outcomes.used.get(own) and not self._side.offers.stands(ticket):
             # A router that asks D beside P may have D's answer before vLLM schedules the last sample here: nobody would read its offer.
             self._side.takes_no_part(name, "another sample of its HTTP request has made the offer, which is over")
