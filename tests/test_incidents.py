@@ -267,9 +267,9 @@ def test_a_link_of_two_megabits_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mtu", [1500, 600])
 @pytest.mark.parametrize("backend", ["ucx", "nixl", "zmq", "tcp"])
 def test_a_slow_link_says_so_whatever_moves_the_bytes(backend: str, mtu: int, tmp_path: Path) -> None:
-    """Within one batch, which takes minutes."""
+    """Within one batch of 66 MB, of which a message of 8 MiB takes 2 s, and several if many packets are lost."""
     require("networks")
-    config: dict[str, Any] = {"backend": backend, "transfer_timeout": 6.0}
+    config: dict[str, Any] = {"backend": backend, "transfer_timeout": 10.0}
     if backend in ("ucx", "nixl"):
         require(backend)
         config["backend_options"] = {"listen": "0.0.0.0", "ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}
@@ -277,5 +277,5 @@ def test_a_slow_link_says_so_whatever_moves_the_bytes(backend: str, mtu: int, tm
     done = on_slow_link(SLOW.replace(*changed), 40, tmp_path, mtu)
     failure, came, code, story = json.loads(done.splitlines()[-1])
     assert came > 8 << 20, failure
-    assert 2 < float(re.search(r"had come in [6-9]\.\d s, ([\d.]+) MB/s", failure)[1]) < 6, failure  # type: ignore[index]
+    assert 1 < float(re.search(r"had come in 1\d\.\d s, ([\d.]+) MB/s", failure)[1]) < 6, failure  # type: ignore[index]
     assert code == 1 and "at that rate it takes" in story and "'transfer_timeout'" in story
