@@ -28,6 +28,18 @@ def prefill(p: PlayedEngine, text: list[int], n: int = 1, **more: Any) -> dict[s
     return params
 
 
+def load_that_fails(
+    d: PlayedEngine, wire: Wire, text: list[int], params: dict[str, Any], quiet: bool = True
+) -> tuple[str, Load]:
+    """Have D begin to load a prompt, and break the link; its request, and the load."""
+    wire.paused = True
+    name = d.add(text, params, n=12)
+    d.steps(2)
+    (failing,) = wire.loads(d)
+    wire.fail(failing, "the link broke", quiet=quiet)
+    return name, failing
+
+
 def let_go(wire: Wire, load: Load) -> None:
     """The blocks of a failed load get quiet; vLLM has gone on with others long since."""
     wire.scribble(load)

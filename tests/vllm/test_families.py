@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import RUNNERS, check, crowd, decode, let_go, prefill
+from tests.vllm.cases import RUNNERS, check, crowd, decode, let_go, load_that_fails, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import Group, answer, prompt
 from tests.vllm.wire import Wire
@@ -57,12 +57,7 @@ def test_behind_a_prefix_hit(make: Make, kinds: tuple[Group, ...], cached: int) 
 def test_a_load_that_fails_is_computed(make: Make, wire: Wire, kinds: tuple[Group, ...], resumes_as_new: bool) -> None:
     p, d = make(kinds, resumes_as_new=resumes_as_new), make(kinds, policy="recompute", resumes_as_new=resumes_as_new)
     text = prompt(90)
-    params = prefill(p, text)
-    wire.paused = True
-    name = d.add(text, params, n=12)
-    d.steps(2)
-    (failing,) = wire.loads(d)
-    wire.fail(failing, "the link broke", quiet=False)
+    name, failing = load_that_fails(d, wire, text, prefill(p, text), quiet=False)
     d.run(p, until=name)
     let_go(wire, failing)
     assert d.done[name].tokens == answer(text, 12)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import check, decode, prefill
+from tests.vllm.cases import check, decode, load_that_fails, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import BLOCK, Group, answer, prompt
 from tests.vllm.wire import Wire
@@ -79,12 +79,7 @@ def test_a_conversation_goes_on_from_what_was_loaded(make: Make, kinds: tuple[Gr
 def test_a_load_that_fails(make: Make, wire: Wire, kinds: tuple[Group, ...]) -> None:
     p, d = engine(make, kinds, GUESSES), engine(make, kinds, GUESSES, policy="recompute")
     text = prompt(90)
-    params = prefill(p, text)
-    wire.paused = True
-    name = d.add(text, params, n=12)
-    d.steps(2)
-    (failing,) = wire.loads(d)
-    wire.fail(failing, "the link broke")
+    name, _ = load_that_fails(d, wire, text, prefill(p, text))
     d.run(p, until=name)
     assert d.done[name].tokens == answer(text, 12)
     wire.paused = False

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, MLAAttentionSpec
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Incompatible
 from kvxfer_vllm.pages import group_pages, writer_of
-from tests.vllm.cases import RUNNERS, check, decode, prefill
+from tests.vllm.cases import RUNNERS, check, decode, load_that_fails, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, Group, answer, prompt
 from tests.vllm.sides import Layer, backend, engine, fill, law, load
@@ -76,12 +76,7 @@ def test_behind_a_prefix_hit(make: Make, kinds: tuple[Group, ...], cached: int) 
 def test_a_load_that_fails(make: Make, wire: Wire, kinds: tuple[Group, ...], policy: str, resumes_as_new: bool) -> None:
     p, d = make(kinds, resumes_as_new=resumes_as_new), make(kinds, policy=policy, resumes_as_new=resumes_as_new)
     text = prompt(90)
-    params = prefill(p, text)
-    wire.paused = True
-    name = d.add(text, params, n=12)
-    d.steps(2)
-    (failing,) = wire.loads(d)
-    wire.fail(failing, "the link broke")
+    name, _ = load_that_fails(d, wire, text, prefill(p, text))
     d.run(p, until=name)
     assert d.done[name].tokens == answer(text, 12)
 
