@@ -267,8 +267,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         if not announced:
             return why
         more, still = any(rank.end is None for rank in self.rank_fetches), now - (self.last or self.announced)
-        seen = any(rank.told_moved or rank.coming.keys() & rank.flight for rank in self.rank_fetches)
-        return enriched(why, came, announced, more, self.stages(now).moving, still, self.gap if seen else None)
+        within = any(rank.told_moved or rank.coming.keys() & rank.flight for rank in self.rank_fetches)
+        return enriched(why, came, announced, more, self.stages(now).moving, still, self.gap, within)
 
     @property
     def enough(self) -> int:

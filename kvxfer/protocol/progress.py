@@ -43,17 +43,24 @@ def how_far(came: int, announced: int, more: bool, moving: float, still: float, 
 
 
 def enriched(
-    why: Failure, came: int, announced: int, more: bool, moving: float, still: float, gap: float | None
+    why: Failure, came: int, announced: int, more: bool, moving: float, still: float, gap: float, within: bool
 ) -> Failure:
     """Return a failure with how far its transfer had got, and with advice that follows from that.
 
-    ``gap``: the longest time in which nothing was told while something was on its way, of a back end that tells of bytes within a batch;
-    ``None`` of one that does not. A back end that tells of whole messages is silent while it moves one, so only a much longer time means
-    that the transfer stands still.
+    Args:
+        why: The failure.
+        came: The bytes that have come.
+        announced: The bytes that were announced.
+        more: Whether more was still to be announced.
+        moving: The seconds in which something was on its way.
+        still: The seconds since the last byte.
+        gap: The longest time in which nothing was told while something was on its way.
+        within: Whether the back end has told of bytes of the present part. One that tells of whole messages is silent while it moves one,
+            so only a much longer time than ``gap`` means that the transfer stands still, and without this nothing does.
     """
     if why.kind not in TELLING:
         return why
-    usual = max(STILL_S, SLOWER * (gap or 0.0))
+    usual = max(STILL_S, SLOWER * gap)
     detail = f"{why.detail}; {how_far(came, announced, more, moving, still, usual)}"
     advice = why.advice
     if why.kind is FailureKind.TIMED_OUT and came and still <= usual and moving > 0 and came < announced:
@@ -63,7 +70,7 @@ def enriched(
             "`kvxfer doctor --peer` why the link is not faster"
         )
     elif why.kind is FailureKind.TIMED_OUT and still > usual and came < announced:
-        if gap is not None and still > STANDSTILL * gap:
+        if within and still > STANDSTILL * gap:
             advice = "bytes stopped coming: check the producer's log, its host, and the network between the two hosts"
         else:
             began = f": {size(came)} had come when the present message began, of" if came else ","

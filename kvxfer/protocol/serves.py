@@ -31,6 +31,9 @@ MAX_WORDS = 100_000
 GRACE_S = 1.0
 """How long a rank waits for an offer that the consumer says was made, because ranks may lag behind each other in a step."""
 
+CONSUMER_FIRST_S = 1.0
+"""How much longer a serve may take than its consumer allows, because the consumer knows how far it has got, and says so when it ends it."""
+
 LastWord = m.CommitAck | m.AttemptClosed
 
 
@@ -145,7 +148,7 @@ class Serves:
             if serve.revocations is None:
                 serve.revocations = self._revocations.vouch(serve.request.transfer)
             if serve.state is S.WAITING and serve.request.moving:
-                serve.expires = now + min(serve.request.moving, self._longest)
+                serve.expires = now + min(serve.request.moving, self._longest) + CONSUMER_FIRST_S
                 self._times.set(serve.key, serve.expires)
             serve.cut = parts[left:]
             for part in parts[:left]:

@@ -6,6 +6,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
+from kvxfer.protocol.serves import CONSUMER_FIRST_S
 from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Mode, Move, Moved, PartRef, RankRoute, Resolved, Send
 from kvxfer.values import BlockTable, Fetch
 from tests.protocol.test_doors import LONGEST, MONTH, PLANNER, RIGHT, Door, T
@@ -84,13 +85,13 @@ def parts(said: list[m.Message]) -> int:
     return sum(isinstance(x, m.PartReady) for x in said)
 
 
-def test_what_is_served_is_kept_for_the_time_that_moving_may_take() -> None:
+def test_what_is_served_is_kept_for_the_time_that_moving_may_take_and_its_consumer_ends_it_first() -> None:
     door = Door()
     door.want(RIGHT, tokens=8, blocks=BlockTable.of([[1, 2]]), seconds=20.0, moving=8.0)
     assert not door.at(19.0)
     assert parts(door.offer(final=False)) == 1
-    assert not door.at(26.9)
-    (closed,) = door.at(27.0)
+    assert not door.at(27.0 + CONSUMER_FIRST_S - 0.1)
+    (closed,) = door.at(27.0 + CONSUMER_FIRST_S)
     assert isinstance(closed, m.AttemptClosed) and closed.kind is FailureKind.TIMED_OUT
 
 
@@ -107,6 +108,6 @@ def test_no_peer_has_more_of_it_than_the_producer_grants() -> None:
     door = Door()
     door.want(RIGHT, tokens=8, blocks=BlockTable.of([[1, 2]]), seconds=5.0, moving=MONTH)
     assert parts(door.offer(final=False)) == 1
-    assert not door.at(LONGEST - 0.1)
-    (closed,) = door.at(LONGEST)
+    assert not door.at(LONGEST + CONSUMER_FIRST_S - 0.1)
+    (closed,) = door.at(LONGEST + CONSUMER_FIRST_S)
     assert isinstance(closed, m.AttemptClosed)

@@ -68,6 +68,16 @@ def test_what_is_silent_for_longer_than_before_may_be_slow_or_stand_still() -> N
     )
 
 
+def test_a_message_is_as_slow_as_those_of_the_part_before() -> None:
+    asker = Asker()
+    first, second = asker.hear(10.0), asker.hear(10.0, part=1)
+    asker.machine.moving(Moving(((first.ref, 5),)), 12.5)
+    asker.machine.moved(Moved(first.ref, None, True, first.plan.nbytes), 15.0)
+    assert second.plan.nbytes
+    failure = asker.end(100.0)[1].outcome.failure
+    assert ", and more was coming" in failure.detail and "at that rate it takes" in failure.advice
+
+
 def test_time_in_which_nothing_was_on_its_way_is_no_silence() -> None:
     asker = Asker()
     first = asker.hear(10.0)
