@@ -198,7 +198,7 @@ class SchedulerHooks:
         whole = request.status.name in WHOLE
         self._drop_outdated()
         facts = self._running(name) or RequestFacts(name, next(self._numbers), request)
-        self._cached.finished(facts, good=self._adapters.is_same(facts))
+        self._cached.finished(facts)
         self._room.finished(facts)
         self._retained.cached(facts)
         self._outcomes.ended(facts, CANCELLED)
@@ -253,17 +253,26 @@ class SchedulerHooks:
         self.side.stands_still(stuck)
         self._unplaced, self._steps = 0, self._steps + 1
         step, self._next = self._next, StepMetadata()
-        step.step, step.idle = self.side.step(), idle
+        step.step, step.idle, step.adapters = self.side.step(), idle, dict(self._adapters.heard)
         step.waited = idle and step.silent and self.side.loads.wait_alone()
         self._holding_back = False
         return step
 
     def _drop_outdated(self) -> None:
-        """Offer nothing of requests whose adapter was replaced on the way: a part may be computed with the weights of before."""
-        for facts in self._adapters.take_outdated(one for one in self._requests.values() if not one.over):
+        """Offer nothing of requests whose adapter was replaced on the way: a part may be computed with the weights of before.
+
+        Nothing is found of them, either, nor of earlier ones: vLLM caches what such requests still compute under the same hashes.
+        """
+        if not self._adapters.take_replaced():
+            return
+        for facts in self._requests.values():
+            if facts.over or self._adapters.is_same(facts):
+                continue
+            facts.naming = None
             if self.side.ticket(facts.name) is not None:
                 self._no_part.count(Reason.ADAPTER)
             self.side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
+        self._cached.clear(self._requests.values())
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
@@ -271,8 +280,8 @@ class SchedulerHooks:
         found = output.kv_connector_worker_meta
         over = set(output.finished_recving or ())
         ours = found if isinstance(found, ReportMetadata) else ReportMetadata(Report())
-        for rank, contents in ours.adapters.items():
-            self._adapters.learn(rank, contents)
+        for rank, (replacements, contents) in ours.adapters.items():
+            self._adapters.learn(rank, contents, replacements)
         update = self.side.report(ours.report)
         self._next.freed += tuple(update.free)
         for name in update.free:
