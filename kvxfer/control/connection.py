@@ -382,6 +382,7 @@ class ControlConnection:
         """Close the connection for this reason, unless it is closed already."""
         if self.lost is None:
             self.lost = why
+            self._in.rest = bytearray()  # the rest of this frame will not come
             self._out = bytearray()  # not cleared: an error from sending may still hold a view of it
             self._shut()
 
