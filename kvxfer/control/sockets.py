@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
+from kvxfer.backend.door import short_of_descriptors
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.crew import Crew
 from kvxfer.control.descriptors import DescriptorLimits
@@ -281,10 +282,9 @@ class ControlSockets:
                 return
             try:
                 sock, where = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # most likely no descriptor is left; polled at once, the listener would be ready again
-                self._rest(time.monotonic() + REST_S)
+            except OSError as e:  # if short of descriptors and polled at once, the listener would be ready again
+                if short_of_descriptors(e):
+                    self._rest(time.monotonic() + REST_S)
                 return
             host = str(where[0])
             keyed = self._security.keys is not None
