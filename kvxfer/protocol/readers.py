@@ -32,7 +32,6 @@ class Readers(msgspec.Struct, gc=False):
     _of: dict[int, _Reader] = field(default_factory=dict)
 
     def state(self, reader: int) -> ReaderState:
-        """Return what is known of a reader."""
         return self._of.get(reader, _UNKNOWN).state
 
     def on(self, reader: int, event: ReaderEvent, siblings: int = 1) -> bool:
@@ -57,7 +56,6 @@ class Readers(msgspec.Struct, gc=False):
         return True
 
     def any(self, state: ReaderState) -> bool:
-        """Return whether any reader is in a state."""
         for reader in self._of.values():
             if reader.state is state:
                 return True

@@ -80,7 +80,6 @@ class ConformanceReport:
         return self.count("kept") > 0 and not self.count("broken")
 
     def json(self) -> str:
-        """Return the report as JSON."""
         counts = {name.replace(" ", "_"): self.count(name) for name in ("kept", "broken", "left out")}
         results = [asdict(v) for v in self.results]
         return json.dumps(
@@ -88,7 +87,6 @@ class ConformanceReport:
         )
 
     def markdown(self) -> str:
-        """Return the report as Markdown."""
         about = self.about
         result = "keeps the contract" if self.conforms else "does not keep the contract"
         partly = f", of which only `{about['only']}` was tried" if about["only"] else ""

@@ -60,5 +60,4 @@ class KeptAnswers:
         self._pins.drop(holder)
 
     def __len__(self) -> int:
-        """Return how many answers are kept."""
         return len(self._kept)

@@ -266,7 +266,6 @@ class BenchEngine:
     # --- both ------------------------------------------------------------------------------------------------------
 
     def cache(self) -> Cache:
-        """Return the description of the cache."""
         return self._pool.cache
 
     def know(self, other: Cache) -> None:
