@@ -37,10 +37,7 @@ class Readers(msgspec.Struct, gc=False):
     def on(self, reader: int, event: ReaderEvent, siblings: int = 1) -> bool:
         """Make the move that an event of a reader leads to; return False if it is ignored.
 
-        Args:
-            reader: The reader.
-            event: What has happened.
-            siblings: How many readers its engine has, as it says; the most that it ever said counts.
+        ``siblings``: how many readers its engine has, as it says; the most that it ever said counts.
 
         Raises:
             IllegalTransition: By the table it never happens here. Nothing has been changed.

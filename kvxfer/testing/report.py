@@ -140,14 +140,9 @@ def run_suite(
 def run_clauses(
     file: Path, about: Mapping[str, Any], subject: Mapping[str, Any], only: str, fail_fast: bool
 ) -> ConformanceReport:
-    """Run a suite in a process of its own.
+    """Run the suite ``file`` in a process of its own, as ``run_suite`` does.
 
-    Args:
-        file: What pytest runs.
-        about: What the report says of the subject first.
-        subject: What ``file`` finds in the environment.
-        only: As in ``run_suite``.
-        fail_fast: As in ``run_suite``.
+    ``about``: what the report says of the subject first. ``subject``: what ``file`` finds in the environment.
 
     Raises:
         ArgumentError: ``only`` is no expression.

@@ -69,7 +69,11 @@ class Pair:
             raise KvxferError(f"the {what} run delivered wrong bytes")
 
     def answers(self) -> tuple[Any, Any]:
-        """Return both answers; if both fail, raise both reasons."""
+        """Return both answers.
+
+        Raises:
+            KvxferError: One has failed; if both have, it has both reasons.
+        """
         try:
             ours = self.producer.get()
         except KvxferError as first:
