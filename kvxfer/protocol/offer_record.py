@@ -182,7 +182,6 @@ class OfferRecord(msgspec.Struct, eq=False):
     claimed: bool = False  # whether a consumer has ever asked for it, or said that it waits
 
     def take(self, offer: Offer) -> None:
-        """Record what the engine offers."""
         if offer.generation != self.generation:
             self.payload, self.short, self.tokens = b"", None, 0
         self.payload = offer.payload or self.payload
