@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
-from kvxfer.control.crew import Crew
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
+from kvxfer.control.fair_pool import FairPool
 from kvxfer.control.guests import Guests
 from kvxfer.control.handshakes import Handshakes
 from kvxfer.errors import PeerError
@@ -81,7 +81,7 @@ class ControlSockets:
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._handshakes = Handshakes()
         self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
-        self._names = Crew("kvxfer-names", _AT_ONCE, _LOOKUPS, self._hand)
+        self._names = FairPool("kvxfer-names", _AT_ONCE, _LOOKUPS, self._hand)
         self._entrance = Entrance(security, partial(self._names.submit, ""), self._admit)
 
     def listen(self, host: str, port: int) -> int:
