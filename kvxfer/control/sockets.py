@@ -123,8 +123,9 @@ class ControlSockets:
         if is_ip(target.host) and self._security.fresh:
             self._begin(conn, _addresses(target))
         elif not self._names.submit(by or target.host, *look_up):
-            many = "too many names are being looked up"
-            raise PeerError(f"cannot dial {str(target)!r}: {many}", kind=FailureKind.OVERLOADED)
+            raise PeerError(
+                f"cannot dial {str(target)!r}: too many names are being looked up", kind=FailureKind.OVERLOADED
+            )
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
