@@ -84,13 +84,7 @@ class _Dial(LinkRecord):
 class Outbound(LinkTable[_Dial]):
     """The links that this agent dials, by what its targets say.
 
-    Args:
-        sockets: The agent's control sockets.
-        data: The agent's data plane.
-        silence: Seconds without a message after which a link is lost.
-        cache: The agent's cache.
-        engine: The engine's name.
-        facts: What all KV of the engine depends on.
+    A link is lost after ``silence`` seconds without a message. ``facts``: what all KV of the engine depends on.
     """
 
     role: ClassVar[Role] = "consumer"

@@ -20,9 +20,9 @@ from kvxfer.backend.door import short_of_descriptors
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
+from kvxfer.control.fair_pool import FairPool
 from kvxfer.control.guests import Guests
 from kvxfer.control.handshakes import Handshakes
-from kvxfer.control.shared_threads import SharedThreads
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.flag import Flag
@@ -82,7 +82,7 @@ class ControlSockets:
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._handshakes = Handshakes()
         self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
-        self._names = SharedThreads("kvxfer-names", _AT_ONCE, _LOOKUPS, self._hand)
+        self._names = FairPool("kvxfer-names", _AT_ONCE, _LOOKUPS, self._hand)
         self._entrance = Entrance(security, partial(self._names.submit, ""), self._admit)
 
     def listen(self, host: str, port: int) -> int:

@@ -37,12 +37,9 @@ class Worker:
         self._thread = NamedThread(target=self._run, name=name)
 
     def submit(self, weight: int, job: Callable[[], T], then: Callable[..., Any]) -> bool:
-        """Queue a job.
+        """Queue a job of a ``weight``, its approximate cost in any unit.
 
-        Args:
-            weight: Its approximate cost, in any unit.
-            job: The job.
-            then: What follows: called with its result first, or with a ``Failure`` that says why there is none.
+        ``then`` is called with its result first, or with a ``Failure`` that says why there is none.
 
         Returns:
             Whether it will be done; not when as many wait as may, when no thread is to be had, or after ``close``.

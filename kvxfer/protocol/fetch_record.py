@@ -393,7 +393,6 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         return True
 
     def all_are(self, state: RankFetchState) -> bool:
-        """Return whether all rank fetches are in this state."""
         for rank in self.rank_fetches:
             if rank.state is not state:
                 return False

@@ -148,7 +148,10 @@ class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):
             return Failure(FailureKind.WITHDRAWN, why), False
         waited = self.state is ServeState.WAITING
         kind = FailureKind.NEVER_OFFERED if waited else FailureKind.TIMED_OUT
-        why = f"the consumer's time for it is over, with {min(self.sent, default=0)} of {self.request.tokens} tokens announced"
+        announced = f"{min(self.sent, default=0)} of {self.request.tokens} tokens announced"
+        why = f"the consumer's time for it is over, with {announced}"
+        if self.lent and not waited:
+            why = f"it took longer than both 'lease' and 'transfer_timeout' of this producer, with {announced}"
         return Failure(kind, why), self.lent and waited
 
     def not_served(self, why: Failure) -> None:
@@ -188,7 +191,6 @@ class OfferRecord(msgspec.Struct, eq=False):
     unserved: Failure | None = None  # why the last consumer that asked for it did not get it
 
     def take(self, offer: Offer) -> None:
-        """Record what the engine offers."""
         if offer.generation != self.generation:
             self.payload, self.short, self.tokens = b"", None, 0
         self.payload = offer.payload or self.payload

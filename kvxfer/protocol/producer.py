@@ -53,15 +53,10 @@ class ProducerMachine:
     # --- from the engine -------------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, now: float, called: float | None = None) -> list[Action]:
-        """Offer blocks, or more of them.
+        """Offer blocks, or more of them, as the engine has at the time ``called``; ``None`` means now.
 
         An offer that does not continue or replace the last one is ignored: one of a generation that was revoked or whose end has
         been reported, or one that adds nothing.
-
-        Args:
-            offer: What the engine offers.
-            now: The time in seconds.
-            called: When the engine offered it; ``None`` means now.
         """
         over = self._over.get(offer.transfer)
         if over is not None and offer.generation < over.least:

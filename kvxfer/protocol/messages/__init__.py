@@ -120,16 +120,12 @@ ToConsumer = PartReady | Underway | Checksums | CommitAck | AttemptClosed
 """Messages from a producer rank's machine to a consumer rank's."""
 
 
-def failure(message: Refused | CloseAttempt | AttemptClosed, peer: str, before: str = "", advice: str = "") -> Failure:
-    """Return the failure that a peer's message tells of.
+def failure(message: Refused | CloseAttempt | AttemptClosed, peer: str, before: str = "") -> Failure:
+    """Return the failure that a peer's message tells of, with the words ``before`` in front of the peer's reason.
 
-    Args:
-        message: The peer's message.
-        peer: The peer's name for operators.
-        before: Words to put in front of the peer's reason.
-        advice: What to do about it; by default what ``ADVICE`` says of the kind.
+    ``peer``: its name for operators.
     """
-    return Failure(message.kind, before + message.reason, peer, advice)
+    return Failure(message.kind, before + message.reason, peer)
 
 
 _encoder = msgspec.msgpack.Encoder()
