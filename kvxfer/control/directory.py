@@ -114,7 +114,7 @@ class Directory:
         self._explainer = Explainer()
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
-        self._awaited: IndexedExpiringMap[sockets.ControlConnection, TransferId, bytes] = IndexedExpiringMap(
+        self._awaited: IndexedExpiringMap[sockets.ControlConnection, bytes, bytes] = IndexedExpiringMap(
             config.lease, MAX_AWAITED
         )
         self._notices = NoticeBox()
@@ -136,9 +136,7 @@ class Directory:
         close_at_exit(self)
 
     def __reduce__(self) -> str:
-        raise KvxferError(
-            "a directory belongs to the process that made it, and cannot be copied or pickled: its 'source' can"
-        )
+        raise KvxferError("a directory belongs to the process that made it; its 'source' can be copied and pickled")
 
     def __enter__(self) -> Directory:
         return self
@@ -267,7 +265,7 @@ class Directory:
         while self._outbox and time.monotonic() < until:
             match self._outbox.popleft():
                 case m.Named() as named:
-                    for connection in self._awaited.owners(named.transfer):
+                    for connection in self._awaited.owners(named.transfer.brief):
                         self._say_begun(connection, named.transfer, named.digest)
                 case PeerInquiry() as inquiry, message:
                     inquiry.connection.send(message)
@@ -275,22 +273,26 @@ class Directory:
                     self._deliver(source, message)
         until = time.monotonic() + SLICE_S
         for connection in self._sockets.ready():
-            self._hear(connection)
+            self._hear(connection, until)
             if time.monotonic() >= until:
                 break
         self._sockets.flush()
 
-    def _hear(self, connection: sockets.ControlConnection) -> None:
+    def _hear(self, connection: sockets.ControlConnection, until: float) -> None:
         handle = self._answer if connection.destination is None else self._take
         for _ in range(SHARE):
             if (frame := connection.receive()) is None:
                 break
             handle(connection, frame)
+            if time.monotonic() >= until:
+                break
         if connection.lost is None or connection.ready:
             return
         key = connection.destination
+        self._sockets.drop(connection)  # and what it has sent that nobody will handle
         if not isinstance(key, Source):
             self._notices.leave(connection)
+            self._awaited.leave(connection)
         elif self._peers.get(key) is connection:
             del self._peers[key]
             self._idle.cancel(key)
@@ -357,23 +359,20 @@ class Directory:
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have a peer told when the engine has begun; record it before checking, so that no beginning falls in between."""
-        self._awaited.put(connection, named.transfer, named.digest, time.monotonic())
-        if self.begun(named.transfer, named.digest):
-            self._say_begun(connection, named.transfer, named.digest)
-        elif self.differs(named.transfer, named.digest):
-            self._say_begun(connection, named.transfer, None)
+        self._awaited.put(connection, named.transfer.brief, named.digest, time.monotonic())
+        begun = self.begun(named.transfer, named.digest)
+        if begun or self.differs(named.transfer, named.digest):
+            self._say_begun(connection, named.transfer, named.digest if begun else None)
 
     def _say_begun(self, connection: sockets.ControlConnection, transfer: TransferId, digest: bytes | None) -> None:
         """Tell a peer that waits for a transfer whether what has begun under this name is what it waits for."""
-        awaited = self._awaited.get(connection, transfer)
-        if awaited is None:
+        if (awaited := self._awaited.get(connection, transfer.brief)) is None:
             return
-        self._awaited.pop(connection, transfer)
+        self._awaited.pop(connection, transfer.brief)
         named = (m.Named(transfer, awaited),)
         connection.send(m.Begun(named) if awaited == digest else m.OtherContent(named))
         if awaited != digest:
-            what = "directory: an engine on %s has waited for %s and computes it, because this one offers other content under that name"
-            self._complain(what, connection.host, printable(transfer))
+            self._complain("directory: %s waits for %s, other content here", connection.host, printable(transfer))
 
     def _notice(self, notice: Said, connection: sockets.ControlConnection, nbytes: int) -> None:
         lost = self._notices.put(notice, connection, nbytes)

@@ -20,7 +20,7 @@ TOLD = pytest.mark.parametrize("told", [False, True], ids=["reread", "loaded aga
 @pytest.fixture
 def pair(make: Make) -> tuple[PlayedEngine, PlayedEngine]:
     """Two engines that have loaded the adapter with the same weights; the first computes long prompts in several steps."""
-    made = make(budget=32), make(extra={"ask_timeout": 10.0})
+    made = make(budget=32), make(extra={"ask_timeout": 10.0, "ask": "always"})
     for engine in made:
         engine.load_adapter(1, "x")
     return made
@@ -54,10 +54,9 @@ def test_no_prefix_of_a_request_that_goes_on_with_other_weights(
     running = p.add(text, None, n=30, **ADAPTER)
     p.step()
     if known:
-        assert loads(d, p, text)
+        loads(d, p, text)
         d.scheduler.reset_prefix_cache()
     before = p.computed[running]
-    assert before < len(text)
     replace(p, told)
     p.steps(steps)
     assert loads(d, p, text) <= before, "D took what was computed with other weights"
