@@ -1,8 +1,8 @@
 """The engine's directory: one address, served by the scheduler side, that leads to all of the engine's ranks.
 
 Scheduler sides also use it to tell each other about transfers that no worker knows yet: keep their lease (``Renew``), free
-them (``Decline``), say when you have begun with them (``Await``, answered by ``Begun``), offer what you hold of a prompt (``Inquire``,
-answered by ``InquiryAnswer``).
+them (``Decline``), say when you have begun with them (``Await``, answered by ``Begun`` or ``OtherContent``), offer what you hold of a
+prompt (``Inquire``, answered by ``InquiryAnswer``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvxfer.control import sockets
 from kvxfer.control.endings import ProcessGuard, close_at_exit
 from kvxfer.control.explaining import Explainer
 from kvxfer.control.inquiries import Inquiries, PeerInquiry
-from kvxfer.control.notices import Answered, Notice, NoticeBox, bundles
+from kvxfer.control.notices import Answered, Notice, NoticeBox, Said, bundles
 from kvxfer.control.stories import explain_locally
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError, PeerError
 from kvxfer.failures import FailureKind
@@ -33,6 +33,7 @@ from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import RateLimitedWarnings, Security
+from kvxfer.text import printable
 from kvxfer.threads import NamedThread
 
 __all__ = ["ANY_EPOCH", "Directory"]
@@ -80,6 +81,7 @@ class Directory:
             default it tells of the transfers of those of its ranks' agents that are in this process.
         begun: A function of a transfer and a digest that returns whether the engine has begun with that transfer, or is done
             with it. Called on the directory's thread; may be set at any time. By default it returns True.
+        differs: A function of the same that returns whether the engine has begun with other content under that name.
         inquiries: What other engines want to know, for this engine to ``answer``. None: they are told that nothing is held.
         wake: Called when there is an inquiry, an answer to one, or a directory that cannot be reached. Called on the directory's thread;
             may be set at any time, and must not block.
@@ -105,15 +107,14 @@ class Directory:
             tuple[Source, m.Renew | m.Decline | m.Await | m.Inquire] | m.Named | tuple[PeerInquiry, m.InquiryAnswer]
         ] = deque(maxlen=MAX_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
+        self.differs: Callable[[TransferId, bytes], bool] = lambda transfer, digest: False
         self.explain: Callable[[m.Explain], m.Explained] = lambda asked: explain_locally(
             self.engine, [rank.epoch for rank in self._ranks], asked
         )
         self._explainer = Explainer()
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
-        self._awaited: IndexedExpiringMap[sockets.ControlConnection, bytes, bytes] = IndexedExpiringMap(
-            config.lease, MAX_AWAITED
-        )
+        self._awaited = IndexedExpiringMap[sockets.ControlConnection, bytes, bytes](config.lease, MAX_AWAITED)
         self._notices = NoticeBox()
         self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
         self._beyond: dict[PeerIdentity, float] = {}  # the latest of these, by peer
@@ -192,7 +193,7 @@ class Directory:
         return self._notices.take()
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
-        """Tell the engines that wait for it that this one has begun with a transfer; ``begun`` must already return True."""
+        """Tell the engines that wait for a transfer of this name that this one has begun with it; ``begun`` must already return True."""
         self._outbox.append(m.Named(transfer, digest))
         self._sockets.wake()
 
@@ -265,7 +266,7 @@ class Directory:
             match self._outbox.popleft():
                 case m.Named() as named:
                     for connection in self._awaited.owners(named.transfer.brief):
-                        self._say_begun(connection, named)
+                        self._say_begun(connection, named.transfer, named.digest)
                 case PeerInquiry() as inquiry, message:
                     inquiry.connection.send(message)
                 case Source() as source, message:
@@ -336,7 +337,7 @@ class Directory:
         if isinstance(msg, m.InquiryAnswer) and isinstance(to := connection.destination, Source):
             self._notice(Answered(to.host, to.port, msg), connection, len(frame))
             self.wake()
-        elif isinstance(msg, m.Begun):
+        elif isinstance(msg, m.Begun | m.OtherContent):
             self._notice(msg, connection, len(frame))
 
     def _inquire(self, connection: sockets.ControlConnection, msg: m.Inquire) -> None:
@@ -359,18 +360,21 @@ class Directory:
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have a peer told when the engine has begun; record it before checking, so that no beginning falls in between."""
         self._awaited.put(connection, named.transfer.brief, named.digest, time.monotonic())
-        if self.begun(named.transfer, named.digest):
-            self._say_begun(connection, named)
+        begun = self.begun(named.transfer, named.digest)
+        if begun or self.differs(named.transfer, named.digest):
+            self._say_begun(connection, named.transfer, named.digest if begun else None)
 
-    def _say_begun(self, connection: sockets.ControlConnection, named: m.Named) -> None:
-        brief = named.transfer.brief
-        if self._awaited.get(connection, brief) == named.digest:
-            self._awaited.pop(connection, brief)
-            connection.send(m.Begun((named,)))
+    def _say_begun(self, connection: sockets.ControlConnection, transfer: TransferId, digest: bytes | None) -> None:
+        """Tell a peer that waits for a transfer whether what has begun under this name is what it waits for."""
+        if (awaited := self._awaited.get(connection, transfer.brief)) is not None:
+            self._awaited.pop(connection, transfer.brief)
+            named = (m.Named(transfer, awaited),)
+            connection.send(m.Begun(named) if awaited == digest else m.OtherContent(named))
+            if awaited != digest:
+                what = "directory: an engine on %s has waited for %s and computes it: other content is offered here under that name"
+                self._complain(what, connection.host, printable(transfer))
 
-    def _notice(
-        self, notice: m.Renew | m.Decline | m.Begun | Answered, connection: sockets.ControlConnection, nbytes: int
-    ) -> None:
+    def _notice(self, notice: Said, connection: sockets.ControlConnection, nbytes: int) -> None:
         lost = self._notices.put(notice, connection, nbytes)
         if lost is None:
             self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)

@@ -13,7 +13,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity
 
-__all__ = ["Answered", "Notice", "NoticeBox", "Unheard", "bundles"]
+__all__ = ["Answered", "Notice", "NoticeBox", "Said", "Unheard", "bundles"]
 
 MAX_NOTICES = 4 << 20
 """The most bytes of notices that wait. Beyond it, each peer has an equal share, and in it each of its connections. All closed ones of a
@@ -39,7 +39,9 @@ class Answered(msgspec.Struct, frozen=True):
     holding: m.InquiryAnswer
 
 
-Notice = m.Renew | m.Decline | m.Begun | Answered | Unheard
+Said = m.Renew | m.Decline | m.Begun | m.OtherContent | Answered
+"""What another engine has said."""
+Notice = Said | Unheard
 """A notice about a transfer between another engine and this one."""
 
 
@@ -64,9 +66,7 @@ class NoticeBox:
             self._room = PeerBudgets(MAX_NOTICES)
         return out
 
-    def put(
-        self, notice: m.Renew | m.Decline | m.Begun | Answered, connection: ControlConnection, nbytes: int
-    ) -> int | None:
+    def put(self, notice: Said, connection: ControlConnection, nbytes: int) -> int | None:
         """Add a notice; return how many others make room for it, or ``None`` if its peer has no room for it."""
         number = next(self._numbers)
         with self._lock:

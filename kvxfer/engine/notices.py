@@ -13,7 +13,7 @@ from kvxfer.engine.starts import AGAIN_S, Starts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
-from kvxfer.protocol.messages import Begun, Decline, Named, Renew
+from kvxfer.protocol.messages import Begun, Decline, Named, OtherContent, Renew
 from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule
 from kvxfer.text import printable
@@ -26,6 +26,11 @@ MAX_OVER = 100_000
 """The most ended offers that are remembered."""
 MAX_EARLY, MAX_REASON_KEPT = 10_000, 200
 """The most transfers of which it is remembered that they were declined before they were offered, and characters of why."""
+OTHER = (
+    "the producer offers other content under the name of its transfer: another prompt, or the same for another model, adapter, salt "
+    "or way of processing media"
+)
+"""Why a load is given up that waits for its producer."""
 
 
 class Notices:
@@ -52,7 +57,7 @@ class Notices:
         # What consumers have declined before it was offered, if the router has told both engines at once: why, and how many have.
         self._early: Recent[tuple[bytes, bytes], tuple[str, int]] = Recent(config.lease, MAX_EARLY)
         self._looked = 0.0  # when what comes about once in a while was last done
-        directory.begun = self._has_begun
+        directory.begun, directory.differs = self._has_begun, schedule.producer.differs
         self.answered: Callable[[Answered], None] = lambda answer: None
         self.unheard: Callable[[Unheard], None] = lambda lost: None
 
@@ -67,11 +72,16 @@ class Notices:
         """Return whether this load waits for its producer to begin. A load that has waited too long is given up."""
         self.take_in()
         if load.state is LoadState.WAITING and self._starts.is_late(load):
-            why = f"the producer has not begun within {self._starts.patience:g} s"
-            log.warning("request %s is computed here: %s", printable(load.request), why)
-            load.failure = Failure(FailureKind.NEVER_OFFERED, why, str(load.wanted.source))
-            self._schedule.consumer.on(load, LoadEvent.GIVE_UP, why)
+            self._give_up(
+                load, FailureKind.NEVER_OFFERED, f"the producer has not begun within {self._starts.patience:g} s"
+            )
         return load.state is LoadState.WAITING
+
+    def _give_up(self, load: Load, kind: FailureKind, why: str) -> None:
+        """Have a request that waits for its producer computed here."""
+        log.warning("request %s is computed here: %s", printable(load.request), why)
+        load.failure = Failure(kind, why, str(load.wanted.source))
+        self._schedule.consumer.on(load, LoadEvent.GIVE_UP, why)
 
     # --- offers here -------------------------------------------------------------------------------------------------
 
@@ -120,6 +130,12 @@ class Notices:
                     for load in self._schedule.consumer.wanting(named.transfer):
                         if load.wanted.digest == named.digest:
                             load.on(LoadEvent.BEGUN)
+                continue
+            if isinstance(notice, OtherContent):
+                for named in notice.transfers:
+                    for load in tuple(self._schedule.consumer.wanting(named.transfer)):
+                        if load.wanted.digest == named.digest and load.state is LoadState.WAITING:
+                            self._give_up(load, FailureKind.DIGEST_DIFFERS, OTHER)
                 continue
             if isinstance(notice, Answered):
                 self.answered(notice)

@@ -75,6 +75,11 @@ class Offerings:
         found = self.current(transfer)
         return found is not None and found.digest == digest and (found.progress > 0 or found.held)
 
+    def differs(self, transfer: TransferId, digest: bytes) -> bool:
+        """Return whether something with another digest is computed or being computed under this name. Any thread."""
+        found = self.current(transfer)
+        return found is not None and found.digest != digest and self.begun(transfer, found.digest)
+
     @property
     def transfers(self) -> tuple[TransferId, ...]:
         """The transfers of requests that are tracked or held."""

@@ -12,7 +12,7 @@ from kvxfer.control.directory import Directory
 from kvxfer.control.notices import Unheard
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Await, Begun, Named
+from kvxfer.protocol.messages import Await, Begun, Named, OtherContent
 from tests.control.conftest import until
 
 X, Y = TransferId("router/x", 0), TransferId("router/y", 0)
@@ -82,12 +82,26 @@ def test_whoever_asks_after_that_is_told_at_once(pair: Pair) -> None:
     until(lambda: pair.hears(Named(Y, b"e")))
 
 
-@pytest.mark.parametrize("wrong", ["digest", "epoch"])
-def test_who_means_another_prompt_or_engine_hears_nothing(pair: Pair, wrong: str) -> None:
-    if wrong == "digest":
-        pair.ask(Named(X, b"guessed"))
-    else:
-        pair.ask(Named(X, b"d"), epoch=pair.p.epoch + 1)
+@pytest.mark.parametrize("first", ["the question", "the beginning"])
+def test_who_means_another_prompt_hears_that_and_no_more(
+    pair: Pair, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """He need not wait until he gives up; he does not learn whose prompt it is."""
+    pair.p.differs = lambda transfer, digest: pair.known.get(transfer) not in (None, digest)
+    if first == "the beginning":
+        pair.known[X] = b"d"
+    pair.ask(Named(X, b"another"))
+    if first == "the question":
+        pair.settle()
+        pair.known[X] = b"d"
+        pair.p.begins(X, b"d")
+    until(lambda: OtherContent((Named(X, b"another"),)) in pair.all())
+    assert not any(isinstance(n, Begun) and n.transfers[0].transfer == X for n in pair.all())
+    until(lambda: "router/x#0 and computes it" in caplog.text)
+
+
+def test_who_means_another_engine_hears_nothing(pair: Pair) -> None:
+    pair.ask(Named(X, b"d"), epoch=pair.p.epoch + 1)
     pair.settle()
     pair.known[X] = b"d"
     pair.p.begins(X, b"d")

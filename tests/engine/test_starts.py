@@ -11,8 +11,9 @@ from kvxfer.config import Config
 from kvxfer.control.notices import Unheard
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.starts import Starts
+from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Await, Begun, Decline, Named
+from kvxfer.protocol.messages import Await, Begun, Decline, Named, OtherContent
 from kvxfer.schedule import Load, LoadState, Schedule
 from kvxfer.values import Group
 
@@ -76,6 +77,17 @@ def test_a_request_waits_until_its_producer_has_begun_with_it() -> None:
     assert p.waits("r") and p.waits("sibling")
     p.hear(Begun((Named(X, b"d"),)))
     assert not p.waits("r") and not p.waits("sibling") and p.waits("other")
+
+
+def test_a_request_whose_name_stands_for_other_content_does_not_wait() -> None:
+    p = Played()
+    load = p.ask("r", X, b"d", A)
+    p.ask("other", Y, b"d", A)
+    p.hear(OtherContent((Named(X, b"another"), Named(Y, b"another"))))
+    assert p.waits("r")
+    p.hear(OtherContent((Named(X, b"d"),)))
+    assert not p.waits("r") and p.waits("other")
+    assert load.failure is not None and load.failure.kind is FailureKind.DIGEST_DIFFERS
 
 
 def test_it_is_asked_again_while_there_is_no_answer() -> None:

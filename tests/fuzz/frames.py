@@ -53,6 +53,7 @@ MESSAGES: list[m.Message] = [
     m.Committed(T, 3, b"digest"),
     m.Await(7, (m.Named(T, b"digest"),)),
     m.Begun((m.Named(T, b"digest"),)),
+    m.OtherContent((m.Named(T, b"digest"),)),
 ]
 FRAMES = [m.encode(x) for x in MESSAGES]
 _SPICE = [

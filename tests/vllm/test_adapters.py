@@ -127,7 +127,8 @@ def test_an_adapter_is_unknown_until_every_rank_has_loaded_it() -> None:
     both = adapters.content(R, ADAPTER)
     adapters.learn(1, {1: "y"})
     assert adapters.content(S, ADAPTER) != both
-    assert adapters.take_outdated([R, S]) == [R] and adapters.take_outdated([R, S]) == []
+    assert adapters.take_replaced() and not adapters.take_replaced()
+    assert [adapters.is_same(facts) for facts in (R, S)] == [False, True]
     assert config is not None
 
 

@@ -42,13 +42,13 @@ class LoadedAdapters:
 
     Attributes:
         contents: The adapters that it loaded last under each number.
-        replaced: Whether a step has loaded other weights under a number that was in use, without the scheduler having been told.
+        replacements: How often a step has loaded other weights under a number that was in use.
     """
 
     def __init__(self, lora_config: Any) -> None:
         self._lora_config = lora_config
         self.contents: dict[int, str] = {}
-        self.replaced = False
+        self.replacements = self._heard = 0
         self._news = False
         if lora_config is not None:
             _wrap_loading()
@@ -64,14 +64,26 @@ class LoadedAdapters:
         if content != before:
             self.contents[number] = content
             self._news = True
-            self.replaced |= before is not None
+            self.replacements += before is not None
+
+    @property
+    def replaced(self) -> bool:
+        """Whether there was a replacement that the scheduler did not know of when it planned this step."""
+        return self.replacements > self._heard
+
+    def heard(self, replacements: int) -> None:
+        """Record of how many replacements the scheduler knew when it planned the step that is about to be made."""
+        self._heard = max(self._heard, replacements)
+
+    def report(self) -> dict[int, str]:
+        """Return what has been loaded if that is not what was returned last, else nothing."""
+        news, self._news = self._news, False
+        return dict(self.contents) if news else {}
 
     def take_news(self) -> dict[int, str]:
-        """Return what has been loaded if that is not what was returned last, else nothing."""
-        if not self._news:
-            return {}
-        self._news = self.replaced = False
-        return dict(self.contents)
+        """Return the same to a scheduler that plans no step before it knows."""
+        self.heard(self.replacements)
+        return self.report()
 
 
 class Adapters:
@@ -79,6 +91,7 @@ class Adapters:
 
     Attributes:
         change_media: Whether adapters affect what the towers make of images and other media, which vLLM caches by the adapter's name.
+        heard: By rank, how many replacements it has reported.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -87,6 +100,7 @@ class Adapters:
         modules = sorted(map(str, getattr(lora, "target_modules", None) or ()))
         self._settings = [str(getattr(lora, "enable_tower_connector_lora", False)), *modules]
         self.change_media = bool(getattr(lora, "enable_tower_connector_lora", False))
+        self.heard: dict[int, int] = {}
         self._contents: dict[int, dict[int, str]] = {}
         self._replaced: Counter[int] = Counter()
         self._any_replaced = False
@@ -99,8 +113,10 @@ class Adapters:
         """Return whether these are the adapters of the engine with that configuration: a process may have several."""
         return self._lora_config is lora_config
 
-    def learn(self, rank: int, contents: Contents) -> None:
-        """Record what a rank has loaded."""
+    def learn(self, rank: int, contents: Contents, replacements: int = 0) -> None:
+        """Record what a rank has loaded, and how often that was a replacement of which nobody had told it."""
+        if replacements:
+            self.heard[rank] = replacements
         for number, content in contents.items():
             by_rank = self._contents.setdefault(number, {})
             if by_rank.get(rank, content) != content:
@@ -139,12 +155,10 @@ class Adapters:
         """Return whether a request's adapter, if it has one, has the weights that it had when the request arrived."""
         return facts.adapter is None or facts.adapter[1] == self._replaced[facts.adapter[0]]
 
-    def take_outdated(self, requests: Iterable[RequestFacts]) -> list[RequestFacts]:
-        """Return those of the requests whose adapter has been replaced since they arrived; each is named in one call."""
-        if not self._any_replaced:
-            return []
-        self._any_replaced = False
-        return [facts for facts in requests if not self.is_same(facts)]
+    def take_replaced(self) -> bool:
+        """Return whether an adapter has been replaced since the last call."""
+        replaced, self._any_replaced = self._any_replaced, False
+        return replaced
 
     def cached_under(self, adapter: LoRARequest) -> str | None:
         """Return what must be added to the prefix cache's keys for an adapter; None if its name is enough.

@@ -75,12 +75,11 @@ class HeldPrefixes:
                     request, blocks, first, full, manager.block_size, g, block_mask=fresh[first:]
                 )
 
-    def finished(self, facts: RequestFacts, good: bool) -> None:
-        """Record that a request is over; what it has computed can still be found if it is what its name says."""
+    def finished(self, facts: RequestFacts) -> None:
+        """Record that a request is over; what it has computed can still be found."""
         if facts in self._new:
             self._new.remove(facts)
-        if good:
-            self._add(facts)
+        self._add(facts)
         facts.naming = None
 
     def _add(self, facts: RequestFacts) -> None:
@@ -116,6 +115,6 @@ class HeldPrefixes:
                     rows[g][at] = cached[0].block_id
 
     def clear(self, live: Iterable[RequestFacts]) -> None:
-        """Forget all that is over, as when the cache is dropped, but not these requests."""
+        """Forget all but those of these requests that have a name, as when the cache is dropped."""
         self._index.clear()
         self._new = [facts for facts in live if facts.naming is not None]

@@ -29,6 +29,7 @@ class StepMetadata(KVConnectorMetadata):
         asked: Requests whose loads begin and, if they fail, are computed whatever vLLM's policy says: it is told that they have ended.
         idle: Whether the step computes nothing.
         waited: Whether the scheduler side has waited for loads in this step, so that workers need not.
+        adapters: By rank, of how many replacements of adapters the scheduler knows. What a step computes with others is not offered.
     """
 
     step: Step = field(default_factory=Step)
@@ -38,6 +39,7 @@ class StepMetadata(KVConnectorMetadata):
     asked: tuple[str, ...] = ()
     idle: bool = False
     waited: bool = False
+    adapters: dict[int, int] = field(default_factory=dict)
 
     @property
     def silent(self) -> bool:
@@ -58,11 +60,11 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     """Sent from workers to the scheduler after each step, if there is anything to report.
 
     Attributes:
-        adapters: For each rank that has loaded adapters, the hashes of all of them by number.
+        adapters: For each rank that has loaded adapters, how often it has replaced one, and the hashes of all of them by number.
     """
 
     report: Report
-    adapters: dict[int, dict[int, str]] = field(default_factory=dict)
+    adapters: dict[int, tuple[int, dict[int, str]]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, ReportMetadata)

@@ -135,10 +135,7 @@ class SchedulerHooks:
         facts = self.arrive(request)
         if self._holding_back:
             return None, False
-        if request.skip_reading_prefix_cache:  # it needs its whole prompt computed; vLLM before 0.31 leaves that to us
-            self._asked(facts)
-            return 0, False
-        if not self._adapters.is_same(facts) or self._lacks_window(facts, computed):
+        if self._loads_nothing(facts, computed):
             self._asked(facts)
             return 0, False
         tokens = self.side.loadable(request.request_id, computed)
@@ -160,12 +157,13 @@ class SchedulerHooks:
         if facts.asked_in != self._steps:
             facts.asked_in, self._unplaced = self._steps, self._unplaced + 1
 
-    def _lacks_window(self, facts: RequestFacts, computed: int) -> bool:
-        """Return whether a load would not bring the whole of a window of which nothing is kept for prefix hits, as it begins behind one.
+    def _loads_nothing(self, facts: RequestFacts, computed: int) -> bool:
+        """Return whether a request computes all that is not cached here, or all of its prompt (vLLM before 0.31 leaves that to us).
 
-        There are then fewer tokens to compute than a window has. With them, vLLM computes the window again.
+        A load that begins behind a window of which nothing is kept for prefix hits would not bring it; vLLM computes it again.
         """
-        return computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
+        lacks_window = computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
+        return lacks_window or facts.request.skip_reading_prefix_cache or not self._adapters.is_same(facts)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Handle ``update_state_after_alloc``."""
@@ -198,7 +196,7 @@ class SchedulerHooks:
         whole = request.status.name in WHOLE
         self._drop_outdated()
         facts = self._running(name) or RequestFacts(name, next(self._numbers), request)
-        self._cached.finished(facts, good=self._adapters.is_same(facts))
+        self._cached.finished(facts)
         self._room.finished(facts)
         self._retained.cached(facts)
         self._outcomes.ended(facts, CANCELLED)
@@ -251,19 +249,21 @@ class SchedulerHooks:
         for name, computed, table in step_tables(output, self.side.follows):
             self.side.runs(name, computed, output.num_scheduled_tokens[name], table)
         self.side.stands_still(stuck)
-        self._unplaced, self._steps = 0, self._steps + 1
+        self._unplaced, self._steps, self._holding_back = 0, self._steps + 1, False
         step, self._next = self._next, StepMetadata()
-        step.step, step.idle = self.side.step(), idle
+        step.step, step.idle, step.adapters = self.side.step(), idle, dict(self._adapters.heard)
         step.waited = idle and step.silent and self.side.loads.wait_alone()
-        self._holding_back = False
         return step
 
     def _drop_outdated(self) -> None:
-        """Offer nothing of requests whose adapter was replaced on the way: a part may be computed with the weights of before."""
-        for facts in self._adapters.take_outdated(one for one in self._requests.values() if not one.over):
-            if self.side.ticket(facts.name) is not None:
-                self._no_part.count(Reason.ADAPTER)
-            self.side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
+        """Offer nothing, and let nobody find anything, of what may be computed partly with weights that its adapter had before."""
+        if self._adapters.take_replaced():
+            for facts in (one for one in self._requests.values() if not (one.over or self._adapters.is_same(one))):
+                facts.naming = None
+                if self.side.ticket(facts.name) is not None:
+                    self._no_part.count(Reason.ADAPTER)
+                self.side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
+            self._cached.clear(self._requests.values())  # vLLM caches what these compute under the hashes of before
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
@@ -271,8 +271,8 @@ class SchedulerHooks:
         found = output.kv_connector_worker_meta
         over = set(output.finished_recving or ())
         ours = found if isinstance(found, ReportMetadata) else ReportMetadata(Report())
-        for rank, contents in ours.adapters.items():
-            self._adapters.learn(rank, contents)
+        for rank, (replacements, contents) in ours.adapters.items():
+            self._adapters.learn(rank, contents, replacements)
         update = self.side.report(ours.report)
         self._next.freed += tuple(update.free)
         for name in update.free:

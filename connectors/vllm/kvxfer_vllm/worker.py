@@ -148,6 +148,11 @@ class WorkerHooks:
         stages: int = self._vllm.parallel_config.pipeline_parallel_size
         return self._on.agent.cache.rank.pp == stages - 1
 
+    @property
+    def _rank(self) -> int:
+        rank: int = self._vllm.parallel_config.rank
+        return rank
+
     def handshake(self) -> Handshake | None:
         """Return where the agent listens; None before there is one, or if only the first report says it."""
         if self._side is None or replicated_ranks(self._vllm):
@@ -156,6 +161,7 @@ class WorkerHooks:
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Apply what must be known before this step can reuse a block."""
+        self._adapters.heard(metadata.adapters.get(self._rank, 0))
         self._on.begin(metadata.step)
 
     def load(self, metadata: StepMetadata) -> None:
@@ -223,10 +229,10 @@ class WorkerHooks:
         heard by the side channel that a load is here.
         """
         out, self._report = self._report, Report()
-        loaded = self._adapters.take_news()
+        loaded = self._adapters.report()
         if not out and not loaded and not self._idle:
             return None
-        return ReportMetadata(out, {self._vllm.parallel_config.rank: loaded} if loaded else {})
+        return ReportMetadata(out, {self._rank: (self._adapters.replacements, loaded)} if loaded else {})
 
     def stats(self) -> KVXferStats | None:
         """Return what has been counted since the last call; None if that is nothing."""

@@ -20,6 +20,7 @@ from kvxfer.protocol.messages.directory import (
     InquiryAnswer,
     Lookup,
     Named,
+    OtherContent,
     RankDescriptor,
     Renew,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "RankDescriptor",
     "Message",
     "Named",
+    "OtherContent",
     "Ping",
     "Pong",
     "Refused",
@@ -108,6 +110,7 @@ Message = (
     | Decline
     | Await
     | Begun
+    | OtherContent
     | Explain
     | Explained
     | Inquire

@@ -23,6 +23,7 @@ __all__ = [
     "Inquire",
     "Lookup",
     "Named",
+    "OtherContent",
     "RankDescriptor",
     "Renew",
 ]
@@ -109,6 +110,12 @@ class Await(WireMessage, frozen=True, tag="await"):
 
 class Begun(WireMessage, frozen=True, tag="begun"):
     """The directory's answer to ``Await``, at once or later: the engine has begun with these, or they are over."""
+
+    transfers: Names
+
+
+class OtherContent(WireMessage, frozen=True, tag="other"):
+    """The same, if what the engine has begun with under these names is not what was asked for. What it is it does not say."""
 
     transfers: Names
 

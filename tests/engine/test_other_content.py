@@ -1,0 +1,64 @@
+"""A router gives two engines one name for the transfer, and they do not mean the same KV by it: nobody waits for what will not come."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvxfer import BlockTable, TransferId
+from kvxfer.engine import Ticket
+from kvxfer.testing.engine import PagedEngine
+
+JOB, TOKENS = TransferId.routed("job"), 40
+
+
+def compute(p: PagedEngine) -> None:
+    """The producer computes its prompt, and the request ends."""
+    assert p.scheduler.offer("p", JOB, b"p", TOKENS)
+    p.run("p", b"p", 0, TOKENS)
+    p.step()
+    assert p.scheduler.finished("p", BlockTable.of([p.tables["p"]]), complete=True)
+
+
+@pytest.mark.parametrize("first", ["the consumer", "the producer"])
+@pytest.mark.parametrize("differ", ["prompts", "models"])
+def test_a_request_is_computed_at_once(first: str, differ: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Had it waited, it would have been for `start_timeout`: the digest of the producer has not begun, and never will."""
+    model = {"model": "another" if differ == "models" else "one"}
+    with PagedEngine(facts={"model": "one"}) as p, PagedEngine(facts=model) as d:
+        p.step(), d.step()
+        if first == "the producer":
+            compute(p)
+        came = time.monotonic()
+        d.load("d", Ticket(JOB, b"d", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+        if first == "the consumer":
+            d.step()
+            compute(p)
+        while "d" in d._waiting:
+            assert time.monotonic() < came + 5, "it waits for other content"
+            d.step(), p.step()
+        assert "d" not in d._loads and not d.failed
+        assert "other content under the name of its transfer" in caplog.text
+        with PagedEngine(facts={"model": "one"}) as right:  # for which nothing has changed
+            right.load("r", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+            assert "r" in right.until("r").loaded
+            right.verify()
+
+
+def test_a_later_request_under_the_name_of_one_that_is_over_waits() -> None:
+    with PagedEngine() as p, PagedEngine() as d, PagedEngine() as before:
+        p.step(), d.step()
+        compute(p)
+        before.load("d", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+        assert "d" in before.until("d").loaded and "p" in p.until("p").free
+        d.load("next", Ticket(JOB, b"q", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+        for _ in range(20):
+            d.step(), p.step()
+        assert "next" in d._waiting
+        assert p.scheduler.offer("q", JOB, b"q", TOKENS)
+        p.run("q", b"q", 0, TOKENS)
+        p.step()
+        assert "next" in d.until("next").loaded
+        d.verify()
+        p.finish("q")
