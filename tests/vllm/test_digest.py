@@ -224,6 +224,21 @@ def test_a_name_that_two_images_have_had_is_not_trusted(make: Make, caplog: pyte
     p.lease_ends()
 
 
+def test_nor_is_it_trusted_for_the_first_of_them_again(make: Make) -> None:
+    """What vLLM has cached under the name may be that of the second by now."""
+    p = engine(make)
+    for seed, told in ((1, True), (2, False), (1, False)):
+        name = ask(p, OFFER, 1, {**image(seed, name="uuid"), "tokens": prompt(60, seed=seed)})
+        p.run(until=name)
+        assert (p.done[name].params is not None) == told
+        p.lease_ends()
+        p.scheduler.reset_prefix_cache()
+    first = ask(p, OFFER, 1, image(1, name="another"))
+    p.run(until=first)
+    assert p.done[first].params is not None
+    p.lease_ends()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,15 @@ def test_a_tensor_that_lies_outside_of_its_file(tmp_path: Path) -> None:
         fingerprint(tmp_path)
 
 
+@dataclass
+class Layers:
+    """What vLLM makes of ``--quantization-config``."""
+
+    linear: Any = None
+    ignore: list[str] = field(default_factory=list)
+    targets: dict[str, str] | None = None
+
+
 # --- the facts -----------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +194,8 @@ def test_another_version_under_one_path(tmp_path: Path) -> None:
     [
         ({"dtype": "torch.float16"}, "dtype"),
         ({"quantization": "fp8"}, "quantisation"),
+        ({"quantization_config": Layers(ignore=["lm_head"])}, "quantisation"),
+        ({"quantization_config": {"targets": {"*.mlp.*": "fp8_per_tensor"}}}, "quantisation"),
         ({"shape": {"rope_theta": 5.0}}, "config"),
         ({"load_format": "dummy"}, "weights"),
     ],
@@ -200,6 +212,40 @@ def test_the_longest_prompt_chooses_the_factors_of_a_long_rope(tmp_path: Path) -
     found = [facts_of(config(folder, shape=rope, max_model_len=n), Config()).get("rope") for n in (4096, 8192)]
     assert found == ["short", "long"]
     assert "rope" not in facts_of(config(folder), Config())
+
+
+def test_quantisation_of_single_layers(tmp_path: Path) -> None:
+    """The same for all engines that are told the same, in whichever form, and another for each other choice."""
+    folder = write(tmp_path / "a", drawn())
+    chosen: list[Any] = [
+        *(Layers(ignore=["*.o_proj"]) for _ in range(2)),
+        Layers(ignore=["*.q_proj"]),
+        Layers(linear="fp8_per_tensor"),
+        Layers(linear="fp8_per_block"),
+        Layers(targets={"*.mlp.*": "fp8_per_block"}),
+    ]
+    found = [facts_of(config(folder, quantization="online", quantization_config=one), Config()) for one in chosen]
+    assert found[0] == found[1] and len({check(facts)["quantisation"] for facts in found}) == len(chosen) - 1
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+def test_the_longest_prompt_chooses_how_llama_4_attends(tmp_path: Path, said: bool | None) -> None:
+    """Unless the generation config says it. Which process has loaded the model, and so has set it in its configuration, does not matter."""
+    folder = write(tmp_path / "a", drawn())
+
+    def fact(longest: int, set_by_loading: bool | None) -> dict[str, str]:
+        shape: dict[str, Any] = {"model_type": "llama4_text"}
+        if set_by_loading is not None:
+            shape |= {"attn_temperature_tuning": set_by_loading, "max_model_len": longest}
+        more = {"override_generation_config": {} if said is None else {"attn_temperature_tuning": said}}
+        generation = {"try_get_generation_config": lambda: {"temperature": 0.5}}
+        return facts_of(config(folder, shape=shape, max_model_len=longest, **more, **generation), Config())
+
+    found = [fact(n, None) for n in (32768, 32769)]
+    assert [one.get("attention") for one in found] == [
+        "scaled by temperature" if way else None for way in ((said, said) if said is not None else (False, True))
+    ]
+    assert found == [fact(n, n > 32768) for n in (32768, 32769)]
 
 
 def test_a_name_of_one_s_own_stands_for_the_weights(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ its own (see ``content.py``).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ log = logger("kvxfer.vllm")
 
 _UNESSENTIAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_path")
 """Fields of a model's configuration that do not affect its KV, or that are facts of their own."""
+_SET_BY_LOADING = ("attn_temperature_tuning", "max_model_len", "num_ln_in_parallel_attn")
+"""Fields that models set while they are loaded, by other fields or by settings. If a worker has a process of its own, only it sees that."""
+TUNED_FROM = 32768
+"""The ``max_model_len`` above which vLLM has Llama 4 scale its attention by temperature."""
 
 
 def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
@@ -35,10 +40,11 @@ def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
     model = vllm_config.model_config
     return {
         **_weights(vllm_config, config),
-        "config": settings_hash(model.hf_config.to_dict(), without=_UNESSENTIAL),
+        "config": settings_hash(model.hf_config.to_dict(), without=_UNESSENTIAL + _SET_BY_LOADING),
         **_rope(model),
+        **_attention(vllm_config),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "quantisation": str(model.quantization or "none"),
+        "quantisation": _quantisation(model),
         "updates": "0",
     }
 
@@ -92,6 +98,27 @@ def _rope(model: Any) -> dict[str, str]:
     name = "original_max_position_embeddings"
     short = rope.get(name) or getattr(text, name, None) or 0
     return {"rope": "long" if model.max_model_len > short else "short"}
+
+
+def _attention(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return how settings of the engine have tokens attend to each other, where that is not as the model's configuration says."""
+    model, ways = vllm_config.model_config, []
+    if getattr(getattr(vllm_config, "attention_config", None), "use_non_causal", False):
+        ways.append("not causal")
+    if getattr(getattr(model, "hf_text_config", None), "model_type", "") == "llama4_text":
+        chosen = {**model.try_get_generation_config(), **model.override_generation_config}
+        if chosen.get("attn_temperature_tuning", model.max_model_len > TUNED_FROM):
+            ways.append("scaled by temperature")
+    return {"attention": ", ".join(ways)} if ways else {}
+
+
+def _quantisation(model: Any) -> str:
+    """Return how vLLM quantises the weights that it loads: the method, and a hash of what is set for single layers."""
+    method, layers = str(model.quantization or "none"), getattr(model, "quantization_config", None)
+    if layers is None:
+        return method
+    told = dataclasses.asdict(layers) if dataclasses.is_dataclass(layers) and not isinstance(layers, type) else layers
+    return f"{method} {settings_hash({'layers': told}, without=())}"
 
 
 def _fitting(text: str) -> str:

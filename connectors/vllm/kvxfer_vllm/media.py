@@ -41,6 +41,8 @@ FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocesso
 
 REMEMBERED = 1 << 16
 """Names of items whose content is remembered. vLLM's caches know items by name."""
+SEVERAL = ""
+"""The content of a name that two items have had."""
 
 
 class Media:
@@ -58,11 +60,12 @@ class Media:
         """
         item, name = feature.data, feature.identifier
         before = self._known.get(name)
-        if before is not None and item is not None and before[0]() is item:
+        if before is not None and before[1] != SEVERAL and item is not None and before[0]() is item:
             self._known.move_to_end(name)
             return before[1]
         found = self._hash(feature)
         if before is not None and before[1] != found:
+            self._known[name] = before[0], SEVERAL  # from now on vLLM may have either cached
             raise KvxferError(
                 f"its {feature.modality} has a name, {printable(name)!r}, that another one had before, whose results vLLM may "
                 "have cached: give each item a uuid of its own, or none"
