@@ -272,22 +272,26 @@ class Directory:
                     self._deliver(source, message)
         until = time.monotonic() + SLICE_S
         for connection in self._sockets.ready():
-            self._hear(connection)
+            self._hear(connection, until)
             if time.monotonic() >= until:
                 break
         self._sockets.flush()
 
-    def _hear(self, connection: sockets.ControlConnection) -> None:
+    def _hear(self, connection: sockets.ControlConnection, until: float) -> None:
         handle = self._answer if connection.destination is None else self._take
         for _ in range(SHARE):
             if (frame := connection.receive()) is None:
                 break
             handle(connection, frame)
+            if time.monotonic() >= until:
+                break
         if connection.lost is None or connection.ready:
             return
         key = connection.destination
+        self._sockets.drop(connection)  # and what it has sent that nobody will handle
         if not isinstance(key, Source):
             self._notices.leave(connection)
+            self._awaited.leave(connection)
         elif self._peers.get(key) is connection:
             del self._peers[key]
             self._idle.cancel(key)

@@ -133,7 +133,7 @@ class Outbound(LinkTable[_Dial]):
             self._queued.add(target.source, link)
             return
         backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
-        connection = self._sockets.dial(target.address, link, PEER_FRAME)
+        connection = self._sockets.dial(target.address, link, PEER_FRAME, target.source.host)
         self._links[link] = known = _Dial(link, backend, connection, link_name(link), target, now)
         self._dialling.add(target.source, link)
         self._begin(known)
@@ -273,7 +273,7 @@ class Outbound(LinkTable[_Dial]):
             return self._lost(
                 link,
                 K.PEER_UNREACHABLE,
-                f"no answer to the hello: {unanswered(self._silence, link.connection.connected)}",
+                f"no answer to the hello: {unanswered(self._silence, link.connection.connected, link.connection.located)}",
             )
         if now - link.pinged >= self._silence / 4:
             link.pinged, link.pings = now, link.pings + 1

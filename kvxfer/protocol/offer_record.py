@@ -145,7 +145,10 @@ class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):
             return Failure(FailureKind.WITHDRAWN, why), False
         waited = self.state is ServeState.WAITING
         kind = FailureKind.NEVER_OFFERED if waited else FailureKind.TIMED_OUT
-        why = f"the consumer's time for it is over, with {min(self.sent, default=0)} of {self.request.tokens} tokens announced"
+        announced = f"{min(self.sent, default=0)} of {self.request.tokens} tokens announced"
+        why = f"the consumer's time for it is over, with {announced}"
+        if self.lent and not waited:
+            why = f"it took longer than both 'lease' and 'transfer_timeout' of this producer, with {announced}"
         return Failure(kind, why), self.lent and waited
 
     @property

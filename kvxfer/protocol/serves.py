@@ -148,7 +148,9 @@ class Serves:
             if serve.revocations is None:
                 serve.revocations = self._revocations.vouch(serve.request.transfer)
             if serve.state is S.WAITING and serve.request.moving:
-                serve.expires = now + min(serve.request.moving, self._longest) + CONSUMER_FIRST_S
+                granted = min(serve.request.moving, self._longest)
+                serve.lent = granted < serve.request.moving
+                serve.expires = now + granted + CONSUMER_FIRST_S
                 self._times.set(serve.key, serve.expires)
             serve.cut = parts[left:]
             for part in parts[:left]:

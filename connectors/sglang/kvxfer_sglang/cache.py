@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 from kvxfer import Cache, Rank
 from kvxfer.geometry import Heads, Region, View
 from kvxfer.geometry.region import flat_starts
 from kvxfer_sglang.recurrent import recurrent_views
-from kvxfer_sglang.states import MAMBA, SWA, States
+from kvxfer_sglang.states import MAMBA, SWA, PoolBuffer, States
 from kvxfer_sglang.support import UnsupportedSetupError
 
 __all__ = ["PoolBuffer", "heads_of", "host_args", "pool_cache", "stage_layers"]
@@ -53,15 +52,6 @@ def host_args(args: Any) -> Any | None:
         setattr(host, f"kv_{kind}", getattr(args, f"host_kv_{kind}"))
         setattr(host, f"state_{kind}", getattr(args, f"host_state_{kind}") or [])
     return host
-
-
-@dataclass(frozen=True)
-class PoolBuffer:
-    """A buffer: its first byte in the flat offset space, its bytes, and those of a page or of another item of it."""
-
-    start: int
-    nbytes: int
-    item: int
 
 
 def pool_cache(
