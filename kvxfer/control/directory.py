@@ -111,7 +111,7 @@ class Directory:
         self._explainer = Explainer()
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
-        self._awaited: IndexedExpiringMap[sockets.ControlConnection, TransferId, bytes] = IndexedExpiringMap(
+        self._awaited: IndexedExpiringMap[sockets.ControlConnection, bytes, bytes] = IndexedExpiringMap(
             config.lease, MAX_AWAITED
         )
         self._notices = NoticeBox()
@@ -264,7 +264,7 @@ class Directory:
         while self._outbox and time.monotonic() < until:
             match self._outbox.popleft():
                 case m.Named() as named:
-                    for connection in self._awaited.owners(named.transfer):
+                    for connection in self._awaited.owners(named.transfer.brief):
                         self._say_begun(connection, named)
                 case PeerInquiry() as inquiry, message:
                     inquiry.connection.send(message)
@@ -358,13 +358,14 @@ class Directory:
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have a peer told when the engine has begun; record it before checking, so that no beginning falls in between."""
-        self._awaited.put(connection, named.transfer, named.digest, time.monotonic())
+        self._awaited.put(connection, named.transfer.brief, named.digest, time.monotonic())
         if self.begun(named.transfer, named.digest):
             self._say_begun(connection, named)
 
     def _say_begun(self, connection: sockets.ControlConnection, named: m.Named) -> None:
-        if self._awaited.get(connection, named.transfer) == named.digest:
-            self._awaited.pop(connection, named.transfer)
+        brief = named.transfer.brief
+        if self._awaited.get(connection, brief) == named.digest:
+            self._awaited.pop(connection, brief)
             connection.send(m.Begun((named,)))
 
     def _notice(

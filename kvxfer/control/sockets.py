@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
+from kvxfer.backend.door import short_of_descriptors
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
-from kvxfer.control.crew import Crew
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
+from kvxfer.control.fair_pool import FairPool
 from kvxfer.control.guests import Guests
 from kvxfer.control.handshakes import Handshakes
 from kvxfer.errors import PeerError
@@ -81,7 +82,7 @@ class ControlSockets:
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._handshakes = Handshakes()
         self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
-        self._names = Crew("kvxfer-names", _AT_ONCE, _LOOKUPS, self._hand)
+        self._names = FairPool("kvxfer-names", _AT_ONCE, _LOOKUPS, self._hand)
         self._entrance = Entrance(security, partial(self._names.submit, ""), self._admit)
 
     def listen(self, host: str, port: int) -> int:
@@ -123,8 +124,8 @@ class ControlSockets:
         if is_ip(target.host) and self._security.fresh:
             self._begin(conn, _addresses(target))
         elif not self._names.submit(by or target.host, *look_up):
-            many = "too many names are being looked up"
-            raise PeerError(f"cannot dial {str(target)!r}: {many}", kind=FailureKind.OVERLOADED)
+            why = f"cannot dial {str(target)!r}: too many names are being looked up"
+            raise PeerError(why, kind=FailureKind.OVERLOADED)
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
@@ -281,10 +282,9 @@ class ControlSockets:
                 return
             try:
                 sock, where = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # most likely no descriptor is left; polled at once, the listener would be ready again
-                self._rest(time.monotonic() + REST_S)
+            except OSError as e:  # if short of descriptors and polled at once, the listener would be ready again
+                if short_of_descriptors(e):
+                    self._rest(time.monotonic() + REST_S)
                 return
             host = str(where[0])
             keyed = self._security.keys is not None

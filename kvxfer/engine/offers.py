@@ -21,9 +21,11 @@ from kvxfer import arguments
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.stories import Stories
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import LAST, Generation, RequestId, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
+from kvxfer.schedule.producer import ABORTED
 from kvxfer.ticket import Ticket
 from kvxfer.values import MAX_REASON, NULL, BlockTable, Group, OfferEnd, Rank
 
@@ -220,6 +222,9 @@ class Offers:
         if self.schedule.finish(request, whole, complete, good and not complete, lambda: self._keep(offering, found)):
             self._unpin_read(offering)
             return True
+        if not complete and not good and offering.ended is None:
+            offering.ended = OfferEnd(Failure(FailureKind.WITHDRAWN, ABORTED), 0, time.monotonic())
+            self._stories.offer_ended(offering, offering.ended)
         if offering.read is not None:
             self._leaving.append(_reading(offering, offering.read[0]))
             offering.read = None

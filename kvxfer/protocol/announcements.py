@@ -119,7 +119,7 @@ def announce(
     hashed = to_hash(plan, info, ref)
     if hashed is not None:
         serve.hashing[ref] = None
-        out.append(Hash(ref, hashed, "source"))
+        out.append(Hash(ref, hashed, "source", info.owner))
     if info.mode == "write" and not ready.piece_bytes:
         serve.flight[ref] = None
         serve.unsent[ref] = ready

@@ -365,7 +365,10 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         if self.begun:
             why = f"no outcome within {timeout:g} s of the first part (still {states})"
         peers = ", ".join(link_name(rank.spec.link) for rank in self.rank_fetches) or str(self.spec.source)
-        return Failure(self.late, why, peers)
+        advice = ""
+        if self.late is FailureKind.NEVER_OFFERED:
+            advice = "check that the producer's engine ran this request; raise 'start_timeout' if requests queue there for longer"
+        return Failure(self.late, why, peers, advice)
 
     @property
     def late(self) -> FailureKind:

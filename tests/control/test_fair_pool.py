@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.control.crew import Crew
+from kvxfer.control.fair_pool import FairPool
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
@@ -25,27 +25,27 @@ T = TransferId("own/1/bait", 0)
 def test_an_owner_whose_jobs_do_not_end_takes_no_other_s_turn() -> None:
     done: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
     over, begun, ended = threading.Event(), list[str](), list[object]()
-    crew = Crew("test", 4, 20, done.put)
+    pool = FairPool("test", 4, 20, done.put)
 
     def slow(name: str) -> None:
         begun.append(name)
         over.wait(30.0)
 
-    taken = sum(crew.submit("greedy", lambda: slow("greedy"), ended.append) for _ in range(20))
+    taken = sum(pool.submit("greedy", lambda: slow("greedy"), ended.append) for _ in range(20))
     until(lambda: len(begun) == 3)
     assert taken == 15, "three quarters of the room"
-    assert crew.submit("other", lambda: 7, ended.append)
+    assert pool.submit("other", lambda: 7, ended.append)
     done.get(timeout=10.0)()
     assert ended == [7]
-    assert crew.submit("another", lambda: int("x"), ended.append)
+    assert pool.submit("another", lambda: int("x"), ended.append)
     done.get(timeout=10.0)()
     assert isinstance(ended[1], Failure) and begun == ["greedy"] * 3
     over.set()
     for _ in range(taken):
         done.get(timeout=10.0)()
     assert len(begun) == taken
-    crew.close(5.0)
-    assert not crew.submit("other", lambda: 7, ended.append)
+    pool.close(5.0)
+    assert not pool.submit("other", lambda: 7, ended.append)
 
 
 @pytest.mark.parametrize("directory", ["names them", "is one"])

@@ -13,12 +13,12 @@ from kvxfer.control.worker import result_of
 from kvxfer.protocol.budgets import NewcomerShares
 from kvxfer.threads import NamedThread
 
-__all__ = ["Crew"]
+__all__ = ["FairPool"]
 
 T = TypeVar("T")
 
 
-class Crew:
+class FairPool:
     """Threads that do jobs for owners, who take turns.
 
     Each owner may have three quarters of what the others leave of the threads, and of the room to wait. So a newcomer's job is begun though
