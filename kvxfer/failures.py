@@ -52,7 +52,7 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
         FailureKind.PEER_UNREACHABLE: "check that the peer runs, that its 'advertise' and 'port' lead to it, "
         "and that 'key_file' and 'peers' let the two engines talk",
         FailureKind.PEER_LOST: "check that the peer still runs, and read the end of its log",
-        FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout'",
+        FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout' on both",
         FailureKind.CORRUPT: "check the network and memory of both hosts, or use another back end",
         FailureKind.REFUSED: "check 'peers' and 'key_file' on both engines",
         FailureKind.OVERLOADED: "give this producer fewer requests at a time, or add producers",

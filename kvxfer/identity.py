@@ -90,6 +90,16 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=T
         number = arguments.integer("epoch", epoch, 0)
         return cls(TransferBase(f"own/{number:016x}/{_named('base', base)}"), prompt)
 
+    @property
+    def nbytes(self) -> int:
+        """The memory that the name takes, at the most: a peer chooses it."""
+        return len(self.base) * (1 if self.base.isascii() else 4)
+
+    @property
+    def brief(self) -> bytes:
+        """Sixteen bytes that no other id has, for tables that peers fill: its name may be long."""
+        return hashlib.blake2b(str(self).encode(), digest_size=16).digest()
+
     def of(self, epoch: int) -> TransferId:
         """Return what the producer of this epoch calls it, if this was made for epoch 0, which no producer has; else itself."""
         return self._with(epoch) if self.unplaced else self

@@ -91,7 +91,6 @@ class KeyFile:
 
     @property
     def text(self) -> str:
-        """The file's text."""
         return "".join(key.text for key in self.keys)
 
     def find(self, name: str) -> Key:

@@ -68,7 +68,6 @@ class BlockLedger:
         return out
 
     def all(self, table: BlockTable) -> Blocks:
-        """Return all blocks of a table."""
         return self.blocks(table, ((g, (0, table.count(g))) for g in range(len(table))))
 
     def overlap(self, blocks: Blocks, *, fills: bool) -> tuple[int, object] | None:

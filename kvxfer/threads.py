@@ -31,7 +31,6 @@ class NamedThread(threading.Thread):
         super().__init__(target=target, args=args, name=name, daemon=True)
 
     def run(self) -> None:
-        """Do what the thread was made for."""
         name_this_thread()
         super().run()
 

@@ -228,7 +228,7 @@ def test_errors_of_kvxfer_are_told_without_a_traceback(command: list[str]) -> No
     assert (result.exit_code, result.stderr) == (1, "kvxfer: what happened, and what to do\n")
 
 
-@pytest.mark.parametrize("kind", [["transfer"], ["transfer", "--elastic"], ["turns", "tcp", "{}"]])
+@pytest.mark.parametrize("kind", [["transfer"], ["elastic"], ["turns", "tcp", "{}"]])
 def test_a_benchmark_for_which_there_is_no_memory_does_not_begin(kind: list[str]) -> None:
     result = run("bench", *kind, "--tokens", "99999999999")
     assert result.exit_code == 1 and not result.stdout

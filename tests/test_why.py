@@ -120,6 +120,34 @@ def test_a_lease_that_was_too_short(make: Any) -> None:
     assert code == 1 and "its lease had ended" in verdict["says"] and "raise 'lease'" in verdict["do"]
 
 
+def test_a_producer_that_computes_it_after_the_consumer_gave_up_had_it_in_its_queue(make: Any) -> None:
+    pair = make(decode={"start_timeout": 0.5})
+    ticket = pair.p.ask("q", TOKENS)
+    pair.d.load("r", ticket, TOKENS)
+    pair.d.until("r")
+    pair.p.run("q", ticket.digest, 0, TOKENS)
+    until(lambda: pair.p.step() and pair.story("r")[1]["requests"][0]["prefill"]["over"])
+    verdict = pair.story("r")[1]["requests"][0]["verdict"]
+    assert "still had it in its queue" in verdict["says"] and "start_timeout" in verdict["do"]
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_request_that_the_prefill_engine_aborted_is_not_of_another_engine(make: Any, computed: bool) -> None:
+    pair = make()
+    ticket = pair.p.ask("q", 2 * TOKENS)
+    pair.d.load("r", ticket, 2 * TOKENS)
+    pair.d.step()
+    if computed:
+        pair.p.run("q", ticket.digest, 0, TOKENS)
+        pair.p.step()
+    pair.p.finish("q", complete=False)
+    until(lambda: pair.p.step() and pair.d.step().failed)
+    found = pair.story("r")[1]["requests"][0]
+    assert "was aborted or failed" in found["verdict"]["says"] and "in the log" in found["verdict"]["do"]
+    assert found["prefill"]["outcome"] == "withdrawn" and "knows nothing" not in found["verdict"]["says"]
+    assert len(pair.story("q", prefill=pair.at(pair.p.scheduler), decode="")[1]["requests"]) == 1, "it is told once"
+
+
 def test_what_no_engine_knows_and_an_engine_that_is_not_there(make: Any) -> None:
     pair = make()
     code, text = pair.why("nobody")

@@ -9,14 +9,18 @@ import json
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.transfer.pair import Pair, Sessions, cache_devices, check_room, pair
+from kvxfer.cli.transfer.pair import Pair, cache_devices, check_room, pair
 from kvxfer.cli.transfer.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
+from kvxfer_bench.library import CeilingEngine, LibraryPair
+from kvxfer_bench.raw import GROUP
+from kvxfer_bench.sessions import Sessions
 
 __all__ = ["measure", "turns"]
 
@@ -55,16 +59,17 @@ def measure(
     with ExitStack() as stack:
 
         def start(chosen: dict[str, Any]) -> Pair:
-            return stack.enter_context(pair(backend, chosen, shape, request.blocks, where, staging_bytes))
+            both = pair(backend, chosen, shape, request.blocks, where, staging_bytes, engine=CeilingEngine)
+            return stack.enter_context(both)
 
         pairs = [start(chosen) for chosen in options]
         for both in pairs:
             both.connect()
-        two_sided = pairs[0].connect_raw()
+        library = LibraryPair(pairs[0]) if entry_points(group=GROUP, name=backend) else None
         agents = [Sessions(start(chosen), request) for chosen in options] if sessions else []
         for number in range(rounds + WARM):
-            if two_sided is not None:
-                runs, one = pairs[0].move_raw(request.src, request.dst, (True, False), two_sided)
+            if library is not None:
+                runs, one = library.move(request.src, request.dst, (True, False))
                 note("library", 0, runs.seconds)
                 note("library in one message", 0, one.seconds)
             for i, both in enumerate(pairs):

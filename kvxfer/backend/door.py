@@ -16,8 +16,10 @@ from msgspec import Meta
 
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import TransportError
+from kvxfer.logs import logger
+from kvxfer.security import RateLimitedWarnings
 
-__all__ = ["MAX_STRANGERS", "DoorName", "UnixDoor", "accept", "knock"]
+__all__ = ["MAX_STRANGERS", "DoorName", "UnixDoor", "accept", "knock", "short_of_descriptors"]
 
 _FORM = r"kvxfer-[a-z0-9-]{1,24}-[0-9a-f]{32}"
 
@@ -31,6 +33,21 @@ REST_S = 0.1
 """Seconds until the next try when the process has no descriptor left, or the system no memory."""
 
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_complain = RateLimitedWarnings(logger("kvxfer.security"), every=10.0)
+
+
+def short_of_descriptors(error: OSError) -> bool:
+    """Return whether nobody can be accepted because the process has no descriptor left, or the system no memory; log it.
+
+    The peers who wait cannot know: their hosts say that the connection was made.
+    """
+    if error.errno not in _SHORT:
+        return False
+    _complain(
+        "cannot accept connections, and who connects gets no answer: %s; raise the limit of descriptors (ulimit -n)",
+        error.strerror,
+    )
+    return True
 
 
 def accept(listener: socket.socket, wakeup: Wakeup) -> socket.socket | None:
@@ -41,7 +58,7 @@ def accept(listener: socket.socket, wakeup: Wakeup) -> socket.socket | None:
     try:
         accepted = listener.accept()[0]
     except OSError as e:  # otherwise there is none, or it has gone again
-        if e.errno in _SHORT:
+        if short_of_descriptors(e):
             wakeup.rest(listener.fileno(), REST_S)
         return None
     accepted.setblocking(False)

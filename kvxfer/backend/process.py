@@ -62,7 +62,6 @@ class PeerProcess:
         return same and (not self.held or self.lives())
 
     def is_also(self, other: PeerProcess) -> bool:
-        """Return whether both are one process."""
         return self.pid == other.pid and self.held == other.held and (not self.held or self.lives())
 
     def close(self) -> None:

@@ -90,11 +90,7 @@ def split(settings: Mapping[str, str], gpus: bool) -> Split:
     """Return these settings for one context with shared memory and one with networks.
 
     What ``TLS`` allows, here or in the environment, is divided between them. If it allows shared memory that carries no messages, such
-    as ``rc,cuda_ipc``, the first context gets ``posix`` and ``sysv`` as well.
-
-    Args:
-        settings: The settings.
-        gpus: Whether there are GPUs.
+    as ``rc,cuda_ipc``, the first context gets ``posix`` and ``sysv`` as well. ``gpus``: whether there are GPUs.
     """
     allowed = settings.get("TLS") or os.environ.get("UCX_TLS") or "all"
     items = [item.strip() for item in allowed.removeprefix("^").split(",")]

@@ -170,8 +170,16 @@ def _failed(consumer: Story, producer: Story | None, unknown: str) -> Finding:
     asked = consumer.at + consumer.stages["asked"] if "asked" in consumer.stages else None
     if producer is not None and producer.role == "producer":
         computed, ended = (producer.at + producer.stages.get(stage, 0.0) for stage in ("computed", "ended"))
-        if kind in (K.NEVER_OFFERED, K.TIMED_OUT) and "computed" not in producer.stages and asked is not None:
-            begun = "begun" in producer.stages
+        over = consumer.at + consumer.stages.get("ended", 0.0)
+        begun, whole = (
+            stage in producer.stages and producer.at + producer.stages[stage] < over for stage in ("begun", "computed")
+        )
+        if (
+            kind in (K.NEVER_OFFERED, K.TIMED_OUT)
+            and producer.outcome != K.WITHDRAWN
+            and not whole
+            and asked is not None
+        ):
             text += f"; the prefill engine {'had not computed all of it' if begun else 'still had it in its queue'}"
             do = START
         elif producer.outcome == K.UNFETCHED and asked is not None and ended < asked:
@@ -179,7 +187,11 @@ def _failed(consumer: Story, producer: Story | None, unknown: str) -> Finding:
             do = f"raise 'lease' on the prefill engine above {asked - computed:.0f} s, or add decode engines: so long it took to get there"
         elif producer.outcome in (K.UNFETCHED, K.WITHDRAWN) and asked is None:
             text += "; the prefill engine had it, and was not asked"
-        elif producer.outcome not in (kind, "delivered") and producer.over:
+        elif (
+            producer.outcome not in (kind, "delivered")
+            and producer.over
+            and text.partition(": ")[2] not in producer.text
+        ):
             theirs = (producer.text or producer.outcome).removesuffix("; " + ADVICE.get(producer.outcome, ""))  # type: ignore[call-overload]
             text += f"; the prefill engine says: {theirs}"
     elif producer is None and unknown and kind in (K.NEVER_OFFERED, K.WITHDRAWN):

@@ -33,7 +33,6 @@ Destination = LinkId | Source
 Addresses = list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]
 """The result of ``socket.getaddrinfo``: each address that a name stands for."""
 
-
 _READ, _READS = 64 << 10, 4
 """The most bytes read at once, and the most reads in a turn."""
 _UNTAKEN = 64 << 10
@@ -57,7 +56,8 @@ class ControlConnection:
     Attributes:
         name: A name that no other connection ever has.
         host: The host of the other end, for logs.
-        connected: Whether the peer's host has taken the connection; it may be silent since.
+        located: Whether the addresses of the peer's host are known.
+        connected: Whether that host has taken the connection; it may be silent since.
         destination: The peer that it was dialled to; ``None`` if the peer dialled.
         limit: The most bytes of a frame that may come.
         guest: Whether the peer dialled and is not known yet.
@@ -88,8 +88,7 @@ class ControlConnection:
         self.refused = self.denied = self.short = False
         self.key_id: str | None = None
         self.heard = time.monotonic()
-        self.after = 0
-        self.waits = False
+        self.after, self.waits = 0, False
         self.watched: tuple[int, int] | None = None  # descriptor and events that ``ControlSockets`` polls it for
         self.moved = False  # has another socket since then, whose descriptor may have the same number
         self.told = False  # its owner need not hear any more that it is lost
@@ -98,7 +97,7 @@ class ControlConnection:
         self._targets: Addresses = []  # still to be tried
         self.try_by = 0.0  # until when the present one has to answer, if there are others
         self._silent = False  # one has not answered, where a process may listen all the same
-        self.connected = self._open = False
+        self.located = self.connected = self._open = False
         self._met = False  # the peer has ever said something
         self._in = FrameBuffer()
         self._out = bytearray()
@@ -382,6 +381,7 @@ class ControlConnection:
         """Close the connection for this reason, unless it is closed already."""
         if self.lost is None:
             self.lost = why
+            self._in.rest = bytearray()  # the rest of this frame will not come
             self._out = bytearray()  # not cleared: an error from sending may still hold a view of it
             self._shut()
 

@@ -111,7 +111,7 @@ class Directory:
         self._explainer = Explainer()
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
-        self._awaited: IndexedExpiringMap[sockets.ControlConnection, TransferId, bytes] = IndexedExpiringMap(
+        self._awaited: IndexedExpiringMap[sockets.ControlConnection, bytes, bytes] = IndexedExpiringMap(
             config.lease, MAX_AWAITED
         )
         self._notices = NoticeBox()
@@ -264,7 +264,7 @@ class Directory:
         while self._outbox and time.monotonic() < until:
             match self._outbox.popleft():
                 case m.Named() as named:
-                    for connection in self._awaited.owners(named.transfer):
+                    for connection in self._awaited.owners(named.transfer.brief):
                         self._say_begun(connection, named)
                 case PeerInquiry() as inquiry, message:
                     inquiry.connection.send(message)
@@ -272,22 +272,26 @@ class Directory:
                     self._deliver(source, message)
         until = time.monotonic() + SLICE_S
         for connection in self._sockets.ready():
-            self._hear(connection)
+            self._hear(connection, until)
             if time.monotonic() >= until:
                 break
         self._sockets.flush()
 
-    def _hear(self, connection: sockets.ControlConnection) -> None:
+    def _hear(self, connection: sockets.ControlConnection, until: float) -> None:
         handle = self._answer if connection.destination is None else self._take
         for _ in range(SHARE):
             if (frame := connection.receive()) is None:
                 break
             handle(connection, frame)
+            if time.monotonic() >= until:
+                break
         if connection.lost is None or connection.ready:
             return
         key = connection.destination
+        self._sockets.drop(connection)  # and what it has sent that nobody will handle
         if not isinstance(key, Source):
             self._notices.leave(connection)
+            self._awaited.leave(connection)
         elif self._peers.get(key) is connection:
             del self._peers[key]
             self._idle.cancel(key)
@@ -354,13 +358,14 @@ class Directory:
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have a peer told when the engine has begun; record it before checking, so that no beginning falls in between."""
-        self._awaited.put(connection, named.transfer, named.digest, time.monotonic())
+        self._awaited.put(connection, named.transfer.brief, named.digest, time.monotonic())
         if self.begun(named.transfer, named.digest):
             self._say_begun(connection, named)
 
     def _say_begun(self, connection: sockets.ControlConnection, named: m.Named) -> None:
-        if self._awaited.get(connection, named.transfer) == named.digest:
-            self._awaited.pop(connection, named.transfer)
+        brief = named.transfer.brief
+        if self._awaited.get(connection, brief) == named.digest:
+            self._awaited.pop(connection, brief)
             connection.send(m.Begun((named,)))
 
     def _notice(

@@ -66,7 +66,6 @@ class ProcessGuard:
 
     @property
     def same_process(self) -> bool:
-        """Whether this is that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:

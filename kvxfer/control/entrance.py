@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Apart(Protocol):
     """How a job that may block is done: on another thread, and what follows from its result on this one. Returns false if it cannot be."""
 
-    def __call__(self, weight: int, job: Callable[[], T], then: Callable[..., None], /) -> bool: ...
+    def __call__(self, job: Callable[[], T], then: Callable[..., None], /) -> bool: ...
 
 
 class Entrance:
@@ -66,7 +66,7 @@ class Entrance:
             return
         self._look_at = time.monotonic() + KEYS_S
         if not self._security.fresh:
-            self._apart(0, self._security.refresh, _nothing)
+            self._apart(self._security.refresh, _nothing)
         if self._keys is not self._security.keys:
             self._keys = self._security.keys
             yield from [conn for conn in open_ if conn.key_id is not None and not self._security.accepts(conn.key_id)]
@@ -74,7 +74,7 @@ class Entrance:
     def _look(self) -> None:
         names = self._admission.old or any(self._admission.admits(conn.host) is None for conn in self._held)
         if (self._held or names) and not self._looking:
-            self._looking = self._apart(1, partial(self._look_apart, names), self._looked)
+            self._looking = self._apart(partial(self._look_apart, names), self._looked)
 
     def _look_apart(self, names: bool) -> None:
         """Look at the keys, and at the names if that is wanted; on the other thread."""

@@ -10,6 +10,9 @@ __all__ = ["HEAD", "FrameBuffer"]
 HEAD = struct.Struct("<I")
 """What precedes a frame: its length."""
 
+_OBJECT = 48
+"""The bytes that a frame takes beside its own: however short it is, it is an object."""
+
 
 class FrameBuffer:
     """What has come over a connection.
@@ -32,7 +35,7 @@ class FrameBuffer:
     def put_back(self, frame: bytes) -> None:
         """Return a frame to the front."""
         self.frames.appendleft(frame)
-        self._framed += len(frame)
+        self._framed += len(frame) + _OBJECT
 
     def clear(self) -> None:
         """Drop everything."""
@@ -56,7 +59,7 @@ class FrameBuffer:
                     break
                 at += HEAD.size
                 self.frames.append(bytes(view[at : at + length]))
-                self._framed += length
+                self._framed += length + _OBJECT
                 at += length
         if at:
             del self.rest[:at]

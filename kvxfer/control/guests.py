@@ -30,7 +30,6 @@ class Guests:
         return len(self._held)
 
     def add(self, conn: ControlConnection) -> None:
-        """Count a connection as a guest."""
         self._held[conn] = 0
 
     def discard(self, conn: ControlConnection) -> None:

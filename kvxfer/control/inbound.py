@@ -10,7 +10,6 @@ import msgspec
 
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.sockets import ControlConnection, ControlSockets
-from kvxfer.control.turns import Turns
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import check_facts
@@ -19,6 +18,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import largest_group
+from kvxfer.protocol.turns import Turns
 from kvxfer.protocol.values import LinkId, LinkInfo, Role
 
 __all__ = ["Inbound"]

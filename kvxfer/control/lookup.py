@@ -118,7 +118,7 @@ def _ask(
             kind = FailureKind.REFUSED if connection.denied else FailureKind.PEER_UNREACHABLE
             raise PeerError(connection.lost, kind=kind)
         now = time.monotonic()
-    raise PeerError(unanswered(seconds, connection.connected), kind=FailureKind.PEER_UNREACHABLE)
+    raise PeerError(unanswered(seconds, connection.connected, connection.located), kind=FailureKind.PEER_UNREACHABLE)
 
 
 def _known(answer: m.Message, kind: type[T]) -> T:

@@ -111,7 +111,6 @@ class ControlLoop:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def start(self, work: Work) -> None:
-        """Begin to do this work."""
         self._work, self._awake = work, time.monotonic()
         self.thread.start()
 

@@ -84,13 +84,7 @@ class _Dial(LinkRecord):
 class Outbound(LinkTable[_Dial]):
     """The links that this agent dials, by what its targets say.
 
-    Args:
-        sockets: The agent's control sockets.
-        data: The agent's data plane.
-        silence: Seconds without a message after which a link is lost.
-        cache: The agent's cache.
-        engine: The engine's name.
-        facts: What all KV of the engine depends on.
+    A link is lost after ``silence`` seconds without a message. ``facts``: what all KV of the engine depends on.
     """
 
     role: ClassVar[Role] = "consumer"
@@ -139,7 +133,7 @@ class Outbound(LinkTable[_Dial]):
             self._queued.add(target.source, link)
             return
         backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
-        connection = self._sockets.dial(target.address, link, PEER_FRAME)
+        connection = self._sockets.dial(target.address, link, PEER_FRAME, target.source.host)
         self._links[link] = known = _Dial(link, backend, connection, link_name(link), target, now)
         self._dialling.add(target.source, link)
         self._begin(known)
@@ -279,7 +273,7 @@ class Outbound(LinkTable[_Dial]):
             return self._lost(
                 link,
                 K.PEER_UNREACHABLE,
-                f"no answer to the hello: {unanswered(self._silence, link.connection.connected)}",
+                f"no answer to the hello: {unanswered(self._silence, link.connection.connected, link.connection.located)}",
             )
         if now - link.pinged >= self._silence / 4:
             link.pinged, link.pings = now, link.pings + 1

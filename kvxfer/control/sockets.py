@@ -16,12 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
+from kvxfer.backend.door import short_of_descriptors
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
+from kvxfer.control.fair_pool import FairPool
 from kvxfer.control.guests import Guests
 from kvxfer.control.handshakes import Handshakes
-from kvxfer.control.worker import Worker
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.flag import Flag
@@ -33,14 +34,12 @@ __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
 
 GUEST_FRAME = 256 << 10
 """The most bytes of a guest's frame: ten times the hello of a model with 126 layers."""
-_ACCEPTS = 8
-"""The most connections that are accepted at once, because each may take a millisecond for its handshake."""
-_LOOKS = 64
-"""The same with those that are refused at once."""
+_ACCEPTS, _LOOKS = 8, 64
+"""The most connections that are accepted at once, each of which may take a millisecond, and with those that are refused."""
 _EVENTS = 64
 """The most connections that are handled in a turn, but for handshakes."""
-_LOOKUPS = 64
-"""The most host names that may wait to be looked up."""
+_LOOKUPS, _AT_ONCE = 128, 16
+"""The most host names that are to be looked up, and that are at once. Peers name hosts, and each may take a minute."""
 _UNLISTED = "it is not in the list of allowed peers"
 _TOO_MANY = "its host has begun too many connections recently, each of which costs a handshake"
 REST_S = 0.1
@@ -83,8 +82,8 @@ class ControlSockets:
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._handshakes = Handshakes()
         self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
-        self._names = Worker("kvxfer-names", _LOOKUPS, self._hand)
-        self._entrance = Entrance(security, self._names.submit, self._admit)
+        self._names = FairPool("kvxfer-names", _AT_ONCE, _LOOKUPS, self._hand)
+        self._entrance = Entrance(security, partial(self._names.submit, ""), self._admit)
 
     def listen(self, host: str, port: int) -> int:
         """Accept connections from now on, and return the port; 0 takes a free one.
@@ -103,11 +102,11 @@ class ControlSockets:
         self._epoll.register(sock, select.EPOLLIN)
         return int(sock.getsockname()[1])
 
-    def dial(self, where: str, destination: Destination | None, limit: int) -> ControlConnection:
+    def dial(self, where: str, destination: Destination | None, limit: int, by: str = "") -> ControlConnection:
         """Begin a connection, over which messages may be sent at once; if it cannot be made, it is ``lost``.
 
-        ``where`` came from a peer. ``destination`` is for the owner to recognise it. ``limit``: the most bytes of a frame that
-        may come.
+        ``where`` came from a peer, whose host is ``by``; empty: it is the peer. ``destination`` is for the owner to recognise it.
+        ``limit``: the most bytes of a frame that may come.
 
         Raises:
             PeerError: ``where`` is not an address, or may not be dialled; or too many names are being looked up.
@@ -119,14 +118,14 @@ class ControlSockets:
             self._security.check_target(target)
         except (IdentityError, PeerError) as e:
             raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
-        secure, proved = self._security.dialled, self._security.proved
-        conn = ControlConnection(target.host, destination, limit, self._dirty, secure, proved, guest=False)
+        keys = self._security.dialled, self._security.proved
+        conn = ControlConnection(target.host, destination, limit, self._dirty, *keys, guest=False)
+        look_up = partial(self._look_up, conn, target), partial(self._begin, conn)
         if is_ip(target.host) and self._security.fresh:
             self._begin(conn, _addresses(target))
-        elif not self._names.submit(0, partial(self._look_up, target), partial(self._begin, conn)):
-            raise PeerError(
-                f"cannot dial {str(target)!r}: too many names are being looked up", kind=FailureKind.OVERLOADED
-            )
+        elif not self._names.submit(by or target.host, *look_up):
+            why = f"cannot dial {str(target)!r}: too many names are being looked up"
+            raise PeerError(why, kind=FailureKind.OVERLOADED)
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
@@ -283,10 +282,9 @@ class ControlSockets:
                 return
             try:
                 sock, where = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # most likely no descriptor is left; polled at once, the listener would be ready again
-                self._rest(time.monotonic() + REST_S)
+            except OSError as e:  # if short of descriptors and polled at once, the listener would be ready again
+                if short_of_descriptors(e):
+                    self._rest(time.monotonic() + REST_S)
                 return
             host = str(where[0])
             keyed = self._security.keys is not None
@@ -368,6 +366,7 @@ class ControlSockets:
         conn.watched = wanted
 
     def _begin(self, conn: ControlConnection, targets: Addresses | OSError | Failure) -> None:
+        conn.located = True
         if conn.lost is not None:
             return
         if isinstance(targets, OSError):
@@ -383,11 +382,11 @@ class ControlSockets:
             self._undecided.add(conn)
         self._settle(conn)
 
-    def _look_up(self, target: Address) -> Addresses | OSError:
-        """Look a name up, and at the keys if they have changed; on the thread for names."""
+    def _look_up(self, conn: ControlConnection, target: Address) -> Addresses | OSError:
+        """Look a name up, unless nobody wants it any more, and at the keys if they have changed; on a thread for names."""
         self._security.refresh()
         try:
-            return _addresses(target)
+            return [] if conn.lost is not None else _addresses(target)
         except OSError as e:
             return e
 

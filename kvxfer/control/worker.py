@@ -14,7 +14,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
 from kvxfer.threads import NamedThread
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "result_of"]
 
 log = logger("kvxfer.agent")
 
@@ -37,12 +37,9 @@ class Worker:
         self._thread = NamedThread(target=self._run, name=name)
 
     def submit(self, weight: int, job: Callable[[], T], then: Callable[..., Any]) -> bool:
-        """Queue a job.
+        """Queue a job of a ``weight``, its approximate cost in any unit.
 
-        Args:
-            weight: Its approximate cost, in any unit.
-            job: The job.
-            then: What follows: called with its result first, or with a ``Failure`` that says why there is none.
+        ``then`` is called with its result first, or with a ``Failure`` that says why there is none.
 
         Returns:
             Whether it will be done; not when as many wait as may, when no thread is to be had, or after ``close``.
@@ -56,7 +53,7 @@ class Worker:
                 except RuntimeError:
                     return False
                 self._started = True
-            heapq.heappush(self._jobs, (weight, next(self._order), lambda: self._do(job, then)))
+            heapq.heappush(self._jobs, (weight, next(self._order), lambda: self._hand(partial(then, result_of(job)))))
             self._change.notify()
         return True
 
@@ -78,13 +75,13 @@ class Worker:
                 job = heapq.heappop(self._jobs)[2]
             job()
 
-    def _do(self, job: Callable[[], T], then: Callable[..., Any]) -> None:
-        found: T | Failure
-        try:
-            found = job()
-        except (PeerError, ValueError) as e:
-            found = Failure.of(e, FailureKind.INCOMPATIBLE)
-        except Exception as e:
-            log.exception("something could not be examined")
-            found = Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")
-        self._hand(partial(then, found))
+
+def result_of(job: Callable[[], T]) -> T | Failure:
+    """Do a job, and return its result, or why there is none."""
+    try:
+        return job()
+    except (PeerError, ValueError) as e:
+        return Failure.of(e, FailureKind.INCOMPATIBLE)
+    except Exception as e:
+        log.exception("something could not be examined")
+        return Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")

@@ -1,13 +1,13 @@
 """Checksums of parts, on a thread of its own, so that neither the control thread nor a data thread waits while memory is read.
 
-The control thread posts what is to be hashed and gets each answer through a callback. The thread starts with the first
-part, so that an agent whose links check nothing has no such thread.
+The control thread posts what is to be hashed and gets each answer through a callback. Peers take turns, because each may ask for
+checksums of all that it reads. The thread starts with the first part, so that an agent whose links check nothing has no such thread.
 """
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
 
 from kvxfer import memory
 from kvxfer.data.commands import ThreadDied
@@ -17,6 +17,8 @@ from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.assignment import head_range
 from kvxfer.logs import logger
 from kvxfer.memory.blame import space_error
+from kvxfer.protocol.peer import NOBODY
+from kvxfer.protocol.turns import Turns
 from kvxfer.protocol.values import Hash, Hashed, PartRef
 from kvxfer.threads import NamedThread
 from kvxfer.values import NULL
@@ -36,7 +38,9 @@ class Hasher:
     def __init__(self, cache: Cache, post: Callable[[Hashed | ThreadDied], None]) -> None:
         self._cache, self._post = cache, post
         self._waiting: dict[PartRef, Hash] = {}
-        self._line: queue.SimpleQueue[PartRef | None] = queue.SimpleQueue()
+        self._turns: Turns[Hashable, PartRef] = Turns()
+        self._change = threading.Condition()
+        self._closed = False
         self._thread = NamedThread(target=self._run, name="kvxfer-hash")
         self._started = False
 
@@ -72,22 +76,30 @@ class Hasher:
 
     def hash(self, action: Hash) -> None:
         """Queue a part to be hashed."""
-        self._waiting[action.ref] = action
-        self._line.put(action.ref)
+        with self._change:
+            self._waiting[action.ref] = action
+            self._turns.add(_owner(action), action.ref)
+            self._change.notify()
         if not self._started:
             self._thread.start()
             self._started = True
 
     def cancel(self, ref: PartRef) -> None:
         """Drop a part that is no longer needed, if its hashing has not begun."""
-        if self._waiting.pop(ref, None) is not None:
+        with self._change:
+            action = self._waiting.pop(ref, None)
+            if action is not None:
+                self._turns.remove(_owner(action), ref)
+        if action is not None:
             self._post(Hashed(ref, failure=Failure(FailureKind.CANCELLED, "it was given up")))
 
     def close(self, timeout: float) -> None:
         """Begin no more parts, and wait for one that has begun for up to ``timeout`` seconds (the thread is a daemon)."""
         for ref in list(self._waiting):
             self.cancel(ref)
-        self._line.put(None)
+        with self._change:
+            self._closed = True
+            self._change.notify()
         if self._started:
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -102,10 +114,8 @@ class Hasher:
 
     def _serve(self) -> None:
         space: memory.Space | None = None
-        while (ref := self._line.get()) is not None:
-            action = self._waiting.pop(ref, None)
-            if action is None:
-                continue
+        while (action := self._next()) is not None:
+            ref = action.ref
             try:
                 space = space or memory.space(self._cache.regions)
                 done = Hashed(ref, _sum(space, action.plan, action.side))
@@ -113,6 +123,18 @@ class Hasher:
                 log.exception("a checksum failed")
                 done = Hashed(ref, failure=Failure.of(e))
             self._post(done)
+
+    def _next(self) -> Hash | None:
+        """Wait for the part whose turn it is; ``None`` at the end."""
+        with self._change:
+            self._change.wait_for(lambda: self._closed or self._turns)
+            ref = self._turns.next()
+            return None if ref is None else self._waiting.pop(ref)
+
+
+def _owner(action: Hash) -> Hashable:
+    """Return whose turn a part takes: a consumer's, whatever links and names it has, or that of the link over which it came."""
+    return action.ref.link if action.owner == NOBODY else action.owner.levels[0]
 
 
 def _sum(space: memory.Space, plan: CopyPlan, side: memory.Side) -> int:

@@ -113,7 +113,6 @@ class PartEnds:
             log.exception("a checksum could not be prepared")
 
     def add(self, job: Job, moved: Moved) -> None:
-        """Handle the end of a part."""
         begin = self._prepared.pop(moved.ref, None)
         if not moved.quiet:
             self._ended[moved.ref] = _Ended(WaitsFor.BACKEND, job)

@@ -35,7 +35,6 @@ class SlotQueue:
         return any(self._waiting.values())
 
     def waits(self, role: Role) -> bool:
-        """Return whether a job in this role waits."""
         return bool(self._waiting[role])
 
     def add(self, job: Job) -> None:

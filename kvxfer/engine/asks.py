@@ -149,7 +149,6 @@ class Asks:
         return any(not self._silent.get((source.host, source.port)) for source in ask.asked.values())
 
     def _send(self, ask: Ask) -> None:
-        """Ask the sources."""
         ask.on(_E.SEND)
         ask.asked_at = time.monotonic()
         for source in ask.sources:

@@ -24,8 +24,8 @@ log = logger("kvxfer.engine")
 
 MAX_OVER = 100_000
 """The most ended offers that are remembered."""
-MAX_EARLY = 10_000
-"""The most transfers of which it is remembered that they were declined before they were offered."""
+MAX_EARLY, MAX_REASON_KEPT = 10_000, 200
+"""The most transfers of which it is remembered that they were declined before they were offered, and characters of why."""
 
 
 class Notices:
@@ -50,7 +50,7 @@ class Notices:
             config.lease, MAX_OVER
         )  # digests of offers whose request is over
         # What consumers have declined before it was offered, if the router has told both engines at once: why, and how many have.
-        self._early: Recent[Named, tuple[str, int]] = Recent(config.lease, MAX_EARLY)
+        self._early: Recent[tuple[bytes, bytes], tuple[str, int]] = Recent(config.lease, MAX_EARLY)
         self._looked = 0.0  # when what comes about once in a while was last done
         directory.begun = self._has_begun
         self.answered: Callable[[Answered], None] = lambda answer: None
@@ -77,7 +77,7 @@ class Notices:
 
     def offered(self, transfer: TransferId, digest: bytes) -> None:
         """Record that an offer has been made, and what consumers have said about it before that."""
-        named = Named(transfer, digest)
+        named = transfer.brief, digest
         reason, count = self._early.get(named) or ("", 0)
         if count:
             self._early.pop(named)
@@ -149,5 +149,6 @@ class Notices:
                     self._schedule.producer.decline(named.transfer, notice.reason)
 
     def _declined_early(self, named: Named, reason: str) -> None:
-        _, count = self._early.get(named) or ("", 0)
-        self._early.put(named, (reason, count + 1), time.monotonic())
+        known = named.transfer.brief, named.digest
+        _, count = self._early.get(known) or ("", 0)
+        self._early.put(known, (reason[:MAX_REASON_KEPT], count + 1), time.monotonic())

@@ -21,9 +21,11 @@ from kvxfer import arguments
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.stories import Stories
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import LAST, Generation, RequestId, Source, TransferId
 from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
+from kvxfer.schedule.producer import ABORTED
 from kvxfer.ticket import Ticket
 from kvxfer.values import MAX_REASON, NULL, BlockTable, Group, OfferEnd, Rank
 
@@ -35,14 +37,7 @@ _S = OfferingState
 class Offers:
     """The requests that offer; one thread. Calls about any other request do nothing.
 
-    Args:
-        schedule: The engine's offerings.
-        pins: Keeps blocks from reuse.
-        tables: Checks block tables.
-        ranks: How many workers it has.
-        writes_early: Whether workers may write to a step's new blocks before they know of its revocations.
-        notices: Tells other engines.
-        stories: Remembers how offers end.
+    ``writes_early``: whether workers may write to a step's new blocks before they know of its revocations.
 
     Attributes:
         elastic: Whether a block may lose its memory when it is not in use.
@@ -90,10 +85,9 @@ class Offers:
         return self.schedule.answer(RequestId(arguments.instance("request", request, str)))
 
     def unanswered(self, answer: str) -> None:
-        """Record that an answer goes out to nobody, as when its client has hung up: what only that would have told of is given up.
+        """Record that an answer (``SchedulerSide.offer``) goes out to nobody, as when its client has hung up.
 
-        Args:
-            answer: Its name (``SchedulerSide.offer``).
+        What only that answer would have told of is given up.
         """
         self.schedule.unanswered(arguments.string("answer", answer), "its client has hung up")
 
@@ -104,9 +98,7 @@ class Offers:
     def withdraw(self, request: str, reason: str) -> None:
         """End the offer of a running request, whose KV is no longer what its digest says; does nothing without one.
 
-        Args:
-            request: The engine's id of the request.
-            reason: Why, for the consumers.
+        ``reason`` is for the consumers.
         """
         request = RequestId(arguments.instance("request", request, str))
         arguments.string("reason", reason, MAX_REASON, empty=True)
@@ -230,6 +222,9 @@ class Offers:
         if self.schedule.finish(request, whole, complete, good and not complete, lambda: self._keep(offering, found)):
             self._unpin_read(offering)
             return True
+        if not complete and not good and offering.ended is None:
+            offering.ended = OfferEnd(Failure(FailureKind.WITHDRAWN, ABORTED), 0, time.monotonic())
+            self._stories.offer_ended(offering, offering.ended)
         if offering.read is not None:
             self._leaving.append(_reading(offering, offering.read[0]))
             offering.read = None

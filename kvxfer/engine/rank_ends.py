@@ -19,10 +19,6 @@ __all__ = ["RankEnds"]
 class RankEnds:
     """The ends of one rank's loads and offers. Not thread-safe.
 
-    Args:
-        rank: The rank.
-        quarantine: See ``WorkerSide``.
-
     Attributes:
         report: What is reported next; the worker side adds what is not an end.
         aside: Whether results are collected for a side channel.

@@ -21,19 +21,7 @@ __all__ = ["Requests"]
 
 
 class Requests:
-    """The requests of one engine, as its scheduler tells of them. One thread.
-
-    Args:
-        source: Where other engines find this one.
-        tables: Checks block tables.
-        offers: The requests that offer.
-        loads: The requests that load.
-        asks: The requests that look for a prefix at other engines.
-        stories: What has become of requests.
-
-    Attributes:
-        source, offers, loads: As given.
-    """
+    """The requests of one engine, as its scheduler tells of them. One thread."""
 
     def __init__(
         self, source: Source, tables: TableCheck, offers: Offers, loads: Loads, asks: Asks, stories: Stories
@@ -236,12 +224,7 @@ class Requests:
         return self._asks.asking(RequestId(request))
 
     def takes_no_part(self, request: str, why: str) -> None:
-        """Record why a request that was to load or to offer does not, for `kvxfer why`; changes nothing else.
-
-        Args:
-            request: The engine's id of the request.
-            why: In words for an operator.
-        """
+        """Record why a request that was to load or to offer does not, in words for `kvxfer why`; changes nothing else."""
         request = _request(request)
         self._stories.takes_no_part(request, arguments.string("why", why, MAX_REASON))
 

@@ -48,7 +48,6 @@ class Stories:
     # --- the scheduler's thread --------------------------------------------------------------------------------------
 
     def load_ended(self, load: Load, failure: Failure | None, stages: Stages | None) -> None:
-        """Record the end of a load."""
         now = time.monotonic()
         (self._good if failure is None else self._bad).append(lambda: _of_load(load, failure, stages, now))
 
@@ -63,7 +62,6 @@ class Stories:
         )
 
     def offer_ended(self, found: Offering, end: OfferEnd) -> None:
-        """Record the end of an offer."""
         (self._good if end.failure is None else self._bad).append(lambda: _of_offering(found, end))
 
     def takes_no_part(self, request: str, why: str) -> None:

@@ -28,7 +28,7 @@ LOG_EVERY_S = 10.0
 
 
 class Trace:
-    """The trace of one engine's loads. One thread.
+    """The trace of one engine's loads, of which lines are appended to the file ``path``; None writes nothing. One thread.
 
     A line has ``engine``, ``request``, ``transfer``, ``source``, ``kind``, ``way``, ``tokens``, ``bytes``, ``failure`` (null if it was
     delivered), ``at`` (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
@@ -37,11 +37,6 @@ class Trace:
     ``found``: the best answer to the question was known. ``fetched``: the scheduler side sent the fetch. ``began`` to ``ended``: see
     ``Stages``, on the slowest rank; comparable with the others only if the workers run on the scheduler's host. ``seen``: the scheduler
     side knew the outcome.
-
-    Args:
-        path: The file that lines are appended to; None writes nothing.
-        engine: The engine's name.
-        stories: Remembers how loads end.
 
     Raises:
         ConfigError: That file cannot be written, or is a folder, pipe or device.

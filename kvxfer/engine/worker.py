@@ -246,9 +246,7 @@ class WorkerSide:
     def refuse(self, step: Step, reason: str) -> None:
         """End what this step was to offer, in place of ``after_forward``, if what it has computed is not what was announced.
 
-        Args:
-            step: The scheduler's step.
-            reason: Why, for the consumers.
+        ``reason`` is for the consumers.
 
         Raises:
             ArgumentError: An argument has the wrong type.

@@ -75,15 +75,10 @@ def greatest(values: Ints) -> int:
 
 
 def cut_tokens(start: int, tokens: int, bs: int, bd: int, needed: int, most: int) -> Cut:
-    """Cut the tokens ``[start, tokens)`` at the block borders of both sides.
+    """Cut the tokens ``[start, tokens)`` at the block borders of both sides, of ``bs`` tokens at the source and ``bd`` at the destination.
 
-    Args:
-        start: First token.
-        tokens: The token after the last.
-        bs: Tokens of a source block.
-        bd: Tokens of a destination block.
-        needed: First token that must have a source.
-        most: Tokens of a segment at most; blocks that are larger are cut at multiples of it.
+    ``needed``: the first token that must have a source. ``most``: tokens of a segment at most; blocks that are larger are cut at
+    multiples of it.
     """
     short = tokens - start <= _FEW * min(bs, bd, most)
     return (_cut_short if short else _cut_any)(start, tokens, bs, bd, needed, most)

@@ -24,13 +24,8 @@ def move_indexed(
 ) -> None:
     """Move bytes between a plan's rows on one side, in ``space``, and its packed stream: into that if ``pack``.
 
-    Args:
-        space: Where the rows lie.
-        plan: What to move.
-        side: The side of the rows.
-        stream: A tensor of uint8, of as many bytes as the plan, on the device of the rows.
-        memory: Returns the memory of the region with this number as a tensor of uint8.
-        pack: Whether to move into the stream.
+    ``stream`` is a tensor of uint8, of as many bytes as the plan, on the device of the rows. ``memory`` returns the memory of the region
+    with a number as such a tensor.
 
     Raises:
         ValueError: A row would leave its region.

@@ -86,15 +86,9 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
 def announce(
     serve: RankServe, link: ConsumerLink, offer: Offer, plan: CopyPlan | None, span: Span, final: bool
 ) -> list[Action]:
-    """Return the actions that tell the consumer of the next part, move it and hash it.
+    """Return the actions that tell the consumer of the next part of an offer, move it and hash it; ``serve`` is updated.
 
-    Args:
-        serve: The attempt, which is updated.
-        link: The consumer's link.
-        offer: What is announced.
-        plan: The plan of the part; ``None`` if the serve is unattended.
-        span: What the part holds.
-        final: Whether it is the last part.
+    ``plan`` is that of the part; ``None`` if the serve is unattended. ``final``: whether it is the last part.
     """
     request, info, number = serve.request, link.info, serve.part
     serve.on(ServeEvent.ANNOUNCE)
@@ -125,7 +119,7 @@ def announce(
     hashed = to_hash(plan, info, ref)
     if hashed is not None:
         serve.hashing[ref] = None
-        out.append(Hash(ref, hashed, "source"))
+        out.append(Hash(ref, hashed, "source", info.owner))
     if info.mode == "write" and not ready.piece_bytes:
         serve.flight[ref] = None
         serve.unsent[ref] = ready

@@ -102,7 +102,6 @@ class Attempts:
         self._questions.cancel(rank.attempt)
 
     def forget(self, rank: RankFetch) -> None:
-        """Forget a rank fetch that is over."""
         self.tries.pop(rank.attempt, None)
 
     def due(self, now: float) -> Iterator[Try]:

@@ -226,6 +226,11 @@ class ExpiringMap(Generic[Owner, K, V]):
             del self._values[owner]
         return True
 
+    def leave(self, owner: Owner) -> None:
+        """Forget all values of an owner."""
+        for key in list(self._values.get(owner, ())):
+            self.pop(owner, key)
+
     def forget(self, now: float) -> None:
         """Drop what is too old."""
         while (at := self.next()) is not None and at <= now:

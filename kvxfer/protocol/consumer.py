@@ -284,7 +284,7 @@ class ConsumerMachine:
         info = self._links.get(rank.spec.link)
         if info is None or msg.part in rank.spans or rank.error is not None or not rank.on(E.PART_READY):
             return []
-        if (wrong := rank.misuse(msg, info)) is not None:
+        if (wrong := rank.misuse(msg, info, f.spec)) is not None:
             return self._fail(f, wrong, now)
         if msg.generation < f.least:
             return self._outdate(f, rank, now)

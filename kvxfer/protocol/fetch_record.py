@@ -61,6 +61,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     end: int | None = None  # where the final part ends, once it has been announced
     spans: dict[int, Span] = field(default_factory=dict)  # of the parts announced, by their numbers
     bands: int = 1  # of the producer's layers
+    told_tokens: int = 0  # of the parts announced, each token once for each band
     banded: bool = False  # parts of single bands are asked for
     cost: LinkCost | None = None  # what its producer is told that things cost
     flight: dict[PartRef, None] = field(
@@ -90,13 +91,21 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
         self.least, self.counted = least, False
         self.attempt, self.generation, self.revocations, self.end, self.error = attempt, None, None, None, None
         self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
-        self.came_bytes = self.announced_bytes = self.told_moved = self.told_bytes = 0
+        self.came_bytes = self.announced_bytes = self.told_moved = self.told_bytes = self.told_tokens = 0
         self.spans.clear()
         self.to_hash.clear()
         self.coming.clear()
 
-    def misuse(self, msg: m.PartReady, info: LinkInfo) -> Failure | None:
-        """Return how an announcement breaks the protocol, or ``None`` if it does not."""
+    def misuse(self, msg: m.PartReady, info: LinkInfo, fetch: Fetch) -> Failure | None:
+        """Return how an announcement breaks the protocol, or ``None`` if it does not.
+
+        It counts the tokens: each is announced once, so that announcements cost this side no more than what it wants.
+        """
+        bands = info.planner.bands
+        first, past = msg.bands or (0, bands)
+        lo = msg.lo if msg.lo > fetch.start else fetch.start
+        hi = msg.hi if msg.hi < fetch.tokens else fetch.tokens
+        self.told_tokens += (hi - lo) * (past - first) if hi > lo else 0
         if self.generation not in (None, msg.generation):
             what = "it mixed generations in one attempt"
         elif msg.generation < self.least:
@@ -105,6 +114,12 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
             what = "it sends pieces of another size than was agreed on"
         elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= info.planner.bands:
             what = "it names bands of layers that do not exist"
+        elif msg.final and self.end is not None:
+            what = "it announces a second last part"
+        elif not msg.final and hi <= lo:
+            what = "it announces a part of which nothing is wanted"
+        elif self.told_tokens > (fetch.tokens - fetch.start) * bands:
+            what = "it announces tokens twice"
         else:
             return None
         return Failure(FailureKind.MISUSE, what, link_name(self.spec.link))
@@ -180,7 +195,8 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
         """Return whether all parts are here, and cover everything that was offered and at least ``enough`` tokens."""
         if self.end is None or self.flight or self.error is not None:
             return False
-        return reached(self.spans.values(), start, self.bands) >= max(self.end, enough)
+        end = max(self.end, enough)
+        return self.told_tokens >= (end - start) * self.bands and reached(self.spans.values(), start, self.bands) >= end
 
     def arrived(self, start: int) -> int:
         """Return the token up to which all parts are here, from ``start``."""
@@ -349,7 +365,10 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         if self.begun:
             why = f"no outcome within {timeout:g} s of the first part (still {states})"
         peers = ", ".join(link_name(rank.spec.link) for rank in self.rank_fetches) or str(self.spec.source)
-        return Failure(self.late, why, peers)
+        advice = ""
+        if self.late is FailureKind.NEVER_OFFERED:
+            advice = "check that the producer's engine ran this request; raise 'start_timeout' if requests queue there for longer"
+        return Failure(self.late, why, peers, advice)
 
     @property
     def late(self) -> FailureKind:
@@ -374,7 +393,6 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         return True
 
     def all_are(self, state: RankFetchState) -> bool:
-        """Return whether all rank fetches are in this state."""
         for rank in self.rank_fetches:
             if rank.state is not state:
                 return False

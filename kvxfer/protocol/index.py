@@ -29,7 +29,6 @@ class Index(Generic[K, V]):
                 del self._values[key]
 
     def of(self, key: K) -> list[V]:
-        """Return the values of ``key``."""
         return list(self._values.get(key, ()))
 
     def count(self, key: K) -> int:

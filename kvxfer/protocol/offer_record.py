@@ -31,10 +31,13 @@ from kvxfer.protocol.values import (
 from kvxfer.transitions import Life
 from kvxfer.values import MAX_BANDS, Offer
 
-__all__ = ["Early", "OfferRecord", "Key", "ConsumerLink", "Over", "RankServe", "follows", "told"]
+__all__ = ["Early", "OfferRecord", "Key", "ConsumerLink", "Over", "RankServe", "GivenUp", "follows", "told"]
 
 ALL = MAX_BANDS + 1
 """More bands than there are: all layers."""
+
+MAX_KEPT_REASON = 200
+"""The most characters that are remembered of what a consumer gives as its reason, or is given."""
 
 Key = tuple[LinkId, int]
 """The name of a serve: the link and the consumer's attempt."""
@@ -145,8 +148,16 @@ class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):
             return Failure(FailureKind.WITHDRAWN, why), False
         waited = self.state is ServeState.WAITING
         kind = FailureKind.NEVER_OFFERED if waited else FailureKind.TIMED_OUT
-        why = f"the consumer's time for it is over, with {min(self.sent, default=0)} of {self.request.tokens} tokens announced"
+        announced = f"{min(self.sent, default=0)} of {self.request.tokens} tokens announced"
+        why = f"the consumer's time for it is over, with {announced}"
+        if self.lent and not waited:
+            why = f"it took longer than both 'lease' and 'transfer_timeout' of this producer, with {announced}"
         return Failure(kind, why), self.lent and waited
+
+    def not_served(self, why: Failure) -> None:
+        """Record why its consumer does not get the offer by it, if that knows the digest or has another."""
+        if why.kind is FailureKind.DIGEST_DIFFERS or self.request.digest == self.record.digest:
+            self.record.unserved = why
 
     @property
     def live(self) -> bool:
@@ -177,9 +188,9 @@ class OfferRecord(msgspec.Struct, eq=False):
     known: bool = False  # the engine has offered or revoked it, and waits for its end
     short: Failure | None = None  # why it was given up, if those being served may finish with what there is
     claimed: bool = False  # whether a consumer has ever asked for it, or said that it waits
+    unserved: Failure | None = None  # why the last consumer that asked for it did not get it
 
     def take(self, offer: Offer) -> None:
-        """Record what the engine offers."""
         if offer.generation != self.generation:
             self.payload, self.short, self.tokens = b"", None, 0
         self.payload = offer.payload or self.payload
@@ -220,6 +231,11 @@ class OfferRecord(msgspec.Struct, eq=False):
         """Return why it ends if its lease, in seconds, has run out."""
         whose = f", by all {self.consumers} engines that it is for" if self.consumers > 1 else ""
         why = f"it was not fetched within the lease of {lease:g} s{whose}"
+        if (last := self.unserved) is not None:
+            advice = "" if last.kind is FailureKind.CANCELLED else last.advice
+            return Failure(
+                FailureKind.UNFETCHED, f"{why}; one asked for it and did not get it: {last.detail}", last.peer, advice
+            )
         if self.claimed:
             return Failure(FailureKind.UNFETCHED, why)
         advice = "check that the router passes the params of this engine's answer on to an engine that loads"
@@ -272,21 +288,44 @@ class Over(msgspec.Struct, frozen=True, gc=False):
     least: Generation  # older ones have ended, as the engine has been told
 
 
-class Early(IndexedExpiringMap[int, TransferId, tuple[bytes, int]]):
-    """Who gave up a transfer before it was offered, by reader and transfer: its digest, and how many readers its engine has."""
+class GivenUp(msgspec.Struct, frozen=True, gc=False):
+    """What is remembered of a reader that has given up a transfer before it was offered."""
 
-    def take(self, transfer: TransferId, digest: bytes) -> dict[int, int]:
-        """Return who gave the transfer up under this digest, and how many readers their engines have.
+    digest: bytes
+    readers: int  # how many its engine has
+    kind: FailureKind
+    reason: str
+
+    @classmethod
+    def of(cls, said: m.CloseAttempt) -> GivenUp:
+        return cls(said.digest, max(said.readers, 1), said.kind, said.reason[:MAX_KEPT_REASON])
+
+    @property
+    def failure(self) -> Failure:
+        """Why the offer ends."""
+        late = self.kind in (FailureKind.NEVER_OFFERED, FailureKind.TIMED_OUT)
+        advice = (
+            "requests queue here for longer than the consumer waits: raise its 'start_timeout', or add prefill engines"
+        )
+        why = f"its consumer gave it up before it was offered: {self.reason}"
+        return Failure(self.kind, why, advice=advice if late else "")
+
+
+class Early(IndexedExpiringMap[int, bytes, GivenUp]):
+    """Who gave up a transfer before it was offered, by reader and transfer (``TransferId.brief``)."""
+
+    def take(self, transfer: TransferId, digest: bytes) -> dict[int, GivenUp]:
+        """Return who gave the transfer up under this digest.
 
         Everything known of the transfer is forgotten.
         """
-        siblings = {}
-        for r in sorted(self.owners(transfer)):
-            known, readers = self.get(r, transfer) or (b"", 0)
-            if readers and known == digest:
-                siblings[r] = readers
-            self.pop(r, transfer)
-        return siblings
+        given_up, brief = {}, transfer.brief
+        for r in sorted(self.owners(brief)):
+            known = self.get(r, brief)
+            if known is not None and known.digest == digest:
+                given_up[r] = known
+            self.pop(r, brief)
+        return given_up
 
 
 def follows(new: Offer, old: Offer) -> bool:

@@ -92,11 +92,7 @@ def carried(planner: Planner, blocks: BlockTable, span: Span, final: bool) -> Bl
 def placed(planner: Planner, blocks: BlockTable, lo: int, final: bool) -> BlockTable:
     """Return the blocks that the announcement of a part carried as a block table with each block at its position.
 
-    Args:
-        planner: The link's planner.
-        blocks: What the announcement carried.
-        lo: The first token of the part, or the end of what is wanted if that comes before.
-        final: Whether it is the last part.
+    ``lo``: the first token of the part, or the end of what is wanted if that comes before. ``final``: whether it is the last part.
     """
     if _whole(planner, lo, final):
         return blocks
@@ -156,17 +152,12 @@ def most_bytes(regions: Iterable[Region]) -> int:
 
 
 def cut(span: Span, plan: CopyPlan, info: LinkInfo, cost: LinkCost | None = None) -> list[Span]:
-    """Return the parts into which a span is cut, which may be the span itself.
+    """Return the parts into which a span with this plan is cut, which may be the span itself.
 
     Cuts fall between the producer's blocks, which moves best; or within them if they are longer than a part, as with one block
     for each request. What a CPU hashes in full is cut into several parts, so that one is hashed while the next moves; a GPU
-    hashes a part faster than a message travels. What is sent and received has parts of bounded size, staged or not.
-
-    Args:
-        span: What is ready.
-        plan: The plan of the span.
-        info: What is known of the link.
-        cost: See ``piece_bytes``.
+    hashes a part faster than a message travels. What is sent and received has parts of bounded size, staged or not. For ``cost`` see
+    ``piece_bytes``.
     """
     if info.integrity != "full" and info.mode != "sendrecv":
         return [span]
@@ -208,13 +199,9 @@ def piece_bytes(plan: CopyPlan, info: LinkInfo, cost: LinkCost | None = None) ->
 
 
 def ways(rows: int, nbytes: int, info: LinkInfo, longest: int = 0) -> list[PartWay]:
-    """Return the ways that a part may go; the first is that of the first guess.
+    """Return the ways that a part of ``rows`` rows may go; the first is that of the first guess.
 
-    Args:
-        rows: Its rows.
-        nbytes: Its bytes.
-        info: What is known of the link.
-        longest: Bytes of its longest row, if that may be longer than a piece.
+    ``longest``: bytes of its longest row, if that may be longer than a piece.
     """
     straight, below = PartWay(rows, nbytes), info.stage_below * rows
     if nbytes >= IN_DOUBT * below:

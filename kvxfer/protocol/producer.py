@@ -16,7 +16,7 @@ from kvxfer.identity import Generation, Handle, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.leased_offers import LeasedOffers
-from kvxfer.protocol.offer_record import ConsumerLink, Early, OfferRecord, RankServe, follows
+from kvxfer.protocol.offer_record import ConsumerLink, Early, GivenUp, OfferRecord, RankServe, follows
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MANY, MAX_WORDS
 from kvxfer.protocol.transitions import ReaderEvent, ServeEvent, ServeState
@@ -53,15 +53,10 @@ class ProducerMachine:
     # --- from the engine -------------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, now: float, called: float | None = None) -> list[Action]:
-        """Offer blocks, or more of them.
+        """Offer blocks, or more of them, as the engine has at the time ``called``; ``None`` means now.
 
         An offer that does not continue or replace the last one is ignored: one of a generation that was revoked or whose end has
         been reported, or one that adds nothing.
-
-        Args:
-            offer: What the engine offers.
-            now: The time in seconds.
-            called: When the engine offered it; ``None`` means now.
         """
         over = self._over.get(offer.transfer)
         if over is not None and offer.generation < over.least:
@@ -80,11 +75,10 @@ class ProducerMachine:
         self._offers.lend(h, now)
         for serve in list(h.serves.values()):
             out += self._serves.advance(serve, now)
-        for reader, readers in self._early.take(offer.transfer, offer.digest).items():
+        for reader, known in (self._early.take(offer.transfer, offer.digest) if len(self._early) else {}).items():
             if h.outcome is None and not h.lives(reader):
-                h.heard(reader, ReaderEvent.DROP, readers)
-                gave_up = Failure(K.CANCELLED, "its consumer gave it up before it was offered")
-                out += self._offers.count(h, Outcome(gave_up), now)
+                h.heard(reader, ReaderEvent.DROP, known.readers)
+                out += self._offers.count(h, Outcome(known.failure), now)
         if old is not None and offer.consumers < old.consumers and h.outcome is None:
             out += self._offers.count(h, DELIVERED, now)
         return out
@@ -146,6 +140,7 @@ class ProducerMachine:
         out: list[Action] = []
         for serve in self._serves.unlink(link):
             if serve.on(E.LINK_DOWN):
+                serve.not_served(why)
                 if not serve.record.lives(serve.reader):
                     serve.record.readers.on(serve.reader, ReaderEvent.LEAVE)
                 self._serves.distrust_announced(serve)
@@ -265,7 +260,8 @@ class ProducerMachine:
             return [Send(link, closed)]
         self._records[request.transfer] = h
         h.readers.on(reader, ReaderEvent.ASK)
-        self._early.pop(reader, request.transfer)
+        if len(self._early):
+            self._early.pop(reader, request.transfer.brief)
         out: list[Action] = []
         for other in lost:
             out += self._stop(other, MANY, False, now)
@@ -294,8 +290,9 @@ class ProducerMachine:
     def _committed(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
         """Record that a reader has everything that it wanted, whatever has happened to the blocks since."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
-        ack = m.CommitAck(msg.transfer, msg.attempt, None)  # for a late FetchRequest of it
-        self._serves.final_replies.put(reader, msg.attempt, ack, now)
+        self._serves.remember(
+            reader, m.CommitAck(msg.transfer, msg.attempt, None), now
+        )  # for a late FetchRequest of it
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._offers.settle(serve, now)
         if h is None or msg.digest != h.digest:
@@ -312,7 +309,7 @@ class ProducerMachine:
             pass  # the next attempt follows
         elif h is None or h.digest is None:
             if self._over.get(msg.transfer) is None:
-                self._early.put(reader, msg.transfer, (msg.digest, max(msg.readers, 1)), now)
+                self._early.put(reader, msg.transfer.brief, GivenUp.of(msg), now)
         elif (
             msg.digest == h.digest and not h.lives(reader, but=serve) and h.heard(reader, ReaderEvent.DROP, msg.readers)
         ):

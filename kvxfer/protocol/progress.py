@@ -66,8 +66,8 @@ def enriched(
     if why.kind is FailureKind.TIMED_OUT and came and still <= usual and moving > 0 and came < announced:
         needs = math.ceil(moving * announced / came)
         advice = (
-            f"the link is too slow for it: at that rate it takes {needs} s. Set 'transfer_timeout' above that, or find out with "
-            "`kvxfer doctor --peer` why the link is not faster"
+            f"the link is too slow for it: at that rate it takes {needs} s. Set 'transfer_timeout' above that on both engines, or "
+            "find out with `kvxfer doctor --peer` why the link is not faster"
         )
     elif why.kind is FailureKind.TIMED_OUT and still > usual and came < announced:
         if within and still > STANDSTILL * gap:

@@ -32,16 +32,12 @@ class Readers(msgspec.Struct, gc=False):
     _of: dict[int, _Reader] = field(default_factory=dict)
 
     def state(self, reader: int) -> ReaderState:
-        """Return what is known of a reader."""
         return self._of.get(reader, _UNKNOWN).state
 
     def on(self, reader: int, event: ReaderEvent, siblings: int = 1) -> bool:
         """Make the move that an event of a reader leads to; return False if it is ignored.
 
-        Args:
-            reader: The reader.
-            event: What has happened.
-            siblings: How many readers its engine has, as it says; the most that it ever said counts.
+        ``siblings``: how many readers its engine has, as it says; the most that it ever said counts.
 
         Raises:
             IllegalTransition: By the table it never happens here. Nothing has been changed.
@@ -57,7 +53,6 @@ class Readers(msgspec.Struct, gc=False):
         return True
 
     def any(self, state: ReaderState) -> bool:
-        """Return whether any reader is in a state."""
         for reader in self._of.values():
             if reader.state is state:
                 return True

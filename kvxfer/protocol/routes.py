@@ -41,7 +41,6 @@ class Routes:
         self._over: Index[LinkId, FetchRecord] = Index()  # the fetches that use a link
 
     def get(self, source: Source) -> Resolved | None:
-        """Return the route to a source, if it is known."""
         return self._routes.get(source)
 
     def seek(self, f: FetchRecord) -> list[Action]:
@@ -137,7 +136,6 @@ class Routes:
         return self.users(link)
 
     def use(self, f: FetchRecord) -> None:
-        """Record that a fetch uses the links of its route."""
         for rank in f.rank_fetches:
             self._over.add(rank.spec.link, f)
 

@@ -9,7 +9,7 @@ from kvxfer.geometry import PlanError
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.announcements import announce, delivered_bytes, plan_for, unfit, untold
 from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
-from kvxfer.protocol.offer_record import ConsumerLink, Key, OfferRecord, RankServe, told
+from kvxfer.protocol.offer_record import MAX_KEPT_REASON, ConsumerLink, Key, OfferRecord, RankServe, told
 from kvxfer.protocol.parts import Span, cut
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.timers import Timers
@@ -25,8 +25,8 @@ S, E, K = ServeState, ServeEvent, FailureKind
 MAX_BYTES, REQUEST_BYTES = 80 << 20, 2 << 10
 """The most bytes of all live fetch requests, and the bytes that each counts for in addition to its block table."""
 MANY = Failure(K.OVERLOADED, "too many fetch requests at once")
-MAX_WORDS = 100_000
-"""The most answers that are remembered."""
+MAX_WORDS, MAX_KEPT_NAME = 100_000, 512
+"""The most answers that are remembered, and the most bytes of their transfers' names."""
 
 GRACE_S = 1.0
 """How long a rank waits for an offer that the consumer says was made, because ranks may lag behind each other in a step."""
@@ -97,7 +97,8 @@ class Serves:
         key, lent = (link, request.attempt), seconds < request.seconds
         sent, banded = (request.start,) * consumer.info.planner.bands, consumer.banded(request)
         serve = RankServe(h, link, key, request, consumer.info.peer, now + seconds, lent, sent, banded)
-        lost = self._room.take(link, key, REQUEST_BYTES + request.blocks.nbytes, consumer.info.owner)
+        nbytes = REQUEST_BYTES + request.blocks.nbytes + max(request.transfer.nbytes - MAX_KEPT_NAME, 0)
+        lost = self._room.take(link, key, nbytes, consumer.info.owner)
         if lost is None:
             return None, []
         h.serves[key] = self._serves[key] = consumer.serves[request.attempt] = serve
@@ -148,7 +149,9 @@ class Serves:
             if serve.revocations is None:
                 serve.revocations = self._revocations.vouch(serve.request.transfer)
             if serve.state is S.WAITING and serve.request.moving:
-                serve.expires = now + min(serve.request.moving, self._longest) + CONSUMER_FIRST_S
+                granted = min(serve.request.moving, self._longest)
+                serve.lent = granted < serve.request.moving
+                serve.expires = now + granted + CONSUMER_FIRST_S
                 self._times.set(serve.key, serve.expires)
             serve.cut = parts[left:]
             for part in parts[:left]:
@@ -167,6 +170,7 @@ class Serves:
         """Record that a consumer has everything."""
         serve.on(E.SETTLE)
         h, link = serve.record, self.links.get(serve.link)
+        h.unserved = None
         if link is not None and h.offer is not None:
             h.nbytes += delivered_bytes(serve, link.info, h.offer)
         if not serve.quiet:
@@ -180,6 +184,7 @@ class Serves:
         """
         if not serve.on(E.STOP):
             return []
+        serve.not_served(why)
         self.distrust_announced(serve)
         serve.why, serve.again = why, again
         serve.unsent.clear()
@@ -213,12 +218,18 @@ class Serves:
     def last_word(self, link: LinkId, word: LastWord, now: float) -> Send:
         """Send the last message about an attempt, and remember it in case the consumer asks again."""
         if link in self.links:
-            self.final_replies.put(self.links[link].info.peer, word.attempt, word, now)
+            self.remember(self.links[link].info.peer, word, now)
         return Send(link, word)
+
+    def remember(self, reader: int, word: LastWord, now: float) -> None:
+        """Remember the last message about an attempt, unless its consumer has chosen a name of absurd length for the transfer."""
+        if word.transfer.nbytes <= MAX_KEPT_NAME:
+            self.final_replies.put(reader, word.attempt, word, now)
 
     def refuse(self, link: LinkId, request: m.FetchRequest, why: Failure, now: float, again: bool = False) -> Send:
         """Answer that a request cannot be served (any more); ``again`` if it may be later."""
-        closed = m.AttemptClosed(request.transfer, request.attempt, why.kind, why.detail, again)
+        said = why.detail[:MAX_KEPT_REASON]
+        closed = m.AttemptClosed(request.transfer, request.attempt, why.kind, said, again)
         return self.last_word(link, closed, now)
 
     # --- events ----------------------------------------------------------------------------------------------------

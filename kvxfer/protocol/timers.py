@@ -70,12 +70,7 @@ class Timers(Generic[K]):
 
 
 class Recent(Generic[K, V]):
-    """Values kept for a while; if there are too many, the oldest go first.
-
-    Args:
-        seconds: How long each value is kept.
-        most: The most values that are kept.
-    """
+    """Values kept for a number of seconds; if there are more than ``most``, the oldest go first."""
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most

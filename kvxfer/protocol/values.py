@@ -309,11 +309,19 @@ class RemoteWritesEnded(msgspec.Struct, frozen=True):
 
 
 class Hash(msgspec.Struct, frozen=True):
-    """Make the checksum of what this plan moves, on its ``side``; answer with ``hashed``. An ``Abort`` may end it early."""
+    """Make the checksum of what this plan moves, on its ``side``; answer with ``hashed``. An ``Abort`` may end it early.
+
+    Attributes:
+        ref: The part.
+        plan: Its copies.
+        side: Whether their source or their destination is read.
+        owner: The peer that it counts for, on a producer.
+    """
 
     ref: PartRef
     plan: CopyPlan
     side: Side
+    owner: PeerIdentity = NOBODY
 
 
 class Emit(msgspec.Struct, frozen=True, gc=False):

@@ -57,7 +57,6 @@ class FetchSchedule:
         return iter(self._loads.copy().values())
 
     def wanting(self, transfer: TransferId) -> Sequence[Load]:
-        """Return the loads of a transfer."""
         wanted = self._wanted.get(transfer)
         return () if wanted is None else wanted.loads
 

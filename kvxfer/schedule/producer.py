@@ -14,6 +14,8 @@ from kvxfer.schedule.offering import Offering, OfferingEvent, OfferingState
 from kvxfer.schedule.offerings import Offerings
 from kvxfer.values import BlockTable, Group, Offer
 
+ABORTED = "the producer's request was aborted or failed"
+
 _S, _E = OfferingState, OfferingEvent
 
 
@@ -192,7 +194,7 @@ class OfferSchedule(Offerings):
             keep()
             self.forget(found)
             return False
-        reason = self._coverage.unusable(found, table) if complete else "the producer's request was aborted or failed"
+        reason = self._coverage.unusable(found, table) if complete else ABORTED
         if reason is not None:
             inexact, pinned = self._coverage.windows or self._coverage.states, keep()
             event = _E.FAIL_READ if pinned else _E.FAIL

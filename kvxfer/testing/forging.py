@@ -47,12 +47,9 @@ class Bait:
 
 
 def forgeries(genuine: bytes, bait: Bait, kept: Collection[int] = ()) -> Iterator[tuple[str, bytes]]:
-    """Yield forgeries of an endpoint, each with words that tell what was altered.
+    """Yield forgeries of an endpoint, which name the bait, each with words that tell what was altered.
 
-    Args:
-        genuine: The endpoint.
-        bait: What forgeries name.
-        kept: Numbers of fields that are left as they are.
+    ``kept``: numbers of fields that are left as they are.
     """
     yield "all of it: another participant's", bait.other
     taken = _taken_apart(genuine)

@@ -73,7 +73,6 @@ class Spoiling(Mutant):
     """Spoils batches by some rule: those that bring bytes here when they have ended, and WRITEs before they begin."""
 
     def bad(self, batch: Batch) -> bool:
-        """Return whether to spoil this batch."""
         raise NotImplementedError
 
     def changed(self, batch: Batch) -> Batch:

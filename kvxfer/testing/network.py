@@ -73,7 +73,6 @@ class PendingBatch:
         return self.after is not None
 
     def ready(self, now: float) -> bool:
-        """Return whether it may begin."""
         return now >= self.due and not self.fenced()
 
 
@@ -101,7 +100,6 @@ class LinkEnd:
     posts: list[PendingBatch] = field(default_factory=list)
 
     def of(self, verb: Verb) -> list[PendingBatch]:
-        """Return the posts of one verb."""
         return [p for p in self.posts if p.batch.verb is verb]
 
 
@@ -224,7 +222,6 @@ class Network:
         return self._faults.pop(0) if self._faults and verb is not Verb.RECV else None
 
     def advance(self, side: LinkEnd) -> None:
-        """Move what can move on a link."""
         other, now = side.other, time.monotonic()
         if other is None or side.broken or other.owner.stopped or other.owner.dead:
             return

@@ -68,7 +68,6 @@ class Buffer:
         return self.read(0, self.region.nbytes)
 
     def put(self, content: Bytes) -> None:
-        """Overwrite all of it."""
         self.write(0, content)
 
     def read(self, offset: int, nbytes: int) -> Bytes:
@@ -106,7 +105,6 @@ class Buffer:
             os.close(pages)
 
     def free(self) -> None:
-        """Free the memory."""
         if self._map is not None:
             self._map.close()
         self._map = self._space = None
@@ -211,7 +209,6 @@ class LocalParticipant:
         return flat
 
     def deregister(self, memory: int) -> None:
-        """Deregister a memory and free it."""
         self.give_back(memory)
         for b in self._memories.pop(memory):
             b.free()

@@ -80,7 +80,6 @@ class ConformanceReport:
         return self.count("kept") > 0 and not self.count("broken")
 
     def json(self) -> str:
-        """Return the report as JSON."""
         counts = {name.replace(" ", "_"): self.count(name) for name in ("kept", "broken", "left out")}
         results = [asdict(v) for v in self.results]
         return json.dumps(
@@ -88,7 +87,6 @@ class ConformanceReport:
         )
 
     def markdown(self) -> str:
-        """Return the report as Markdown."""
         about = self.about
         result = "keeps the contract" if self.conforms else "does not keep the contract"
         partly = f", of which only `{about['only']}` was tried" if about["only"] else ""
@@ -142,14 +140,9 @@ def run_suite(
 def run_clauses(
     file: Path, about: Mapping[str, Any], subject: Mapping[str, Any], only: str, fail_fast: bool
 ) -> ConformanceReport:
-    """Run a suite in a process of its own.
+    """Run the suite ``file`` in a process of its own, as ``run_suite`` does.
 
-    Args:
-        file: What pytest runs.
-        about: What the report says of the subject first.
-        subject: What ``file`` finds in the environment.
-        only: As in ``run_suite``.
-        fail_fast: As in ``run_suite``.
+    ``about``: what the report says of the subject first. ``subject``: what ``file`` finds in the environment.
 
     Raises:
         ArgumentError: ``only`` is no expression.

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+import kvxfer_tcp.link
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
+from kvxfer.testing.engine import until
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
@@ -471,6 +473,35 @@ def test_nobody_there_is_told_at_once(world: World, monkeypatch: pytest.MonkeyPa
     [result] = world.finish(Started([(a, a.submit(batch))]))
     assert result.error is not None and why in result.error and "nobody" in result.error
     assert all(waited), "connect waits until the name is known"
+
+
+def test_names_that_are_never_found_take_some_threads_and_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer names hosts as it likes, and dials again and again; of what it has given up nothing is looked up."""
+    look_up, over, sought = socket.getaddrinfo, threading.Event(), list[str]()
+
+    def never(host: str, *args: Any, **more: Any) -> Any:
+        if more["flags"] & socket.AI_NUMERICHOST:
+            return look_up(host, *args, **more)
+        sought.append(host)
+        over.wait(20)
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+
+    a = world.local()
+    world.allocate(a)
+    monkeypatch.setattr(socket, "getaddrinfo", never)
+    monkeypatch.setattr(kvxfer_tcp.link, "LOOKUPS", 4)
+    try:
+        for i in range(20):
+            peer = a.connect(a.endpoint(), Endpoint("liar", f"h{i}.example", 1, new_token(), 1, (0,)).encode())
+            until(lambda i=i: len(sought) == min(i + 1, 4))  # type: ignore[misc]
+            a.disconnect(peer)
+        assert sum(thread.name == "kvxfer-tcp-name" for thread in threading.enumerate()) == 4
+    finally:
+        over.set()
+    until(lambda: not any(thread.name == "kvxfer-tcp-name" for thread in threading.enumerate()))
+    assert len(sought) == 4, "the others were given up before"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ require("ucx")
 
 from kvxfer_ucx import UcxTransport  # noqa: E402  (only where it can be used)
 from kvxfer_ucx.endpoint import Endpoint  # noqa: E402
+from kvxfer_ucx.link import Link  # noqa: E402
 from kvxfer_ucx.options import Options  # noqa: E402
 
 TCP = {"ucx": {"TLS": "tcp"}}
@@ -146,6 +147,23 @@ def test_an_aborted_send_fails_though_the_peer_may_have_it_all(pair: tuple[Side,
     b.submit(Verb.RECV, 0, [0], [nbytes])
     (received,) = run(a, b, ends=1)
     assert "first" in str(received.error) if received.error else (b.bytes == wanted).all()
+
+
+def test_nothing_is_sent_before_the_peer_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow link its answer's receipt would wait behind what was sent, and the peer for the receipt."""
+    a, b = Side("first", **TCP), Side("second one", **TCP)
+    answers, posts, sent = Link._meet, Link._post, []
+    monkeypatch.setattr(Link, "_meet", lambda self: self.mine.agent == "first" and answers(self))
+    monkeypatch.setattr(Link, "_post", lambda self, half: (sent.append(half), posts(self, half))[1])
+    link(a, b)
+    a.submit(Verb.SEND, 0, [0], [1 << 20])
+    assert not run(a, b, seconds=0.5) and not sent
+    monkeypatch.setattr(Link, "_meet", answers)
+    b.submit(Verb.RECV, 0, [0], [1 << 20])
+    assert [done.error for done in run(a, b, ends=2)] == [None, None]
+    assert (b.bytes == a.bytes).all()
+    a.transport.close()
+    b.transport.close()
 
 
 @pytest.mark.parametrize("aborts", [True, False], ids=["abort", "disconnect"])

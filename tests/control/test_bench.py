@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.cli.transfer.command import measure, measure_elastic
+from kvxfer.cli.transfer.command import measure
 from kvxfer.cli.transfer.meeting import Meeting
 from kvxfer.cli.transfer.pair import Pair, pair
 from kvxfer.cli.transfer.shapes import MODELS, Request
 from kvxfer.errors import KvxferError
 from kvxfer.testing.remote import Remote
-from kvxfer_bench import turns
+from kvxfer_bench import elastic, turns
 
 PAGES = MODELS["pages-of-16k"]
 STEPS = ("prepare", "post", "transfer")
@@ -69,7 +69,7 @@ def test_elastic_caches_take_turns_with_plain_ones(monkeypatch: pytest.MonkeyPat
         expect(both, dst, src, what)
 
     monkeypatch.setattr(Pair, "expect", noted)
-    out = measure_elastic("nixl", {}, "cpu", 16 * 8, "pages-of-16k", 2, 16 << 20)
+    out = elastic.measure("nixl", {}, "cpu", 16 * 8, "pages-of-16k", 2, 16 << 20)
     assert (out["elastic_staged"], out["plain_staged"]) == (True, False)
     assert {k for k, v in out.items() if k.startswith("elastic_to_plain_") and v > 0} == {
         "elastic_to_plain_transport",

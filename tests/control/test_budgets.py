@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -18,13 +19,14 @@ from types import FrameType
 import pytest
 
 from kvxfer.control import guests, peers
-from kvxfer.control.turns import Turns
+from kvxfer.control.frames import HEAD, FrameBuffer
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline
+from kvxfer.protocol.turns import Turns
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing import network
 from kvxfer.testing.fake import FakeTransport
@@ -467,3 +469,14 @@ def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
         among = cost("among others")
     assert among < 1.2 * alone, f"{among:.0f} calls a transfer, {alone:.0f} with nothing else under way"
     other.close()
+
+
+def test_frames_of_no_length_count_as_what_they_take() -> None:
+    buffer, many = FrameBuffer(), 10_000
+    tracemalloc.start()
+    buffer.rest += (HEAD.pack(2) + b"ab") * many
+    before = tracemalloc.get_traced_memory()[0]
+    assert not buffer.split(100) and len(buffer.frames) == many
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 0.5 * taken < buffer.nbytes < 2 * taken + (1 << 16)

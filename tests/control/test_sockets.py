@@ -102,8 +102,8 @@ def test_a_stranger_that_has_gone_before_it_is_looked_at_costs_nobody_a_turn(sai
         assert len(theirs._guests) == 1
 
 
-def test_who_comes_when_no_descriptor_is_left_is_heard_once_there_is_one() -> None:
-    """Though no connection ends meanwhile: what the process had opened otherwise is closed again."""
+def test_who_comes_when_no_descriptor_is_left_is_heard_once_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Though no connection ends meanwhile: what the process had opened otherwise is closed again. The log says why nobody is heard."""
     with ExitStack() as stack:
         hub = ControlSockets(OPEN)
         stack.callback(hub.close)
@@ -113,6 +113,8 @@ def test_who_comes_when_no_descriptor_is_left_is_heard_once_there_is_one() -> No
             knocking.connect(("127.0.0.1", port))
             for _ in range(3):
                 hub.poll(0.01)
+        (said,) = [r.getMessage() for r in caplog.records if "cannot accept" in r.getMessage()]
+        assert "Too many open files; raise the limit of descriptors (ulimit -n)" in said
         knocking.sendall(framed(b"hello"))
         heard: list[bytes] = []
 

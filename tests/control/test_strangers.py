@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import weakref
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, ClassVar
@@ -423,3 +424,23 @@ def test_who_takes_the_public_number_of_a_consumer_is_not_taken_for_it(pair: tup
         assert isinstance(s.answer(), m.Pong)
         honest(p, d)
     other.close()
+
+
+def test_what_strangers_wait_for_is_forgotten_with_their_connections() -> None:
+    """And with it what they have sent: without a key, anybody could fill the memory by connecting again and again."""
+    named = m.Named(TransferId("own/1/never", 0), b"d")
+    half = framed(bytes(200 << 10))[:-1]
+    with Directory(Config(), "p") as directory:
+        directory.begun = lambda transfer, digest: False
+        at = f"tcp://{directory.source.host}:{directory.source.port}"
+        lost: list[weakref.ref[Any]] = []
+        told, directory._await = directory._await, lambda c, n: (lost.append(weakref.ref(c)), told(c, n))  # type: ignore[method-assign]
+        for _ in range(5):
+            with Stranger(at) as s:
+                s.say(m.Await(0, (named,)))
+                s.socket.sendall(half)
+                s.socket.shutdown(socket.SHUT_WR)
+                assert s.hung_up_on()
+        until(lambda: not len(directory._awaited))
+        until(lambda: not any(ref() is not None and ref().held for ref in lost))
+        assert len(lost) == 5

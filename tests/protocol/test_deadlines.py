@@ -92,6 +92,7 @@ def test_what_is_served_is_kept_for_the_time_that_moving_may_take_and_its_consum
     assert parts(door.offer(final=False)) == 1
     assert not door.at(27.0 + CONSUMER_FIRST_S - 0.1)
     (closed,) = door.at(27.0 + CONSUMER_FIRST_S)
+    assert "the consumer's time for it is over" in closed.reason
     assert isinstance(closed, m.AttemptClosed) and closed.kind is FailureKind.TIMED_OUT
 
 
@@ -110,4 +111,4 @@ def test_no_peer_has_more_of_it_than_the_producer_grants() -> None:
     assert parts(door.offer(final=False)) == 1
     assert not door.at(LONGEST + CONSUMER_FIRST_S - 0.1)
     (closed,) = door.at(LONGEST + CONSUMER_FIRST_S)
-    assert isinstance(closed, m.AttemptClosed)
+    assert isinstance(closed, m.AttemptClosed) and "of this producer" in closed.reason

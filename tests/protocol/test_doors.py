@@ -335,3 +335,36 @@ def test_a_request_that_was_mixed_up_does_not_spoil_the_right_one(
     p.wait(Released, timeout=10.0)
     [end] = wrong.wait(Ended)
     assert not end.outcome.delivered
+
+
+def test_an_offer_that_nobody_got_says_why_the_last_one_that_asked_did_not() -> None:
+    """Its lease is not to blame, nor the router, if who asked was refused or is gone."""
+
+    def ended(door: Door) -> Failure:
+        door.at(3 * LEASE)
+        failure = next(e for e in door.events if isinstance(e, Ended)).outcome.failure
+        assert failure is not None and failure.kind is FailureKind.UNFETCHED
+        return failure
+
+    other, more, gone, none = Door(), Door(), Door(), Door()
+    for door in (other, more, gone, none):
+        door.offer()
+    other.want(WRONG)
+    assert "the digests differ" in ended(other).detail and "params of the same request" in ended(other).advice
+    more.want(RIGHT, tokens=9)
+    assert "holds 4 tokens, the consumer wants 9" in ended(more).detail
+    gone.want(RIGHT)
+    gone.does(gone.machine.link_down(RIGHT, Failure(FailureKind.PEER_LOST, "it was silent", "d at host"), gone.now))
+    assert "it was silent" in ended(gone).detail and ended(gone).peer == "d at host"
+    assert "read the end of its log" in ended(gone).advice
+    assert "no engine has asked for it" in ended(none).detail
+
+
+def test_one_that_gave_up_before_the_offer_because_it_had_waited_for_too_long_says_so() -> None:
+    door = Door()
+    door.want(RIGHT)
+    door.says(RIGHT, m.CloseAttempt(T, 1, RIGHT, FailureKind.NEVER_OFFERED, "nothing came within 5 s"))
+    door.offer()
+    failure = door.events[0].outcome.failure
+    assert failure.kind is FailureKind.NEVER_OFFERED and "before it was offered: nothing came" in failure.detail
+    assert "'start_timeout'" in failure.advice

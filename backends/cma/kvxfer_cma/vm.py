@@ -50,11 +50,9 @@ class Pieces:
         self.key = ctypes.create_string_buffer(KEY_BYTES)
 
     def row(self, index: int) -> int:
-        """Address of a row."""
         return self._address + 16 * index
 
     def nbytes(self, lo: int, hi: int) -> int:
-        """Bytes of the pieces ``[lo, hi)``."""
         return int(self.rows[lo + 1 : hi + 1, 1].sum())
 
 

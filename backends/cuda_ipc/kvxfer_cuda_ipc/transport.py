@@ -188,7 +188,6 @@ class CudaIpcTransport(Base[Endpoint, Link]):
                 self._let_go(link.peer, (ordinal,))
 
     def _advance(self, job: CopyJob) -> None:
-        """Start what can be started."""
         if job.error is not None or (job.begun is not None and not job.launches):
             return
         liveness = job.link.liveness

@@ -51,12 +51,7 @@ class LibraryAgent:
     """
 
     def __init__(self, name: str, options: Options, settings: Mapping[str, str]) -> None:
-        """Start the agent.
-
-        Args:
-            name: What peers call it.
-            options: The options.
-            settings: Those of UCX, which are what has become of the options.
+        """Start the agent, with settings of UCX, which are what has become of the options.
 
         Raises:
             ConfigError: This NIXL lacks the plugin, or a parameter.

@@ -43,7 +43,6 @@ class RegisteredSpace:
         self._places[memory] = _Place(cuda, device, regions[0] if len(regions) == 1 else None)
 
     def remove(self, memory: int) -> None:
-        """Forget a memory."""
         del self._places[memory]
 
     def describe(self, memories: Collection[int]) -> tuple[ExportedPiece | None, ...]:

@@ -74,7 +74,6 @@ class Connection:
         raise NotImplementedError
 
     def say(self, data: bytes) -> None:
-        """Have bytes sent."""
         self.out += data
         self.loop.heat(self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from kvxfer.backend.memories import Memories
@@ -21,6 +22,9 @@ from kvxfer_tcp.vectors import Pipes
 from kvxfer_tcp.wire import greeting
 
 __all__ = ["Link", "Names", "numeric"]
+
+LOOKUPS = 64
+"""The most names of hosts that are looked up at once."""
 
 
 class Link:
@@ -81,10 +85,12 @@ def _look_up(host: str, port: int, flags: int = 0) -> list[Address]:
 
 
 class Names:
-    """Looks names of hosts up, which may take seconds, each in a thread of its own."""
+    """Looks names of hosts up, which may take minutes, on threads of its own. Peers name hosts, so there are only some threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._wanted: deque[Link] = deque()
+        self._threads = 0
         self._found: list[tuple[Link, list[Address] | OSError]] = []
         self._news = Flag()
         self._closed = False
@@ -94,8 +100,17 @@ class Names:
         return self._news.fileno()
 
     def look_up(self, link: Link) -> None:
-        """Find out where the peer of a link is."""
-        NamedThread(target=self._run, args=(link,), name="kvxfer-tcp-name").start()
+        """Find out where the peer of a link is, unless the link ends before its turn comes."""
+        with self._lock:
+            self._wanted.append(link)
+            if self._threads == LOOKUPS:
+                return
+            self._threads += 1
+        try:
+            NamedThread(target=self._run, name="kvxfer-tcp-name").start()
+        except RuntimeError:  # there are none left; one that runs does it, or the link is given up in time
+            with self._lock:
+                self._threads -= 1
 
     def found(self) -> list[tuple[Link, list[Address] | OSError]]:
         """Return what has been found since, or why nothing has."""
@@ -108,15 +123,27 @@ class Names:
         """Take no more answers."""
         with self._lock:
             self._closed = True
+            self._wanted.clear()
             self._news.close()
 
-    def _run(self, link: Link) -> None:
-        answer: list[Address] | OSError
-        try:
-            answer = _look_up(link.theirs.host, link.theirs.port)
-        except (OSError, UnicodeError) as e:
-            answer = e if isinstance(e, OSError) else OSError(str(e))
+    def _run(self) -> None:
+        while (link := self._next()) is not None:
+            answer: list[Address] | OSError
+            try:
+                answer = _look_up(link.theirs.host, link.theirs.port)
+            except (OSError, UnicodeError) as e:
+                answer = e if isinstance(e, OSError) else OSError(str(e))
+            with self._lock:
+                if not self._closed:
+                    self._found.append((link, answer))
+                    self._news.set()
+
+    def _next(self) -> Link | None:
+        """Return a link whose peer is to be found; ``None`` ends the thread."""
         with self._lock:
-            if not self._closed:
-                self._found.append((link, answer))
-                self._news.set()
+            while self._wanted:
+                link = self._wanted.popleft()
+                if link.broken is None:
+                    return link
+            self._threads -= 1
+            return None

@@ -102,11 +102,9 @@ class IovecTable:
         self._address = self.rows.ctypes.data
 
     def chunk_bytes(self, number: int) -> int:
-        """Bytes of a chunk."""
         return min(self._chunk, self.nbytes - number * self._chunk)
 
     def row(self, index: int) -> int:
-        """Address of a row."""
         return self._address + 16 * index
 
     def moved(self, lo: int, hi: int, nbytes: int) -> int:
@@ -156,11 +154,9 @@ class IovecBuffer(IovecTable):
         self.rows[1] = self.address, nbytes
 
     def read(self, nbytes: int) -> bytes:
-        """Return the first ``nbytes``."""
         return self.data[:nbytes].tobytes()
 
     def write(self, content: bytes) -> None:
-        """Fill it."""
         self.data.data[:] = content
 
 

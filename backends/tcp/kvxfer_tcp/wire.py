@@ -65,7 +65,6 @@ class Header(NamedTuple):
     request: int = 0
 
     def encode(self) -> bytes:
-        """Return the header as ``FRAME_BYTES`` bytes."""
         return _HEADER.pack(*self)
 
     @classmethod

@@ -137,7 +137,7 @@ class Link:
         if connection is None:
             return
         self.connection, self._messages = connection, connection.messages
-        self._welcome, _, self._bye = self._heard = [
+        self._welcome, self._answer, self._bye = self._heard = [
             self._messages.hear(self._tag(self.mine, kind, stream))
             for kind, stream in ((_WELCOME, 0), (_WELCOME, 1), (_BYE, 0))
         ]
@@ -233,14 +233,15 @@ class Link:
         """Whether the two sides have met.
 
         One that has heard the other's welcome answers it, and waits for the receipt: only with that has UCX all it
-        needs to notice the other's death.
+        needs to notice the other's death. It also waits for the other's answer, because the receipt of that must not come after
+        what this side sends: over a slow link, the other would then wait for it too long.
         """
         if self.connection is None:
             return False
         if self._met is None and self._welcome.done() and self._welcome.status == OK:
             self._met = self._messages.greet(self.connection.handle, self._tag(self.theirs, _WELCOME, 1))
             self._said.append(self._met)
-        return self._met is not None and self._met.done() and self._met.status == OK
+        return self._met is not None and all(p.done() and p.status == OK for p in (self._met, self._answer))
 
     def _look_for_trouble(self, now: float) -> None:
         trouble = None if self.connection is None else self.connection.trouble()

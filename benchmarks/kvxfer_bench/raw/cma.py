@@ -19,7 +19,7 @@ __all__ = ["CmaRaw"]
 
 
 class CmaRaw:
-    """Fulfils ``kvxfer.cli.transfer.raw.Raw``."""
+    """Fulfils ``kvxfer_bench.raw.Raw``."""
 
     two_sided = False
 

@@ -17,7 +17,7 @@ __all__ = ["MooncakeRaw"]
 
 
 class MooncakeRaw:
-    """Fulfils ``kvxfer.cli.transfer.raw.Raw``."""
+    """Fulfils ``kvxfer_bench.raw.Raw``."""
 
     two_sided = False
 

@@ -19,7 +19,7 @@ GROUPED = 16384
 
 
 class NcclRaw:
-    """Fulfils ``kvxfer.cli.transfer.raw.Raw``."""
+    """Fulfils ``kvxfer_bench.raw.Raw``."""
 
     two_sided = True
 

@@ -23,7 +23,7 @@ __all__ = ["NixlRaw"]
 
 
 class NixlRaw:
-    """Fulfils ``kvxfer.cli.transfer.raw.Raw``."""
+    """Fulfils ``kvxfer_bench.raw.Raw``."""
 
     two_sided = False
 

@@ -18,7 +18,7 @@ __all__ = ["TcpRaw"]
 
 
 class TcpRaw:
-    """Fulfils ``kvxfer.cli.transfer.raw.Raw``."""
+    """Fulfils ``kvxfer_bench.raw.Raw``."""
 
     two_sided = True
 

@@ -28,7 +28,7 @@ def _on_host(address: int, nbytes: int) -> Any:
 
 
 class UcxRaw:
-    """Fulfils ``kvxfer.cli.transfer.raw.Raw``."""
+    """Fulfils ``kvxfer_bench.raw.Raw``."""
 
     two_sided = True
 

@@ -10,40 +10,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 from kvxfer import Cache, Rank
 from kvxfer.geometry import Heads, Region, View
 from kvxfer.geometry.region import flat_starts
 from kvxfer_sglang.recurrent import recurrent_views
-from kvxfer_sglang.states import MAMBA, SWA, States
+from kvxfer_sglang.states import MAMBA, SWA, PoolBuffer, States
 from kvxfer_sglang.support import UnsupportedSetupError
 
 __all__ = ["PoolBuffer", "heads_of", "host_args", "pool_cache", "stage_layers"]
 
 
 def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
-    """Return the first KV head of a rank, how many it has, and how many the model has.
+    """Return the first KV head of a rank, of the ranks that share the attention; how many it has; and how many the model has.
 
     Where there are more ranks than heads, neighbours have the same one.
-
-    Args:
-        rank: Among the ranks that share the attention.
-        ranks: How many these are.
-        total: KV heads of the model.
     """
     return rank * total // ranks, max(1, total // ranks), total
 
 
 def stage_layers(model: Any, stage: int, stages: int) -> range:
-    """Return the layers of a pipeline stage, as SGLang itself shares a model out.
-
-    Args:
-        model: SGLang's ``ModelConfig``.
-        stage: The stage, from 0.
-        stages: How many there are.
-    """
+    """Return the layers of a pipeline stage, from 0, as SGLang itself shares a model out. ``model``: SGLang's ``ModelConfig``."""
     from sglang.srt.distributed.utils import get_pp_indices
 
     return range(*get_pp_indices(model.num_hidden_layers, stage, stages))
@@ -64,15 +52,6 @@ def host_args(args: Any) -> Any | None:
         setattr(host, f"kv_{kind}", getattr(args, f"host_kv_{kind}"))
         setattr(host, f"state_{kind}", getattr(args, f"host_state_{kind}") or [])
     return host
-
-
-@dataclass(frozen=True)
-class PoolBuffer:
-    """A buffer: its first byte in the flat offset space, its bytes, and those of a page or of another item of it."""
-
-    start: int
-    nbytes: int
-    item: int
 
 
 def pool_cache(

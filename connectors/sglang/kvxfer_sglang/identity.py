@@ -19,14 +19,9 @@ _UNESSENTIAL = frozenset(
 
 
 def server_facts(model: Any, encoding: str, config: Config) -> dict[str, str]:
-    """Return the facts of a server.
+    """Return the facts of a server, of which ``model`` is SGLang's ``ModelConfig`` and ``encoding`` the KV cache's dtype.
 
     Its weights are known by the model's name and revision as the server was told them, or by the setting ``model``.
-
-    Args:
-        model: SGLang's ``ModelConfig``.
-        encoding: The KV cache's dtype.
-        config: The settings.
     """
     return {
         "model": config.model or str(model.model_path)[-MAX_TEXT:],
@@ -41,11 +36,7 @@ def server_facts(model: Any, encoding: str, config: Config) -> dict[str, str]:
 def request_digest(room: int, prefix: int, pages: int) -> bytes:
     """Return what both servers must mean when they speak of a request.
 
-    SGLang gives its transfers no tokens to compare. A room is the router's name for one request, and both servers know it.
-
-    Args:
-        room: The request's ``bootstrap_room``.
-        prefix: Tokens that the decode server has cached.
-        pages: Pages behind those, which are moved.
+    SGLang gives its transfers no tokens to compare. A room, ``bootstrap_room``, is the router's name for one request, and both servers
+    know it. ``prefix``: tokens that the decode server has cached. ``pages``: how many pages behind those are moved.
     """
     return hashlib.blake2b(key("sglang", room, prefix, pages), digest_size=16).digest()

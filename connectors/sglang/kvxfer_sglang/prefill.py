@@ -77,7 +77,6 @@ class PrefillRank:
         self._count = 0
 
     def start(self, rank: EngineRank) -> None:
-        """Begin with this rank."""
         self._rank = rank
 
     def wanted(self, note: PagesWanted) -> None:

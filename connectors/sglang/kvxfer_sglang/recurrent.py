@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvxfer.geometry import Heads, View
-
-if TYPE_CHECKING:
-    from kvxfer_sglang.cache import PoolBuffer
+from kvxfer_sglang.states import PoolBuffer
 
 __all__ = ["recurrent_views"]
 

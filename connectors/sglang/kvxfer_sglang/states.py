@@ -15,13 +15,22 @@ import numpy as np
 from kvxfer import KvxferError
 from kvxfer.values import MAX_TOKENS, NULL, Group
 
-__all__ = ["DSA", "MAMBA", "PADDING", "SWA", "States", "kind_of", "tokens_of"]
+__all__ = ["DSA", "MAMBA", "PADDING", "SWA", "PoolBuffer", "States", "kind_of", "tokens_of"]
 
 SWA, MAMBA, DSA = "swa", "mamba", "dsa"
 """Pages of sliding-window layers; the recurrent state of a request; the keys of sparse attention's index, page by page."""
 
 PADDING = 0
 """A page that SGLang gives to no request. It is offered if only a state is to be moved, and nobody fetches it."""
+
+
+@dataclass(frozen=True)
+class PoolBuffer:
+    """A buffer of a pool: its first byte in the flat offset space, its bytes, and those of a page or of another item of it."""
+
+    start: int
+    nbytes: int
+    item: int
 
 
 def tokens_of(pages: int, page: int) -> int:

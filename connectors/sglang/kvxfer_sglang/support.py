@@ -17,11 +17,7 @@ class UnsupportedSetupError(KvxferError):
 
 
 def check_setup(args: Any, decodes: bool) -> None:
-    """Refuse a server whose KV would not be moved, or not completely.
-
-    Args:
-        args: SGLang's ``KVArgs`` of this rank.
-        decodes: Whether this server decodes.
+    """Refuse a server whose KV would not be moved, or not completely. ``args``: SGLang's ``KVArgs`` of this rank.
 
     Raises:
         UnsupportedSetupError: It names all that is in the way.

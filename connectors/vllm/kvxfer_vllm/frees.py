@@ -32,7 +32,6 @@ class PendingFrees:
         self._held.append((name, self._clock()))
 
     def released(self, name: str) -> None:
-        """Record that they are free."""
         hold = next((hold for hold in self._held if hold[0] == name), None)
         if hold is not None:
             self._held.remove(hold)

@@ -27,10 +27,7 @@ TIMES = 2
 class HeldPrefixes:
     """The requests that an engine has computed, and what its cache still has of them. One thread.
 
-    Args:
-        groups: The engine's KV-cache groups.
-        blocks: The blocks of its pool.
-        null: vLLM's number of the block that stands for none.
+    ``null``: vLLM's number of the block that stands for none.
     """
 
     def __init__(self, groups: Sequence[Group], blocks: int, null: int) -> None:

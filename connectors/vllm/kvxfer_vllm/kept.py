@@ -19,13 +19,7 @@ SHARE = 4
 
 
 class KeptAnswers:
-    """The answers that are kept. One thread.
-
-    Args:
-        pins: Keeps their blocks from being reused.
-        blocks: The blocks of the engine's pool.
-        seconds: For how long an answer is kept; 0 for not at all.
-    """
+    """The answers that are kept, each for a number of seconds; 0 for not at all. One thread. ``pins`` keeps their blocks from reuse."""
 
     def __init__(self, pins: BlockPins, blocks: int, seconds: float) -> None:
         self._pins, self._most, self._seconds = pins, blocks // SHARE, seconds
@@ -60,5 +54,4 @@ class KeptAnswers:
         self._pins.drop(holder)
 
     def __len__(self) -> int:
-        """Return how many answers are kept."""
         return len(self._kept)

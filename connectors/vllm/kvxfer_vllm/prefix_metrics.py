@@ -82,7 +82,6 @@ class PrefixMetrics:
         self._offered.labels(*values)
 
     def observe(self, values: list[Any], news: Mapping[str, int]) -> None:
-        """Count what is new."""
         for name, n in news.items():
             kind, _, field = name.rpartition("/")
             if kind and field in ASKED:

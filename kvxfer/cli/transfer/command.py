@@ -6,22 +6,29 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from functools import partial
+from importlib.metadata import entry_points
 from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
 
 from kvxfer.cli.progress import Say, progress, silent
-from kvxfer.cli.transfer.pair import Pair, Sessions, cache_devices, check_room, pair
-from kvxfer.cli.transfer.shapes import MODELS, Memory, Model, Request
+from kvxfer.cli.transfer.pair import Pair, cache_devices, check_room, pair
+from kvxfer.cli.transfer.shapes import MODELS, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source
 from kvxfer.settings import json_object
 
-__all__ = ["measure", "measure_elastic", "transfer"]
+__all__ = ["CEILINGS", "measure", "transfer"]
+
+CEILINGS = "kvxfer.ceilings"
+"""Entry points of functions that measure what a back end is compared with. ``kvxfer-bench`` brings one for the back ends' libraries.
+
+Each takes the back end's name, a function that starts a ``Pair`` (``engine``: what runs in both processes), the request and the number
+of rounds, and returns figures.
+"""
 
 PAUSE_S = 0.02
 
@@ -52,88 +59,7 @@ def measure(
     check_room(where, shape, tokens * at_once, staging_bytes)
     requests = [Request(shape, tokens, number, at_once) for number in range(at_once)]
     request = requests[0]
-    out = _asked(backend, device, where, model, tokens, request, repeat) | {
-        "blocks": len(request),
-        **({"step_ms": step_ms} if step_ms else {}),
-        "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
-    }
-    say(f"starting two processes, each with {request.blocks} blocks of {model}")
-    with pair(backend, options, shape, request.blocks, where, staging_bytes, step_ms=step_ms) as both:
-        say(f"moving {request.nbytes / 2**20:.0f} MiB with the back end alone")
-        out |= _transport(both, request.src, request.dst, repeat)
-        say("with its library alone")
-        out |= _library(both, request.src, request.dst, repeat, request.nbytes)
-        say("between two agents")
-        out |= _session(both, requests, repeat, integrity)
-    # The same bytes as one run in one block: what the back end can do when nothing is scattered.
-    say("with the back end alone, as one message")
-    whole = Model(1, 1, out["kv_bytes"], 1)
-    with pair(backend, options, whole, 1, where, staging_bytes) as both:
-        one = _transport(both, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
-    out["one_message_GB_per_s"] = one["transport_GB_per_s"]
-    for figure in ("transport", "session", "one_message"):
-        for ceiling in ("raw_copy", "one_message", "raw_runs", "raw_one_message"):
-            if figure != ceiling and f"{ceiling}_GB_per_s" in out:
-                ratio = out[f"{figure}_GB_per_s"] / out[f"{ceiling}_GB_per_s"]
-                out[f"{figure}_to_{ceiling}"] = round(ratio, 3)
-    return out
-
-
-def measure_elastic(
-    backend: str, options: dict[str, Any], device: str, tokens: int, model: str, repeat: int, staging_bytes: int | None
-) -> dict[str, Any]:
-    """Move a request between two elastic caches and, in turns, between two plain ones.
-
-    On a GPU also between two plain ones that are declared elastic, which shows the cost of staging without mapped pages.
-
-    Returns:
-        For each kind of memory (``elastic_``, ``declared_``, ``plain_``) whether the bytes were staged and the GB/s of the median
-        round; and for elastic memory the median of each round's ratio to each of the others.
-    """
-    shape = MODELS[model]
-    where = cache_devices(device)
-    ways: list[Memory] = ["elastic", "plain"] if device == "cpu" else ["elastic", "declared", "plain"]
-    check_room(where, shape, tokens, staging_bytes, 2 * len(ways))
-    request = Request(shape, tokens)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    out = _asked(backend, device, where, model, tokens, request, repeat)
-    with ExitStack() as stack:
-
-        def start(memory: Memory) -> Pair:
-            return stack.enter_context(pair(backend, options, shape, request.blocks, where, staging_bytes, memory))
-
-        with ThreadPoolExecutor() as pool:  # each takes seconds to import torch
-            started = list(pool.map(start, [*ways, *ways]))
-        pairs = dict(zip(ways, started[: len(ways)], strict=True))
-        sessions = {way: Sessions(both, request) for way, both in zip(ways, started[len(ways) :], strict=True)}
-        for both in pairs.values():
-            both.connect()
-            both.consumer("clear")
-        for number in range(repeat + 2):
-            for way, both in pairs.items():
-                took, said = both.move(request.src, request.dst)
-                out[f"{way}_staged"] = bool(said["staged"])
-                seconds.setdefault((way, "transport"), []).extend(took)
-            for way, fetches in sessions.items():
-                seconds.setdefault((way, "session"), []).append(fetches.fetch(number))
-        for both in pairs.values():
-            both.expect(request.dst, request.src, "transport")
-        for fetches in sessions.values():
-            fetches.expect("session")
-    for (memory, what), took in seconds.items():
-        out[f"{memory}_{what}_GB_per_s"] = round(request.nbytes / statistics.median(took[2:]) / 1e9, 3)
-    for other in ways[1:]:
-        for what in ("transport", "session"):
-            rounds = zip(seconds[other, what][2:], seconds["elastic", what][2:], strict=True)
-            out[f"elastic_to_{other}_{what}"] = round(statistics.median(one / elastic for one, elastic in rounds), 3)
-    return out
-
-
-def _asked(
-    backend: str, device: str, where: tuple[str, str], model: str, tokens: int, request: Request, repeat: int
-) -> dict[str, Any]:
-    """Return what was asked for, which both kinds of measurement report."""
-    return {
+    out: dict[str, Any] = {
         "backend": backend,
         "device": device,
         "devices": where,
@@ -141,7 +67,32 @@ def _asked(
         "tokens": tokens,
         "kv_bytes": request.nbytes,
         "repeat": repeat,
+        "blocks": len(request),
+        **({"step_ms": step_ms} if step_ms else {}),
+        "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
     }
+    start = partial(pair, backend, options, shape, request.blocks, where, staging_bytes, step_ms=step_ms)
+    say(f"starting two processes, each with {request.blocks} blocks of {model}")
+    with start() as both:
+        say(f"moving {request.nbytes / 2**20:.0f} MiB with the back end alone")
+        out |= _transport(both, request.src, request.dst, repeat)
+        say("between two agents")
+        out |= _session(both, requests, repeat, integrity)
+    for ceiling in entry_points(group=CEILINGS):
+        say(f"with the {ceiling.name} alone")
+        out |= ceiling.load()(backend, start, request, repeat)
+    # The same bytes as one run in one block: what the back end can do when nothing is scattered.
+    say("with the back end alone, as one message")
+    whole = Model(1, 1, out["kv_bytes"], 1)
+    with pair(backend, options, whole, 1, where, staging_bytes) as both:
+        one = _transport(both, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
+    out["one_message_GB_per_s"] = one["transport_GB_per_s"]
+    for figure in ("transport", "session", "one_message"):
+        for other in ("raw_copy", "one_message", "raw_runs", "raw_one_message"):
+            if figure != other and f"{other}_GB_per_s" in out:
+                ratio = out[f"{figure}_GB_per_s"] / out[f"{other}_GB_per_s"]
+                out[f"{figure}_to_{other}"] = round(ratio, 3)
+    return out
 
 
 def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
@@ -158,26 +109,6 @@ def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
         "transport_GB_per_s": round(said["bytes"] / seconds / 1e9, 3),
         "transport_after_pause_ms": round(1e3 * statistics.median(rested), 3),
     }
-
-
-def _library(both: Pair, src: Any, dst: Any, repeat: int, nbytes: int) -> dict[str, Any]:
-    """Measure the back end's library by itself, in turns with a message or descriptor for each run and with one for all.
-
-    If the library has steps of its own, also return their mean and their 99th percentile, as its own benchmark does.
-    """
-    two_sided = both.connect_raw()
-    if two_sided is None:
-        return {}
-    both.consumer("clear")
-    ways = both.move_raw(src, dst, (False, True), two_sided, repeat + 2)
-    both.expect(dst, src, "raw library's")
-    out: dict[str, Any] = {"raw_runs": ways[1].runs}
-    for name, way in zip(("raw_one_message", "raw_runs"), ways, strict=True):
-        out[f"{name}_GB_per_s"] = round(nbytes / statistics.median(way.seconds[2:]) / 1e9, 3)
-        for step, seconds in way.steps.items():
-            out[f"{name}_{step}_us"] = round(1e6 * statistics.fmean(seconds[2:]), 1)
-            out[f"{name}_{step}_p99_us"] = round(1e6 * float(np.percentile(seconds[2:], 99)), 1)
-    return out
 
 
 def _session(both: Pair, requests: list[Request], repeat: int, integrity: Integrity) -> dict[str, Any]:
@@ -277,9 +208,6 @@ def transfer(
     integrity: Annotated[
         str, typer.Option(help="Also measure transfers that are checked: sample or full, or off for none.")
     ] = "off",
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="Instead compare elastic caches with plain ones, in turns.")
-    ] = False,
     step_ms: Annotated[
         float,
         typer.Option(
@@ -301,12 +229,8 @@ def transfer(
     if integrity not in get_args(Integrity):
         raise ConfigError(f"--integrity must be one of {', '.join(get_args(Integrity))}, not {integrity!r}")
     chosen = json_object(options, "--options")
-    given = backend, chosen, device, tokens, model, repeat, staging_bytes
-    out = (
-        measure_elastic(*given)
-        if elastic
-        else measure(*given, cast(Integrity, integrity), step_ms, at_once, progress())
-    )
+    checked = cast(Integrity, integrity)
+    out = measure(backend, chosen, device, tokens, model, repeat, staging_bytes, checked, step_ms, at_once, progress())
     if as_json:
         typer.echo(json.dumps(out))
         return

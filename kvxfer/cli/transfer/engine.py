@@ -21,7 +21,6 @@ import numpy as np
 
 from kvxfer.cli.costs import figures
 from kvxfer.cli.transfer.meeting import WAIT_S, Meeting
-from kvxfer.cli.transfer.raw import Raw, find
 from kvxfer.cli.transfer.shapes import Memory, Model, Pool
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
@@ -89,7 +88,6 @@ class BenchEngine:
         )
         self._agents: dict[Integrity, tuple[Agent, Directory]] = {}
         self._data: DataThread | None = None
-        self._raw: Raw | None = None
         self._rounds = 0
         if setup.step_ms:
             threading.Thread(target=self._make_steps, name="steps", daemon=True).start()
@@ -199,52 +197,6 @@ class BenchEngine:
             raise RuntimeError(f"expected {kind.__name__}, got {result}")
         return result
 
-    # --- the library by itself -------------------------------------------------------------------------------------
-
-    def open_raw(self) -> bytes | None:
-        """Start the library; return the endpoint for the other side, or ``None`` if the back end declares no library."""
-        made = find(self._setup.backend)
-        if made is None:
-            return None
-        self._raw = made(self._setup.role == "producer", self._pool.cache.regions[0], self._setup.options)
-        return self._raw.endpoint()
-
-    def connect_raw(self, theirs: bytes) -> bool:
-        """Connect the libraries; return whether ``move_raw`` needs both sides."""
-        assert self._raw is not None
-        self._raw.connect(theirs)
-        return self._raw.two_sided
-
-    def move_raw(
-        self, src: Ints, dst: Ints, pipe: Connection | None, rounds: int, ways: Sequence[bool]
-    ) -> list[list[dict[str, float]]]:
-        """Move the blocks with the library; ``pipe`` leads to the other side, if that takes part.
-
-        In each round all ``ways`` take turns: with a message or descriptor for each run (``True``), or all bytes in one.
-
-        Returns:
-            For each round and way its start and end, the number of runs, and the seconds of the library's steps by name.
-        """
-        assert self._raw is not None
-        peer = None if pipe is None else Meeting(pipe)
-        out: list[list[dict[str, float]]] = []
-        for _ in range(rounds):
-            out.append([])
-            for scattered in ways:
-                plan = self._plan(src, dst)
-                runs = plan.runs()
-                here, there = (runs.src, runs.dst) if self._setup.role == "producer" else (runs.dst, runs.src)
-                lengths = runs.length
-                if not scattered:
-                    here = there = np.zeros(1, np.int64)
-                    lengths = np.array([plan.nbytes])
-                if peer is not None:
-                    peer.meet()
-                begun = time.monotonic()
-                steps = self._raw.move(here, there, lengths) or {}
-                out[-1].append({"begun": begun, "done": time.monotonic(), "runs": len(lengths), **steps})
-        return out
-
     # --- session ---------------------------------------------------------------------------------------------------
 
     def open_agent(self, integrity: Integrity) -> Source:
@@ -314,7 +266,6 @@ class BenchEngine:
     # --- both ------------------------------------------------------------------------------------------------------
 
     def cache(self) -> Cache:
-        """Return the description of the cache."""
         return self._pool.cache
 
     def know(self, other: Cache) -> None:
@@ -340,8 +291,6 @@ class BenchEngine:
         """End whatever was opened."""
         if self._data is not None:
             self._data.close(10.0)
-        if self._raw is not None:
-            self._raw.close()
         for agent, directory in self._agents.values():
             agent.close()
             directory.close()

@@ -1,17 +1,16 @@
-"""Two processes that move a request's blocks between them: what a round costs with a back end, and with its library alone."""
+"""Two processes that move a request's blocks between them, and what a round costs."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from kvxfer.cli.devices import check_memory
 from kvxfer.cli.transfer.engine import BenchEngine, Setup
-from kvxfer.cli.transfer.shapes import Memory, Model, Request
+from kvxfer.cli.transfer.shapes import Memory, Model
 from kvxfer.data.policy import default_staging
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.geometry.plan import Ints
@@ -19,19 +18,7 @@ from kvxfer.memory import devices_of
 from kvxfer.protocol.values import Role
 from kvxfer.testing.remote import Remote
 
-__all__ = ["ByLibrary", "Pair", "Sessions", "cache_devices", "check_room", "pair"]
-
-
-@dataclass(frozen=True)
-class ByLibrary:
-    """What a request took with the back end's library alone: seconds of each round, and the most messages or descriptors in one.
-
-    ``steps`` holds the seconds of each round for each of the library's own steps, as reported by the side that was last to see them.
-    """
-
-    seconds: list[float]
-    runs: int
-    steps: dict[str, list[float]]
+__all__ = ["Pair", "cache_devices", "check_room", "pair", "span"]
 
 
 class Pair:
@@ -59,36 +46,14 @@ class Pair:
         Returns:
             The time of each round, and what the producer reports about the last.
         """
-        with self._pipe() as (one, two):
+        with self.pipe() as (one, two):
             self.producer.send("move", src, dst, one, rounds, pause)
             self.consumer.send("move", src, dst, two, rounds, pause)
-            ours, theirs = self._both()
-        return [_span(*sides) for sides in zip(ours, theirs, strict=True)], ours[-1]
-
-    def connect_raw(self) -> bool | None:
-        """Connect the back end's library on both sides; return whether both take part in a round, or ``None`` without a library."""
-        p, d = self.producer, self.consumer
-        theirs, ours = d("open_raw"), p("open_raw")
-        if ours is None or theirs is None:
-            return None
-        p.send("connect_raw", theirs)
-        d("connect_raw", ours)
-        return bool(p.get())
-
-    def move_raw(self, src: Ints, dst: Ints, ways: Sequence[bool], two_sided: bool, rounds: int = 1) -> list[ByLibrary]:
-        """Move the blocks with the library, in one of ``ways`` after the other; return what each took.
-
-        A way uses a message or descriptor for each run (``True``), or one for all bytes (``False``).
-        """
-        with self._pipe() as (one, two):
-            if two_sided:
-                self.producer.send("move_raw", src, dst, one, rounds, ways)
-            self.consumer.send("move_raw", src, dst, two if two_sided else None, rounds, ways)
-            sides = self._both() if two_sided else (self.consumer.get(),)
-        return [_by_library([[side[r][way] for side in sides] for r in range(rounds)]) for way in range(len(ways))]
+            ours, theirs = self.answers()
+        return [span(*sides) for sides in zip(ours, theirs, strict=True)], ours[-1]
 
     @contextmanager
-    def _pipe(self) -> Iterator[tuple[Connection, Connection]]:
+    def pipe(self) -> Iterator[tuple[Connection, Connection]]:
         """Connect the two sides by a pipe."""
         one, two = mp.get_context("spawn").Pipe()
         with one, two:
@@ -103,8 +68,12 @@ class Pair:
         if not self.consumer("matches", dst, src):
             raise KvxferError(f"the {what} run delivered wrong bytes")
 
-    def _both(self) -> tuple[Any, Any]:
-        """Return both answers; if both fail, raise both reasons."""
+    def answers(self) -> tuple[Any, Any]:
+        """Return both answers.
+
+        Raises:
+            KvxferError: One has failed; if both have, it has both reasons.
+        """
         try:
             ours = self.producer.get()
         except KvxferError as first:
@@ -114,25 +83,6 @@ class Pair:
                 raise KvxferError(f"{first}; {second}") from None
             raise
         return ours, self.consumer.get()
-
-
-class Sessions:
-    """Fetches between the two agents of a pair, one after the other."""
-
-    def __init__(self, both: Pair, request: Request) -> None:
-        self._both, self._request = both, request
-        self._source = both.producer("open_agent", "off")
-        both.consumer("open_agent", "off")
-
-    def fetch(self, number: int) -> float:
-        """Offer and fetch; return the seconds from the producer's announcement to the outcome."""
-        self._both.producer("offer", [number], self._request.src)
-        [row] = self._both.consumer("fetch", [number], self._request.dst, {"off": self._source}, 0.0)
-        return float(row["off"]["session_s"])
-
-    def expect(self, what: str) -> None:
-        """Check what the fetches have brought; see ``Pair.expect``."""
-        self._both.expect(self._request.dst, self._request.src, what)
 
 
 @contextmanager
@@ -145,17 +95,18 @@ def pair(
     staging_bytes: int | None,
     memory: Memory = "plain",
     step_ms: float = 0.0,
+    engine: type[BenchEngine] = BenchEngine,
 ) -> Iterator[Pair]:
     """Start two processes, each with a cache of ``blocks`` blocks, on the devices ``where``, in memory of one kind.
 
-    ``step_ms``: milliseconds of Python that each runs per step meanwhile.
+    ``step_ms``: milliseconds of Python that each runs per step meanwhile. ``engine``: what runs in each of them.
     """
     with ExitStack() as stack:
         made = []
         roles: tuple[Role, Role] = ("producer", "consumer")
         for role, device in zip(roles, where, strict=True):
             setup = Setup(role, backend, options, model, blocks, device, staging_bytes, memory, step_ms)
-            made.append(Remote(role, BenchEngine, setup))
+            made.append(Remote(role, engine, setup))
             stack.callback(made[-1].close)
         yield Pair(*made)
 
@@ -182,11 +133,6 @@ def check_room(where: tuple[str, str], model: Model, tokens: int, staging_bytes:
     check_memory(where, pairs * (cache + (staging_bytes or default_staging(where[0]))), f"--tokens {tokens}")
 
 
-def _by_library(rounds: list[list[dict[str, float]]]) -> ByLibrary:
-    last = [sides[-1] for sides in rounds]
-    steps = {step: [at[step] for at in last] for step in last[0] if step not in ("begun", "done", "runs")}
-    return ByLibrary([_span(*sides) for sides in rounds], max(int(at["runs"]) for at in last), steps)
-
-
-def _span(*sides: dict[str, float]) -> float:
+def span(*sides: dict[str, float]) -> float:
+    """Return the seconds of a round, from when the later side began to when the later one was done."""
     return max(s["done"] for s in sides) - max(s["begun"] for s in sides)

@@ -121,12 +121,9 @@ ToConsumer = PartReady | Underway | Checksums | CommitAck | AttemptClosed
 
 
 def failure(message: Refused | CloseAttempt | AttemptClosed, peer: str, before: str = "") -> Failure:
-    """Return the failure that a peer's message tells of.
+    """Return the failure that a peer's message tells of, with the words ``before`` in front of the peer's reason.
 
-    Args:
-        message: The peer's message.
-        peer: The peer's name for operators.
-        before: Words to put in front of the peer's reason.
+    ``peer``: its name for operators.
     """
     return Failure(message.kind, before + message.reason, peer)
 

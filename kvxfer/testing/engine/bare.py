@@ -82,7 +82,6 @@ class AgentEngine:
         return end
 
     def close(self) -> None:
-        """Close the agents and the directory."""
         for agent in self.agents:
             agent.close()
         self.directory.close()

@@ -177,7 +177,6 @@ class ConversationEngine(PagedEngine):
         return update
 
     def drop_cache(self) -> None:
-        """Forget all that is cached."""
         while not self.scheduler.withdraw_all("the cache is dropped"):
             self.step()
         self.pool = PrefixPool(self.memory.blocks, self.memory.tokens)

@@ -31,7 +31,6 @@ class Texts:
         self._random = random.Random(seed)
 
     def words(self, length: int = 150) -> str:
-        """Return a text of ``length`` characters."""
         return "".join(self._random.choice("abcdefghijklmnopqrstuvwxyz     ") for _ in range(length)).strip() + "."
 
     def ids(self, count: int = 100) -> list[int]:

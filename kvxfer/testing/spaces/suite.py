@@ -61,7 +61,6 @@ class SpaceSuite:
             cls.__test__ = hasattr(cls, "space")
 
     def pass_(self, fence: Fence) -> None:
-        """Wait for a fence."""
         assert isinstance(fence, Fence), f"{fence!r} is no kvxfer.Fence"
         until = time.monotonic() + self.patience_s
         while not fence.passed():

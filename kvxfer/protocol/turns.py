@@ -27,6 +27,10 @@ class Turns(Generic[Owner, Item]):
         if items is not None and items.pop(item, self) is None and not items:
             del self._waiting[owner]
 
+    def __bool__(self) -> bool:
+        """Return whether any item waits."""
+        return bool(self._waiting)
+
     def next(self) -> Item | None:
         """Take out the item whose turn it is; ``None`` if none waits."""
         if not self._waiting:
