@@ -18,9 +18,10 @@ from functools import partial
 
 import numpy as np
 
+from kvxfer.backend.names import Address
 from kvxfer.errors import PeerError
 from kvxfer.transport.contract import Completion
-from kvxfer_tcp.connection import Address, Connection, Loop, tune
+from kvxfer_tcp.connection import Connection, Loop, tune
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.read import MAX_CHUNK, OPEN_ASKS, Read, ReadAsk
