@@ -62,6 +62,7 @@ BY_SOMETHING_ELSE = {
     "Adapters._contents": "adapter",
     "Adapters._first": "adapter",
     "Adapters._replaced": "adapter",
+    "Adapters.heard": "rank",
     "Arrivals._warned": "adapter",
     "HintNotes._said": "key of a router's params",
     "LoadedAdapters.contents": "adapter",

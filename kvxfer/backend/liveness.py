@@ -15,10 +15,10 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
-from kvxfer.backend.door import UnixDoor, knock
+from kvxfer.backend.door import Elsewhere, UnixDoor, knock
 from kvxfer.backend.process import PeerProcess
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import TransportError
@@ -131,6 +131,27 @@ class LivenessLinks:
         if mine in self._early:
             self._announced(end, *self._early.pop(mine))
         return end
+
+    @contextmanager
+    def connected(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Iterator[Liveness]:
+        """Do as ``connect`` does, for a ``with`` block that makes the link; if the block fails, end ``mine`` is as unused as before."""
+        end = self.connect(mine, theirs, name, peer)
+        try:
+            yield end
+        except BaseException:
+            self.hang_up(end)
+            self.offer(mine)
+            raise
+
+    @contextmanager
+    def connected_if_here(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Iterator[Liveness | None]:
+        """Do as ``connected`` does; ``None`` if the peer is not on this host and in this network namespace."""
+        with ExitStack() as undo:
+            try:
+                end = undo.enter_context(self.connected(mine, theirs, name, peer))
+            except Elsewhere:
+                end = None
+            yield end
 
     def hang_up(self, end: Liveness) -> None:
         """Tell the peer that the link is closed. Idempotent."""

@@ -51,7 +51,7 @@ def conformance(
     memory: Annotated[
         str,
         typer.Option(
-            help="Kind of memory to move: cpu (the default), or a kind of device such as cuda. With --space, the device."
+            help="Kind of memory to move: cpu (the default), or a kind of device such as cuda. With --space, a device or its kind."
         ),
     ] = "",
     suite: Annotated[
@@ -173,19 +173,23 @@ def conformance(
 
 
 def _device(space: str, memory: str) -> str:
-    """Return the device on which a space is tested: the given one, or the first that is here."""
+    """Return the device on which a space is tested: the given one, or the first of its kind that is here."""
     try:
         cls = space_named(space)
     except (ArgumentError, ConfigError) as e:
         raise typer.BadParameter(str(e), param_hint="--space") from None
-    if memory:
-        return memory
-    if ":" in space:
+    if ":" in space and not memory:
         raise typer.BadParameter("name the device whose memory is tested, such as vault:0", param_hint="--memory")
-    here = cls.devices(space)
+    kind, _, number = (memory or space).partition(":")
+    try:
+        here = list(cls.devices(kind))
+    except Exception as e:
+        _cannot(f"{space} cannot say which devices of kind {kind} are here: {type(e).__name__}: {e}")
+    if number and memory not in here:
+        _cannot(f"there is no device {memory} here, but {', '.join(here) or 'none'}")
     if not here:
-        _cannot(f"there is no device of kind {space} here")
-    return here[0]
+        _cannot(f"there is no device of kind {kind} here")
+    return memory if number else here[0]
 
 
 def _found(run: Callable[[], ConformanceReport], only: str) -> ConformanceReport:

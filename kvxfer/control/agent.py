@@ -102,7 +102,7 @@ class Agent:
             self._data = DataPlane(tuple(self._backends), self._data_thread, self._policy)
             undo.callback(self._data.close, CLOSE_S)
             if config.integrity != "off":
-                self._hasher.get_ready()
+                self._hasher.get_ready(START_S)
             self._data.start(START_S)
             self._data.policy(self._data.candidates[0])  # so that the log tells at start how an elastic cache moves
             port = listen_within(self._loop.sockets, config)

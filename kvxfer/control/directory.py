@@ -114,9 +114,7 @@ class Directory:
         self._explainer = Explainer()
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
-        self._awaited: IndexedExpiringMap[sockets.ControlConnection, bytes, bytes] = IndexedExpiringMap(
-            config.lease, MAX_AWAITED
-        )
+        self._awaited = IndexedExpiringMap[sockets.ControlConnection, bytes, bytes](config.lease, MAX_AWAITED)
         self._notices = NoticeBox()
         self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
         self._beyond: dict[PeerIdentity, float] = {}  # the latest of these, by peer
@@ -136,7 +134,9 @@ class Directory:
         close_at_exit(self)
 
     def __reduce__(self) -> str:
-        raise KvxferError("a directory belongs to the process that made it; its 'source' can be copied and pickled")
+        raise KvxferError(
+            "a directory belongs to the process that made it, and cannot be copied or pickled: its 'source' can"
+        )
 
     def __enter__(self) -> Directory:
         return self
@@ -366,13 +366,13 @@ class Directory:
 
     def _say_begun(self, connection: sockets.ControlConnection, transfer: TransferId, digest: bytes | None) -> None:
         """Tell a peer that waits for a transfer whether what has begun under this name is what it waits for."""
-        if (awaited := self._awaited.get(connection, transfer.brief)) is None:
-            return
-        self._awaited.pop(connection, transfer.brief)
-        named = (m.Named(transfer, awaited),)
-        connection.send(m.Begun(named) if awaited == digest else m.OtherContent(named))
-        if awaited != digest:
-            self._complain("directory: %s waits for %s, other content here", connection.host, printable(transfer))
+        if (awaited := self._awaited.get(connection, transfer.brief)) is not None:
+            self._awaited.pop(connection, transfer.brief)
+            named = (m.Named(transfer, awaited),)
+            connection.send(m.Begun(named) if awaited == digest else m.OtherContent(named))
+            if awaited != digest:
+                what = "directory: an engine on %s has waited for %s and computes it: other content is offered here under that name"
+                self._complain(what, connection.host, printable(transfer))
 
     def _notice(self, notice: Said, connection: sockets.ControlConnection, nbytes: int) -> None:
         lost = self._notices.put(notice, connection, nbytes)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Hashable
 
 from kvxfer import memory
 from kvxfer.data.commands import ThreadDied
+from kvxfer.errors import KvxferError
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.geometry import Cache, Planner, ShardAssignment
+from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
 from kvxfer.geometry.assignment import head_range
 from kvxfer.logs import logger
+from kvxfer.memory.blame import space_error
 from kvxfer.protocol.peer import NOBODY
 from kvxfer.protocol.turns import Turns
 from kvxfer.protocol.values import Hash, Hashed, PartRef
@@ -42,14 +44,35 @@ class Hasher:
         self._thread = NamedThread(target=self._run, name="kvxfer-hash")
         self._started = False
 
-    def get_ready(self) -> None:
-        """Compile the code that reads the cache, so that no transfer waits for it; reads one block, and may take seconds."""
+    def get_ready(self, timeout: float) -> None:
+        """Compile the code that reads the cache, so that no transfer waits for it; reads one block, and may take seconds.
+
+        Raises:
+            KvxferError: The memory cannot be read, or not within ``timeout`` seconds.
+        """
         cache = self._cache
         whole = [ShardAssignment(i, i, v.layers, *head_range(v)) for i, v in enumerate(cache.views)]
         token = max((v.held.index * v.held.span for v in cache.views), default=0)  # a token that is here
         first = [[0, *[NULL] * (token // group.block_tokens)] for group in cache.groups]
         one = Planner(cache, cache, whole).plan(first, first, 0, token + 1)
-        memory.space(cache.regions).checksum(one, "source").value  # noqa: B018  (waits)
+        failed: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                _sum(memory.space(cache.regions), one, "source")
+            except BaseException as e:
+                failed.append(e)
+
+        reader = NamedThread(target=read, name="kvxfer-ready")  # because a device that hangs cannot be interrupted
+        reader.start()
+        reader.join(timeout)
+        if reader.is_alive():
+            raise KvxferError(
+                f"memory of {cache.regions[0].device} could not be read within {timeout:g} s, for a checksum of one block; "
+                "look whether the device works, or set 'integrity' to 'off'"
+            )
+        if failed:
+            raise failed[0]
 
     def hash(self, action: Hash) -> None:
         """Queue a part to be hashed."""
@@ -95,7 +118,7 @@ class Hasher:
             ref = action.ref
             try:
                 space = space or memory.space(self._cache.regions)
-                done = Hashed(ref, space.checksum(action.plan, action.side).value)
+                done = Hashed(ref, _sum(space, action.plan, action.side))
             except BaseException as e:
                 log.exception("a checksum failed")
                 done = Hashed(ref, failure=Failure.of(e))
@@ -112,3 +135,11 @@ class Hasher:
 def _owner(action: Hash) -> Hashable:
     """Return whose turn a part takes: a consumer's, whatever links and names it has, or that of the link over which it came."""
     return action.ref.link if action.owner == NOBODY else action.owner.levels[0]
+
+
+def _sum(space: memory.Space, plan: CopyPlan, side: memory.Side) -> int:
+    """Return a checksum, once it is computed."""
+    try:
+        return space.checksum(plan, side).value
+    except Exception as e:
+        raise space_error(type(space), space.device, "checksum", e) from e

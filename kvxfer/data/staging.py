@@ -25,8 +25,10 @@ from typing import Literal
 from kvxfer import memory
 from kvxfer.config import MIN_PIECE, SLOTS
 from kvxfer.data.slot_usage import SlotUsage
+from kvxfer.errors import KvxferError
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.logs import logger
+from kvxfer.memory.blame import checked_fence, space_error
 from kvxfer.protocol.values import LinkId, Role
 from kvxfer.transport import Fence
 
@@ -191,14 +193,41 @@ class Staging:
         self._free.append(slot.offset)
 
     def pack(self, plan: CopyPlan, slot: Slot) -> Fence:
-        """Gather the plan's source side into a slot; the fence passes when the bytes are there."""
-        return self._begun(slot, self._space.pack(plan, self._buffer, slot.offset))
+        """Gather the plan's source side into a slot; the fence passes when the bytes are there.
+
+        Raises:
+            SpaceError: The space failed, or returned no fence.
+        """
+        try:
+            fence = self._space.pack(plan, self._buffer, slot.offset)
+        except Exception as e:
+            raise self.failed("pack", e) from e
+        return self._begun(slot, "pack", fence)
 
     def unpack(self, plan: CopyPlan) -> Callable[[Slot], Fence]:
-        """Prepare to scatter a slot into the plan's destination side; return a function that does it once."""
-        begin = self._space.prepare_unpack(plan, self._buffer)
-        return lambda slot: self._begun(slot, begin(slot.offset))
+        """Prepare to scatter a slot into the plan's destination side; return a function that does it once.
 
-    def _begun(self, slot: Slot, fence: Fence) -> Fence:
-        self._busy[slot.offset] = fence
+        Raises:
+            SpaceError: The space failed. The function raises it too, or if it got no fence.
+        """
+        try:
+            begin = self._space.prepare_unpack(plan, self._buffer)
+        except Exception as e:
+            raise self.failed("prepare_unpack", e) from e
+
+        def unpack(slot: Slot) -> Fence:
+            try:
+                fence = begin(slot.offset)
+            except Exception as e:
+                raise self.failed("unpack", e) from e
+            return self._begun(slot, "unpack", fence)
+
+        return unpack
+
+    def failed(self, call: str, error: BaseException) -> KvxferError:
+        """Return the error for what a call of the space raised."""
+        return space_error(type(self._space), self._space.device, call, error)
+
+    def _begun(self, slot: Slot, call: str, fence: Fence) -> Fence:
+        self._busy[slot.offset] = checked_fence(type(self._space), self._space.device, call, fence)
         return fence

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache, partial
 
 from msgspec.structs import replace
 
@@ -200,13 +201,11 @@ class WorkerSide:
             arguments.string("layer", layer)
         bands = self._computed.layer(step, layer) if step.commands.offers else 0
         offers = step.commands.offers if bands else ()
-        wanted = [offer for offer in offers if self.agent.banded(offer.transfer, offer.tokens)]
-        if wanted:
-            fence = memory.fence(self._device)
-        for offer in wanted:
+        fence = cache(partial(memory.fence, self._device))
+        for offer in (offer for offer in offers if self.agent.banded(offer.transfer, offer.tokens)):
             with suppress(Exception):  # it will be refused again with all layers, and logged then
                 some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
-                self.agent.offer(some, after=fence)
+                self.agent.offer(some, after=fence())
 
     def after_forward(self, step: Step, payloads: Mapping[TransferId, bytes] | None = None) -> None:
         """Offer what this step has computed, behind a fence on the device. Call it once all kernels of the step are launched.
@@ -227,11 +226,11 @@ class WorkerSide:
             arguments.instance("payloads", transfer, TransferId)
             self._payloads[transfer] = arguments.bytes_of(f"payloads[{transfer}]", payload, MAX_PAYLOAD, empty=True)
         if step.commands.offers:
-            fence = memory.fence(self._device)
+            fence = cache(partial(memory.fence, self._device))  # one for all, unless the device fails
             for offer in step.commands.offers:
                 payload = self._payloads.pop(offer.transfer, b"")
                 try:
-                    self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence)
+                    self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence())
                 except Exception as e:
                     log.error(
                         "transfer %s cannot be offered: %s",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvxfer.errors import ArgumentError, ConfigError
 from kvxfer.fence import Fence
 from kvxfer.geometry import HOST, Region
+from kvxfer.memory.blame import SpaceError, checked_allocation, checked_fence, space_error
 from kvxfer.memory.checksum import sample
 from kvxfer.memory.elastic import with_elastic
 from kvxfer.memory.fence import Done
@@ -25,6 +26,7 @@ __all__ = [
     "Fence",
     "Side",
     "Space",
+    "SpaceError",
     "allocate",
     "devices_of",
     "fence",
@@ -40,12 +42,20 @@ def space(regions: Sequence[Region]) -> Space:
     Raises:
         ArgumentError: The regions are of more than one device, or of an unknown kind of device.
         ConfigError: The space for that kind cannot be loaded.
+        KvxferError: The space cannot be made.
     """
     kinds = {r.device for r in regions} or {HOST}  # a rank may hold nothing
     if len(kinds) > 1:
         raise ArgumentError(f"regions must be of one device, not of {' and '.join(sorted(kinds))}")
     (device,) = kinds
-    return _class(device)(tuple(regions), device)
+    cls = _class(device)
+    try:
+        made = cls(tuple(regions), device)
+    except Exception as e:
+        raise space_error(cls, device, "its constructor", e) from e
+    if not hasattr(made, "starts"):
+        raise SpaceError(cls, device, "does not call Space.__init__ in its constructor")
+    return made
 
 
 def allocate(nbytes: int, device: str = HOST, *, beside: str = HOST) -> Space:
@@ -63,12 +73,27 @@ def allocate(nbytes: int, device: str = HOST, *, beside: str = HOST) -> Space:
     """
     if nbytes <= 0:
         raise ArgumentError(f"cannot allocate {nbytes} bytes")
-    return _class(beside).allocate_host(nbytes) if device == HOST else _class(device).allocate(nbytes, device)
+    owner = beside if device == HOST else device
+    cls, call = _class(owner), "allocate_host" if device == HOST else "allocate"
+    try:
+        made = cls.allocate_host(nbytes) if device == HOST else cls.allocate(nbytes, device)
+    except Exception as e:
+        raise space_error(cls, owner, call, e) from e
+    return checked_allocation(cls, owner, call, nbytes, made)
 
 
 def fence(device: str) -> Fence:
-    """Return a fence for what the calling thread has started on a device so far; see ``Space.fence``."""
-    return _class(device).fence(device)
+    """Return a fence for what the calling thread has started on a device so far; see ``Space.fence``.
+
+    Raises:
+        KvxferError: The space cannot tell.
+    """
+    cls = _class(device)
+    try:
+        found = cls.fence(device)
+    except Exception as e:
+        raise space_error(cls, device, "fence", e) from e
+    return checked_fence(cls, device, "fence", found)
 
 
 def devices_of(kind: str) -> Sequence[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kvxfer.geometry import Region
+from kvxfer.memory.blame import SpaceError, space_error
 from kvxfer.memory.registry import space_for
 
 __all__ = ["with_elastic"]
@@ -32,4 +33,13 @@ def _marked(region: Region, elastic: bool) -> Region:
 
 
 def _found(region: Region) -> bool:
-    return region.elastic or space_for(region.kind).remaps(region)
+    if region.elastic:
+        return True
+    cls = space_for(region.kind)
+    try:
+        found = cls.remaps(region)
+    except Exception as e:
+        raise space_error(cls, region.device, "remaps", e) from e
+    if not isinstance(found, bool):
+        raise SpaceError(cls, region.device, f"returned {found!r} from remaps, which must be True or False")
+    return found

@@ -24,7 +24,6 @@ import numpy as np
 from kvxfer.backend import Base, EndpointBase
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer.geometry.region import HOST
 from kvxfer.settings import advice
 from kvxfer.testing.network import Fault, LinkEnd, Network, PendingBatch
@@ -147,38 +146,27 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         self._net.unlink(link)
 
     def start(self, number: int, link: LinkEnd, batch: Batch, after: Fence | None) -> None:
-        remote = None if batch.remote_offsets is None else np.asarray(batch.remote_offsets, np.int64)
-        self._post(number, link, batch, batch.local_offsets, remote, np.asarray(batch.lengths, np.int64), after)
+        lengths, remote = np.asarray(batch.lengths, np.int64), None
+        if batch.verb in ONE_SIDED:
+            if batch.remote_offsets is None or len(batch.remote_offsets) != len(lengths):
+                raise TransportError(f"a {batch.verb.upper()} needs a remote offset for each run")
+            remote = np.asarray(batch.remote_offsets, np.int64)
+        addresses = self.memories.addresses(batch.local, batch.local_offsets, lengths)
+        with self._net.lock:
+            due = time.monotonic() + self._options["delay_s"] + self._net.delay_s
+            post = PendingBatch(number, batch, link, addresses, remote, lengths, after, due, self._fate(batch.verb))
+            link.posts.append(post)
+            if link.broken is not None:
+                self._net.fail(post, str(link.broken))
+            if link.other is not None:
+                link.other.owner.wake()
 
     def start_plan(self, number: int, link: LinkEnd, batch: PlanBatch, after: Fence | None) -> None:
         runs = batch.plan.runs()
         outwards = batch.verb in (Verb.WRITE, Verb.SEND)
         here, there = (runs.src, runs.dst) if outwards else (runs.dst, runs.src)
-        self._post(number, link, batch, here, there, runs.length, after)
-
-    def _post(
-        self,
-        number: int,
-        side: LinkEnd,
-        batch: Batch | PlanBatch,
-        local: Ints,
-        remote: Ints | None,
-        lengths: Ints,
-        after: Fence | None,
-    ) -> None:
-        if batch.verb not in ONE_SIDED:
-            remote = None
-        elif remote is None or len(remote) != len(lengths):
-            raise TransportError(f"a {batch.verb.upper()} needs a remote offset for each run")
-        addresses = self.memories.addresses(batch.local, local, lengths)
-        with self._net.lock:
-            due = time.monotonic() + self._options["delay_s"] + self._net.delay_s
-            post = PendingBatch(number, batch, side, addresses, remote, lengths, after, due, self._fate(batch.verb))
-            side.posts.append(post)
-            if side.broken is not None:
-                self._net.fail(post, str(side.broken))
-            if side.other is not None:
-                side.other.owner.wake()
+        moved = Batch(batch.verb, batch.peer, batch.local, runs.length, here, batch.remote, there, batch.stream)
+        self.start(number, link, moved, after)
 
     def stop(self, number: int, link: LinkEnd) -> None:
         with self._net.lock:

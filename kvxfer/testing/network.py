@@ -15,7 +15,7 @@ from kvxfer.backend.base import ONE_SIDED
 from kvxfer.backend.memories import Memories
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry.plan import Ints
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Verb
+from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Verb
 
 __all__ = ["Fault", "Network"]
 
@@ -56,7 +56,7 @@ class PendingBatch:
     """
 
     number: int
-    batch: Batch | PlanBatch
+    batch: Batch
     side: LinkEnd
     addresses: Ints
     remote: Ints | None

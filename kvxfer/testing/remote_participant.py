@@ -41,7 +41,7 @@ class RemoteParticipant:
         self._idle = idle
         self._pipe, theirs = Pipe()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "kvxfer.testing.remote_participant", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "kvxfer.testing.remote_participant", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},

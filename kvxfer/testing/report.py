@@ -174,11 +174,13 @@ def run_mutants(
 
 def _pytest(file: Path, folder: str, record: Path, subject: Mapping[str, Any], only: str, fail_fast: bool) -> str:
     """Run pytest in a process of its own; return in words how that ended."""
-    command = [sys.executable, "-m", "pytest", str(file), "-q", "-rN", "--tb=short"]
+    command = [sys.executable, "-P", "-m", "pytest", str(file), "-q", "-rN", "--tb=short"]
     command += ["-c", os.devnull, "--rootdir", folder]
     command += ["-p", "no:cacheprovider", "-p", "kvxfer.testing.recorder", "--record", str(record)]
     # Plugins and options from the environment are meant for other tests.
     environment = {**os.environ, SUBJECT: json.dumps(subject), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # It imports what this process does, whatever lies in the current folder: a checkout of kvxfer, say.
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment.pop("PYTEST_ADDOPTS", None)
     child = subprocess.Popen(
         [*command, *(["-k", only] if only else []), *(["-x"] if fail_fast else [])], env=environment

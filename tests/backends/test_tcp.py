@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-import kvxfer_tcp.link
+from kvxfer.backend import names
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing import ConformanceSuite
@@ -491,16 +491,16 @@ def test_names_that_are_never_found_take_some_threads_and_no_more(
     a = world.local()
     world.allocate(a)
     monkeypatch.setattr(socket, "getaddrinfo", never)
-    monkeypatch.setattr(kvxfer_tcp.link, "LOOKUPS", 4)
+    monkeypatch.setattr(names, "LOOKUPS", 4)
     try:
         for i in range(20):
             peer = a.connect(a.endpoint(), Endpoint("liar", f"h{i}.example", 1, new_token(), 1, (0,)).encode())
             until(lambda i=i: len(sought) == min(i + 1, 4))  # type: ignore[misc]
             a.disconnect(peer)
-        assert sum(thread.name == "kvxfer-tcp-name" for thread in threading.enumerate()) == 4
+        assert sum(thread.name == "kvxfer-lookup" for thread in threading.enumerate()) == 4
     finally:
         over.set()
-    until(lambda: not any(thread.name == "kvxfer-tcp-name" for thread in threading.enumerate()))
+    until(lambda: not any(thread.name == "kvxfer-lookup" for thread in threading.enumerate()))
     assert len(sought) == 4, "the others were given up before"
 
 

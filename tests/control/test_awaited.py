@@ -97,7 +97,7 @@ def test_who_means_another_prompt_hears_that_and_no_more(
         pair.p.begins(X, b"d")
     until(lambda: OtherContent((Named(X, b"another"),)) in pair.all())
     assert not any(isinstance(n, Begun) and n.transfers[0].transfer == X for n in pair.all())
-    until(lambda: "router/x#0, other content here" in caplog.text)
+    until(lambda: "router/x#0 and computes it" in caplog.text)
 
 
 def test_who_means_another_engine_hears_nothing(pair: Pair) -> None:

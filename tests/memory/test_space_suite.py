@@ -105,6 +105,12 @@ class OfTomorrow(CpuSpace):
     contract = 99
 
 
+class Shy(CpuSpace):
+    @classmethod
+    def devices(cls, kind: str) -> list[str]:
+        raise OSError("no driver")
+
+
 def test_a_device_that_nobody_knows_is_told_with_what_to_do() -> None:
     with pytest.raises(ArgumentError, match=r"'abacus' is not known: .*'cpu'.*'cuda'.*Install the distribution"):
         memory.space((Region(1, 1, "abacus:0"),))
@@ -168,12 +174,36 @@ def test_the_command_writes_a_report(tmp_path: Path) -> None:
         (["--space", ISLAND], 2),
         (["--space", "cpu", "--options", '{"a": 1}'], 2),
         (["--space", "cuda"], 3),
+        (["--space", ISLAND, "--memory", "island:9"], 3),
+        (["--space", ISLAND, "--memory", "island:x"], 3),
+        (["--space", "tests.memory.test_space_suite:Shy", "--memory", "shy:0"], 3),
     ],
 )
 def test_what_cannot_be_tried(arguments: list[str], code: int) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     assert CliRunner().invoke(app, ["conformance", *arguments]).exit_code == code
+
+
+def test_a_kind_without_a_number_is_the_first_of_its_devices() -> None:
+    command = ["conformance", "--space", ISLAND, "--memory", "island", "--only", "test_rows_come_back"]
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 0 and "1 cases kept" in ran.output, ran.output
+
+
+def test_the_suite_imports_what_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with another kvxfer, as a checkout is."""
+    (tmp_path / "kvxfer").mkdir()
+    (tmp_path / "kvxfer" / "__init__.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    command = ["conformance", "--space", "cpu", "--only", "test_rows_come_back"]
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 0 and "1 cases kept" in ran.output, ran.output
+
+
+def test_the_cases_of_the_suite_have_names_to_read() -> None:
+    marks = {m.name: m for m in SpaceSuite.test_any_layout.pytestmark}  # type: ignore[attr-defined]
+    assert "latent to latent, blocks outermost" in {case.id for case in marks["parametrize"].args[1]}
 
 
 def test_a_mutant_is_the_space_but_for_its_defect() -> None:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvxfer.errors import ConfigError
 from kvxfer_vllm.scheduler import FIRST_STEPS
 from tests.vllm.cases import decode, prefill
 from tests.vllm.conftest import Make
@@ -136,3 +137,33 @@ def test_steps_go_on_until_workers_inside_have_said_where_they_listen(make: Make
         steps += 1
     assert not side.ready
     assert (0 < steps <= FIRST_STEPS) if inside else steps == 0
+
+
+@pytest.mark.parametrize("second", [OURS, NAMED, NESTED], ids=["ours", "named", "nested"])
+def test_an_engine_has_kvxfer_once(make: Make, second: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="kvxfer stands 2 times in 'connectors' of MultiConnector"):
+        make(transfer=multi(NAMED, second))
+
+
+@pytest.mark.parametrize("entry", [OURS, NAMED], ids=["ours", "named"])
+def test_settings_beside_the_entries_are_warned_of(
+    make: Make, caplog: pytest.LogCaptureFixture, entry: dict[str, Any]
+) -> None:
+    """vLLM gives what stands there to no connector."""
+    transfer = multi(entry, sibling())
+    make(transfer=transfer)
+    assert "gives to no connector" not in caplog.text
+    transfer = multi(entry, sibling())
+    transfer.kv_connector_extra_config.update({"backend": "zmq", "port": 5600, "theirs": 1})
+    make(transfer=transfer)
+    assert (
+        "kv_connector_extra_config of MultiConnector has backend, port, which vLLM gives to no connector" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("key", ["kv_load_failure_policy", "kv_buffer_device", "kv_role"])
+def test_a_setting_of_vllm_s_among_ours_says_where_it_belongs(make: Make, key: str) -> None:
+    astray = {**OURS, "kv_connector_extra_config": {key: "recompute"}}
+    for transfer in (KVTransferConfig(**astray), multi(astray, sibling())):
+        with pytest.raises(ConfigError, match=f"{key} in kv_connector_extra_config is a setting of vLLM's: move it up"):
+            make(transfer=transfer)

@@ -149,3 +149,26 @@ def test_what_is_missing_is_named(
 def test_no_schema_is_asked_for_more_than_nixl_s() -> None:
     """P's part of a router that relays is NIXL's, to the letter."""
     assert SCHEMAS["relay"].to_p == SCHEMAS["push"].to_p == NIXL
+
+
+@pytest.mark.parametrize("name", ["relay, known keys", "named", "tier", "push", "moriio"])
+def test_a_port_may_be_a_text(make: Make, name: str) -> None:
+    """As in routers that hold ports as texts: NIXL's own connector takes them."""
+    schema = SCHEMAS[name]
+    p, d = make(role="kv_producer"), make(role="kv_consumer")
+    text, request = prompt(70), "some-job"
+    at_p = p.add(text, schema.asked(request), n=1, name=f"cmpl-{request}-0")
+    p.run(until=at_p)
+    told = _with_text_ports(schema.told(p, request, p.done[at_p].params))
+    told.pop("kvxfer_address", None)
+    at_d = d.add(text, told, name=f"cmpl-{request}-0")
+    d.run(p, until=at_d)
+    check(d, at_d, text)
+    assert outcomes(d) == ["delivered"]
+
+
+def _with_text_ports(params: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: str(value) if key.endswith("_port") else _with_text_ports(value) if isinstance(value, dict) else value
+        for key, value in params.items()
+    }

@@ -98,13 +98,8 @@ class CmaTransport(Base[Endpoint, Link]):
         self._retract(mine.link)
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        liveness = self._lines.connect(mine.link, theirs.link, theirs.line, theirs.agent)
-        try:
+        with self._lines.connected(mine.link, theirs.link, theirs.line, theirs.agent) as liveness:
             link = Link(mine.link, liveness, self._lent[mine.link], self._asker(theirs, liveness))
-        except BaseException:
-            self._lines.hang_up(liveness)
-            self._lines.offer(mine.link)  # it is as unused as before
-            raise
         self._ends[mine.link] = link
         if link.asker is None:
             link.ask()

@@ -99,17 +99,15 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         self._liveness.withdraw(mine.link)
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        liveness = self._liveness.connect(mine.link, theirs.link, theirs.socket, theirs.agent)
         lowerings: dict[int, Lowering] = {}
-        try:
+        with self._liveness.connected(mine.link, theirs.link, theirs.socket, theirs.agent) as liveness:
             own = liveness.process.pid == os.getpid()
-            for ordinal in self._gpus:
-                lowerings[ordinal] = Lowering(self.memories, self._reach(theirs, ordinal, own), theirs.agent)
-        except BaseException:
-            self._let_go(theirs, lowerings)
-            self._liveness.hang_up(liveness)
-            self._liveness.offer(mine.link)  # it is as unused as before
-            raise
+            try:
+                for ordinal in self._gpus:
+                    lowerings[ordinal] = Lowering(self.memories, self._reach(theirs, ordinal, own), theirs.agent)
+            except BaseException:
+                self._let_go(theirs, lowerings)
+                raise
         return Link(liveness, theirs, lowerings)
 
     def _reach(self, peer: Endpoint, ordinal: int, own: bool) -> Memories:
@@ -139,13 +137,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         self._liveness.hang_up(link.liveness)
         self._leaving.append(link)
 
-    def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
-        self._start(number, link, batch, after)
-
-    def start_plan(self, number: int, link: Link, batch: PlanBatch, after: Fence | None) -> None:
-        self._start(number, link, batch, after)
-
-    def _start(self, number: int, link: Link, batch: Batch | PlanBatch, after: Fence | None) -> None:
+    def start(self, number: int, link: Link, batch: Batch | PlanBatch, after: Fence | None) -> None:
         if batch.local not in self._ordinals:
             raise TransportError(f"memory {batch.local} is not registered, or has no regions")
         ordinal = self._ordinals[batch.local]
@@ -154,6 +146,8 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         launches = deque(link.lowerings[ordinal].launches(batch))
         self._jobs[number] = job = CopyJob(link, self._gpus[ordinal], after, launches)
         self._advance(job)
+
+    start_plan = start
 
     def stop(self, number: int, link: Link) -> None:
         self._stop(self._jobs[number], TransportError(f"the batch with {link.peer.agent} was aborted on this side"))

@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from kvxfer.backend import Base, CopyPool, Liveness, LivenessLinks, ucx
-from kvxfer.backend.door import Elsewhere
 from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
 from kvxfer.backend.introduction import Introduction
@@ -170,17 +169,8 @@ class NixlTransport(Base[Endpoint, Link]):
             raise TransportError(
                 f"the endpoint of peer {theirs.agent!r} is in use; it must call endpoint() for every link"
             )
-        try:
-            liveness = self._liveness.connect(mine.end, theirs.end, theirs.line, repr(theirs.agent))
-        except Elsewhere:
-            liveness = None
-        try:
+        with self._liveness.connected_if_here(mine.end, theirs.end, theirs.line, repr(theirs.agent)) as liveness:
             link = self._make_link(number, mine, theirs, liveness)
-        except BaseException:
-            if liveness is not None:
-                self._liveness.hang_up(liveness)
-                self._liveness.offer(mine.end)  # it is as unused as before
-            raise
         self._ends[link.end] = link
         del self._shown[link.end]
         self._uninherited.soon()

@@ -9,9 +9,8 @@ from typing import Protocol
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.vectors import Pipe
 
-__all__ = ["ANY", "Address", "Connection", "Loop", "tune"]
+__all__ = ["ANY", "Connection", "Loop", "tune"]
 
-Address = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
 
 ANY = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 

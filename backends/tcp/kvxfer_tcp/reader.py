@@ -1,7 +1,7 @@
 """The reading side of a link: it dials, asks, and puts what comes where it belongs.
 
-Nothing lands in memory but what a batch of this side waits for: of each frame the request must be open, and the chunk one
-that has not come yet. The bytes of an aborted batch are dropped in the kernel as they come.
+Nothing lands in memory but what a batch of this side waits for: of each frame the request must be open, and the chunk one that has not
+come yet. The bytes of an aborted batch are dropped in the kernel as they come.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from functools import partial
 
 import numpy as np
 
+from kvxfer.backend.names import Address
 from kvxfer.errors import PeerError
 from kvxfer.transport.contract import Completion
-from kvxfer_tcp.connection import Address, Connection, Loop, tune
+from kvxfer_tcp.connection import Connection, Loop, tune
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.read import MAX_CHUNK, OPEN_ASKS, Read, ReadAsk
@@ -32,7 +33,6 @@ __all__ = ["Reader"]
 WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
 """The bytes of a chunk for which a reader sleeps, on the only connection or on each of several. Without that it would
 wake for the first packet, and on a busy host wait for its turn on a processor each time."""
-
 SHORT_CHUNK, MIN_WAKE = 4 << 20, 64 << 10
 """Of a chunk that is not longer it sleeps until half of what is missing has come, or this much: what is copied out only when all is there
 adds to the time of a short batch, and a long one has others to copy meanwhile."""

@@ -12,13 +12,14 @@ from typing import Any
 
 from kvxfer.backend.base import Base
 from kvxfer.backend.endpoint import check_encryption, new_token
+from kvxfer.backend.names import Names, numeric
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
 from kvxfer_tcp.connection import ANY, Connection
 from kvxfer_tcp.door import Door
 from kvxfer_tcp.encryption import Keys
 from kvxfer_tcp.endpoint import Endpoint
-from kvxfer_tcp.link import Link, Names, numeric
+from kvxfer_tcp.link import Link
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.read import Read
 from kvxfer_tcp.vectors import Pipes
@@ -63,7 +64,7 @@ class TcpTransport(Base[Endpoint, Link]):
             where = f"{self._options.listen} port {self._options.port}"
             raise TransportError(f"back end 'tcp' of {agent!r} cannot listen on {where}: {e}") from e
         super().__init__(agent, options)
-        self._names = Names()
+        self._names: Names[Link] = Names(lambda link: link.broken is not None)
         self.wakeup.add(self._epoll.fileno(), "connections")
         self.wakeup.add(self._door.listener.fileno(), "door")
         self.wakeup.add(self._names.fileno(), "names")
@@ -110,7 +111,7 @@ class TcpTransport(Base[Endpoint, Link]):
             self._dialling.add(link)
             addresses = numeric(theirs.host, theirs.port)
             if addresses is None:
-                self._names.look_up(link)
+                self._names.look_up(link, theirs.host, theirs.port)
             else:
                 link.dial(addresses)
         return link

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from kvxfer.backend import Base, Liveness, LivenessLinks, ucx
-from kvxfer.backend.door import Elsewhere
 from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
 from kvxfer.backend.introduction import Introduction
@@ -155,18 +154,9 @@ class UcxTransport(Base[Endpoint, Link]):
             connection.destroy()  # it never was connected to anybody
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        try:
-            liveness = self._liveness.connect(mine.end, theirs.end, theirs.line, repr(theirs.agent))
-        except Elsewhere:
-            liveness = None
-        try:
+        with self._liveness.connected_if_here(mine.end, theirs.end, theirs.line, repr(theirs.agent)) as liveness:
             ways = self._ways(mine, theirs, liveness)
             link = Link(ways, mine, theirs, time.monotonic(), self._options.connect_timeout_s)
-        except BaseException:
-            if liveness is not None:
-                self._liveness.hang_up(liveness)
-                self._liveness.offer(mine.end)  # it is as unused as before
-            raise
         del self._connections[mine.tag]
         self._uninherited.soon()
         if link.connection is not None:

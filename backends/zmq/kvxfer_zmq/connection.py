@@ -8,6 +8,7 @@ from collections.abc import Hashable
 
 import zmq
 
+from kvxfer.backend.names import Address
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer_zmq.curve import Keys
 from kvxfer_zmq.endpoint import Endpoint
@@ -55,7 +56,8 @@ def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 class Connection:
     """Never reconnects: a lost connection is a lost link. ``key`` is what ``wakeup`` calls it.
 
-    ``lost`` says why nothing can be sent any more, or ``None``.
+    ``lost`` says why nothing can be sent any more, or ``None``. ``named`` is the host and port that must be looked up for ``dial``, because
+    ZeroMQ would do that on the thread that serves all links; or ``None``.
     """
 
     def __init__(
@@ -80,8 +82,22 @@ class Connection:
             raise
         for socket in (self._dealer, self._monitor):
             wakeup.add(socket.fileno(), key)
+        self.named = theirs.named
+        if self.named is None:
+            self._connect(theirs.address)
+
+    def dial(self, addresses: list[Address] | OSError) -> None:
+        """Go on once the addresses of the host are known that the peer has named, or why they are not."""
+        if isinstance(addresses, OSError):
+            self._lose(f"its name cannot be looked up: {addresses.strerror or addresses}")
+        elif not self.over:
+            host, port = addresses[0][1][:2]
+            self._dealer.setsockopt(zmq.IPV6, ":" in host)
+            self._connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+
+    def _connect(self, address: str) -> None:
         try:
-            self._dealer.connect(theirs.address)
+            self._dealer.connect(address)
         except zmq.ZMQError as e:
             self.lost = f"its address cannot be used: {e}"
 
@@ -107,6 +123,11 @@ class Connection:
         else:
             keys.dial(self._dealer, theirs.key)
         self._monitor = self._dealer.get_monitor_socket(_EVENTS)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing can be sent any more. Any thread."""
+        return self.lost is not None or bool(self._dealer.closed)
 
     @property
     def due(self) -> float | None:

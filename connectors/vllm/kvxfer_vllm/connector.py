@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvxfer_vllm import compat, logs, register
-from kvxfer_vllm.enclosing import loads_safely
+from kvxfer_vllm.enclosing import check_enclosure, loads_safely
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import translate
 from kvxfer_vllm.scheduler import SchedulerHooks
@@ -51,6 +51,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         logs.share()
+        check_enclosure(vllm_config)
         config = settings_of(vllm_config, self._translate)
         groups = groups_of(kv_cache_config, vllm_config)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")

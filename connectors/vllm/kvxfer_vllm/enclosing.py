@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvxfer.errors import ConfigError
 from kvxfer.logs import logger
+from kvxfer_vllm.migration import ConnectorConfig
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-    from kvxfer_vllm.migration import ConnectorConfig
-
-__all__ = ["enclosed", "engine_transfer", "loads_safely", "together"]
+__all__ = ["check_enclosure", "enclosed", "engine_transfer", "loads_safely", "together"]
 
 log = logger("kvxfer.vllm")
 
@@ -39,6 +39,30 @@ def engine_transfer(vllm_config: VllmConfig) -> KVTransferConfig:
             outer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
             found = found if outer is None else outer
     return found
+
+
+def check_enclosure(vllm_config: VllmConfig) -> None:
+    """Check what a ``MultiConnector`` around this connector is told; warn of settings of kvxfer's that vLLM gives to no connector.
+
+    Raises:
+        ConfigError: kvxfer stands in it twice.
+    """
+    kinds = [kind for kind in together(vllm_config) if _is_ours(kind)]
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"kvxfer stands {len(kinds)} times in 'connectors' of MultiConnector, and an engine can have it once: remove all but one entry"
+        )
+    if not kinds:
+        return
+    astray = sorted(
+        engine_transfer(vllm_config).kv_connector_extra_config.keys() & set(ConnectorConfig.__struct_fields__)
+    )
+    if astray:
+        log.warning(
+            "kv_connector_extra_config of MultiConnector has %s, which vLLM gives to no connector: move it into kv_connector_extra_config "
+            "of kvxfer's entry in 'connectors'",
+            ", ".join(astray),
+        )
 
 
 def loads_safely(vllm_config: VllmConfig) -> bool:

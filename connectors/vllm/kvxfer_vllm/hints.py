@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvxfer.arguments import describe
-from kvxfer.identity import Address, IdentityError, canonical_host, parse_address
+from kvxfer.identity import Address, IdentityError, parse_address
 from kvxfer.logs import logger
 from kvxfer.security import Repeats
 from kvxfer.text import printable
 from kvxfer_vllm.params import ADDRESS, LONGEST, OURS, is_offer
-from kvxfer_vllm.schemas import OTHERS
+from kvxfer_vllm.schemas import OTHERS, directory
 
 __all__ = ["KEYS", "MAX_SOURCES", "SOURCES", "HintNotes", "Hints", "hints_of"]
 
@@ -165,14 +165,10 @@ def _parsed(text: Any) -> Address:
 
 
 def _directory(host: Any, port: Any) -> Address:
-    if isinstance(port, str) and port.isdecimal() and len(port) <= 5:
-        port = int(port)
-    if not isinstance(host, str) or not 0 < len(host) <= LONGEST or type(port) is not int or not 0 < port < 65536:
+    found = directory(host, port)
+    if found is None:
         raise _UnreadableError(f"remote_host and remote_port are {describe(host)} and {describe(port)}")
-    try:
-        return Address(canonical_host(host), port)
-    except IdentityError:
-        raise _UnreadableError(f"not a host: {describe(host)}") from None
+    return found
 
 
 class HintNotes:

@@ -20,7 +20,7 @@ from kvxfer.engine import Ticket
 from kvxfer.identity import Address, IdentityError, Source, TransferBase, TransferId, parse_address
 from kvxfer.values import MAX_DIGEST, MAX_TOKENS
 from kvxfer_vllm.ids import ExternalId
-from kvxfer_vllm.schemas import HOST, PORT, request_name
+from kvxfer_vllm.schemas import HOST, PORT, directory, request_name
 
 __all__ = [
     "NO_VERB",
@@ -287,8 +287,8 @@ def _address(params: Mapping[str, Any]) -> Address | str:
         except IdentityError:
             return f"{ADDRESS} is not an address: {describe(ours)}"
     host, port = params.get(HOST), params.get(PORT)
-    if isinstance(host, str) and 0 < len(host) <= LONGEST and isinstance(port, int) and 0 < port < 65536:
-        return Address(host, port)
+    if (found := directory(host, port)) is not None:
+        return found
     lacking = [key for key, value in ((HOST, host), (PORT, port)) if value is None]
     if lacking:
         return (

@@ -258,12 +258,11 @@ class SchedulerHooks:
     def _drop_outdated(self) -> None:
         """Offer nothing, and let nobody find anything, of what may be computed partly with weights that its adapter had before."""
         if self._adapters.take_replaced():
-            for facts in self._requests.values():
-                if not (facts.over or self._adapters.is_same(facts)):
-                    facts.naming = None
-                    if self.side.ticket(facts.name) is not None:
-                        self._no_part.count(Reason.ADAPTER)
-                    self.side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
+            for facts in (one for one in self._requests.values() if not (one.over or self._adapters.is_same(one))):
+                facts.naming = None
+                if self.side.ticket(facts.name) is not None:
+                    self._no_part.count(Reason.ADAPTER)
+                self.side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
             self._cached.clear(self._requests.values())  # vLLM caches what these compute under the hashes of before
 
     def update(self, output: KVConnectorOutput) -> None:

@@ -23,10 +23,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvxfer.arguments import describe
-from kvxfer.identity import IdentityError
+from kvxfer.identity import Address, IdentityError, canonical_host
 from kvxfer_vllm.ids import external_id
 
-__all__ = ["HOST", "OTHERS", "PORT", "request_name", "translated"]
+__all__ = ["HOST", "OTHERS", "PORT", "directory", "request_name", "translated"]
 
 HOST, PORT, NAME = "remote_host", "remote_port", "transfer_id"
 _HANDSHAKE, _RANK, _BOOTSTRAP = "remote_handshake_port", "remote_dp_rank", "remote_bootstrap_addr"
@@ -91,6 +91,18 @@ def _of_url(text: str) -> dict[str, Any]:
         return {} if found is None else {HOST: found.hostname, PORT: found.port}
     except ValueError:
         return {}
+
+
+def directory(host: Any, port: Any) -> Address | None:
+    """Return the directory that a host and a port name, as routers write them: the port may be a text; None if they name none."""
+    if isinstance(port, str) and port.isdecimal() and len(port) <= 5:
+        port = int(port)
+    if not isinstance(host, str) or not 0 < len(host) <= _LONGEST or type(port) is not int or not 0 < port < 65536:
+        return None
+    try:
+        return Address(canonical_host(host), port)
+    except IdentityError:
+        return None
 
 
 def request_name(text: Any) -> str | None:

@@ -41,6 +41,10 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
     mapping, notes = translated(transfer.kv_connector_extra_config or {}, transfer)
     for note in notes:
         log.warning("%s", note)
+    if misplaced := sorted(mapping.keys() & getattr(type(transfer), "__dataclass_fields__", {}).keys()):
+        raise ConfigError(
+            f"{', '.join(misplaced)} in kv_connector_extra_config is a setting of vLLM's: move it up, beside 'kv_connector'"
+        )
     check_installed(mapping.get("backend"))
     mapping, notes = addresses.defaults(mapping, os.environ)
     for note in notes:

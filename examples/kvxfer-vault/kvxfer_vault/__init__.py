@@ -1,5 +1,6 @@
 """Memory of devices ``vault:N`` for kvxfer: numpy arrays behind a lock, which stand for a device with a library of its own."""
 
+# --8<-- [start:space]
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
-# --8<-- [start:space]
 class VaultSpace(Space):
     """All that kvxfer needs to know of a vault."""
 

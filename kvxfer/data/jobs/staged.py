@@ -108,10 +108,10 @@ class Staged(Job):
                 assert piece.fence is not None
                 if not piece.fence.passed():
                     continue
-            except BaseException:  # a device that has failed does nothing any more
+            except BaseException as e:  # a device that has failed does nothing any more
                 piece.fence = None
                 self.step(piece, PieceEvent.DEVICE_FAILED)
-                raise
+                raise self.staging.failed("passed() of a fence", e) from e
             piece.fence = None
             self.step(piece, PieceEvent.DEVICE_DONE)
 

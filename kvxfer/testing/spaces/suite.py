@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +24,11 @@ __all__ = ["SpaceSuite"]
 MIB = 1 << 20
 SLICE = 200
 """Bytes of a piece of a plan, so that each plan has some."""
+
+
+def _named(pairs: Iterable[tuple[str, str]]) -> list[Any]:
+    """Return pairs of layouts as cases with names to read."""
+    return [pytest.param(*pair, id=" to ".join(pair)) for pair in pairs]
 
 
 class Unpassed:
@@ -183,7 +188,7 @@ class SpaceSuite:
         for one, content in several:
             assert np.array_equal(rows_of(one, 0, 0, one.nbytes), content)
 
-    @pytest.mark.parametrize(("src", "dst"), layout_pairs(), ids=" to ".join)
+    @pytest.mark.parametrize(("src", "dst"), _named(layout_pairs()))
     def test_any_layout(self, src: str, dst: str) -> None:
         """What is packed is what host memory of that layout gives; what is unpacked is where it belongs, and nothing else changes."""
         source, sink = self.held(src, 1), self.held(dst, 2)
@@ -256,7 +261,7 @@ class SpaceSuite:
             self.pass_(one.unpack(CopyPlan(()), out))
             assert one.checksum(CopyPlan(()), "source").value == 0
 
-    @pytest.mark.parametrize(("src", "dst"), [(a, b) for a, b in layout_pairs() if a <= b], ids=" to ".join)
+    @pytest.mark.parametrize(("src", "dst"), _named((a, b) for a, b in layout_pairs() if a <= b))
     def test_checksums_are_those_of_the_host(self, src: str, dst: str) -> None:
         """A checksum equals the checksum of the same content in host memory, read by either side, of all of a plan or of a sample."""
         source, sink = self.held(src, 1), self.held(dst, 2)
