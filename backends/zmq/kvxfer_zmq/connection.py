@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Hashable
+from socket import AF_INET
 
 import zmq
 
@@ -91,7 +92,8 @@ class Connection:
         if isinstance(addresses, OSError):
             self._lose(f"its name cannot be looked up: {addresses.strerror or addresses}")
         elif not self.over:
-            host, port = addresses[0][1][:2]
+            # A host may have addresses of both families, while its process listens by IPv4 alone.
+            host, port = min(addresses, key=lambda found: found[0] != AF_INET)[1][:2]
             self._dealer.setsockopt(zmq.IPV6, ":" in host)
             self._connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
 
