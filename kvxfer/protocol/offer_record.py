@@ -319,6 +319,8 @@ class Early(IndexedExpiringMap[int, bytes, GivenUp]):
 
         Everything known of the transfer is forgotten.
         """
+        if not len(self):
+            return {}
         given_up, brief = {}, transfer.brief
         for r in sorted(self.owners(brief)):
             known = self.get(r, brief)

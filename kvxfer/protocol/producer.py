@@ -75,7 +75,7 @@ class ProducerMachine:
         self._offers.lend(h, now)
         for serve in list(h.serves.values()):
             out += self._serves.advance(serve, now)
-        for reader, known in (self._early.take(offer.transfer, offer.digest) if len(self._early) else {}).items():
+        for reader, known in self._early.take(offer.transfer, offer.digest).items():
             if h.outcome is None and not h.lives(reader):
                 h.heard(reader, ReaderEvent.DROP, known.readers)
                 out += self._offers.count(h, Outcome(known.failure), now)
@@ -290,9 +290,8 @@ class ProducerMachine:
     def _committed(self, link: LinkId, serve: RankServe | None, msg: m.Committed, now: float) -> list[Action]:
         """Record that a reader has everything that it wanted, whatever has happened to the blocks since."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
-        self._serves.remember(
-            reader, m.CommitAck(msg.transfer, msg.attempt, None), now
-        )  # for a late FetchRequest of it
+        # For a late FetchRequest of it.
+        self._serves.remember(reader, m.CommitAck(msg.transfer, msg.attempt, None), now)
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._offers.settle(serve, now)
         if h is None or msg.digest != h.digest:
