@@ -183,11 +183,18 @@ def materialise(copies: Sequence[StridedCopy]) -> Runs:
 
 
 def _stretches(strided: StridedCopy) -> tuple[Ints, Ints, Ints]:
-    """Join segments with their successors where these continue them on both sides, the same for all rows.
+    """Join segments that continue each other on both sides, the same for all rows.
+
+    They are taken in the order of the destination. A pool that frees the last block of a request first hands blocks out
+    backwards the next time, as vLLM's does: then each segment continues the one behind it.
 
     Return source place, destination place and row length of each stretch.
     """
-    runs = _joined(strided.src_at, strided.dst_at, strided.row_bytes)
+    src, dst, length = strided.src_at, strided.dst_at, strided.row_bytes
+    if (dst[1:] < dst[:-1]).any():
+        order = np.argsort(dst)  # no two are equal
+        src, dst, length = src[order], dst[order], length[order]
+    runs = _joined(src, dst, length)
     return runs.src, runs.dst, runs.length
 
 

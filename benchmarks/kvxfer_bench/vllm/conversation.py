@@ -2,7 +2,7 @@
 
 The same conversations run in turns: with a router that tells the prefill server nothing of earlier turns, with kvxfer and a router that
 does, and (``--nixl``) with vLLM's NixlConnector in its bidirectional mode. Prints how many tokens the prefill server computed at each
-turn, and how long the client waited for the first token. With ``--check`` it says whether both are right: tokens, as a plain server has
+turn, how long the client waited for the first token, and how long the prefill server takes for the same prompt once it has it. With ``--check`` it says whether both are right: tokens, as a plain server has
 them, and how many prefill computes.
 """
 
@@ -28,6 +28,8 @@ from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, ende
 RECOMPUTE, LOAD, NIXL = "recompute", "load", "nixl"
 """The three ways; the first two share their servers."""
 FIRST_TOKEN = "vllm:time_to_first_token_seconds_sum"
+SHORT = 16
+"""Tokens at most of an answer that no turn continues."""
 VOCABULARY = 200
 """Prompts are made of the tokens from 1 up to this one, which every model here has."""
 
@@ -96,7 +98,8 @@ def conversation(
                 for place, (way, (prefill, decode, told)) in enumerate(ways.items()):
                     rng = np.random.default_rng([number, place])
                     talk = Conversation(prefill, decode, told)
-                    one = _converse(talk, decode, rng, (prompt, answer, more), turns, plain)
+                    sizes = (prompt, answer if number else min(answer, prompt), more)
+                    one = _converse(talk, (prefill, decode), rng, sizes, turns, plain)
                     if number:
                         found[way].append(one)
                 say(f"{number} of {conversations} conversations" if number else "warmed up")
@@ -119,18 +122,20 @@ class Timed:
         prompt_tokens: The length of its prompt.
         turn: What the servers have done.
         first_s: The seconds from the client's request to its first token.
+        cached_s: The seconds that the prefill server takes for the same prompt once it has all of its KV.
         expected: The answer of a plain server, if there is one.
     """
 
     prompt_tokens: int
     turn: PlayedTurn
     first_s: float
+    cached_s: float
     expected: list[int] | None = None
 
 
 def _converse(
     talk: Conversation,
-    decode: Server,
+    pair: tuple[Server, Server],
     rng: np.random.Generator,
     sizes: tuple[int, int, int],
     turns: int,
@@ -138,14 +143,17 @@ def _converse(
 ) -> list[Timed]:
     """Have one conversation whose tokens no other has. Nothing else runs meanwhile, so the decode server's metrics are of it alone."""
     prompt, answer, more = sizes
+    prefill, decode = pair
     text: list[int] = rng.integers(1, VOCABULARY, prompt).tolist()
     out = []
-    for _ in range(turns):
+    for left in reversed(range(turns)):
         before = total(decode, FIRST_TOKEN)
-        turn = talk.turn(text, answer, timeout=600.0)
+        tokens = answer if left else min(answer, SHORT)
+        turn = talk.turn(text, tokens, timeout=600.0)
         first = turn.prefill.seconds + total(decode, FIRST_TOKEN) - before
-        expected = reply_of(plain, text, answer, timeout=600.0).tokens if plain else None
-        out.append(Timed(len(text), turn, first, expected))
+        expected = reply_of(plain, text, tokens, timeout=600.0).tokens if plain else None
+        cached = reply_of(prefill, text, 1, timeout=600.0).seconds
+        out.append(Timed(len(text), turn, first, cached, expected))
         text = text + turn.decode.tokens + rng.integers(1, VOCABULARY, more).tolist()
     return out
 
@@ -173,6 +181,7 @@ def summary(conversations: Sequence[Sequence[Timed]]) -> list[dict[str, Any]]:
             "prompt_tokens": at[0].prompt_tokens,
             "prefill_computed": int(statistics.median(t.turn.prefill.computed for t in at)),
             "prefill_ms": round(1e3 * statistics.median(t.turn.prefill.seconds for t in at), 1),
+            "cached_ms": round(1e3 * statistics.median(t.cached_s for t in at), 1),
             "first_token_ms": round(1e3 * statistics.median(t.first_s for t in at), 1),
         }
         for number, at in enumerate(zip(*conversations, strict=True))
