@@ -134,6 +134,14 @@ def test_a_bounded_number_of_requests_is_remembered_that_decode_aborted_before_t
     assert manager.done == [("state", FAILED)]
 
 
+def test_decode_s_next_request_in_a_room_is_not_the_one_it_aborted(manager: Manager) -> None:
+    rank = PrefillRank(manager)
+    rank.aborted(ROOM)  # which never came
+    rank.wanted(PagesWanted(ROOM, 9, "10.0.0.2", 5000, 32, 1))
+    rank.expect(ROOM)
+    assert manager.done == [("state", WAITING)]
+
+
 def test_an_abort_of_a_request_that_prefill_has_let_go_of_is_of_no_later_one(manager: Manager) -> None:
     rank = PrefillRank(manager)
     rank.drop(ROOM, "it had failed")

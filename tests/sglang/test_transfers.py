@@ -178,18 +178,6 @@ def test_a_request_that_decode_lets_go_of_before_it_has_asked_fails_at_prefill(
     assert "the decode server aborted it" in prefill.why(room=room)[0]
 
 
-def test_an_abort_is_of_no_later_request_in_the_room(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
-    """The first one never came to prefill; decode asks for the second one before prefill has it."""
-    prefill, decode = pair
-    decode.request(room=room), decode.abort(room=room), decode.why(room=room)
-    decode.request(room=room), decode.want(room=room, ids=[7, 1], row=2)
-    prefill.request(room=room)
-    prefill.until(room, WAITING)
-    prefill.begin(room=room, pages=2, row=1)
-    sent(prefill, room, 1, [[3, 9]])
-    delivered(prefill, decode, room, 1, [7, 1])
-
-
 def quiet(decode: PlayedRanks, room: int) -> None:
     """Wait until the pages of a failed request may be used again."""
     import time
