@@ -29,20 +29,20 @@ def test_an_owner_whose_jobs_do_not_end_takes_no_other_s_turn() -> None:
 
     def slow(name: str) -> None:
         begun.append(name)
-        over.wait(30.0)
+        over.wait(100.0)
 
     taken = sum(pool.submit("greedy", lambda: slow("greedy"), ended.append) for _ in range(20))
     until(lambda: len(begun) == 3)
     assert taken == 15, "three quarters of the room"
     assert pool.submit("other", lambda: 7, ended.append)
-    done.get(timeout=10.0)()
+    done.get(timeout=30.0)()
     assert ended == [7]
     assert pool.submit("another", lambda: int("x"), ended.append)
-    done.get(timeout=10.0)()
+    done.get(timeout=30.0)()
     assert isinstance(ended[1], Failure) and begun == ["greedy"] * 3
     over.set()
     for _ in range(taken):
-        done.get(timeout=10.0)()
+        done.get(timeout=30.0)()
     assert len(begun) == taken
     pool.close(5.0)
     assert not pool.submit("other", lambda: 7, ended.append)
@@ -57,7 +57,7 @@ def test_names_that_take_long_to_look_up_keep_no_other_load_waiting(
 
     def getaddrinfo(host: str, *how: Any, **more: Any) -> Any:
         if host.endswith(".example"):
-            over.wait(30.0)
+            over.wait(100.0)
             raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
         return found(host, *how, **more)
 
