@@ -62,7 +62,7 @@ def test_names_that_take_long_to_look_up_keep_no_other_load_waiting(
         return found(host, *how, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    times = {"peer_timeout": 2.0}
+    times = {"peer_timeout": 4.0}
     p, d = engine({"verbs": ["read"]}, seed=1, advertise="localhost", **times), engine({"verbs": ["read"]}, **times)
     caches = PagedMemory(ranks=4).caches
     backends = d.agents[0].descriptor.backends
@@ -72,7 +72,7 @@ def test_names_that_take_long_to_look_up_keep_no_other_load_waiting(
         source = Source("127.0.0.1", port, 77) if directory == "names them" else Source("d.example", 1, 77)
         d.agents[0].fetch(fetch(source, [6], 4, transfer=T, handle="bait"))
         honest(p, d, TransferId("own/1/beside", 0))  # whose engine has names for addresses, too
-        end = d.over("bait", 20.0)
+        end = d.over("bait")
     over.set()
     assert end.outcome.kind is FailureKind.PEER_UNREACHABLE
     assert "its host's name has not been looked up yet" in str(end.outcome.failure), end

@@ -48,7 +48,9 @@ def test_staged_and_direct_parts_keep_their_order_on_one_link(engine, verbs):
 def test_slots_come_back_after_failures(engine, verbs, quiet, failures):
     net = Network()
     options = {"verbs": verbs, "gathers": False, "quiet": quiet, "network": net}
-    p, d = (engine(dict(options), blocks=400, seed=seed, transfer_timeout=5.0, **STAGED) for seed in (1, None))
+    p, d = (
+        engine(dict(options), blocks=400, seed=seed, transfer_timeout=5.0, lease=10.0, **STAGED) for seed in (1, None)
+    )
     for i, t in enumerate(transfers(failures)):
         net.disturb("fail", 1)
         p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
