@@ -86,7 +86,7 @@ def turn(
 
 def rest(*engines: PlayedEngine) -> None:
     """Let engines come to rest, whatever was asked or offered and is not wanted any more."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while any(engine.busy for engine in engines):
         assert time.monotonic() < deadline, "the engines do not come to rest"
         for engine in engines:
