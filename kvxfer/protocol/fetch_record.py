@@ -64,9 +64,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     told_tokens: int = 0  # of the parts announced, each token once for each band
     banded: bool = False  # parts of single bands are asked for
     cost: LinkCost | None = None  # what its producer is told that things cost
-    flight: dict[PartRef, None] = field(
-        default_factory=dict
-    )  # parts of the attempt that may still touch memory, or read it
+    flight: dict[PartRef, None] = field(default_factory=dict)  # parts of the attempt that may touch or read memory
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     came_bytes: int = 0  # of the attempt's parts that have arrived
     announced_bytes: int = 0  # of all of its parts
@@ -77,9 +75,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     sum: bytes = b""  # the producer's, if it has said so
     payload: bytes = b""  # what came with the final part
     error: Failure | None = None  # a part of the attempt could not be moved
-    remote_writes: bool = (
-        False  # the producer may write into memory here until it sends AttemptClosed or the link closes
-    )
+    remote_writes: bool = False  # the producer may write here until it sends AttemptClosed or the link closes
     resets: int = 0
     broke: Failure | None = None  # why its link broke last
     revoked: bool = False  # an attempt was void because the producer had given its blocks up
@@ -97,11 +93,8 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
         self.coming.clear()
 
     def misuse(self, msg: m.PartReady, info: LinkInfo, fetch: Fetch) -> Failure | None:
-        """Return how an announcement breaks the protocol, or ``None`` if it does not.
-
-        It counts the tokens: each is announced once, so that announcements cost this side no more than what it wants.
-        """
-        bands = info.planner.bands
+        """Return how an announcement breaks the protocol, or ``None``; each token is told once, so that none costs more than is wanted."""
+        wanted = (fetch.tokens - fetch.start) * (bands := info.planner.bands)
         first, past = msg.bands or (0, bands)
         lo = msg.lo if msg.lo > fetch.start else fetch.start
         hi = msg.hi if msg.hi < fetch.tokens else fetch.tokens
@@ -112,17 +105,24 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
             what = "it has an older generation than it was asked for"
         elif msg.piece_bytes and not min(info.piece_bytes, MIN_PIECE) <= msg.piece_bytes <= info.piece_bytes:
             what = "it sends pieces of another size than was agreed on"
-        elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= info.planner.bands:
+        elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= bands:
             what = "it names bands of layers that do not exist"
         elif msg.final and self.end is not None:
             what = "it announces a second last part"
+        elif msg.final and not (fetch.enough or fetch.tokens) <= msg.hi <= fetch.tokens:
+            what = f"its last part ends at token {msg.hi}, where {fetch.tokens} tokens are wanted"
         elif not msg.final and hi <= lo:
             what = "it announces a part of which nothing is wanted"
-        elif self.told_tokens > (fetch.tokens - fetch.start) * bands:
+        elif self.spans and self.told_tokens >= wanted and self._repeats(msg, fetch, bands, wanted):
             what = "it announces tokens twice"
         else:
             return None
         return Failure(FailureKind.MISUSE, what, link_name(self.spec.link))
+
+    def _repeats(self, msg: m.PartReady, fetch: Fetch, bands: int, wanted: int) -> bool:
+        """Return whether some tokens have been announced twice, now that as many have been as are wanted."""
+        spans = [*self.spans.values(), Span(msg.lo, msg.hi, msg.bands)]
+        return self.told_tokens > wanted or reached(spans, fetch.start, bands) < fetch.tokens
 
     def announced(self, msg: m.PartReady, info: LinkInfo) -> None:
         """Record that a part of the attempt has been announced."""
