@@ -21,6 +21,7 @@ from kvxfer.protocol.values import (
     Emit,
     Ended,
     Hash,
+    HeldUp,
     LinkId,
     LinkInfo,
     Mode,
@@ -75,6 +76,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     sum: bytes = b""  # the producer's, if it has said so
     payload: bytes = b""  # what came with the final part
     error: Failure | None = None  # a part of the attempt could not be moved
+    held_up: HeldUp | None = None  # what one waits for that stands still
     remote_writes: bool = False  # the producer may write here until it sends AttemptClosed or the link closes
     resets: int = 0
     broke: Failure | None = None  # why its link broke last
@@ -88,6 +90,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
         self.attempt, self.generation, self.revocations, self.end, self.error = attempt, None, None, None, None
         self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
         self.came_bytes = self.announced_bytes = self.told_moved = self.told_bytes = self.told_tokens = 0
+        self.held_up = None
         self.spans.clear()
         self.to_hash.clear()
         self.coming.clear()
@@ -266,8 +269,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         moving = self.moved if self.moving_since is None else self.moved + now - self.moving_since
         whole = self.outcome is None or self.outcome.failure is None
         came, announced = (self.nbytes, self.nbytes) if whole else self._bytes()
-        times = self.began, self.asked, self.announced, self.heard, self.arrived_at, now
-        return Stages(*times, moving, self.last, came, announced)
+        waits = self.began, self.asked, self.announced, self.heard, self.arrived_at
+        return Stages(*waits, now, moving, self.last, came, announced)
 
     def _bytes(self) -> tuple[int, int]:
         """Return how many bytes have come, of those parts too that are on their way, and how many were announced."""
@@ -277,14 +280,15 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
             announced += max(rank.announced_bytes, rank.told_bytes)
         return came, announced
 
-    def explain(self, why: Failure, now: float) -> Failure:
-        """Return why it fails now, with how far it has got."""
+    def explain(self, why: Failure, now: float, hangs: HeldUp | None) -> Failure:
+        """Return why it fails now, with how far it has got; ``hangs``: what all parts wait for, if this side moves nothing."""
         came, announced = self._bytes()
         if not announced:
             return why
         more, still = any(rank.end is None for rank in self.rank_fetches), now - (self.last or self.announced)
         within = any(rank.told_moved or rank.coming.keys() & rank.flight for rank in self.rank_fetches)
-        return enriched(why, came, announced, more, self.stages(now).moving, still, self.gap, within)
+        held_up = hangs or next((rank.held_up for rank in self.rank_fetches if rank.held_up), None)
+        return enriched(why, came, announced, more, self.stages(now).moving, still, self.gap, within, held_up)
 
     @property
     def enough(self) -> int:
@@ -305,8 +309,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
 
     def fetch_request(self, rank: RankFetch, now: float, moving: float) -> m.FetchRequest:
         """Make the message that asks for a rank fetch's share, which may take ``moving`` seconds from its first part on."""
-        s = self.spec
-        left = max(self.deadline - now, 0.0)
+        s, left = self.spec, max(self.deadline - now, 0.0)
         wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
         how = rank.banded, rank.cost
         return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough, *how)
@@ -323,9 +326,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
 
     def close_attempt(self, rank: RankFetch) -> m.CloseAttempt:
         """Make the message that tells a producer rank that an attempt is void."""
-        s = self.spec
+        s, again = self.spec, self.outcome is None
         why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
-        again = self.outcome is None
         return m.CloseAttempt(s.transfer, rank.attempt, s.digest, why.kind, why.detail, again, rank.spec.readers)
 
     def plan(self, msg: m.PartReady, info: LinkInfo) -> CopyPlan:
@@ -342,8 +344,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         """Return a progress event, if the engine asked for those and enough tokens have arrived since the last."""
         if not self.spec.progress:
             return []
-        tokens = self.arrived
-        if tokens < max(self.progress, self.spec.start) + self.spec.progress or not tokens:
+        if (tokens := self.arrived) < max(self.progress, self.spec.start) + self.spec.progress or not tokens:
             return []
         self.progress = tokens
         return [Emit(Progress("consumer", self.spec.transfer, self.spec.handle, tokens))]
