@@ -83,6 +83,8 @@ class Loads:
         load = self.schedule.of(request)
         if load is not None:
             self._fetch_ahead(load, computed)
+            if not self.alone.coming:  # one message for all that come together: sending takes longer than all else here
+                self._dispatch.send_ahead()
 
     def _fetch_ahead(self, load: Load, computed: int) -> None:
         """Begin a load into lent blocks if it is offered whole and short; that is tried once."""
@@ -92,7 +94,6 @@ class Loads:
         if self._dispatch.direct and self.prefetches.begin(load, computed):
             load.fetched_at = time.monotonic()
             self._dispatch.prefetch()
-            self._dispatch.send_ahead()
 
     def loadable(self, request: RequestId, computed: int) -> int | None:
         """Return how many tokens can come from outside; see ``SchedulerSide.loadable``."""
@@ -104,7 +105,10 @@ class Loads:
         load.computed = computed
         if not computed:  # local blocks may not be in use yet, and would be lent to this very load
             self._fetch_ahead(load, 0)
-        return self.prefetches.tokens(load, computed) if load.is_sync else self.schedule.matched(request, computed)
+        if not load.is_sync:
+            return self.schedule.matched(request, computed)
+        self._dispatch.send_ahead()
+        return self.prefetches.tokens(load, computed)
 
     def is_sync(self, request: RequestId) -> bool:
         """Return whether the tokens promised for this request are already here, to be copied into its blocks."""

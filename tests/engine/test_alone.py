@@ -187,6 +187,25 @@ def test_fetches_that_may_not_have_gone_ahead_are_not_kept_from_workers(d: Consu
     assert d.side.loads.wait_alone()
 
 
+def test_what_comes_together_is_sent_together(d: Consumer) -> None:
+    send = mock.Mock(wraps=d.side._dispatch.channel.send)
+
+    def sent() -> list[int]:
+        return [len(call.args[0].fetches) for call in send.call_args_list if call.args[0].fetches]
+
+    with mock.patch.object(d.side._dispatch.channel, "send", send):
+        d.arriving = True
+        d.load("a"), d.load("b")
+        assert sent() == []
+        d.arriving = False
+        d.load("c")
+        assert sent() == [3]
+        d.arriving = True
+        d.load("e")
+        d.side.loadable("e", 0)
+        assert sent() == [3, 1], "it is sent before it is waited for"
+
+
 class Asking:
     """An engine that asks another for prefixes. The other answers when its thread steps; ``requests`` is what the first says it has."""
 
