@@ -117,6 +117,7 @@ class StagedPiece:
         remote: Where its slot begins at the peer, if the peer has said so.
         batch: The number of its batch.
         fence: What the device has still to do for it.
+        since: When the device was last given something to do for it.
         unpack: Begins to unpack it, if that is prepared.
     """
 
@@ -127,4 +128,5 @@ class StagedPiece:
     remote: int | None = None
     batch: int | None = None
     fence: Fence | None = None
+    since: float = 0.0
     unpack: Callable[[Slot], Fence] | None = None
