@@ -122,7 +122,7 @@ def on_slow_link(program: str, mbit: int, folder: Path, mtu: int = 1500) -> str:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -471,7 +471,9 @@ app(prog_name="kvxfer")
 
     def program(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", bare, "bench", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "200"}
+        )
 
     for name in ("chaos", "control", "fleet", "no-such-benchmark"):
         lacking = program(name, "--any", "option")

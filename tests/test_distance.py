@@ -40,7 +40,7 @@ print(len(came), i + 1, time.monotonic() - begun, sender[0] if came else "")
 
 def apart(*command: str) -> Sequence[str]:
     """What a program says that runs in a network namespace of its own; the test is skipped where the host permits none."""
-    ran = subprocess.run([*APART, *command], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([*APART, *command], capture_output=True, text=True, timeout=300)
     if "permits no network device" in ran.stderr or "unshare failed" in ran.stderr:
         pytest.skip(f"the host does not let us: {ran.stderr.splitlines()[-1]}")
     assert ran.returncode == 0, ran.stderr

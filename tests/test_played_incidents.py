@@ -37,7 +37,7 @@ class Scene:
     def run(self, *words: str) -> tuple[int, str]:
         command = [*self._into, sys.executable, "-m", "kvxfer", *words, "--config", str(self._folder / "decode.json")]
         unwrapped = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=unwrapped)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=unwrapped)
         return ran.returncode, ran.stdout + ran.stderr
 
     def why(self, decode: Played) -> tuple[int, str]:
@@ -178,7 +178,7 @@ def test_a_firewall_that_drops_what_the_prefill_host_answers(where: str, tmp_pat
     make_key(tmp_path / "key.pem")
 
     def drop(host: Host, *rule: str) -> None:
-        subprocess.run([*host.into, "ip", *rule], check=True, timeout=60)
+        subprocess.run([*host.into, "ip", *rule], check=True, timeout=300)
 
     with hosts(2) as (prefill, decode), ExitStack() as stack:
         scene = Scene(stack, tmp_path, decode.into)

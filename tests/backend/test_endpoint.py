@@ -130,7 +130,7 @@ for i in range(300):
 
 def test_threads_may_decode_a_class_that_none_has_decoded() -> None:
     """The data threads of two agents in one process, at their first links. It must not crash the process."""
-    subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=300)
 
 
 def test_an_endpoint_that_is_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,7 +302,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     source, library = folder / "harness.cpp", folder / "harness.so"
     source.write_text(HARNESS % (Path(kvxfer_cuda_ipc.__file__).parent / "copy.cu"))
     flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
-    subprocess.run(["g++", *flags, "-o", library, source], check=True, timeout=100)
+    subprocess.run(["g++", *flags, "-o", library, source], check=True, timeout=300)
     compiled = ctypes.CDLL(str(library))
     assert compiled.work_bytes() == WORK.size
 

@@ -40,7 +40,7 @@ def test_a_child_gets_no_socket_of_a_back_end(backend: str, options: dict[str, A
         pytest.skip("there is no libibverbs for Mooncake")
     asked = [sys.executable, "-m", "tests.backends.inheriting", backend, json.dumps(options)]
     env = {**os.environ, **({"LD_LIBRARY_PATH": str(IBVERBS)} if backend == "mooncake" else {})}
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
 

@@ -229,5 +229,5 @@ def test_with_it_bytes_move_over_ipv6(tmp_path: Path) -> None:
         "MC_USE_IPV6": "1",
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
     }
-    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]

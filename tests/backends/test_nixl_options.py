@@ -215,7 +215,7 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a fresh process."""
     env = {k: v for k, v in os.environ.items() if k not in ("NIXL_LOG_LEVEL", "UCX_TLS")} | environment
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
 
 
 LOADING = """

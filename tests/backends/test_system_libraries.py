@@ -32,7 +32,7 @@ def test_a_process_ends_as_usual(name: str, how: str) -> None:
         env=system_libraries.environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ended.returncode == 0, (ended.returncode, ended.stderr[-2000:])
     if name == "nixl":

@@ -379,7 +379,7 @@ def test_an_endpoint_of_another_format_is_refused(pair: tuple[Side, Side]) -> No
 
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
 
 
 def resident() -> int:

@@ -199,7 +199,7 @@ def _send(
     url: str, path: str, body: dict[str, Any] | None, headers: dict[str, str], method: str = "POST"
 ) -> http.client.HTTPConnection:
     parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=120)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=300)
     connection.request(method, path, json.dumps(body).encode() if body is not None else None, headers)
     return connection
 

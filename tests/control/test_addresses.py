@@ -147,8 +147,8 @@ def test_two_hosts() -> None:
         try:
             address = p.stdout.readline()
             assert address.split()[0] == alice.address and d.stdout.readline().split()[0] == bob.address
-            assert d.communicate(address, timeout=60)[0].strip() == "[True]"
-            p.communicate("", timeout=60)
+            assert d.communicate(address, timeout=300)[0].strip() == "[True]"
+            p.communicate("", timeout=300)
         finally:
             for process in (p, d):
                 process.kill()

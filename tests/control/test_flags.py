@@ -72,7 +72,7 @@ time.sleep(0.1)
 @pytest.mark.parametrize("what", WAITS)
 def test_a_process_ends_cleanly_while_a_thread_waits(what: str) -> None:
     code = BEGIN + WAITS[what] + END
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "untouched", "")
 
 

@@ -9,21 +9,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from tests.control.conftest import engine as engine
-
-
-def free(count: int) -> int:
-    """Return the first of so many ports in a row that are free now."""
-    import socket
-
-    for first in range(23000, 60000, count):
-        try:
-            opened = [socket.create_server(("127.0.0.1", port)) for port in range(first, first + count)]
-        except OSError:
-            continue
-        for one in opened:
-            one.close()
-        return first
-    raise AssertionError("no ports are free")
+from tests.ports import free_ports
 
 
 def port_of(agent: Any) -> int:
@@ -31,7 +17,7 @@ def port_of(agent: Any) -> int:
 
 
 def test_each_worker_takes_the_next_port_of_the_range(engine: Any) -> None:
-    first = free(3)
+    first = free_ports(3)
     made = engine({}, tp=2, control_ports=f"{first}-{first + 2}")
     assert [port_of(agent) for agent in made.agents] == [first, first + 1]
     with pytest.raises(OSError, match=r"no port of 'control_ports' .* is free; each worker needs one"):

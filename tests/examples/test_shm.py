@@ -69,7 +69,7 @@ def test_from_its_wheel_it_conforms_and_is_what_auto_takes(tmp_path: Path) -> No
     wheels = tmp_path / "wheels"
     for folder in (ROOT, EXAMPLE):
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
-        subprocess.run(build, cwd=folder, check=True, timeout=60, capture_output=True)
+        subprocess.run(build, cwd=folder, check=True, timeout=300, capture_output=True)
     core, shm = (next(wheels.glob(f"{name}-*.whl")) for name in ("kvxfer", "kvxfer_shm"))
     home = tmp_path / "environment"
     venv.create(home)

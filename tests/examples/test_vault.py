@@ -44,7 +44,7 @@ def test_a_paged_engine_over_it_gives_the_right_tokens(backend: str, places: tup
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ran.returncode == 0 and "6 answers are those of one engine alone" in ran.stdout, (
         ran.stdout + ran.stderr[-3000:]

@@ -122,5 +122,5 @@ def test_guided_by_coverage(harness: str, runs: int, tmp_path: Path) -> None:
     ]
     # The fuzzer has a limit of memory, and takes what our own peak was for its own if we did not fork.
     fork: Callable[[], None] = lambda: None  # noqa: E731
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, preexec_fn=fork)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, preexec_fn=fork)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -184,4 +184,4 @@ def test_host_memory_needs_no_torch() -> None:
         "import sys, kvxfer.memory as m; s = m.space(m.allocate(64).regions); m.fence('cpu');"
         "assert not {'torch', 'triton'} & set(sys.modules), 'torch was loaded'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

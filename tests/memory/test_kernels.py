@@ -25,7 +25,7 @@ def test_kernels_under_the_interpreter() -> None:
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

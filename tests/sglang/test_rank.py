@@ -45,5 +45,7 @@ def test_a_program_that_ends_says_nothing() -> None:
         ranks = [EngineRank(cache, config, f"e{n}", {"model": "m"}, lambda own: [own], lambda e: None) for n in range(3)]
     """)
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+        )
         assert (ended.returncode, ended.stderr) == (0, "")

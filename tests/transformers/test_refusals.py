@@ -268,7 +268,7 @@ def test_a_ticket_that_is_being_fetched_is_refused_at_once(full: Pair) -> None:
         threads = [threading.Thread(target=fetch) for _ in range(2)]
         for thread in threads:
             thread.start()
-        first, last = failures.get(timeout=60), failures.get(timeout=60)
+        first, last = failures.get(timeout=300), failures.get(timeout=300)
         for thread in threads:
             thread.join()
         assert first.kind is FailureKind.MISUSE and "fetching it already" in str(first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from kvxfer.errors import ConfigError
 from kvxfer_vllm.addresses import HOST, PORT
 from kvxfer_vllm.settings import settings_of
+from tests.ports import free_ports
 from tests.vllm.cases import check, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import prompt
@@ -91,18 +91,6 @@ def test_an_environment_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch, por
 def test_a_rank_without_a_port() -> None:
     with pytest.raises(ConfigError, match="data-parallel rank 7"):
         settings_of(config({"port": 65530}, data_parallel_index=7))
-
-
-def free_ports(n: int) -> int:
-    """Return the first of so many ports in a row that are free."""
-    for first in range(20000, 60000, n):
-        try:
-            for held in [socket.create_server(("127.0.0.1", first + i)) for i in range(n)]:
-                held.close()
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no ports")
 
 
 def test_data_parallel_ranks_on_one_host(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import zmq
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
+from tests.ports import free_ports
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, PlayedEngine, prompt
-from tests.vllm.test_addresses import free_ports
 from tests.vllm.wire import Wire
 
 overlap = both_ways

@@ -18,11 +18,11 @@ from kvxfer.errors import ConfigError
 from kvxfer_vllm import KVXferConnector, register
 from kvxfer_vllm.addresses import located
 from kvxfer_vllm.migration import ConnectorConfig
+from tests.ports import free_ports
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.store import attach
-from tests.vllm.test_addresses import free_ports
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOUND = [

@@ -25,11 +25,11 @@ from kvxfer_vllm import KVXferConnector, register
 from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.nixl import NixlConnector
 from tests.conftest import require
+from tests.ports import free_ports
 from tests.vllm import stacks
 from tests.vllm.cases import check, parties
 from tests.vllm.conftest import Make
 from tests.vllm.engine import PlayedEngine, prompt
-from tests.vllm.test_addresses import free_ports
 
 Params = dict[str, Any]
 

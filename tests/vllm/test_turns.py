@@ -40,7 +40,7 @@ def test_slots_are_those_of_vllms_kernel() -> None:
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "slots as described" in done.stdout
