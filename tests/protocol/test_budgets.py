@@ -66,7 +66,7 @@ def test_owners_that_a_host_makes_up_push_out_none_of_another_host(most: int) ->
     assert all(keep.get("honest", i) == i for i in range(10))
     assert len(keep) == 60 and keep.get(f"sybil {999 // most}", 999 % most) == 999
     keep.forget(20.0)
-    assert not keep._hosts and not keep._host and not len(keep)
+    assert not keep._hosts and not keep._held and not len(keep)
 
 
 def closes(machine: ProducerMachine, link: bytes, transfer: TransferId, attempt: int = 1) -> list[Action]:
