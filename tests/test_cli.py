@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -425,6 +426,40 @@ def test_top_says_where_no_metrics_are(answer: bytes) -> None:
     result = run("top", f"127.0.0.1:{answering(answer)}", "--once", "--json")
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
     assert "is this the engine's HTTP port?" in json.loads(result.stdout)["engines"][0]["error"]
+
+
+def trickling(first: bytes) -> int:
+    """The port of a server that never ends its answer, and sends a byte of it each tenth of a second."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve(met: socket.socket) -> None:
+        with met, suppress(OSError):
+            met.sendall(first)
+            while True:
+                met.sendall(b"x")
+                time.sleep(0.1)
+
+    def accept() -> None:
+        with listener:
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def test_top_waits_for_no_server_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in its headers nor in its page, nor for several one after the other; the others are shown."""
+    monkeypatch.setattr("kvxfer.cli.top.ANSWER_S", 2.0)
+    page = b"kvxfer_offers_in_hand 3\n"
+    good = answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page) + page)
+    slow = [trickling(first) for first in (b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 200 OK\r\n\r\n") for _ in range(3)]
+    began = time.monotonic()
+    result = run("top", *[f"127.0.0.1:{port}" for port in (*slow, good)], "--once", "--json")
+    assert time.monotonic() - began < 20.0
+    rows = json.loads(result.stdout)["engines"]
+    assert rows[-1]["offers_in_hand"] == 3
+    assert all("it has not answered within 2 s" in row["error"] for row in rows[:-1])
 
 
 def test_top_shows_what_numbers_there_are() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,6 +25,7 @@ from kvxfer.prometheus import Samples, read_samples
 __all__ = ["top"]
 
 ANSWER_S = 5.0
+"""Seconds that all engines together have for their answers."""
 ONCE_S = 1.0
 """Seconds between the two looks of ``--once``."""
 MAX_BYTES = 64 << 20
@@ -55,7 +58,7 @@ def top(
         except IdentityError as e:
             raise typer.BadParameter(str(e)) from None
     console = make_console()
-    before: dict[str, Seen] = {engine: look(engine) for engine in engines} if once else {}
+    before: dict[str, Seen] = look(engines) if once else {}
     if once:
         time.sleep(ONCE_S)
     live = None if once or as_json else Live(console=console)
@@ -63,7 +66,7 @@ def top(
         live.start()
     try:
         while True:
-            seen = {engine: look(engine) for engine in engines}
+            seen = look(engines)
             if once:  # one that answers once is shown without rates
                 seen |= {engine: was for engine, was in before.items() if seen[engine].error and not was.error}
             rows = [row(seen[engine], before.get(engine)) for engine in engines]
@@ -105,19 +108,54 @@ class Seen:
         return {key: value for key, value in sorted(out.items()) if value}
 
 
-def look(engine: str) -> Seen:
-    """Read an engine's metrics now. An engine that does not answer is an ``error``, no exception."""
-    try:
-        with urllib.request.urlopen(f"http://{engine}/metrics", timeout=ANSWER_S) as answer:
+class _Reading(threading.Thread):
+    """Reads an engine's metrics. A server that sends a little now and then is not waited for."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__(name="kvxfer-top", daemon=True)
+        self._engine = engine
+        self._connection = http.client.HTTPConnection(engine, timeout=ANSWER_S)
+        self._seen: Seen | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._connection.request("GET", "/metrics")
+            answer = self._connection.getresponse()
             page = answer.read(MAX_BYTES).decode(errors="replace")
-    except (OSError, ValueError, http.client.HTTPException) as e:
-        why = e.reason if type(e) is urllib.error.URLError else str(e).strip() or type(e).__name__
-        return Seen(
-            engine, time.monotonic(), {}, f"cannot read http://{engine}/metrics: {why}; is this the engine's HTTP port?"
-        )
-    samples = read_samples(page)
-    missing = "" if samples else "its /metrics has no metrics of kvxfer; is kvxfer its connector?"
-    return Seen(engine, time.monotonic(), samples, missing)
+            if answer.status != http.HTTPStatus.OK:
+                raise http.client.HTTPException(f"it answers {answer.status} {answer.reason}")
+        except (
+            OSError,
+            ValueError,
+            AttributeError,
+            http.client.HTTPException,
+        ) as e:  # one may be that of a closed socket
+            self._seen = self._failed(str(e).strip() or type(e).__name__)
+            return
+        samples = read_samples(page)
+        missing = "" if samples else "its /metrics has no metrics of kvxfer; is kvxfer its connector?"
+        self._seen = Seen(self._engine, time.monotonic(), samples, missing)
+
+    def _failed(self, why: str) -> Seen:
+        what = f"cannot read http://{self._engine}/metrics: {why}; is this the engine's HTTP port?"
+        return Seen(self._engine, time.monotonic(), {}, what)
+
+    def end(self, until: float) -> Seen:
+        """Return what it has read by this time of ``time.monotonic``, and end it."""
+        self.join(max(until - time.monotonic(), 0.0))
+        seen = self._seen or self._failed(f"it has not answered within {ANSWER_S:g} s")
+        if self.is_alive() and self._connection.sock is not None:
+            with suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
+        return seen
+
+
+def look(engines: Iterable[str]) -> dict[str, Seen]:
+    """Read the metrics of all engines now, at the same time. One that does not answer in time is an ``error``, no exception."""
+    until = time.monotonic() + ANSWER_S
+    readings = {engine: _Reading(engine) for engine in engines}
+    return {engine: reading.end(until) for engine, reading in readings.items()}
 
 
 def row(now: Seen, before: Seen | None) -> dict[str, Any]:

@@ -134,6 +134,12 @@ class LinkTable(ABC, Generic[L]):
         if known is not None and not known.connection.send(msg) and known.connection.lost is None:
             self._deaf.append(link)
 
+    def tell(self, news: SlotNews) -> None:
+        """Tell the peer what the data plane says about a slot, unless the link is being made: the slot was one of the link before."""
+        known = self._links.get(news.ref.link)
+        if known is not None and known.up:
+            self.send(known.id, news.said)
+
     def heard(self, link: LinkId, msg: SlotMessage) -> None:
         """Tell the data plane what the peer says about a slot."""
         self._data.post(SlotNews(PartRef(self.role, link, msg.transfer, msg.attempt, msg.part), msg))

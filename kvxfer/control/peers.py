@@ -161,7 +161,7 @@ class AgentPeers:
 
     def _tell_peer(self, news: SlotNews) -> None:
         """Tell the peer what the data plane says about a slot."""
-        (self._in if news.ref.role == "producer" else self._out).send(news.ref.link, news.said)
+        (self._in if news.ref.role == "producer" else self._out).tell(news)
 
     # --- what is due -----------------------------------------------------------------------------------------------
 

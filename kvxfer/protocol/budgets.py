@@ -183,23 +183,27 @@ class NewcomerShares(Generic[Owner]):
 class _Held(Generic[Owner, K, V]):
     """The values of all owners of one host, with how many owners have how many."""
 
-    __slots__ = ("by_size", "largest", "n", "values")
+    __slots__ = ("by_size", "host", "largest", "n", "values")
 
-    def __init__(self) -> None:
+    def __init__(self, host: Hashable) -> None:
+        self.host = host
         self.values: dict[Owner, OrderedDict[K, V]] = {}
         self.by_size: dict[int, dict[Owner, None]] = {}
         self.n = self.largest = 0
 
-    def count(self, owner: Owner, more: int) -> None:
-        """Record that an owner has one more or one less than it had."""
-        now = len(self.values[owner])
+    def count(self, owner: Owner, now: int, more: int) -> None:
+        """Record that an owner has ``now`` values, which is one more or one less than it had."""
         was = self.by_size.get(now - more)
         if was is not None:
             was.pop(owner, None)
             if not was:
                 del self.by_size[now - more]
         if now:
-            self.by_size.setdefault(now, {})[owner] = None
+            same = self.by_size.get(now)
+            if same is None:
+                self.by_size[now] = {owner: None}
+            else:
+                same[owner] = None
         self.n += more
         if now > self.largest or self.largest not in self.by_size:
             self.largest = now
@@ -226,56 +230,55 @@ class ExpiringMap(Generic[Owner, K, V]):
         self._seconds, self._most = seconds, most
         self._until: OrderedDict[tuple[Owner, K], float] = OrderedDict()
         self._hosts: dict[Hashable, _Held[Owner, K, V]] = {}
-        self._host: dict[Owner, Hashable] = {}  # of each owner that has something
+        self._held: dict[Owner, _Held[Owner, K, V]] = {}  # of each owner that has something: its host's
 
     def put(self, owner: Owner, key: K, value: V, now: float, peer: PeerIdentity = NOBODY) -> None:
         """Remember a value; ``peer``: whose its owner is, which stays so while the owner has anything."""
-        self.pop(owner, key)
-        host = self._host.get(owner, peer.levels[0])
+        if (owner, key) in self._until:
+            self.pop(owner, key)
         if len(self._until) >= self._most:
-            self._make_room(owner, host)
+            self._make_room(owner, peer)
         self._until[owner, key] = now + self._seconds
-        self._host[owner] = host
-        held = self._hosts.get(host)
+        held = self._held.get(owner)
         if held is None:
-            held = self._hosts[host] = _Held()
-        held.values.setdefault(owner, OrderedDict())[key] = value
-        held.count(owner, 1)
+            host = peer.levels[0]
+            held = self._held[owner] = self._hosts.get(host) or self._hosts.setdefault(host, _Held(host))
+            held.values[owner] = OrderedDict()
+        mine = held.values[owner]
+        mine[key] = value
+        held.count(owner, len(mine), 1)
 
-    def _make_room(self, owner: Owner, host: Hashable) -> None:
-        held = self._hosts.get(host) or _Held()
-        if held.n * (len(self._hosts) + (not held.n)) < self._most:
-            held = max(self._hosts.values(), key=lambda other: other.n)
-        mine = len(held.values.get(owner, ()))
-        if mine * (len(held.values) + (not mine)) < held.n:
-            owner = held.greediest
-        self.pop(owner, next(iter(held.values[owner])))
-
-    def _of(self, owner: Owner) -> OrderedDict[K, V] | None:
-        return self._hosts[self._host[owner]].values[owner] if owner in self._host else None
+    def _make_room(self, owner: Owner, peer: PeerIdentity) -> None:
+        own = self._held.get(owner) or self._hosts.get(peer.levels[0])
+        if own is None or own.n * len(self._hosts) < self._most:
+            own = max(self._hosts.values(), key=lambda other: other.n)
+        mine = len(own.values.get(owner, ()))
+        if mine * (len(own.values) + (not mine)) < own.n:
+            owner = own.greediest
+        self.pop(owner, next(iter(own.values[owner])))
 
     def get(self, owner: Owner, key: K) -> V | None:
-        mine = self._of(owner)
-        return None if mine is None else mine.get(key)
+        held = self._held.get(owner)
+        return None if held is None else held.values[owner].get(key)
 
     def pop(self, owner: Owner, key: K) -> bool:
         """Forget the value of ``key``; return whether there was one."""
-        mine = self._of(owner)
-        if mine is None or key not in mine:
+        if (owner, key) not in self._until:
             return False
+        held = self._held[owner]
+        mine = held.values[owner]
         del mine[key], self._until[owner, key]
-        held = self._hosts[self._host[owner]]
-        held.count(owner, -1)
+        held.count(owner, len(mine), -1)
         if not mine:
-            del held.values[owner]
-            host = self._host.pop(owner)
+            del held.values[owner], self._held[owner]
             if not held.values:
-                del self._hosts[host]
+                del self._hosts[held.host]
         return True
 
     def leave(self, owner: Owner) -> None:
         """Forget all values of an owner."""
-        for key in list(self._of(owner) or ()):
+        held = self._held.get(owner)
+        for key in list(() if held is None else held.values[owner]):
             self.pop(owner, key)
 
     def forget(self, now: float) -> None:

@@ -6,8 +6,15 @@ import time
 
 import pytest
 
+from kvxfer.failures import FailureKind
+from kvxfer.identity import Generation, TransferId
+from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity, largest_group
+from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Send
+from kvxfer.values import Offer
+from tests.protocol.test_doors import PLANNER, TABLE, T
 
 
 def test_who_goes_is_of_the_host_and_then_of_the_engine_that_has_most() -> None:
@@ -59,7 +66,35 @@ def test_owners_that_a_host_makes_up_push_out_none_of_another_host(most: int) ->
     assert all(keep.get("honest", i) == i for i in range(10))
     assert len(keep) == 60 and keep.get(f"sybil {999 // most}", 999 % most) == 999
     keep.forget(20.0)
-    assert not keep._hosts and not keep._host and not len(keep)
+    assert not keep._hosts and not keep._held and not len(keep)
+
+
+def closes(machine: ProducerMachine, link: bytes, transfer: TransferId, attempt: int = 1) -> list[Action]:
+    why = FailureKind.CANCELLED, "changed its mind"
+    return machine.message(link, m.CloseAttempt(transfer, attempt, b"right", *why), 0.0)
+
+
+@pytest.mark.parametrize("what", ["an early refusal", "a last word"])
+def test_numbers_of_readers_that_one_host_makes_up_push_out_nothing_of_another(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("producer", "serves"):
+        monkeypatch.setattr(f"kvxfer.protocol.{module}.MAX_WORDS", 50)
+    machine = ProducerMachine(60.0, 30.0)
+    machine.link_up(b"honest", LinkInfo("read", PLANNER, peer=1, owner=PeerIdentity("a", "engine")), 0.0)
+    for attempt in (1, 2):
+        closes(machine, b"honest", T, attempt)
+    for i in range(200):
+        link = f"{i}".encode()
+        machine.link_up(link, LinkInfo("read", PLANNER, peer=2 + i, owner=PeerIdentity("b", f"name {i}")), 0.0)
+        closes(machine, link, TransferId("own/1/other", i))
+    if what == "an early refusal":
+        actions = machine.offer(Offer(T, b"right", Generation(1), 4, TABLE, True), 0.0)
+        assert any(isinstance(a, Emit) and isinstance(a.event, Ended) for a in actions), "it waits for its lease"
+    else:
+        ask = m.FetchRequest(T, 1, b"right", 0, 4, TABLE, 1, 5.0)
+        (said,) = machine.message(b"honest", ask, 0.0)
+        assert isinstance(said, Send) and isinstance(said.message, m.AttemptClosed), "it is served once more"
 
 
 def test_owners_cost_no_time_however_many_there_are() -> None:

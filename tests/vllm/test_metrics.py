@@ -402,8 +402,8 @@ def test_top_does_not_take_what_is_over_for_what_is_now(registry: CollectorRegis
 def test_top_takes_rates_between_two_looks(server: str) -> None:
     from kvxfer.cli.top import look, row
 
-    first = look(server)
-    second = row(look(server), first)
+    first = look([server])[server]
+    second = row(look([server])[server], first)
     assert second["loads_per_s"] > 0 and second["mb_per_s"] > 0
 
 

@@ -83,7 +83,7 @@ class HttpServer:
         try:
             if status == 200:
                 return str(json.loads(text)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             pass
         raise NoServerError(
             f"{self.url} is no server of the OpenAI API: it answers {status} to /v1/models, without a model"
@@ -124,7 +124,7 @@ class HttpServer:
             texts = [line[5:].strip() for line in text.splitlines() if line.startswith(b"data:")]
         try:
             return HttpAnswer(status, [json.loads(text) for text in texts if text and text != b"[DONE]"])
-        except ValueError:
+        except (ValueError, RecursionError):
             if status >= 400:
                 return HttpAnswer(status)
             raise NoServerError(f"{self.url} answers {path} with something other than JSON: {text[:80]!r}") from None
