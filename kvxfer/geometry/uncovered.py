@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.geometry.cache import Cache, View
+from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.segments import Rows
 from kvxfer.geometry.turns import TokenTurns
+from kvxfer.geometry.view import View
 from kvxfer.values import Ints
 
 __all__ = ["UncoveredBytes", "uncovered"]

@@ -13,11 +13,12 @@ from kvxfer.errors import ArgumentError, ConfigError
 from kvxfer.fence import Fence
 from kvxfer.geometry import HOST, Region
 from kvxfer.memory.blame import SpaceError, checked_allocation, checked_fence, space_error
-from kvxfer.memory.checksum import sample
+from kvxfer.memory.checksum import Checksum, sample
 from kvxfer.memory.elastic import with_elastic
 from kvxfer.memory.fence import Done
+from kvxfer.memory.regions import Side
 from kvxfer.memory.registry import space_for
-from kvxfer.memory.space import Checksum, Side, Space
+from kvxfer.memory.space import Space
 
 __all__ = [
     "HOST",

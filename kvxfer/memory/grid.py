@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvxfer.geometry import CopyPattern
-from kvxfer.memory.space import Side, Space
+from kvxfer.memory.regions import Regions, Side
 
 __all__ = ["Grid", "grids"]
 
@@ -29,7 +29,7 @@ class Grid:
     first: int
 
 
-def grids(space: Space, pattern: CopyPattern, side: Side) -> list[Grid]:
+def grids(space: Regions, pattern: CopyPattern, side: Side) -> list[Grid]:
     """Divide one side of a pattern into few grids.
 
     Cells at even distances make a grid, and so do groups of such cells at even distances (layers of K and V).

@@ -2,8 +2,8 @@
 
 The same conversations run in turns: with a router that tells the prefill server nothing of earlier turns, with kvxfer and a router that
 does, and (``--nixl``) with vLLM's NixlConnector in its bidirectional mode. Prints how many tokens the prefill server computed at each
-turn, how long the client waited for the first token, and how long the prefill server takes for the same prompt once it has it. With ``--check`` it says whether both are right: tokens, as a plain server has
-them, and how many prefill computes.
+turn, how long the client waited for the first token, and how long the prefill server takes for the same prompt once it has it. With
+``--check`` it says whether both are right: tokens, as a plain server has them, and how many prefill computes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import HEAD, LENGTH, cell_keys, fine, next_token, spans, word_keys
 from kvxfer.memory.cuda.tables import Table, Tables
 from kvxfer.memory.fence import Done, Events
-from kvxfer.memory.space import Side, Space
+from kvxfer.memory.regions import Side
+from kvxfer.memory.space import Space
 from kvxfer.memory.triton_kernels import digest_rows, move_rows
 
 __all__ = ["Launcher"]

@@ -12,8 +12,7 @@ import numpy as np
 
 from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance.participant_link import PARTS, Part, ParticipantLink, Started, TransferMode
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import SIZES, World
+from kvxfer.testing.conformance.suite import SIZES, Suite, World
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport.contract import Transport
 

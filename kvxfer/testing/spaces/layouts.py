@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvxfer import memory
 from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Region, route
 from kvxfer.memory import Space
-from kvxfer.memory.space import Bytes
+from kvxfer.memory.regions import Bytes
 
 __all__ = ["LAYOUTS", "Held", "CacheLayout", "hold_cache", "layout_pairs", "plan_between", "rows_of"]
 
