@@ -71,9 +71,6 @@ class KeySet:
 class KeyRing:
     """The keys of one file, which is read again on request.
 
-    Attributes:
-        keys: The keys that were last read.
-
     Raises:
         ConfigError: The file holds no usable key.
         OSError: The file cannot be read.

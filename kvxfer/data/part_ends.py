@@ -58,20 +58,12 @@ class WaitsFor(enum.Enum):
 
 @dataclass(slots=True)
 class _Ended:
-    """A part that has ended.
-
-    Attributes:
-        waits: What for.
-        job: The part.
-        work: What the device has still to do.
-        moved: Its end, to be reported with a checksum.
-        checksum: That checksum.
-    """
+    """A part that has ended."""
 
     waits: WaitsFor
     job: Job
-    work: list[Fence] = field(default_factory=list)
-    moved: Moved | None = None
+    work: list[Fence] = field(default_factory=list)  # what the device has still to do
+    moved: Moved | None = None  # its end, to be reported with the checksum
     checksum: Checksum | None = None
 
 

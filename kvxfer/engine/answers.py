@@ -103,10 +103,6 @@ class PrefixAnswers:
 
     What is held for them is bounded by the limit of ``BlockPins``. Each peer may have three quarters of what the others leave. It is
     given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).
-
-    Attributes:
-        counts: What came of it.
-        took: The seconds from the latest inquiries to their answers.
     """
 
     def __init__(

@@ -58,11 +58,7 @@ class AskCounts(msgspec.Struct):
 
 
 class Asks:
-    """The questions of an engine's requests. One thread.
-
-    Attributes:
-        counts: What has come of them, by kind.
-    """
+    """The questions of an engine's requests. One thread."""
 
     def __init__(
         self,

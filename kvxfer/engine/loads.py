@@ -26,14 +26,7 @@ _S, _E = LoadState, LoadEvent
 
 
 class Loads:
-    """The requests that load; one thread. Calls about any other request do nothing.
-
-    Attributes:
-        schedule: All loads.
-        prefetches: Those of them that are sync.
-        paces: How fast recent loads were.
-        alone: Whether the engine has nothing else to do.
-    """
+    """The requests that load; one thread. Calls about any other request do nothing."""
 
     def __init__(
         self,

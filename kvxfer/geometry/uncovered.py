@@ -23,13 +23,7 @@ __all__ = ["UncoveredBytes", "uncovered"]
 
 @dataclass(frozen=True)
 class UncoveredBytes:
-    """A strided set of bytes: ``unit`` of them at every sum of a place and one step along each axis.
-
-    Attributes:
-        places: Flat offsets.
-        axes: (length, stride in bytes) of each axis.
-        unit: Contiguous bytes.
-    """
+    """A strided set of bytes: ``unit`` of them at every sum of a place and one step along each axis."""
 
     places: tuple[int, ...]
     axes: tuple[tuple[int, int], ...]

@@ -12,21 +12,13 @@ __all__ = ["Grid", "grids"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Consecutive rows of a pattern at even distances in one region.
-
-    Attributes:
-        region: Its number.
-        offset: First byte, in the region.
-        shape: Rows along one or two axes of cells, then along the pattern's own axes.
-        strides: Bytes from row to row along each axis.
-        first: Number of the first row in the pattern's order.
-    """
+    """Consecutive rows of a pattern at even distances in one region."""
 
     region: int
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    first: int
+    offset: int  # first byte, in the region
+    shape: tuple[int, ...]  # rows along one or two axes of cells, then along the pattern's own axes
+    strides: tuple[int, ...]  # bytes from row to row along each axis
+    first: int  # number of the first row in the pattern's order
 
 
 def grids(space: Regions, pattern: CopyPattern, side: Side) -> list[Grid]:

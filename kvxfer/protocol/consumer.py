@@ -55,9 +55,6 @@ class ConsumerMachine:
         start: Seconds that a fetch may wait for its first part; the producer's queue may be long.
         timeout: Seconds from its first part to its outcome.
         retry: Seconds after which an unanswered message is repeated; the wait doubles each time.
-
-    Attributes:
-        corrupt: How many transfers failed because other bytes arrived than were sent.
     """
 
     def __init__(self, start: float, timeout: float, retry: float = 1.0) -> None:

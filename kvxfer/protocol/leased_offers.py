@@ -27,13 +27,6 @@ class LeasedOffers:
         lease: Seconds for which an offer is kept while nobody asks for it, and for which answers are remembered.
         longest: The most seconds for which a fetch request is kept, whatever it says.
         revocations: Counts what was announced and is given up.
-
-    Attributes:
-        records: The records that have not ended.
-        over: What is remembered of those that have.
-        releases: The order in which they are released.
-        serves: What is being served of them.
-        closed: Once the agent closes, the outcome of all offers, present and future.
     """
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter) -> None:
@@ -42,7 +35,7 @@ class LeasedOffers:
         self.over: Recent[TransferId, Over] = Recent(lease, MAX_WORDS)
         self.releases = Releases()
         self.serves = Serves(lease, longest, revocations, self._serve_over)
-        self.closed: Outcome | None = None
+        self.closed: Outcome | None = None  # once the agent closes, that of all offers, present and future
         self._leases: Timers[TransferId] = Timers()
 
     def record(self, transfer: TransferId, now: float) -> OfferRecord:

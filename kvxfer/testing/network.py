@@ -42,29 +42,20 @@ class NetworkMember(Protocol):
 
 @dataclass(eq=False)
 class PendingBatch:
-    """A submitted batch that has not ended.
+    """A submitted batch that has not ended."""
 
-    Attributes:
-        number: The owner's number for it.
-        side: The owner's end of the link.
-        addresses: Local address of each run.
-        remote: Offset of each run at the peer, for one-sided verbs.
-        after: A fence to wait for, until it is found to have passed.
-        due: When it may begin, on the monotonic clock.
-        withdrawn: Whether it has ended for its owner. It keeps its place in the stream, so that the other half meets it
-            and fails.
-    """
-
-    number: int
+    number: int  # the owner's, for it
     batch: Batch
     side: LinkEnd
-    addresses: Ints
-    remote: Ints | None
+    addresses: Ints  # of each run, here
+    remote: Ints | None  # offset of each run at the peer, for one-sided verbs
     lengths: Ints
-    after: Fence | None
-    due: float
+    after: Fence | None  # to wait for, until it is found to have passed
+    due: float  # when it may begin, on the monotonic clock
     fate: Fault | None
-    withdrawn: bool = False
+    withdrawn: bool = (
+        False  # ended for its owner; it keeps its place in the stream, so that the other half meets it and fails
+    )
 
     def fenced(self) -> bool:
         """Return whether its fence has yet to pass; forget one that has."""

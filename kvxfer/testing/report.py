@@ -121,13 +121,6 @@ def run_suite(
 
     A clause in which the process dies or hangs is broken, and those after it are not tried.
 
-    Args:
-        backend: The back end's name, or ``module:Class``.
-        options: Its options.
-        settings: Attributes of the suite to set.
-        only: Selects clauses, as pytest's ``-k`` does.
-        fail_fast: Whether to stop at the first clause that is broken.
-
     Raises:
         ConfigError: There is no such back end, or it refuses the options.
         TransportError: The back end cannot start.

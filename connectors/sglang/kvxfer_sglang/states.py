@@ -45,12 +45,7 @@ def kind_of(state: Any) -> str:
 
 @dataclass(frozen=True)
 class States:
-    """The states of a pool, and how block tables list them.
-
-    Attributes:
-        kinds: Their kinds, in SGLang's order.
-        page: Tokens of a page.
-    """
+    """The states of a pool, and how block tables list them."""
 
     kinds: tuple[str, ...]
     page: int

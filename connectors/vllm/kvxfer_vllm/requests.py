@@ -36,23 +36,14 @@ Naming = Callable[[Sequence[int]], Prefix]
 
 @dataclass(slots=True, eq=False)
 class HttpBatch:
-    """The prompts of one HTTP request, as far as is known.
+    """The prompts of one HTTP request, as far as is known."""
 
-    Attributes:
-        answer: The name of its answer.
-        base: The id that its prompts have in common.
-        arrived: When it came.
-        prompts: By position, the name that vLLM has given to a prompt.
-        requests: The requests of which something is computed or held.
-        running: The ones among them that have not ended.
-    """
-
-    answer: str
-    base: str
-    arrived: float
-    prompts: dict[int, str] = field(default_factory=dict)
-    requests: set[str] = field(default_factory=set)
-    running: set[str] = field(default_factory=set)
+    answer: str  # the name of its answer
+    base: str  # the id that its prompts have in common
+    arrived: float  # when it came
+    prompts: dict[int, str] = field(default_factory=dict)  # by position, the name that vLLM has given to a prompt
+    requests: set[str] = field(default_factory=set)  # those of which something is computed or held
+    running: set[str] = field(default_factory=set)  # the ones among them that have not ended
 
 
 @dataclass(slots=True, eq=False)

@@ -56,12 +56,7 @@ class Took(NamedTuple):
 
 
 class CallTimes:
-    """How long the calls of some transports have taken.
-
-    Attributes:
-        longest: The longest call of each method.
-        count: The number of calls of each method.
-    """
+    """How long the calls of some transports have taken."""
 
     def __init__(self) -> None:
         self.longest: dict[str, Took] = {}
