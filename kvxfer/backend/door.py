@@ -95,7 +95,11 @@ def knock(name: str, peer: str) -> socket.socket:
 
 
 class UnixDoor:
-    """A listening socket, and the strangers: connections over which nothing has been said yet."""
+    """A listening socket, and the strangers: connections over which nothing has been said yet.
+
+    Attributes:
+        name: The socket's name in the abstract namespace.
+    """
 
     def __init__(self, backend: str, wakeup: Wakeup) -> None:
         """Start to listen; from then on ``wakeup`` wakes when ``answer`` has something to do."""

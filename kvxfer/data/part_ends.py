@@ -36,15 +36,10 @@ LOOK_S = 0.00003
 
 @dataclass(frozen=True)
 class Limits:
-    """When a link, or the back end, is given up.
+    """When a link, or the back end, is given up."""
 
-    Attributes:
-        grace: The most seconds in which a batch must end after its abort.
-        quarantine: The most bytes of memory that may be not quiet; beyond, the back end is reset.
-    """
-
-    grace: float
-    quarantine: int
+    grace: float  # the most seconds in which a batch must end after its abort
+    quarantine: int  # the most bytes of memory that may be not quiet; beyond, the back end is reset
 
 
 class WaitsFor(enum.Enum):

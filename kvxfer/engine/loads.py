@@ -26,7 +26,14 @@ _S, _E = LoadState, LoadEvent
 
 
 class Loads:
-    """The requests that load; one thread. Calls about any other request do nothing."""
+    """The requests that load; one thread. Calls about any other request do nothing.
+
+    Attributes:
+        schedule: All loads.
+        prefetches: Those of them that are sync.
+        paces: How fast recent loads were.
+        alone: Whether the engine has nothing else to do.
+    """
 
     def __init__(
         self,

@@ -69,26 +69,16 @@ class PendingBatch:
 
 @dataclass(eq=False)
 class LinkEnd:
-    """One end of a link.
+    """One end of a link."""
 
-    Attributes:
-        owner: The fake whose end it is.
-        tokens: The tokens of both ends.
-        peer_agent: Name of the peer.
-        lent: The owner's memories that the peer may read, and write to if ``writable``.
-        other: The other end, once it is there.
-        broken: Why nothing can pass any more.
-        posts: Batches that have not ended.
-    """
-
-    owner: NetworkMember
-    tokens: frozenset[str]
-    peer_agent: str
-    lent: frozenset[int]
+    owner: NetworkMember  # the fake whose end it is
+    tokens: frozenset[str]  # the tokens of both ends
+    peer_agent: str  # name of the peer
+    lent: frozenset[int]  # the owner's memories that the peer may read, and write to if ``writable``
     writable: bool
-    other: LinkEnd | None = None
-    broken: PeerError | None = None
-    posts: list[PendingBatch] = field(default_factory=list)
+    other: LinkEnd | None = None  # the other end, once it is there
+    broken: PeerError | None = None  # why nothing can pass any more
+    posts: list[PendingBatch] = field(default_factory=list)  # batches that have not ended
 
     def of(self, verb: Verb) -> list[PendingBatch]:
         return [p for p in self.posts if p.batch.verb is verb]

@@ -27,13 +27,9 @@ _SHOW, _PLACES = b"K", b"P"
 
 @dataclass
 class Lent:
-    """What the peer of one link may reach, and in each of these memories the key for it, which is zeros once that is over.
+    """What the peer of one link may reach, and in each of these memories the key for it, which is zeros once that is over."""
 
-    Attributes:
-        numbers: The memories; ``None`` in ``keys`` until the peer asks.
-    """
-
-    numbers: frozenset[int]
+    numbers: frozenset[int]  # the memories; ``None`` in ``keys`` until the peer asks
     keys: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     def show(self, key: bytes, memories: Memories) -> list[exported.Exported]:
