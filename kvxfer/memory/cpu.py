@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -15,9 +15,8 @@ from kvxfer.fence import Fence
 from kvxfer.geometry import HOST, CopyPattern, CopyPlan, LogicalCopy, Region, StridedCopy
 from kvxfer.memory.checksum import Checksum, Sum, constants, fine, logical_copies, row_keys, spans
 from kvxfer.memory.fence import Done
-from kvxfer.memory.grid import Grid, grids
 from kvxfer.memory.pool import in_parallel
-from kvxfer.memory.regions import Bytes, Side
+from kvxfer.memory.regions import Bytes, Regions, Side
 from kvxfer.memory.rows import Rows, best, sum_rows
 from kvxfer.memory.space import HostSpace, Space, require_passed
 
@@ -29,12 +28,23 @@ _MANY = 500
 than it starts a row, but lets other threads run only while it moves more than 500 items."""
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """Consecutive rows of a pattern at even distances in one region."""
+
+    region: int
+    offset: int  # first byte, in the region
+    shape: tuple[int, ...]  # rows along one or two axes of cells, then along the pattern's own axes
+    strides: tuple[int, ...]  # bytes from row to row along each axis
+    first: int  # number of the first row in the pattern's order
+
+
 class CpuSpace(HostSpace):
     """Host memory. Everything is done when a method returns."""
 
     def __init__(self, regions: tuple[Region, ...], device: str = HOST, *, pinned: bool = False) -> None:
         super().__init__(regions, device, pinned=pinned)
-        self._grids: WeakKeyDictionary[CopyPattern, dict[Side, list[Grid]]] = WeakKeyDictionary()
+        self._grids: WeakKeyDictionary[CopyPattern, dict[Side, list[_Grid]]] = WeakKeyDictionary()
 
     @classmethod
     def allocate_host(cls, nbytes: int) -> CpuSpace:
@@ -78,7 +88,7 @@ class CpuSpace(HostSpace):
                 total += sum_rows(rows, factors, length)
         return total
 
-    def grids(self, pattern: CopyPattern, side: Side) -> list[Grid]:
+    def grids(self, pattern: CopyPattern, side: Side) -> list[_Grid]:
         """Return ``grids`` of this space, remembered as long as the pattern lives."""
         sides = self._grids.setdefault(pattern, {})
         if side not in sides:
@@ -140,7 +150,7 @@ class _Form:
     packed: tuple[int, ...]
 
 
-def _form(g: Grid, pattern: CopyPattern, size: int) -> _Form:
+def _form(g: _Grid, pattern: CopyPattern, size: int) -> _Form:
     packed = tuple(size * prod(g.shape[i + 1 :]) for i in range(len(g.shape)))
     segment, first = size * len(pattern), size * g.first
     if size < _SHORT and prod(g.shape) > _MANY:
@@ -164,3 +174,41 @@ def even(places: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]
         if hi == len(places) or steps[hi - 1] != step or counts[hi] != counts[lo]:
             yield lo, hi, step
             lo = hi
+
+
+def grids(space: Regions, pattern: CopyPattern, side: Side) -> list[_Grid]:
+    """Divide one side of a pattern into few grids.
+
+    Cells at even distances make a grid, and so do groups of such cells at even distances (layers of K and V).
+    """
+    source = side == "source"
+    cells = pattern.src_cells if source else pattern.dst_cells
+    axes = tuple(n for n, _, _ in pattern.axes), tuple((s if source else d) for _, s, d in pattern.axes)
+    rows = len(pattern) // len(cells)
+    regions, at = space.of_cells(cells).tolist(), cells.tolist()
+    out, lo = [], 0
+    while lo < len(at):
+        hi = lo + 1
+        step = at[hi] - at[lo] if hi < len(at) else 0
+        while hi < len(at) and regions[hi] == regions[lo] and at[hi] - at[hi - 1] == step:
+            hi += 1
+        begin = at[lo] - space.starts[regions[lo]]
+        out.append(_Grid(regions[lo], begin, (hi - lo, *axes[0]), (step, *axes[1]), lo * rows))
+        lo = hi
+    return _grouped(out)
+
+
+def _grouped(alone: list[_Grid]) -> list[_Grid]:
+    """Join equal grids at even distances into grids with one axis more."""
+    out, lo = [], 0
+    while lo < len(alone):
+        g, hi = alone[lo], lo + 1
+        step = alone[hi].offset - g.offset if hi < len(alone) else 0
+        while hi < len(alone) and (
+            replace(alone[hi], offset=0, first=0) == replace(g, offset=0, first=0)
+            and alone[hi].offset - alone[hi - 1].offset == step
+        ):
+            hi += 1
+        out.append(replace(g, shape=(hi - lo, *g.shape), strides=(step, *g.strides)) if hi > lo + 1 else g)
+        lo = hi
+    return out
