@@ -47,8 +47,8 @@ class Target:
     """A producer rank to dial."""
 
     address: str  # where it listens
-    epoch: int  # its epoch
-    cache: Cache  # its cache
+    epoch: int
+    cache: Cache
     assignments: tuple[ShardAssignment, ...]  # what this agent reads from it
     backends: tuple[str, ...]  # the back ends that both have, in the order of this agent's preference
     source: Source  # the directory that has named it

@@ -101,18 +101,10 @@ class Prefixes(WireMessage, frozen=True):
 
 
 class Explained(WireMessage, frozen=True, tag="explained"):
-    """A directory's answer to ``Explain``.
+    """A directory's answer to ``Explain``."""
 
-    Attributes:
-        engine: The engine's name.
-        now: The Unix time there.
-        kept: How many requests of each kind the engine remembers; 0 if it keeps no stories.
-        stories: Those asked for, the latest first.
-        prefixes: What became of questions for prefixes.
-    """
-
-    engine: Text
-    now: At
-    kept: Count
-    stories: Annotated[tuple[Story, ...], Meta(max_length=2 * MAX_STORIES)] = ()
-    prefixes: Prefixes = Prefixes()
+    engine: Text  # the engine's name
+    now: At  # the Unix time there
+    kept: Count  # how many requests of each kind the engine remembers; 0 if it keeps no stories
+    stories: Annotated[tuple[Story, ...], Meta(max_length=2 * MAX_STORIES)] = ()  # those asked for, the latest first
+    prefixes: Prefixes = Prefixes()  # what became of questions for prefixes
