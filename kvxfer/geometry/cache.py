@@ -23,7 +23,7 @@ from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry.overlap import Strided, first_overlap
 from kvxfer.geometry.region import Region, flat_starts
-from kvxfer.geometry.tensors import described
+from kvxfer.geometry.tensors import parts_of
 from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.view import MAX_LAYERS, View
 from kvxfer.values import Group, Rank
@@ -103,7 +103,7 @@ class Cache(msgspec.Struct, frozen=True):
         Raises:
             ArgumentError: An argument is wrong, or ``check`` refuses the cache.
         """
-        regions, of, views = described(tensors, dims, encoding, group, layers, heads, optional, turns)
+        regions, of, views = parts_of(tensors, dims, encoding, group, layers, heads, optional, turns)
         cache = cls(regions, (of,), views, rank)
         cache.check()
         return cache

@@ -14,7 +14,7 @@ from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.view import Heads, View
 from kvxfer.values import Group
 
-__all__ = ["described"]
+__all__ = ["parts_of"]
 
 AXES = ("layer", "block", "head", "token", "unit")
 
@@ -28,7 +28,7 @@ class _Layer:
     address: int
 
 
-def described(
+def parts_of(
     tensors: Any,
     dims: str | Mapping[str, str],
     encoding: str | None,
