@@ -44,19 +44,12 @@ class Texts:
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One HTTP request.
+    """One HTTP request."""
 
-    Attributes:
-        path: The endpoint.
-        body: What is sent, without the model.
-        name: Its ``X-Request-Id``; empty for none.
-        hang_up: When the client hangs up: after these seconds, or with None when the first of a stream is here.
-    """
-
-    path: str
-    body: Mapping[str, Any]
-    name: str = ""
-    hang_up: float | None | bool = False
+    path: str  # the endpoint
+    body: Mapping[str, Any]  # what is sent, without the model
+    name: str = ""  # its ``X-Request-Id``; empty for none
+    hang_up: float | None | bool = False  # after these seconds, or with None when the first of a stream is here
 
 
 @dataclass(frozen=True)
