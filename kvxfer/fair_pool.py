@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
-from kvxfer.protocol.budgets import NewcomerShares
+from kvxfer.shares import NewcomerShares
 from kvxfer.threads import NamedThread
 
 __all__ = ["FairPool", "result_of"]
