@@ -54,6 +54,10 @@ class Alone:
         """Whether every request of the engine waits for a load that is on its way, and nobody has come."""
         return self.queue is not None and self._moving() >= self.queue.unfinished() and not self.queue.arriving()
 
+    def with_questions(self, requests: int) -> bool:
+        """Return whether the engine has this many requests, which all wait for other engines to answer, and nobody has come."""
+        return self.queue is not None and requests >= self.queue.unfinished() and not self.queue.arriving()
+
     def _moving(self, other_than: Load | None = None) -> int:
         """Return how many requests wait for loads on their way."""
         ways = LoadState.AHEAD, LoadState.MOVING

@@ -11,6 +11,7 @@ import msgspec
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.notices import Answered, Unheard
+from kvxfer.engine.alone import LOOKS
 from kvxfer.engine.ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
@@ -33,6 +34,8 @@ MAX_SOURCES = 16
 """The most sources that are asked for one request; the first of those that are named."""
 SILENT_S, MAX_SILENT = 5.0, 1024
 """Seconds for which no request waits for a source that has not answered one in time, unless it answers; and the most of them."""
+ANSWER_LOOK_S = 0.0005
+"""Seconds from one look for answers to the next while nothing else is to be done."""
 MAX_SENT = 100_000
 """The most questions whose answers are awaited, or still declined when they come too late."""
 
@@ -121,14 +124,28 @@ class Asks:
             self._send(ask)
         self._notices.take_in()
         if not ask.done and self._speaks(ask) and wanted >= self._config.ask_tokens:
-            now, most = time.monotonic(), self._config.ask_timeout
-            if now < ask.asked_at + min(most, self._benefit.computing(wanted, self._config.ask)):
+            most = self._config.ask_timeout
+            until = ask.asked_at + min(most, self._benefit.computing(wanted, self._config.ask))
+            self._wait_alone(ask, until)
+            now = time.monotonic()
+            if now < until and not ask.done:
                 return True
-            if now >= ask.asked_at + most:  # a short prompt has waited too short a time to tell
+            if now >= ask.asked_at + most and not ask.done:  # a short prompt has waited too short a time to tell
                 for source in ask.asked.values():
                     self._silent.put((source.host, source.port), True, now)
         self._decide(request, ask, computed)
         return False
+
+    def _wait_alone(self, ask: Ask, until: float) -> None:
+        """Wait for answers within the step while the engine has nothing else to do: an empty step takes longer than an answer."""
+        others = [one for one in self._asks.values() if one.state in (_S.NEW, _S.OUT)]
+        if any(one.state is _S.NEW for one in others):
+            return  # those are to be sent first
+        for _ in range(LOOKS):
+            if ask.done or time.monotonic() >= until or not self._loads.alone.with_questions(len(others)):
+                break
+            time.sleep(ANSWER_LOOK_S)
+            self._notices.take_in()
 
     def _speaks(self, ask: Ask) -> bool:
         """Return whether a source that has yet to answer is not known to be silent."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.config import Config
-from kvxfer.engine import BlockPins, EngineQueue, Report, SchedulerSide
+from kvxfer.engine import BlockPins, EngineQueue, Prefix, Report, SchedulerSide
 from kvxfer.engine.alone import LOOK_S, LOOKS, Alone
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, FailureKind
@@ -185,3 +185,45 @@ def test_fetches_that_may_not_have_gone_ahead_are_not_kept_from_workers(d: Consu
     assert not d.side.loads.wait_alone()
     d.side.step()
     assert d.side.loads.wait_alone()
+
+
+class Asking:
+    """An engine that asks another for prefixes. The other answers when its thread steps; ``requests`` is what the first says it has."""
+
+    def __init__(self) -> None:
+        self.requests, config = 1, Config.from_mapping({"ask_timeout": 5.0, "ask_tokens": 1})
+        queue = EngineQueue(lambda: self.requests, lambda: False)
+        self.side = SchedulerSide(config, "p", (Group(4),), 1, FACTS, queue=queue)
+        self.other = SchedulerSide(config, "d", (Group(4),), 1, FACTS)
+        self.prefix = Prefix(list(range(64)), model="m")
+
+    def ask(self, name: str) -> None:
+        assert self.side.ask(name, self.prefix, [self.other.source], tokens=64, computed=0, kind="test")
+
+    def close(self) -> None:
+        self.side.close(), self.other.close()
+
+
+@pytest.fixture
+def p() -> Iterator[Asking]:
+    made = Asking()
+    yield made
+    made.close()
+
+
+def test_an_answer_is_waited_for_within_the_step(p: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that has nothing else to do makes no empty steps until then."""
+    monkeypatch.setattr("kvxfer.engine.asks.ANSWER_LOOK_S", 0.1)  # on a busy machine an answer takes a while
+    p.other.wake = p.other.step  # at once, on the directory's thread
+    p.ask("a")
+    assert p.side.loadable("a", 0) == 0, "the answer, which is nothing, has come within the call"
+    assert p.side.asked["test"].unanswered == 0
+
+
+def test_an_answer_is_not_waited_for_while_there_is_more_to_do(p: Asking) -> None:
+    p.requests = 2
+    p.ask("a")
+    slept = mock.Mock()
+    with mock.patch("kvxfer.engine.asks.time.sleep", slept):
+        assert p.side.loadable("a", 0) is None
+    assert not slept.called, "it asks, and goes on"

@@ -13,7 +13,7 @@ from kvxfer import BlockTable, Ended, Failure, FailureKind, Outcome, Released, S
 from kvxfer_sglang.decode import DecodeRank
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted
-from kvxfer_sglang.prefill import PrefillRank
+from kvxfer_sglang.prefill import MAX_REMEMBERED, PrefillRank
 from kvxfer_sglang.states import States
 
 ROOM, PAGE, HERE = 77, 16, Source("10.0.0.1", 4000, 5)
@@ -119,6 +119,34 @@ def test_pages_are_given_up_before_anyone_hears_of_it(manager: Manager) -> None:
     assert manager.done[1][1] == AttemptFailed(ROOM, 9, "no more")
     manager.done.clear()
     rank.add(ROOM, [8], True, 0, None)  # SGLang goes on until it looks
+    assert not manager.done
+
+
+def test_a_bounded_number_of_requests_is_remembered_that_decode_aborted_before_they_came(manager: Manager) -> None:
+    rank = PrefillRank(manager)
+    for room in range(1, MAX_REMEMBERED + 2):
+        rank.aborted(room)
+    rank.expect(1)
+    assert not manager.done  # forgotten
+    rank.expect(2)
+    assert manager.done == [("state", FAILED)]
+    rank.expect(2)  # another request
+    assert manager.done == [("state", FAILED)]
+
+
+def test_decode_s_next_request_in_a_room_is_not_the_one_it_aborted(manager: Manager) -> None:
+    rank = PrefillRank(manager)
+    rank.aborted(ROOM)  # which never came
+    rank.wanted(PagesWanted(ROOM, 9, "10.0.0.2", 5000, 32, 1))
+    rank.expect(ROOM)
+    assert manager.done == [("state", WAITING)]
+
+
+def test_an_abort_of_a_request_that_prefill_has_let_go_of_is_of_no_later_one(manager: Manager) -> None:
+    rank = PrefillRank(manager)
+    rank.drop(ROOM, "it had failed")
+    rank.aborted(ROOM)
+    rank.expect(ROOM)
     assert not manager.done
 
 

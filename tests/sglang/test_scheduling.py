@@ -102,6 +102,39 @@ def test_an_aborted_request_frees_what_it_had(
     assert served(servers, {room + 1: ids})[room + 1]["right"]
 
 
+@pytest.mark.slow
+def test_prefill_hears_of_a_request_that_decode_aborts_before_it_knows_the_server(
+    start: Callable[..., Any], room: int
+) -> None:
+    """The first request after a start: decode has yet to ask where the prefill ranks are."""
+    with start(chunk=CHUNK, args=CACHED) as servers:
+        prefill, decode = servers
+        prefill.submit(tokens=prompt(CHUNK, 1), room=room), decode.submit(tokens=prompt(CHUNK, 1), room=room)
+        decode.abort(room=room)
+        turn(servers, lambda: "running" not in prefill.state(room=room) + decode.state(room=room), set())
+        assert "the decode server aborted it" in prefill.state(room=room)[0]
+        assert served(servers, {room + 1: prompt(CHUNK, 2)})[room + 1]["right"]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5])
+def test_prefill_hears_of_a_request_that_decode_aborts_before_it_is_at_prefill(
+    servers: tuple[PlayedRanks, PlayedRanks], room: int, turns: int
+) -> None:
+    prefill, decode = servers
+    ids = prompt(CHUNK, 1)
+    served(servers, {room + 1: ids})
+    before = prefill.free(), decode.free()
+    decode.submit(tokens=ids, room=room)
+    for _ in range(turns):
+        decode.turn()
+    decode.abort(room=room)
+    turn(servers, lambda: decode.state(room=room) != ["running"] and decode.held() == [0], set())
+    prefill.submit(tokens=ids, room=room)
+    turn(servers, lambda: prefill.state(room=room) != ["running"], set())
+    assert "the decode server aborted it" in prefill.state(room=room)[0]
+    assert (prefill.free(), decode.free()) == before
+
+
 @pytest.mark.parametrize("first", [0, 2, 4], ids=["at once", "begun", "under way"])
 def test_requests_that_share_a_room_are_not_mixed_up(
     servers: tuple[PlayedRanks, PlayedRanks], room: int, first: int

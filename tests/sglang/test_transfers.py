@@ -167,6 +167,17 @@ def test_a_request_that_decode_aborts_fails_at_prefill(
     moved(prefill, decode, room, 7, [[3, 9, 4]], [7, 1, 30])
 
 
+def test_a_request_that_decode_lets_go_of_before_it_has_asked_fails_at_prefill(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int
+) -> None:
+    """SGLang does so with one for which decode never has room."""
+    prefill, decode = pair
+    prefill.request(room=room), decode.request(room=room)
+    decode.clear(room=room)
+    prefill.until(room, FAILED)
+    assert "the decode server aborted it" in prefill.why(room=room)[0]
+
+
 def quiet(decode: PlayedRanks, room: int) -> None:
     """Wait until the pages of a failed request may be used again."""
     import time

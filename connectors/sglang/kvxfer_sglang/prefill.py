@@ -37,8 +37,8 @@ log = logger("kvxfer.sglang")
 GENERATION = Generation(1)
 """The generation of all offers: SGLang never computes a transfer's pages again under the same name once it has given them up."""
 
-MAX_DROPPED = 4096
-"""How many requests are remembered that ended before decode had asked for them."""
+MAX_REMEMBERED = 4096
+"""How many requests are remembered that ended before decode had asked for them, and that decode aborted before they were here."""
 
 
 @dataclass
@@ -70,6 +70,9 @@ class PrefillRank:
         self._sendings: dict[int, _Sending] = {}  # by room
         self._offered: dict[TransferId, _Sending] = {}  # until released
         self._dropped: dict[int, str] = {}  # rooms that no decode rank had asked for yet, the oldest first
+        self._aborted: dict[
+            int, str
+        ] = {}  # rooms that decode aborted before their requests were here, the oldest first
         self._count = 0
 
     def start(self, rank: EngineRank) -> None:
@@ -84,6 +87,7 @@ class PrefillRank:
 
         manager = self._manager
         with self._lock:
+            self._aborted.pop(note.room, None)  # that was another request
             status = manager.request_status.get(note.room)
             dropped = self._dropped.get(note.room) if status is None else None
             if dropped is None and status in (None, KVPoll.Bootstrapping):
@@ -100,17 +104,18 @@ class PrefillRank:
         manager.tell(note.endpoint, note.dst_port, AttemptFailed(note.room, note.attempt, reason))
 
     def expect(self, room: int) -> None:
-        """Record that a request begins, whose room may have been that of another."""
+        """Record that a request begins, whose room may have been that of another; it fails if decode has aborted it before."""
         with self._lock:
             self._dropped.pop(room, None)
+            aborted = self._aborted.pop(room, None)
+        if aborted is not None:
+            self._manager.fail(room, aborted)
 
     def drop(self, room: int, reason: str) -> None:
         """Give a request up, and tell it to decode ranks that ask for it from now on."""
         self.withdraw(room, reason)
         with self._lock:
-            self._dropped[room] = reason
-            if len(self._dropped) > MAX_DROPPED:
-                del self._dropped[next(iter(self._dropped))]
+            _remember(self._dropped, room, reason)
 
     def begin(self, room: int, pages: int) -> None:
         """Name the transfer of a request, of which ``pages`` pages are to be sent.
@@ -192,10 +197,14 @@ class PrefillRank:
             self._manager.tell(note.endpoint, note.dst_port, AttemptFailed(room, note.attempt, reason))
 
     def aborted(self, room: int, reason: str = "the decode server aborted it") -> None:
-        """Record that a request is aborted, by a decode rank unless the reason says otherwise."""
+        """Record that a request is aborted, by a decode rank unless the reason says otherwise; it may not be here yet."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        if self._manager.request_status.get(room) not in (None, KVPoll.Success):
+        with self._lock:  # SGLang makes a state before `expect` is called
+            status = self._manager.request_status.get(room)
+            if status is None and room not in self._dropped:
+                _remember(self._aborted, room, reason)
+        if status not in (None, KVPoll.Success):
             self._manager.fail(room, reason)
             self.withdraw(room, reason)
 
@@ -252,3 +261,10 @@ class PrefillRank:
         self._offered[sending.transfer] = sending
         self._rank.agent.offer(offer, after)
         sending.offered = True
+
+
+def _remember(rooms: dict[int, str], room: int, reason: str) -> None:
+    """Add a room to those remembered, and forget the oldest one if there are too many."""
+    rooms[room] = reason
+    if len(rooms) > MAX_REMEMBERED:
+        del rooms[next(iter(rooms))]

@@ -105,6 +105,16 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
         """Whether the pages may be those of the host pool: if there is one, whatever the prefill server has."""
         return bool(self.kv_mgr.supports_host_destination)
 
+    def init(self, prefill_dp_rank: int) -> None:
+        """Find the prefill ranks, and tell them if the request has been aborted before they were known."""
+        aborted = self.conclude_state == KVPoll.Failed and not self.refusal
+        if aborted:
+            self.conclude_state = None  # SGLang finds no ranks for a request that has failed
+        super().init(prefill_dp_rank)
+        if aborted:
+            self.conclude_state = KVPoll.Failed
+            self.ensure_abort_notified()
+
     def send_metadata(
         self,
         kv_indices: Any,
@@ -135,6 +145,8 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
         """Let go of the request. SGLang does so twice with one that has failed: the second time, another may have its room."""
         self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the decode server let it go")
         if self._leave_room():
+            if KVPoll.Success not in (self.conclude_state, self.kv_mgr.request_status.get(self.bootstrap_room)):
+                self.ensure_abort_notified()  # or prefill would wait for a word until its time is over
             super().clear()
 
     def abort(self) -> None:
