@@ -11,11 +11,7 @@ Owner = TypeVar("Owner", bound=Hashable)
 
 
 class NewcomerShares(Generic[Owner]):
-    """A bounded amount, of which each owner may have three quarters of what the others leave. So some is left for a newcomer.
-
-    Args:
-        total: How much there is.
-    """
+    """A bounded amount, of which each owner may have three quarters of what the others leave. So some is left for a newcomer."""
 
     def __init__(self, total: int) -> None:
         self._total, self._taken, self._all = total, dict[Owner, int](), 0

@@ -46,11 +46,7 @@ Notice = Said | Unheard
 
 
 class NoticeBox:
-    """The notices that wait. Any thread may take them; the directory's thread does the rest.
-
-    Attributes:
-        answered: Whether an answer to an inquiry is among them.
-    """
+    """The notices that wait. Any thread may take them; the directory's thread does the rest."""
 
     def __init__(self) -> None:
         self.answered = False

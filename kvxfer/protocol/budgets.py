@@ -43,9 +43,6 @@ class PeerBudgets(Generic[Owner, K]):
     the engines of a host, then the owners of an engine.
 
     Operations cost O(1), and O(owners) once nothing is left.
-
-    Args:
-        total: How much there is.
     """
 
     def __init__(self, total: int) -> None:
@@ -55,12 +52,6 @@ class PeerBudgets(Generic[Owner, K]):
 
     def take(self, owner: Owner, key: K, n: int, peer: PeerIdentity = NOBODY) -> list[K] | None:
         """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
-
-        Args:
-            owner: The owner that gets it.
-            key: What for.
-            n: How much.
-            peer: The peer that the owner belongs to.
 
         Returns:
             The keys that lose theirs to make room, the newest first of the owner that has most; ``None`` if that would be ``owner``
@@ -154,10 +145,6 @@ class ExpiringMap(Generic[Owner, K, V]):
 
     If there is no room for a value, the oldest one goes of the same owner, or of the owner that has most if that owner has less than
     an equal share. All operations cost O(1), and that last one O(owners). The clock is an argument.
-
-    Args:
-        seconds: How long each value is remembered.
-        most: How many values there may be in all.
     """
 
     def __init__(self, seconds: float, most: int) -> None:

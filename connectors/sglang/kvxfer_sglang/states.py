@@ -71,10 +71,6 @@ class States:
     def rows(self, pages: Sequence[int], indices: Sequence[Any] | None) -> list[list[int]]:
         """Return the rows of a block table.
 
-        Args:
-            pages: The pages of a request, or those that there are so far.
-            indices: SGLang's, of each state; ``None`` before the last chunk.
-
         Raises:
             KvxferError: They are not what SGLang 0.5.23 lists.
         """
