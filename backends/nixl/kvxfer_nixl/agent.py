@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -65,15 +65,19 @@ class LibraryAgent:
         config.useListenThread = False
         config.syncMode = getattr(nixl, f"NIXL_THREAD_SYNC_{options.locking.upper()}")
         ucx.check(options.ucx_settings, library.ucp)
-        with self._calling("NIXL cannot make an agent: "):
+        with self._calling(lambda why: f"NIXL cannot make an agent: {why}"):
             agent = nixl.nixlAgent(name, config)
         self.plugins = tuple(agent.getAvailPlugins())
         parameters = _parameters(agent, library, options)
         others = threads()
-        start = (
-            f"NIXL's plugin {options.plugin} cannot start with parameters {parameters} and UCX settings {settings}: "
-        )
-        with self._calling(start), ucx.applied(settings) as applied:
+
+        def failed(why: str) -> str:
+            plugin = options.plugin
+            return (
+                f"NIXL's plugin {plugin} cannot start with parameters {parameters} and UCX settings {settings}: {why}"
+            )
+
+        with self._calling(failed), ucx.applied(settings) as applied:
             handle = agent.createBackend(options.plugin, parameters | applied)
             self.kinds = frozenset(agent.getBackendParams(handle)[1]) & {"DRAM_SEG", "VRAM_SEG"}
         self._agent: Any = agent
@@ -91,25 +95,25 @@ class LibraryAgent:
             ) from e
 
     @contextmanager
-    def _calling(self, what: str = "") -> Iterator[None]:
-        """Be inside NIXL; what it raises becomes an error that begins with ``what``. Calls that are made often do without."""
+    def _calling(self, failed: Callable[[str], str] = str) -> Iterator[None]:
+        """Be inside NIXL; ``failed`` makes the text of an error of what NIXL says. Calls that are made often do without."""
         try:
             with inside:
                 yield
         except self._errors as e:
-            raise TransportError(what + self._library.explain(e)) from e
+            raise TransportError(failed(self._library.explain(e))) from e
 
     def register(self, regions: Sequence[Region], cuda: bool, device: int) -> Any:
         """Register regions, which lie on one device; return what ``deregister`` takes."""
         pieces = [(r.address, r.nbytes, device, "") for r in regions]
         where = f"cuda:{device}" if cuda else "cpu"
-        with self._calling(f"NIXL cannot register {len(pieces)} regions on {where}: "):
+        with self._calling(lambda why: f"NIXL cannot register {len(pieces)} regions on {where}: {why}"):
             token = self._nixl.nixlRegDList(self._segments[cuda], pieces)
             self._agent.registerMem(token, [])
         return token
 
     def deregister(self, token: Any) -> None:
-        with self._calling("NIXL cannot deregister memory: "):
+        with self._calling(lambda why: f"NIXL cannot deregister memory: {why}"):
             self._agent.deregisterMem(token, [])
 
     def metadata(self, *tokens: Any) -> bytes:
@@ -119,7 +123,7 @@ class LibraryAgent:
             tokens: What ``register`` returned for that memory; of several, all that is registered is told.
         """
         few = self._nixl.nixlRegDList(self._segments[0], []) if not tokens else tokens[0]
-        with self._calling("NIXL cannot describe this agent: "):
+        with self._calling(lambda why: f"NIXL cannot describe this agent: {why}"):
             return bytes(self._agent.getLocalMD() if len(tokens) > 1 else self._agent.getLocalPartialMD(few, True, []))
 
     def add(self, metadata: bytes) -> str:
