@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from kvxfer.failures import FailureKind
 from kvxfer.text import escaped
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError)
+"""What decoding raises for bytes that are not what they should be. A peer may send any, such as thousands of arrays in each other."""
 
 
 class KvxferError(Exception):

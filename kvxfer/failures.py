@@ -49,8 +49,7 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
         FailureKind.INCOMPATIBLE: "run the same model, configuration and version of kvxfer on both engines",
         FailureKind.NO_SUCH_ENGINE: "find out why the engine that was named ended; the next prefill names its successor",
         FailureKind.NOT_PUBLISHED: "wait until the engine is up, and name it to others once its ranks are published",
-        FailureKind.PEER_UNREACHABLE: "check that the peer runs, that its 'advertise' and 'port' lead to it, "
-        "and that 'key_file' and 'peers' let the two engines talk",
+        FailureKind.PEER_UNREACHABLE: "check that the peer runs, and that its 'advertise' and 'port' lead to it",
         FailureKind.PEER_LOST: "check that the peer still runs, and read the end of its log",
         FailureKind.TIMED_OUT: "look at the load of both engines, or raise 'transfer_timeout' on both",
         FailureKind.CORRUPT: "check the network and memory of both hosts, or use another back end",

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvxfer import arguments
-from kvxfer.errors import ArgumentError
+from kvxfer.errors import UNREADABLE, ArgumentError
 from kvxfer.identity import Handle, Source, TransferId
 from kvxfer.values import MAX_DIGEST, MAX_TOKENS, BlockTable, Fetch
 
@@ -69,7 +69,7 @@ class Ticket(msgspec.Struct, frozen=True):
             raw = b64decode(text.removeprefix(_VERSION), b"-_", validate=True)
             whole = zlib.crc32(raw[_SUM_BYTES:]).to_bytes(_SUM_BYTES) == raw[:_SUM_BYTES]
             found = msgspec.msgpack.decode(raw[_SUM_BYTES:], type=cls) if whole else None
-        except (ValueError, msgspec.MsgspecError):
+        except (ValueError, *UNREADABLE):
             found = None
         if found is None:
             raise ArgumentError("ticket must be as it was made: this one was cut or altered on its way")

@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvxfer.backend.ports import listening
+from kvxfer.cli import stand_in
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
@@ -85,7 +86,7 @@ def test_a_key(node: Any, tmp_path: Path) -> None:
     p = node("zmq", seed=1, key_file=str(tmp_path / "key"))
     assert "failure" not in call(p.source, backend="zmq", key_file=str(tmp_path / "key"))
     for settings in ({"key_file": str(tmp_path / "other")}, {}):
-        assert call(p.source, backend="zmq", peer_timeout=2.0, **settings)["failure"]["kind"] == "refused"
+        assert call(p.source, backend="zmq", peer_timeout=10.0, **settings)["failure"]["kind"] == "refused"
 
 
 def test_nobody_there(node: Any) -> None:
@@ -120,6 +121,18 @@ def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path)
             assert 0.001 < found["measured"][way]["ms"] < 1000, found
         cost = found["measured"]["cost"]
         assert cost["byte_ps"] > 0, cost
+
+
+def test_a_transfer_that_is_held_up_once_is_not_the_pace_of_the_link() -> None:
+    """As the first one of its size is, which touches new memory."""
+    seen: set[int] = set()
+
+    def move(blocks: int) -> float:
+        first = blocks not in seen
+        seen.add(blocks)
+        return 2.0 if first else 0.001
+
+    assert stand_in._figures(move)["bytes"] == [64 << 20, 64 << 10]
 
 
 def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:

@@ -31,7 +31,7 @@ __all__ = ["CASES", "adversary", "measure_adversary", "measure_fleet"]
 
 RATIO, FLOOR_MS = 2.0, 25.0
 """How much longer the median load may take beside an attack. The ms that are added are the noise of a busy machine."""
-LOAD_S = 20.0
+LOAD_S = 60.0
 """The most seconds for one load."""
 STRETCH_S = 1.0
 """The fewest seconds of loads before a median is taken: one pause of a busy machine outlasts several loads."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from kvxfer.errors import TransportError
+from kvxfer.errors import UNREADABLE, TransportError
 from kvxfer.transport.contract import MAX_ENDPOINT
 
 __all__ = ["TOKEN_BYTES", "EndpointBase", "Token", "check_encryption", "new_token"]
@@ -92,7 +92,7 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
             )
         try:
             return _decoder(cls).decode(packed)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except UNREADABLE as e:
             raise TransportError(f"these bytes are not an endpoint of back end {cls.backend!r}: {e}") from None
 
 

@@ -80,6 +80,7 @@ class ControlConnection:
         secure: _Secure,
         proved: _Proved,
         guest: bool,
+        met: bool = False,
     ) -> None:
         self.name = next(_names).to_bytes(8)
         self.host, self.destination, self.limit, self.guest = host, destination, limit, guest
@@ -98,9 +99,8 @@ class ControlConnection:
         self.try_by = 0.0  # until when the present one has to answer, if there are others
         self._silent = False  # one has not answered, where a process may listen all the same
         self.located = self.connected = self._open = False
-        self._met = False  # the peer has ever said something
-        self._in = FrameBuffer()
-        self._out = bytearray()
+        self._met = met  # the peer has ever said something, or another port of its engine has
+        self._in, self._out = FrameBuffer(), bytearray()
         self._finished, self._dregs = False, 0
         self._want = select.EPOLLIN
 

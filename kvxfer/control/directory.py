@@ -359,7 +359,7 @@ class Directory:
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have a peer told when the engine has begun; record it before checking, so that no beginning falls in between."""
-        self._awaited.put(connection, named.transfer.brief, named.digest, time.monotonic())
+        self._awaited.put(connection, named.transfer.brief, named.digest, time.monotonic(), connection.peer)
         begun = self.begun(named.transfer, named.digest)
         if begun or self.differs(named.transfer, named.digest):
             self._say_begun(connection, named.transfer, named.digest if begun else None)
@@ -368,7 +368,7 @@ class Directory:
         """Tell a peer that waits for a transfer whether what has begun under this name is what it waits for."""
         if (awaited := self._awaited.get(connection, transfer.brief)) is not None:
             self._awaited.pop(connection, transfer.brief)
-            named = (m.Named(transfer, awaited),)
+            named = (m.Named(transfer, awaited),)  # the offer stays: whom its digest is unknown to cannot end it
             connection.send(m.Begun(named) if awaited == digest else m.OtherContent(named))
             if awaited != digest:
                 what = "directory: an engine on %s has waited for %s and computes it: other content is offered here under that name"

@@ -13,7 +13,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity
 
-__all__ = ["Answered", "Notice", "NoticeBox", "Said", "Unheard", "bundles"]
+__all__ = ["Answered", "Declined", "Notice", "NoticeBox", "Said", "Unheard", "bundles"]
 
 MAX_NOTICES = 4 << 20
 """The most bytes of notices that wait. Beyond it, each peer has an equal share, and in it each of its connections. All closed ones of a
@@ -39,9 +39,22 @@ class Answered(msgspec.Struct, frozen=True):
     holding: m.InquiryAnswer
 
 
+class Declined(msgspec.Struct, frozen=True):
+    """These will not be fetched, as a peer says; see ``messages.Decline``."""
+
+    peer: PeerIdentity
+    transfers: tuple[m.Named, ...]
+    reason: str
+    answer: str
+
+    @classmethod
+    def by(cls, peer: PeerIdentity, said: m.Decline) -> Declined:
+        return cls(peer, said.transfers, said.reason, said.answer)
+
+
 Said = m.Renew | m.Decline | m.Begun | m.OtherContent | Answered
 """What another engine has said."""
-Notice = Said | Unheard
+Notice = m.Renew | Declined | m.Begun | m.OtherContent | Answered | Unheard
 """A notice about a transfer between another engine and this one."""
 
 
@@ -64,12 +77,12 @@ class NoticeBox:
 
     def put(self, notice: Said, connection: ControlConnection, nbytes: int) -> int | None:
         """Add a notice; return how many others make room for it, or ``None`` if its peer has no room for it."""
-        number = next(self._numbers)
+        number, peer = next(self._numbers), connection.peer
         with self._lock:
-            lost = self._room.take(connection, number, nbytes, connection.peer)
+            lost = self._room.take(connection, number, nbytes, peer)
             if lost is None:
                 return None
-            self._notices[number] = notice
+            self._notices[number] = Declined.by(peer, notice) if isinstance(notice, m.Decline) else notice
             for other in lost:
                 del self._notices[other]
             self.answered |= isinstance(notice, Answered)

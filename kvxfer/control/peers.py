@@ -56,7 +56,7 @@ class AgentPeers:
         facts: dict[str, str] | None,
     ) -> None:
         self._loop, self._data, self._me, self._facts = loop, data, me, facts
-        self.consumer = ConsumerMachine(config.start, config.transfer_timeout)
+        self.consumer = ConsumerMachine(config.start, config.transfer_timeout, hangs=data.hangs)
         self.producer = ProducerMachine(config.lease, max(config.lease, config.transfer_timeout), revocations)
         self._hellos = Worker("kvxfer-hellos", 1, loop.do)
         self._descriptors = Worker("kvxfer-examine", MAX_EXAMINED, loop.do)

@@ -236,6 +236,8 @@ class AgentRuntime(AgentPeers):
                     asked = event.handle == str(event.transfer) and why.kind is FailureKind.WITHDRAWN
                     complain = self._unclaimed if event.unclaimed or asked else log.warning
                     complain("%s: request %s, transfer %s: %s", event.role, *names, why)
+                    if why.kind is FailureKind.TIMED_OUT and event.role == "producer":
+                        self._data.hangs()  # which says so in the log
             case Released(role="consumer"):
                 self._calls.free(event.handle)
             case Released(generation=int(generation)):

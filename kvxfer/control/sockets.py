@@ -119,7 +119,7 @@ class ControlSockets:
         except (IdentityError, PeerError) as e:
             raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
         keys = self._security.dialled, self._security.proved
-        conn = ControlConnection(target.host, destination, limit, self._dirty, *keys, guest=False)
+        conn = ControlConnection(target.host, destination, limit, self._dirty, *keys, guest=False, met=bool(by))
         look_up = partial(self._look_up, conn, target), partial(self._begin, conn)
         if is_ip(target.host) and self._security.fresh:
             self._begin(conn, _addresses(target))

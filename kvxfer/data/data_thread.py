@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from typing import assert_never
 
 from kvxfer.data.command_queue import CommandQueue
@@ -48,6 +49,8 @@ log = logger("kvxfer.data")
 REOPEN_S = 1.0
 """The shortest time between two openings of the back end; doubles while it cannot be opened, up to ``REOPEN_MAX_S``."""
 REOPEN_MAX_S = 30.0
+HANGS_S = 2.0
+"""Seconds after which a call of the device or of the back end counts as hanging."""
 
 _UNENDED: set[Staging] = set()
 """Staging memory, with its tables, that must never be freed: of a back end that did not close, or with a device at work at the end."""
@@ -92,6 +95,7 @@ class DataThread:
         self._exposed: set[LinkId] = set()
         self._ends = PartEnds(regions, limits, post)
         self._stopping = False
+        self._turn_began = inf
         self._thread = NamedThread(target=self._run, name="kvxfer-data")
 
     # --- any thread ------------------------------------------------------------------------------------------------
@@ -151,6 +155,11 @@ class DataThread:
         """Bytes of parts that have ended but whose memory the back end or the device may still touch."""
         return self._ends.unquiet_bytes
 
+    @property
+    def hangs(self) -> bool:
+        """Whether its device or its library has not come back from a call for seconds."""
+        return time.monotonic() - self._turn_began > HANGS_S
+
     def exposes(self, link: LinkId) -> bool:
         """Return whether the peer of a link may write into the cache at any time, because a back end could not be closed."""
         return link in self._exposed
@@ -182,7 +191,9 @@ class DataThread:
 
     def _turn(self) -> None:
         traffic = self._traffic
-        self._commands.sleep(None if traffic is None else traffic.fd, self._wait_s(traffic))
+        wait, self._turn_began = self._wait_s(traffic), inf
+        self._commands.sleep(None if traffic is None else traffic.fd, wait)
+        self._turn_began = time.monotonic()
         for command in self._commands.take():
             self._do(command)
             if self._stopping:

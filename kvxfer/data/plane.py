@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import assert_never
 
 from kvxfer.data.commands import Command, Connect, Disconnect, MakeEndpoint, SlotNews, Stop
-from kvxfer.data.data_thread import DataThread
+from kvxfer.data.data_thread import HANGS_S, DataThread
 from kvxfer.data.policy import LinkPolicy
 from kvxfer.data.staging import Staging
 from kvxfer.errors import ConfigError
 from kvxfer.logs import logger
-from kvxfer.protocol.values import Abort, LinkId, Move, RemoteWritesEnded
+from kvxfer.protocol.values import Abort, HeldUp, LinkId, Move, RemoteWritesEnded
+from kvxfer.security import RateLimitedWarnings
 from kvxfer.transport import Capabilities
 
 __all__ = ["DataPlane"]
@@ -34,6 +35,7 @@ class DataPlane:
         policy: Callable[[str, Capabilities, Staging], LinkPolicy],
     ) -> None:
         self.candidates = candidates
+        self._complain = RateLimitedWarnings(log, 10.0)
         self._make, self._policy_of = make, policy
         self._first = make(candidates[0])
         self._threads = {candidates[0]: self._first}
@@ -127,6 +129,15 @@ class DataPlane:
         self.post(Stop())
         for data in list(self._threads.values()):
             data.close(max(until - time.monotonic(), 0.1))
+
+    def hangs(self) -> HeldUp | None:
+        """Return ``HeldUp.CALL`` if a data thread does not come back from a call, and say so in the log; else ``None``. Any thread."""
+        hanging = [name for name, data in list(self._threads.items()) if data.hangs]
+        for name in hanging:
+            self._complain(
+                "back end %s, or the device of its memory, has not come back from a call for %g s", name, HANGS_S
+            )
+        return HeldUp.CALL if hanging else None
 
     @property
     def quarantined_bytes(self) -> int:

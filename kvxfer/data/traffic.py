@@ -16,6 +16,7 @@ from kvxfer.data.commands import Connect, Connected, LinkBroken, Result, SlotNew
 from kvxfer.data.jobs import SHARED, Direct, Job, LinkContext, make_job, shares, submit_together
 from kvxfer.data.part_ends import LOOK_S, Limits, PartEnds, backend_failed, shut, unmoved
 from kvxfer.data.policy import lent
+from kvxfer.data.progress import PartProgress
 from kvxfer.data.share_clock import ShareClock
 from kvxfer.data.slot_queue import SlotQueue
 from kvxfer.data.staging import Staging
@@ -25,7 +26,7 @@ from kvxfer.geometry import Region
 from kvxfer.logs import logger
 from kvxfer.protocol.cost import LEAST, PartWay
 from kvxfer.protocol.parts import most_bytes
-from kvxfer.protocol.values import LinkId, Move, Moved, Moving, PartRef, Role
+from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
 from kvxfer.security import Security
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MAX_ENDPOINT
@@ -33,9 +34,6 @@ from kvxfer.transport.contract import MAX_ENDPOINT
 __all__ = ["Traffic"]
 
 log = logger("kvxfer.data")
-
-PROGRESS_S = 0.5
-"""Seconds from one look at how far parts have got to the next."""
 
 
 class Traffic:
@@ -74,8 +72,7 @@ class Traffic:
         self._short: dict[LinkId, list[Direct]] = {}  # jobs to begin at the end of the turn, those of a link together
         self._batches: dict[int, Sequence[Job]] = {}
         self._aborted: dict[PartRef, float] = {}
-        self._progress_at = 0.0  # when to look next at how far parts have got
-        self._moved: dict[PartRef, int] = {}  # what was told of that
+        self._part_progress = PartProgress(post)
         self._share_clock = ShareClock()
 
     # --- links -----------------------------------------------------------------------------------------------------
@@ -362,9 +359,8 @@ class Traffic:
     def _overdue(self) -> Failure | None:
         """Give up links on which batches outlive their abort; return why the back end must be reset if that does not help."""
         now, grace = time.monotonic(), self._limits.grace
-        if now >= self._progress_at:
-            self._progress_at = now + PROGRESS_S
-            self._tell_progress(now - PROGRESS_S)
+        if now >= self._part_progress.due:
+            self._part_progress.look(self._jobs.values())
         for ref, deadline in list(self._aborted.items()):
             if now >= deadline and ref in self._jobs:
                 job = self._jobs[ref]
@@ -379,22 +375,6 @@ class Traffic:
         if self._ends.needs_reset(self._can, bool(self._jobs), self._will_be_told):
             return backend_failed("memory of failed transfers has to be made quiet")
         return None
-
-    def _tell_progress(self, before: float) -> None:
-        """Tell how far parts have got that began before a moment: those that come to this side, and those that it writes.
-
-        What has got no further is not told again. A peer cannot see that a write has begun, so that is told, too.
-        """
-        late = [job for job in self._jobs.values() if job.begun < before and _worth_telling(job)]
-        seen = {job.ref: job.bytes_so_far() for job in late}
-        news = tuple(
-            (ref, moved)
-            for ref, moved in seen.items()
-            if moved > self._moved.get(ref, 0 if ref.role == "consumer" else -1)
-        )
-        self._moved = seen
-        if news:
-            self._post(Moving(news))
 
     def _will_be_told(self, job: Job) -> bool:
         """Return whether the peer will say when it is done with memory that was lent to it, or else its link will be closed."""
@@ -419,11 +399,6 @@ class Traffic:
             self._ends.backend_closed(jobs, work)
         else:
             self._ends.backend_stuck(jobs)
-
-
-def _worth_telling(job: Job) -> bool:
-    """Return whether this side tells how far a part has got: what it writes, and what has begun to come. Many parts only wait."""
-    return job.submitted > 0 if job.ref.role == "consumer" else job.action.verb is Verb.WRITE
 
 
 def _hung_up() -> Failure:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
-from kvxfer.control.notices import Answered, Unheard
+from kvxfer.control.notices import Answered, Declined, Unheard
 from kvxfer.engine.renewals import Renewals
 from kvxfer.engine.starts import AGAIN_S, Starts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
+from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.messages import Begun, Decline, Named, OtherContent, Renew
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule
 from kvxfer.text import printable
@@ -55,7 +57,9 @@ class Notices:
             config.lease, MAX_OVER
         )  # digests of offers whose request is over
         # What consumers have declined before it was offered, if the router has told both engines at once: why, and how many have.
-        self._early: Recent[tuple[bytes, bytes], tuple[str, int]] = Recent(config.lease, MAX_EARLY)
+        self._early: IndexedExpiringMap[PeerIdentity, tuple[bytes, bytes], tuple[str, int]] = IndexedExpiringMap(
+            config.lease, MAX_EARLY
+        )
         self._looked = 0.0  # when what comes about once in a while was last done
         directory.begun, directory.differs = self._has_begun, schedule.producer.differs
         self.answered: Callable[[Answered], None] = lambda answer: None
@@ -88,12 +92,12 @@ class Notices:
     def offered(self, transfer: TransferId, digest: bytes) -> None:
         """Record that an offer has been made, and what consumers have said about it before that."""
         named = transfer.brief, digest
-        reason, count = self._early.get(named) or ("", 0)
-        if count:
-            self._early.pop(named)
-        while count and self._schedule.producer.offers(transfer, digest):
-            self._schedule.producer.decline(transfer, reason)
-            count -= 1
+        for peer in self._early.owners(named):
+            reason, count = self._early.get(peer, named) or ("", 0)
+            self._early.pop(peer, named)
+            while count and self._schedule.producer.offers(transfer, digest):
+                self._schedule.producer.decline(transfer, reason)
+                count -= 1
 
     def over(self, transfer: TransferId, digest: bytes) -> None:
         """Record that an offer's request is over. Engines that asked are told that it has begun; fetching tells them the rest."""
@@ -154,8 +158,8 @@ class Notices:
                 continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):
-                    if isinstance(notice, Decline) and self._over.get(named.transfer) != named.digest:
-                        self._declined_early(named, notice.reason)
+                    if isinstance(notice, Declined) and self._over.get(named.transfer) != named.digest:
+                        self._declined_early(notice.peer, named, notice.reason)
                     continue  # over, not offered yet, or a made-up name
                 if isinstance(notice, Renew):
                     self._renewed.append(named.transfer)
@@ -164,7 +168,7 @@ class Notices:
                 else:
                     self._schedule.producer.decline(named.transfer, notice.reason)
 
-    def _declined_early(self, named: Named, reason: str) -> None:
+    def _declined_early(self, peer: PeerIdentity, named: Named, reason: str) -> None:
         known = named.transfer.brief, named.digest
-        _, count = self._early.get(known) or ("", 0)
-        self._early.put(known, (reason[:MAX_REASON_KEPT], count + 1), time.monotonic())
+        _, count = self._early.get(peer, known) or ("", 0)
+        self._early.put(peer, known, (reason[:MAX_REASON_KEPT], count + 1), time.monotonic(), peer)

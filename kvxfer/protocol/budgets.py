@@ -43,6 +43,9 @@ class PeerBudgets(Generic[Owner, K]):
     the engines of a host, then the owners of an engine.
 
     Operations cost O(1), and O(owners) once nothing is left.
+
+    Args:
+        total: How much there is.
     """
 
     def __init__(self, total: int) -> None:
@@ -52,6 +55,12 @@ class PeerBudgets(Generic[Owner, K]):
 
     def take(self, owner: Owner, key: K, n: int, peer: PeerIdentity = NOBODY) -> list[K] | None:
         """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
+
+        Args:
+            owner: The owner that gets it.
+            key: What for.
+            n: How much.
+            peer: The peer that the owner belongs to.
 
         Returns:
             The keys that lose theirs to make room, the newest first of the owner that has most; ``None`` if that would be ``owner``
@@ -140,51 +149,102 @@ class PeerBudgets(Generic[Owner, K]):
         return share
 
 
+class _Held(Generic[Owner, K, V]):
+    """The values of all owners of one host, with how many owners have how many."""
+
+    __slots__ = ("by_size", "largest", "n", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[Owner, OrderedDict[K, V]] = {}
+        self.by_size: dict[int, dict[Owner, None]] = {}
+        self.n = self.largest = 0
+
+    def count(self, owner: Owner, more: int) -> None:
+        """Record that an owner has one more or one less than it had."""
+        now = len(self.values[owner])
+        was = self.by_size.get(now - more)
+        if was is not None:
+            was.pop(owner, None)
+            if not was:
+                del self.by_size[now - more]
+        if now:
+            self.by_size.setdefault(now, {})[owner] = None
+        self.n += more
+        if now > self.largest or self.largest not in self.by_size:
+            self.largest = now
+
+    @property
+    def greediest(self) -> Owner:
+        """Who of them has most."""
+        return next(iter(self.by_size[self.largest]))
+
+
 class ExpiringMap(Generic[Owner, K, V]):
-    """Values that are remembered for a while, within a budget that their owners share.
+    """Values that are remembered for a while, within a budget that their owners' hosts share, and the owners of each host.
 
     If there is no room for a value, the oldest one goes of the same owner, or of the owner that has most if that owner has less than
-    an equal share. All operations cost O(1), and that last one O(owners). The clock is an argument.
+    an equal share. An owner with more names, or more connections, has no more. All operations cost O(1), and that last one O(hosts).
+    The clock is an argument.
+
+    Args:
+        seconds: How long each value is remembered.
+        most: How many values there may be in all.
     """
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
         self._until: OrderedDict[tuple[Owner, K], float] = OrderedDict()
-        self._values: dict[Owner, OrderedDict[K, V]] = {}
+        self._hosts: dict[Hashable, _Held[Owner, K, V]] = {}
+        self._host: dict[Owner, Hashable] = {}  # of each owner that has something
 
-    def put(self, owner: Owner, key: K, value: V, now: float) -> None:
+    def put(self, owner: Owner, key: K, value: V, now: float, peer: PeerIdentity = NOBODY) -> None:
+        """Remember a value; ``peer``: whose its owner is, which stays so while the owner has anything."""
         self.pop(owner, key)
+        host = self._host.get(owner, peer.levels[0])
         if len(self._until) >= self._most:
-            self._make_room(owner)
+            self._make_room(owner, host)
         self._until[owner, key] = now + self._seconds
-        mine = self._values.get(owner)
-        if mine is None:
-            mine = self._values[owner] = OrderedDict()
-        mine[key] = value
+        self._host[owner] = host
+        held = self._hosts.get(host)
+        if held is None:
+            held = self._hosts[host] = _Held()
+        held.values.setdefault(owner, OrderedDict())[key] = value
+        held.count(owner, 1)
 
-    def _make_room(self, owner: Owner) -> None:
-        mine = len(self._values.get(owner, ()))
-        if mine * (len(self._values) + (not mine)) < self._most:
-            owner = max(self._values, key=lambda other: len(self._values[other]))
-        self.pop(owner, next(iter(self._values[owner])))
+    def _make_room(self, owner: Owner, host: Hashable) -> None:
+        held = self._hosts.get(host) or _Held()
+        if held.n * (len(self._hosts) + (not held.n)) < self._most:
+            held = max(self._hosts.values(), key=lambda other: other.n)
+        mine = len(held.values.get(owner, ()))
+        if mine * (len(held.values) + (not mine)) < held.n:
+            owner = held.greediest
+        self.pop(owner, next(iter(held.values[owner])))
+
+    def _of(self, owner: Owner) -> OrderedDict[K, V] | None:
+        return self._hosts[self._host[owner]].values[owner] if owner in self._host else None
 
     def get(self, owner: Owner, key: K) -> V | None:
-        mine = self._values.get(owner)
+        mine = self._of(owner)
         return None if mine is None else mine.get(key)
 
     def pop(self, owner: Owner, key: K) -> bool:
         """Forget the value of ``key``; return whether there was one."""
-        mine = self._values.get(owner)
+        mine = self._of(owner)
         if mine is None or key not in mine:
             return False
         del mine[key], self._until[owner, key]
+        held = self._hosts[self._host[owner]]
+        held.count(owner, -1)
         if not mine:
-            del self._values[owner]
+            del held.values[owner]
+            host = self._host.pop(owner)
+            if not held.values:
+                del self._hosts[host]
         return True
 
     def leave(self, owner: Owner) -> None:
         """Forget all values of an owner."""
-        for key in list(self._values.get(owner, ())):
+        for key in list(self._of(owner) or ()):
             self.pop(owner, key)
 
     def forget(self, now: float) -> None:
@@ -207,8 +267,8 @@ class IndexedExpiringMap(ExpiringMap[Owner, K, V]):
         super().__init__(seconds, most)
         self._owners: Index[K, Owner] = Index()
 
-    def put(self, owner: Owner, key: K, value: V, now: float) -> None:
-        super().put(owner, key, value, now)
+    def put(self, owner: Owner, key: K, value: V, now: float, peer: PeerIdentity = NOBODY) -> None:
+        super().put(owner, key, value, now, peer)
         self._owners.add(key, owner)
 
     def pop(self, owner: Owner, key: K) -> bool:

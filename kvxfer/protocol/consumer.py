@@ -9,6 +9,7 @@ moves any more. Outcome and release are two events: a fetch is released only onc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import assert_never
 
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
@@ -26,6 +27,7 @@ from kvxfer.protocol.values import (
     Emit,
     Hash,
     Hashed,
+    HeldUp,
     LinkId,
     LinkInfo,
     Moved,
@@ -55,10 +57,13 @@ class ConsumerMachine:
         start: Seconds that a fetch may wait for its first part; the producer's queue may be long.
         timeout: Seconds from its first part to its outcome.
         retry: Seconds after which an unanswered message is repeated; the wait doubles each time.
+        hangs: Returns what all parts wait for, if this side moves nothing.
     """
 
-    def __init__(self, start: float, timeout: float, retry: float = 1.0) -> None:
-        self._start_s, self._timeout = start, timeout
+    def __init__(
+        self, start: float, timeout: float, retry: float = 1.0, hangs: Callable[[], HeldUp | None] = lambda: None
+    ) -> None:
+        self._start_s, self._timeout, self._hangs = start, timeout, hangs
         self.corrupt = 0
         self._closed: Failure | None = None
         self._fetches: dict[Handle, FetchRecord] = {}
@@ -227,6 +232,10 @@ class ConsumerMachine:
             if f is not None and rank is not None and ref in rank.flight:
                 rank.coming[ref] = nbytes
                 f.came(now)
+        for ref, why in news.held_up:
+            _, rank = self._attempts.tries.get(ref.attempt, (None, None))
+            if rank is not None and ref in rank.flight:
+                rank.held_up = why
 
     def hashed(self, done: Hashed, now: float) -> list[Action]:
         """Handle the checksum of what has arrived with a part."""
@@ -408,7 +417,7 @@ class ConsumerMachine:
         return self._attempts.resume(f, rank, now) + self._release(f)
 
     def _fail(self, f: FetchRecord, why: Failure, now: float) -> list[Action]:
-        return [] if f.outcome is not None else self._end(f, Outcome(f.explain(why, now)), now)
+        return [] if f.outcome is not None else self._end(f, Outcome(f.explain(why, now, self._hangs())), now)
 
     def _end(self, f: FetchRecord, outcome: Outcome, now: float) -> list[Action]:
         """Set the outcome, unless it is set already, and stop whatever still moves."""

@@ -21,6 +21,7 @@ from kvxfer.protocol.values import (
     Emit,
     Ended,
     Hash,
+    HeldUp,
     LinkId,
     LinkInfo,
     Mode,
@@ -64,9 +65,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     told_tokens: int = 0  # of the parts announced, each token once for each band
     banded: bool = False  # parts of single bands are asked for
     cost: LinkCost | None = None  # what its producer is told that things cost
-    flight: dict[PartRef, None] = field(
-        default_factory=dict
-    )  # parts of the attempt that may still touch memory, or read it
+    flight: dict[PartRef, None] = field(default_factory=dict)  # parts of the attempt that may touch or read memory
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     came_bytes: int = 0  # of the attempt's parts that have arrived
     announced_bytes: int = 0  # of all of its parts
@@ -77,9 +76,8 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     sum: bytes = b""  # the producer's, if it has said so
     payload: bytes = b""  # what came with the final part
     error: Failure | None = None  # a part of the attempt could not be moved
-    remote_writes: bool = (
-        False  # the producer may write into memory here until it sends AttemptClosed or the link closes
-    )
+    held_up: HeldUp | None = None  # what one waits for that stands still
+    remote_writes: bool = False  # the producer may write here until it sends AttemptClosed or the link closes
     resets: int = 0
     broke: Failure | None = None  # why its link broke last
     revoked: bool = False  # an attempt was void because the producer had given its blocks up
@@ -92,16 +90,14 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
         self.attempt, self.generation, self.revocations, self.end, self.error = attempt, None, None, None, None
         self.remote_writes, self.asked, self.checksum, self.sum, self.payload = remote_writes, 0, 0, b"", b""
         self.came_bytes = self.announced_bytes = self.told_moved = self.told_bytes = self.told_tokens = 0
+        self.held_up = None
         self.spans.clear()
         self.to_hash.clear()
         self.coming.clear()
 
     def misuse(self, msg: m.PartReady, info: LinkInfo, fetch: Fetch) -> Failure | None:
-        """Return how an announcement breaks the protocol, or ``None`` if it does not.
-
-        It counts the tokens: each is announced once, so that announcements cost this side no more than what it wants.
-        """
-        bands = info.planner.bands
+        """Return how an announcement breaks the protocol, or ``None``; each token is told once, so that none costs more than is wanted."""
+        wanted = (fetch.tokens - fetch.start) * (bands := info.planner.bands)
         first, past = msg.bands or (0, bands)
         lo = msg.lo if msg.lo > fetch.start else fetch.start
         hi = msg.hi if msg.hi < fetch.tokens else fetch.tokens
@@ -112,17 +108,24 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
             what = "it has an older generation than it was asked for"
         elif msg.piece_bytes and not min(info.piece_bytes, MIN_PIECE) <= msg.piece_bytes <= info.piece_bytes:
             what = "it sends pieces of another size than was agreed on"
-        elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= info.planner.bands:
+        elif msg.bands is not None and not msg.bands[0] < msg.bands[1] <= bands:
             what = "it names bands of layers that do not exist"
         elif msg.final and self.end is not None:
             what = "it announces a second last part"
+        elif msg.final and not (fetch.enough or fetch.tokens) <= msg.hi <= fetch.tokens:
+            what = f"its last part ends at token {msg.hi}, where {fetch.tokens} tokens are wanted"
         elif not msg.final and hi <= lo:
             what = "it announces a part of which nothing is wanted"
-        elif self.told_tokens > (fetch.tokens - fetch.start) * bands:
+        elif self.spans and self.told_tokens >= wanted and self._repeats(msg, fetch, bands, wanted):
             what = "it announces tokens twice"
         else:
             return None
         return Failure(FailureKind.MISUSE, what, link_name(self.spec.link))
+
+    def _repeats(self, msg: m.PartReady, fetch: Fetch, bands: int, wanted: int) -> bool:
+        """Return whether some tokens have been announced twice, now that as many have been as are wanted."""
+        spans = [*self.spans.values(), Span(msg.lo, msg.hi, msg.bands)]
+        return self.told_tokens > wanted or reached(spans, fetch.start, bands) < fetch.tokens
 
     def announced(self, msg: m.PartReady, info: LinkInfo) -> None:
         """Record that a part of the attempt has been announced."""
@@ -266,8 +269,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         moving = self.moved if self.moving_since is None else self.moved + now - self.moving_since
         whole = self.outcome is None or self.outcome.failure is None
         came, announced = (self.nbytes, self.nbytes) if whole else self._bytes()
-        times = self.began, self.asked, self.announced, self.heard, self.arrived_at, now
-        return Stages(*times, moving, self.last, came, announced)
+        waits = self.began, self.asked, self.announced, self.heard, self.arrived_at
+        return Stages(*waits, now, moving, self.last, came, announced)
 
     def _bytes(self) -> tuple[int, int]:
         """Return how many bytes have come, of those parts too that are on their way, and how many were announced."""
@@ -277,14 +280,15 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
             announced += max(rank.announced_bytes, rank.told_bytes)
         return came, announced
 
-    def explain(self, why: Failure, now: float) -> Failure:
-        """Return why it fails now, with how far it has got."""
+    def explain(self, why: Failure, now: float, hangs: HeldUp | None) -> Failure:
+        """Return why it fails now, with how far it has got; ``hangs``: what all parts wait for, if this side moves nothing."""
         came, announced = self._bytes()
         if not announced:
             return why
         more, still = any(rank.end is None for rank in self.rank_fetches), now - (self.last or self.announced)
         within = any(rank.told_moved or rank.coming.keys() & rank.flight for rank in self.rank_fetches)
-        return enriched(why, came, announced, more, self.stages(now).moving, still, self.gap, within)
+        held_up = hangs or next((rank.held_up for rank in self.rank_fetches if rank.held_up), None)
+        return enriched(why, came, announced, more, self.stages(now).moving, still, self.gap, within, held_up)
 
     @property
     def enough(self) -> int:
@@ -305,8 +309,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
 
     def fetch_request(self, rank: RankFetch, now: float, moving: float) -> m.FetchRequest:
         """Make the message that asks for a rank fetch's share, which may take ``moving`` seconds from its first part on."""
-        s = self.spec
-        left = max(self.deadline - now, 0.0)
+        s, left = self.spec, max(self.deadline - now, 0.0)
         wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
         how = rank.banded, rank.cost
         return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough, *how)
@@ -323,9 +326,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
 
     def close_attempt(self, rank: RankFetch) -> m.CloseAttempt:
         """Make the message that tells a producer rank that an attempt is void."""
-        s = self.spec
+        s, again = self.spec, self.outcome is None
         why = NEWER if self.outcome is None or self.outcome.failure is None else self.outcome.failure
-        again = self.outcome is None
         return m.CloseAttempt(s.transfer, rank.attempt, s.digest, why.kind, why.detail, again, rank.spec.readers)
 
     def plan(self, msg: m.PartReady, info: LinkInfo) -> CopyPlan:
@@ -342,8 +344,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         """Return a progress event, if the engine asked for those and enough tokens have arrived since the last."""
         if not self.spec.progress:
             return []
-        tokens = self.arrived
-        if tokens < max(self.progress, self.spec.start) + self.spec.progress or not tokens:
+        if (tokens := self.arrived) < max(self.progress, self.spec.start) + self.spec.progress or not tokens:
             return []
         self.progress = tokens
         return [Emit(Progress("consumer", self.spec.transfer, self.spec.handle, tokens))]

@@ -288,7 +288,7 @@ class ProducerMachine:
         """Record that a reader has everything that it wanted, whatever has happened to the blocks since."""
         h, reader = self._records.get(msg.transfer), self._links[link].info.peer
         # For a late FetchRequest of it.
-        self._serves.remember(reader, m.CommitAck(msg.transfer, msg.attempt, None), now)
+        self._serves.remember(link, m.CommitAck(msg.transfer, msg.attempt, None), now)
         if serve is not None and serve.final and serve.state is S.SERVING:
             return self._offers.settle(serve, now)
         if h is None or msg.digest != h.digest:
@@ -305,7 +305,7 @@ class ProducerMachine:
             pass  # the next attempt follows
         elif h is None or h.digest is None:
             if self._over.get(msg.transfer) is None:
-                self._early.put(reader, msg.transfer.brief, GivenUp.of(msg), now)
+                self._early.put(reader, msg.transfer.brief, GivenUp.of(msg), now, self._links[link].info.owner)
         elif (
             msg.digest == h.digest and not h.lives(reader, but=serve) and h.heard(reader, ReaderEvent.DROP, msg.readers)
         ):

@@ -218,13 +218,14 @@ class Serves:
     def last_word(self, link: LinkId, word: LastWord, now: float) -> Send:
         """Send the last message about an attempt, and remember it in case the consumer asks again."""
         if link in self.links:
-            self.remember(self.links[link].info.peer, word, now)
+            self.remember(link, word, now)
         return Send(link, word)
 
-    def remember(self, reader: int, word: LastWord, now: float) -> None:
+    def remember(self, link: LinkId, word: LastWord, now: float) -> None:
         """Remember the last message about an attempt, unless its consumer has chosen a name of absurd length for the transfer."""
         if word.transfer.nbytes <= MAX_KEPT_NAME:
-            self.final_replies.put(reader, word.attempt, word, now)
+            info = self.links[link].info
+            self.final_replies.put(info.peer, word.attempt, word, now, info.owner)
 
     def refuse(self, link: LinkId, request: m.FetchRequest, why: Failure, now: float, again: bool = False) -> Send:
         """Answer that a request cannot be served (any more); ``again`` if it may be later."""

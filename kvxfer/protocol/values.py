@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ __all__ = [
     "Failure",
     "Hash",
     "Hashed",
+    "HeldUp",
     "RankRoute",
     "LinkId",
     "LinkInfo",
@@ -341,10 +343,25 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     own_seconds: float = 0.0
 
 
+class HeldUp(enum.StrEnum):
+    """What a part waits for that stands still, as a clause for operators."""
+
+    CALL = "this engine's back end or device has not come back from a call"
+    DEVICE = "this engine's device does not finish a piece of it"
+    SLOT = "this engine has no slot of staging memory for it"
+    PEER = "the producer has packed nothing more of it"
+
+
 class Moving(msgspec.Struct, frozen=True):
-    """How far parts have got that take long: the bytes of each that have come since it began. Comes about once a second."""
+    """How far parts have got that take long. Comes about once a second.
+
+    Attributes:
+        parts: The bytes of each that have come since it began, if they have become more.
+        held_up: What parts wait for that stand still, if that is new; ``None``: they go on.
+    """
 
     parts: tuple[tuple[PartRef, int], ...]
+    held_up: tuple[tuple[PartRef, HeldUp | None], ...] = ()
 
 
 class Hashed(msgspec.Struct, frozen=True):

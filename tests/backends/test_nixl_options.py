@@ -195,7 +195,7 @@ def test_peers_with_different_settings_understand_each_other() -> None:
         mine, theirs = a.endpoint(), b.endpoint()
         peer, _ = a.connect(mine, theirs), b.connect(theirs, mine)
         number = a.submit(Batch(Verb.READ, peer, 0, np.array([MIB]), np.array([0]), 0, np.array([0])))
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while a.result(number) is None:
             assert time.monotonic() < until
             for end in ends:

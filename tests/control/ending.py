@@ -29,7 +29,7 @@ def engine(backend: str, seed: int = 0) -> NodeEngine:
 
 
 def wait(e: NodeEngine, seen: list[object], transfer: TransferId, sort: type = Ended) -> Ended:
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 30.0
     while time.monotonic() < end:
         seen += e.agents[0].events()
         for event in seen:
@@ -187,7 +187,7 @@ def at_random(backend: str) -> None:
         for t in threads:
             t.start()
         for t in threads:
-            t.join(15.0)
+            t.join(60.0)
             assert not t.is_alive()
 
 

@@ -119,7 +119,7 @@ class Node:
     def __getattr__(self, method: str) -> Any:
         return partial(self._engine, method)
 
-    def settled(self, transfer: TransferId, timeout: float = 30.0) -> Any:
+    def settled(self, transfer: TransferId, timeout: float = 60.0) -> Any:
         """The outcome of a transfer, once it is released too."""
         return self.over(str(transfer), timeout)
 

@@ -83,7 +83,7 @@ def test_each_round_is_timed_and_wrong_bytes_are_told() -> None:
     with pair("zmq", {}, PAGES, request.blocks, ("cpu", "cpu"), 16 << 20) as both:
         both.connect()
         times, said = both.move(request.src, request.dst, 3, 0.01)
-        assert len(times) == 3 and all(0 < t < 5 for t in times) and said["bytes"] == 8 << 14
+        assert len(times) == 3 and all(0 < t < 30 for t in times) and said["bytes"] == 8 << 14
         both.expect(request.dst, request.src, "good")
         with pytest.raises(KvxferError, match="the bad run delivered wrong bytes"):
             both.expect(request.dst, np.roll(request.src, 1), "bad")
@@ -99,7 +99,7 @@ def test_words_and_meetings_on_one_pipe() -> None:
     assert two.hear() is None
     assert ahead.is_alive()
     two.meet()
-    ahead.join(10)
+    ahead.join(30)
     assert not ahead.is_alive()
 
 

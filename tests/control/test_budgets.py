@@ -268,7 +268,7 @@ def test_what_strangers_have_said_is_forgotten_with_their_connections(
     with ExitStack() as stack:
         stack.callback(go_on.set)
         stack.enter_context(Stranger(address)).say(hello(p))
-        assert looked.wait(10)
+        assert looked.wait(60)
         said, kept = bytes(200 << 10), guests.GUEST_BYTES // (200 << 10)
         crowd: list[Stranger] = []
 

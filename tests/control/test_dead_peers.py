@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from kvxfer.protocol.values import Ended
 from tests.control.conftest import until
 from tests.control.node import ALONE, Node, name, nodes
 from tests.control.test_processes import deliver
+from tests.relay import Relay
 
 K = FailureKind
 SILENCE, TIMEOUT = 1.0, 30.0
@@ -65,6 +68,31 @@ def test_killed_amid_a_load(node: Make) -> None:
     assert time.monotonic() - at < FOUND_OUT
     assert end.outcome.kind is K.PEER_LOST, "it was there"
     known_to_be_dead(d, p.source)
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["a stranger", "a peer"])
+def test_killed_while_its_link_is_being_made(node: Make, met: bool) -> None:
+    """Its system takes the connection, and ends it without a word. As its directory has answered, `peers` is not the cause."""
+    p, d = node(seed=1), node(peer_timeout=10.0)
+    relay = Relay(p.address())
+    p.publish_at(relay.address)
+    if met:
+        deliver(p, d, "met")
+    else:
+        relay.freeze()
+    d.fetch(name("half"), p.source, [15, 12], 8)
+    until(lambda: relay.connections == 1)
+    os.kill(p.process.pid, signal.SIGSTOP)
+    if met:
+        relay.cut()
+        until(lambda: relay.connections == 1)
+    time.sleep(0.3)
+    p.kill()
+    relay.thaw()
+    failure = d.settled(name("half"), timeout=TIMEOUT + 5).outcome.failure
+    relay.close()
+    assert failure.kind is (K.PEER_LOST if met else K.PEER_UNREACHABLE)
+    assert "'peers'" not in str(failure) and "process ended" in failure.detail and "runs" in failure.advice
 
 
 @pytest.mark.parametrize("met", [False, True], ids=["a stranger", "a peer"])

@@ -48,7 +48,7 @@ def test_an_engine_of_too_many_ranks_is_refused_by_name(
     honest(p, d)
     before = len(os.listdir("/proc/self/fd"))
     d.agents[0].fetch(fetch(liar.lie(p.source, ranks), [6], 4, transfer=BAIT, handle="bait"))
-    end = d.over("bait", 30.0)
+    end = d.over("bait")
     assert end.outcome.kind is K.INCOMPATIBLE and why in str(end.outcome.failure), end
     assert len(os.listdir("/proc/self/fd")) < before + 16
     honest(p, d, TransferId("own/1/after", 0))
@@ -98,7 +98,7 @@ def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
     honest(p, d)
     monkeypatch.setattr(d.agents[0]._loop.sockets._limits, "dialled", 0)
     d.agents[0].fetch(fetch(other.source, [6], 4, transfer=BAIT, handle="bait"))
-    end = d.over("bait", 30.0)
+    end = d.over("bait")
     assert end.outcome.kind is K.OVERLOADED and "ulimit -n" in str(end.outcome.failure), end
     honest(p, d, TransferId("own/1/after", 0))
 

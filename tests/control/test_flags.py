@@ -97,7 +97,7 @@ def test_a_flag_may_be_set_by_a_handler_that_interrupts_it(monkeypatch: pytest.M
         flag.set()
         waiting = threading.Thread(target=flag.clear)
         waiting.start()
-        waiting.join(5)
+        waiting.join(30)
         assert not waiting.is_alive()
         write(fd, value)
 
@@ -118,7 +118,7 @@ def test_a_flag_that_is_closed_amid_a_call_keeps_its_descriptor_until_that_ends(
     def slow(fd: int, *value: int) -> object:
         closing = threading.Thread(target=flag.close)
         closing.start()
-        closing.join(5)
+        closing.join(30)
         assert not closing.is_alive(), "nobody waits for another's system call"
         other = os.eventfd(0, os.EFD_NONBLOCK)
         os.close(other)

@@ -266,14 +266,14 @@ def test_a_producer_that_can_be_seen_need_not_answer(engine, monkeypatch: pytest
     assert deliver(p, d, T).outcome.delivered
     assert (d.block(5) == p.block(3)).all()
     monkeypatch.setattr(RevocationView, "of", lambda place: None)
-    other = engine({"verbs": verbs, "network": p.net}, transfer_timeout=1.0)
+    other = engine({"verbs": verbs, "network": p.net}, transfer_timeout=2.5)
     meet(other, p)
     assert deliver(p, other, TransferId("router/1/y", 0)).outcome.kind is FailureKind.TIMED_OUT
 
 
 def test_a_producer_that_writes_is_asked(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its word ends what it may do in our memory."""
-    p, d = pair(engine, {"verbs": ["write"]}, transfer_timeout=1.0)
+    p, d = pair(engine, {"verbs": ["write"]}, transfer_timeout=2.5)
     meet(d, p)
     monkeypatch.setattr(ProducerMachine, "_commit_request", lambda *_: [])
     assert deliver(p, d, T).outcome.kind is FailureKind.TIMED_OUT
@@ -306,7 +306,7 @@ def test_a_checked_transfer_needs_no_answer_if_the_sums_agree(
         engine, {"verbs": ["read"], "corrupt": corrupt}, integrity="full", transfer_timeout=1.0 if corrupt else 10.0
     )
     monkeypatch.setattr(ProducerMachine, "_commit_request", lambda *_: [])
-    monkeypatch.setattr(p.net, "delay_s", 0.2)  # so that the producer's sum is there first
+    monkeypatch.setattr(p.net, "delay_s", 0.2 if corrupt else 1.5)  # so that the producer's sum is there first
     assert deliver(p, d, T).outcome.delivered is not bool(corrupt)
 
 

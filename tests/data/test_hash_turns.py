@@ -24,7 +24,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     class Space:
         def checksum(self, plan: Any, side: str) -> Any:
-            go.wait(10.0)
+            go.wait(60.0)
             return type("Made", (), {"value": 1})
 
     monkeypatch.setattr(hasher.memory, "space", lambda regions: Space())

@@ -15,9 +15,9 @@ from kvxfer.values import BlockTable, Fetch
 from tests.control.conftest import SeededEngine, fetch, offered
 
 LONG, SHORT, WARM = (TransferId(f"own/1/{name}", 0) for name in ("long", "short", "warm"))
-PARTS, PART_S = 30, 0.02
+PARTS, PART_S = 30, 0.1
 SLACK = 5
-"""Parts that may go by before the producer has heard of the short load: a tenth of a second."""
+"""Parts that may go by before the producer has heard of the short load: half a second."""
 
 
 @pytest.mark.parametrize(("unit", "moved"), [(16, "staged"), (64, "direct")])

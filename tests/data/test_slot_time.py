@@ -195,7 +195,7 @@ class Busy:
 
     def passed(self) -> bool:
         self.asked.set()
-        return self.over.wait(10.0)
+        return self.over.wait(60.0)
 
 
 Late = tuple[SeededEngine, SeededEngine, Callable[[], None]]
@@ -238,7 +238,7 @@ def test_a_slot_that_is_given_up_is_used_again_only_once_its_reader_can_know(
     busy = Busy()
     p.agents[0].offer(offered([399], 4, transfer=name("fenced")), after=busy)
     try:
-        assert busy.asked.wait(10.0)
+        assert busy.asked.wait(60.0)
         monkeypatch.setattr(slot_queue, "PATIENCE_S", 0.1)
         time.sleep(0.5)
         reads()

@@ -18,7 +18,8 @@ def test_what_a_peer_moves_straight_lands_nowhere(
 ) -> None:
     """The consumer's cache was taken for its staging memory: the load was delivered, and its bytes were in others' slots."""
     options: dict[str, Any] = {"verbs": verbs, "elastic": False, "run_bytes": 1}
-    p, d = engine(dict(options), seed=1), engine(dict(options), elastic=True)
+    times = {"transfer_timeout": 10.0, "lease": 10.0}  # nothing else ends the first load
+    p, d = engine(dict(options), seed=1, **times), engine(dict(options), elastic=True, **times)
     name = [TransferId("own/1/unmovable", i) for i in range(2)]
     with monkeypatch.context() as careless:
         careless.setattr("kvxfer.protocol.announcements.piece_bytes", lambda plan, info: 0)

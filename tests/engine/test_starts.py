@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control.notices import Unheard
-from kvxfer.engine.notices import Notices
+from kvxfer.control.notices import Declined, Unheard
+from kvxfer.engine.notices import MAX_EARLY, Notices
 from kvxfer.engine.starts import Starts
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol.messages import Await, Begun, Decline, Named, OtherContent
+from kvxfer.protocol.messages import Await, Begun, Named, OtherContent
+from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.schedule import Load, LoadState, Schedule
 from kvxfer.values import Group
 
@@ -124,6 +125,24 @@ def test_who_cannot_be_asked_is_not_waited_for() -> None:
     assert not p.waits("r") and p.waits("q")
 
 
+def declines(*named: Named, host: str = "d") -> Declined:
+    return Declined(PeerIdentity(host), named, "not wanted", "")
+
+
+def test_one_host_s_early_refusals_do_not_push_out_another_s() -> None:
+    """Neither by very many, nor by as many names of peers as it likes: of a host's names only its address is proved."""
+    p = Played()
+    names = [TransferId("router/made up", i) for i in range(3 * MAX_EARLY)]
+    p.directory.came = [declines(Named(X, b"d"), Named(Y, b"e"))]
+    p.directory.came += [declines(*[Named(name, b"x") for name in names], host="greedy")]
+    p.notices.exchange()
+    for transfer, digest in ((X, b"d"), (Y, b"e")):
+        assert p.schedule.producer.arrive(str(transfer), transfer, digest, 40, 1)
+        p.notices.offered(transfer, digest)
+        assert not p.schedule.producer.offers(transfer, digest)
+    assert len(p.notices._early) <= MAX_EARLY
+
+
 @pytest.mark.parametrize(
     "consumers, declined, stands", [(1, 1, False), (1, 1_000_000, False), (3, 2, True), (3, 3, False)]
 )
@@ -132,8 +151,8 @@ def test_what_was_declined_before_it_was_offered(
 ) -> None:
     """Whoever names other content under the same name changes nothing; and nobody makes the offer take longer by repeating it."""
     p = Played()
-    said = Decline(1, (Named(X, b"digest"),), "not wanted")
-    p.directory.came = [said] * declined + [Decline(1, (Named(X, b"another"),), "not wanted")]
+    said = declines(Named(X, b"digest"))
+    p.directory.came = [said] * declined + [declines(Named(X, b"another"))]
     p.notices.exchange()
     assert p.schedule.producer.arrive("r", X, b"digest", 40, consumers)
     producer, calls = p.schedule.producer, list[str]()

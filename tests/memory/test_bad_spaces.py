@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,8 +78,8 @@ def cache_on(device: str) -> tuple[Any, Cache]:
     return memory, made if device == "cpu" else Cache((tin(memory),), made.groups, made.views)
 
 
-def engine(name: str, device: str) -> SeededEngine:
-    settings = Config.from_mapping({"backend": "tcp", "integrity": "full", "staging_bytes": STAGING})
+def engine(name: str, device: str, **more: Any) -> SeededEngine:
+    settings = Config.from_mapping({"backend": "tcp", "integrity": "full", "staging_bytes": STAGING, **more})
     return SeededEngine(settings, SimpleNamespace(caches=[cache_on(device)[1]]), name=name)  # type: ignore[arg-type]
 
 
@@ -153,6 +154,71 @@ def test_a_transfer_fails_at_once_and_says_why(
         assert failure is not None and failure.kind is FailureKind.BACKEND_FAILED
         assert "the space for tin:0" in failure.detail and words in failure.detail, failure
     finally:
+        p.close()
+        d.close()
+
+
+class Hanging:
+    """A device that does nothing of what it is given, in its queue or in the call itself, until it is let go."""
+
+    event = None
+
+    def __init__(self) -> None:
+        self.going = threading.Event()
+
+    def passed(self) -> bool:
+        return self.going.is_set()
+
+    def queued(self, *_: Any) -> Hanging:
+        return self
+
+    def call(self, *_: Any) -> Hanging:
+        self.going.wait(20.0)
+        return self
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    device = Hanging()
+    yield device
+    device.going.set()
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "how", "words", "logged"),
+    [
+        ("producer", "pack", "queued", "the producer has packed nothing more of it", "has not finished a piece of"),
+        ("producer", "pack", "call", "the producer has packed nothing more of it", "has not come back from a call for"),
+        ("consumer", "unpack", "queued", "this engine's device does not finish a piece", "has not finished a piece of"),
+        ("consumer", "unpack", "call", "device has not come back from a call", "has not come back from a call for"),
+    ],
+)
+def test_a_device_that_hangs_is_not_the_link_s_fault(
+    where: str,
+    call: str,
+    how: str,
+    words: str,
+    logged: str,
+    hanging: Hanging,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    more = {"transfer_timeout": 5.0, "abort_timeout": 1.0, "peer_timeout": 20.0}
+    p, d = (engine(name, "tin:0" if name == where else "cpu", **more) for name in ("producer", "consumer"))
+    try:
+        monkeypatch.setattr(TinSpace, call, getattr(hanging, how))
+        monkeypatch.setattr(TinSpace, "prepare_unpack", Space.prepare_unpack)
+        transfer = TransferId("own/1/hangs", 0)
+        d.agents[0].fetch(Fetch("r", transfer, b"d", p.source, BlockTable.of([[1, 2]]), 0, 8, None))
+        p.agents[0].offer(Offer(transfer, b"d", 1, 8, BlockTable.of([[3, 5]]), True))
+        found: list[Ended] = []
+        until(lambda: found.extend(e for e in d.events() if isinstance(e, Ended)) or found, 9)  # type: ignore[func-returns-value]
+        failure = found[0].outcome.failure
+        assert failure is not None and failure.kind is FailureKind.TIMED_OUT
+        assert words in failure.detail and "link" not in failure.advice and "device" in failure.advice, failure
+        until(lambda: logged in caplog.text, 3)
+    finally:
+        hanging.going.set()
         p.close()
         d.close()
 

@@ -14,7 +14,7 @@ def test_a_pool_works_at_the_same_time_and_ends_together() -> None:
     pool, meeting, ended = CopyPool(3, "pool"), threading.Barrier(3), []
 
     def work(fails: bool) -> None:
-        meeting.wait(5)
+        meeting.wait(30)
         if fails:
             raise OSError("one of them")
         time.sleep(0.05)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
@@ -44,6 +46,30 @@ def test_owners_and_groups_that_are_gone_leave_nothing() -> None:
         budgets.leave(f"{i}")
         budgets.give(f"{i}", 1)
     assert not budgets._owners and not budgets._all.inside and budgets._all.total == 0
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_owners_that_a_host_makes_up_push_out_none_of_another_host(most: int) -> None:
+    """Connections, and numbers of readers, are what a process likes to make of them."""
+    keep: ExpiringMap[str, int, int] = ExpiringMap(10.0, 60)
+    for i in range(10):
+        keep.put("honest", i, i, 0.0, PeerIdentity("a"))
+    for i in range(1000):
+        keep.put(f"sybil {i // most}", i % most, i, 1.0, PeerIdentity("b", f"name {i // most}"))
+    assert all(keep.get("honest", i) == i for i in range(10))
+    assert len(keep) == 60 and keep.get(f"sybil {999 // most}", 999 % most) == 999
+    keep.forget(20.0)
+    assert not keep._hosts and not keep._host and not len(keep)
+
+
+def test_owners_cost_no_time_however_many_there_are() -> None:
+    keep: ExpiringMap[int, int, int] = ExpiringMap(10.0, 50_000)
+    for i in range(50_000):
+        keep.put(i, 0, i, 0.0)
+    began = time.perf_counter()
+    for i in range(5_000):
+        keep.put(50_000 + i, 0, i, 1.0)
+    assert time.perf_counter() - began < 1.0, "it looks at each of them"
 
 
 @pytest.mark.parametrize("owners", [1, 2, 5])

@@ -13,10 +13,16 @@ from tests.protocol.test_doors import T
 
 LIES = {
     "tokens twice": [(0, 8, False), (4, 12, False)],
-    "tokens again and again": [(0, 4, False)] * 4,
+    "tokens again and again": [(0, 4, False)] * 3,
     "no tokens": [(4, 4, False)],
     "tokens that nobody wants": [(12, 16, False)],
     "two last parts": [(8, 12, True), (12, 12, True)],
+    "more than is wanted with the last part": [(0, 8, False), (8, 16, True)],
+    "a last part behind all that is wanted": [(0, 12, False), (16, 16, True)],
+    "less than is wanted with the last part": [(0, 4, False), (4, 8, True)],
+    "a last part that ends before it begins": [(0, 8, False), (12, 8, True)],
+    "some tokens twice and others never": [(0, 4, False), (0, 4, False), (8, 12, False)],
+    "some tokens twice, others never, and the last part before": [(12, 12, True), (0, 8, False), (4, 8, False)],
 }
 """The parts that are announced, of which only the last one is wrong, of a fetch of 12 tokens in blocks of 4."""
 

@@ -13,7 +13,7 @@ from tests.protocol.test_doors import PLANNER, RIGHT, TABLE, T
 
 
 def test_what_comes_slowly_says_how_much_and_how_fast_and_what_to_set() -> None:
-    asker = Asker()
+    asker = Asker(4)
     move = asker.hear(10.0, final=True)
     half = move.plan.nbytes // 2
     asker.machine.moving(Moving(((move.ref, half),)), 17.5)
@@ -39,7 +39,7 @@ def test_what_has_stopped_says_since_when() -> None:
 
 
 def test_what_has_stopped_within_a_part_stands_still() -> None:
-    asker = Asker()
+    asker = Asker(4)
     move = asker.hear(10.0, final=True)
     asker.machine.moving(Moving(((move.ref, 5),)), 11.0)
     failure = asker.end(100.0)[1].outcome.failure
@@ -48,7 +48,7 @@ def test_what_has_stopped_within_a_part_stands_still() -> None:
 
 def test_silence_within_a_message_is_no_standstill() -> None:
     """A back end tells of whole messages, each of which takes seconds."""
-    asker = Asker()
+    asker = Asker(4)
     move = asker.hear(10.0, final=True)
     asker.machine.moving(Moving(((move.ref, 5),)), 14.0)
     failure = asker.end(100.0)[1].outcome.failure
@@ -57,7 +57,7 @@ def test_silence_within_a_message_is_no_standstill() -> None:
 
 
 def test_what_is_silent_for_longer_than_before_may_be_slow_or_stand_still() -> None:
-    asker = Asker()
+    asker = Asker(4)
     move = asker.hear(10.0, final=True)
     asker.machine.moving(Moving(((move.ref, 5),)), 12.5)
     failure = asker.end(100.0)[1].outcome.failure
@@ -89,14 +89,14 @@ def test_time_in_which_nothing_was_on_its_way_is_no_silence() -> None:
 
 
 def test_nothing_at_all() -> None:
-    asker = Asker()
+    asker = Asker(4)
     move = asker.hear(10.0, final=True)
     failure = asker.end(100.0)[1].outcome.failure
     assert f"0 of {size(move.plan.nbytes)} had come after 8.0 s" in failure.detail
 
 
 def test_what_is_late_for_an_attempt_that_is_over_changes_nothing() -> None:
-    asker = Asker()
+    asker = Asker(4)
     move = asker.hear(10.0, final=True)
     asker.machine.moved(Moved(move.ref, None, True, move.plan.nbytes), 11.0)
     asker.machine.moving(Moving(((move.ref, 1),)), 12.0)

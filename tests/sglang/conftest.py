@@ -77,7 +77,7 @@ class Played:
 
         return call
 
-    def until(self, room: int, *states: int, timeout: float = 20.0) -> int:
+    def until(self, room: int, *states: int, timeout: float = 60.0) -> int:
         """Poll a request until it is in one of these states."""
         end = time.monotonic() + timeout
         while (state := self.poll(room=room)) not in states:
@@ -104,7 +104,7 @@ class PlayedRanks:
 
         return call
 
-    def until(self, room: int, *states: int, timeout: float = 20.0) -> list[int]:
+    def until(self, room: int, *states: int, timeout: float = 60.0) -> list[int]:
         return [rank.until(room, *states, timeout=timeout) for rank in self.ranks]
 
 

@@ -45,7 +45,7 @@ def test_a_prefill_server_that_dies_fails_its_requests(start: Callable[..., Any]
         decode.until(room, TRANSFERRING)
         prefill.ranks[0].kill()
         for one in (room, room + 1):
-            decode.until(one, FAILED, timeout=20)
+            decode.until(one, FAILED)
             assert decode.why(room=one) != [""]
             quiet(decode, one)
 

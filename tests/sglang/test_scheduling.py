@@ -45,7 +45,7 @@ def served(servers: tuple[PlayedRanks, PlayedRanks], prompts: dict[int, list[int
 def turn(servers: tuple[PlayedRanks, PlayedRanks], over: Callable[[], bool], ready: set[int]) -> None:
     """Let both servers run until something is so."""
     prefill, decode = servers
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60  # less than SGLang's own deadlines
     while not over():
         assert time.monotonic() < end
         prefill.turn()

@@ -182,7 +182,7 @@ def quiet(decode: PlayedRanks, room: int) -> None:
     """Wait until the pages of a failed request may be used again."""
     import time
 
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not all(decode.quiet(room=room)):
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -35,7 +35,7 @@ def test_what_is_moved_while_the_prompt_is_computed_nobody_waits_for() -> None:
 
 def test_turns_are_summed_up_by_way() -> None:
     def timed(n: int, computed: int, ms: float) -> Timed:
-        return Timed(n, PlayedTurn(Reply([1], computed, None, ms / 1e3), Reply([1], 1, None, 0.5)), 2 * ms / 1e3)
+        return Timed(n, PlayedTurn(Reply([1], computed, None, ms / 1e3), Reply([1], 1, None, 0.5)), 2 * ms / 1e3, 0.0)
 
     talks = [[timed(100, 100, ms), timed(150, computed, ms)] for ms, computed in ((10.0, 20), (30.0, 40), (20.0, 30))]
     found = summary(talks)
@@ -49,7 +49,7 @@ def test_turns_are_summed_up_by_way() -> None:
 
 def test_turns_are_checked_for_their_tokens_and_for_what_prefill_computes() -> None:
     def turn(n: int, computed: int, said: list[int], plain: list[int]) -> Timed:
-        return Timed(n, PlayedTurn(Reply([1], computed, None, 0.1), Reply(said, 1, None, 0.1)), 0.1, plain)
+        return Timed(n, PlayedTurn(Reply([1], computed, None, 0.1), Reply(said, 1, None, 0.1)), 0.1, 0.1, plain)
 
     ten, other = [7] * 10, [*[7] * 9, 8]
     good = [turn(100, 100, ten, ten), turn(150, 40 + 32, ten, ten)]

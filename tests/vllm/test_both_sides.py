@@ -17,7 +17,7 @@ overlap = both_ways
 N = 6 * BLOCK + 5
 
 
-def steps_while(engine: PlayedEngine, true: Callable[[], bool], most_s: float = 10.0) -> None:
+def steps_while(engine: PlayedEngine, true: Callable[[], bool], most_s: float = 30.0) -> None:
     until = time.monotonic() + most_s
     while true():
         assert time.monotonic() < until

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -34,13 +35,21 @@ class Router:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(endpoint)
 
-    def read(self, wait: float = 0.3) -> None:
-        until = time.monotonic() + wait
-        while time.monotonic() < until:
-            for i, socket in enumerate(self._sockets):
-                while socket.poll(5):
-                    for event in self._decoder.decode(socket.recv_multipart()[-1]).events:
-                        self._apply(i, event)
+    def read(self, true: Callable[[], bool] = lambda: True, wait: float = 0.3) -> None:
+        """Read events until something is so, and for a moment what more there is."""
+        end = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < end, "an event does not come"
+            self._hear()
+        more = time.monotonic() + wait
+        while time.monotonic() < more:
+            self._hear()
+
+    def _hear(self) -> None:
+        for i, socket in enumerate(self._sockets):
+            while socket.poll(5):
+                for event in self._decoder.decode(socket.recv_multipart()[-1]).events:
+                    self._apply(i, event)
 
     def _apply(self, i: int, event: Any) -> None:
         known = self.blocks[i]
@@ -87,7 +96,13 @@ def engines(make: Make) -> Iterator[tuple[PlayedEngine, list[PlayedEngine], Rout
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port + i}")
         decodes.append(make(role="kv_consumer", events=events))
     router = Router(*(f"tcp://127.0.0.1:{port + i}" for i in range(2)))
-    time.sleep(0.5)  # a subscriber that is late misses what was published
+    for i, d in enumerate(decodes):  # a subscriber that is late misses what was published
+        for seed in itertools.count(50):
+            d.run(until=d.add(prompt(2 * BLOCK, seed), n=1))
+            router.read(wait=0.05)
+            if router.stored[i]:
+                break
+        router.stored[i].clear()
     yield p, decodes, router
     router.close()
     for d in decodes:
@@ -100,7 +115,7 @@ def test_what_was_loaded_is_stored(engines: tuple[PlayedEngine, list[PlayedEngin
     texts = [prompt(100, seed=i) for i in range(4)]
     for i, text in enumerate(texts):
         decode(decodes[i % 2], text, prefill(p, text), p)
-    router.read()
+    router.read(lambda: all(router.has(i % 2, text) >= 96 for i, text in enumerate(texts)))
     for i, text in enumerate(texts):
         assert router.has(i % 2, text) >= 96 and router.has(1 - i % 2, text) == 0
         assert router.choose([*text, *prompt(30, seed=9)]) == i % 2
@@ -112,14 +127,13 @@ def test_a_router_by_events_loads_only_what_is_new(engines: tuple[PlayedEngine, 
     p, decodes, router = engines
     text = prompt(100)
     decode(decodes[1], text, prefill(p, text), p)
-    router.read()
+    router.read(lambda: router.has(1, text) >= 96)
     longer = text + prompt(60, seed=5)
     d = decodes[router.choose(longer)]
     assert d is decodes[1]
     name = decode(d, longer, prefill(p, longer), p)
     assert d.computed[name] == 1 + 3
-    router.read()
-    assert router.has(1, longer) >= 160 - BLOCK
+    router.read(lambda: router.has(1, longer) >= 160 - BLOCK)
 
 
 def test_a_load_that_fails_is_not_told_of(engines: tuple[PlayedEngine, list[PlayedEngine], Router], wire: Wire) -> None:
@@ -129,7 +143,7 @@ def test_a_load_that_fails_is_not_told_of(engines: tuple[PlayedEngine, list[Play
     wire.paused = True
     name = d.add(text, params)
     d.steps(2)
-    router.read(0.2)
+    router.read()
     assert router.has(0, text) == 0, "told of before it is here"
     for load in wire.loads(d):
         wire.fail(load, "the link broke")
@@ -137,9 +151,8 @@ def test_a_load_that_fails_is_not_told_of(engines: tuple[PlayedEngine, list[Play
     d.run(p, until=name)
     check(d, name, text)
     assert d.computed[name] == 100 + 3
-    router.read()
-    assert router.has(0, text) >= 96 and len(router.stored[0]) == len(set(router.stored[0]))
+    router.read(lambda: router.has(0, text) >= 96)
+    assert len(router.stored[0]) == len(set(router.stored[0]))
     assert d.scheduler.reset_prefix_cache()
     d.steps(2)
-    router.read()
-    assert router.has(0, text) == 0
+    router.read(lambda: router.has(0, text) == 0)

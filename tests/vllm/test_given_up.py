@@ -18,7 +18,7 @@ EACH = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 
 def freed(p: PlayedEngine) -> bool:
     """Whether P has its blocks back soon: a notice takes its time, and then a step."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while p.free < p.blocks - 1 and time.monotonic() < until:
         p.step()
         time.sleep(0.002)

@@ -286,7 +286,7 @@ def test_weights_that_were_changed_in_place(tmp_path: Path) -> None:
 # --- engines -------------------------------------------------------------------------------------------------------
 
 
-def card(e: PlayedEngine, security: Security, seconds: float = 5.0) -> m.EngineDescriptor | None:
+def card(e: PlayedEngine, security: Security, seconds: float = 30.0) -> m.EngineDescriptor | None:
     """What an engine's directory says to whoever comes with this key."""
     hub = sockets.ControlSockets(security)
     try:

@@ -34,7 +34,7 @@ def replace(engine: PlayedEngine, told: bool) -> None:
 def loads(d: PlayedEngine, p: PlayedEngine, text: list[int]) -> int:
     """How many tokens of a prompt one engine finds at the other."""
     name = d.add(text, {"kvxfer_sources": [str(p.address)]}, n=1, **ADAPTER)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while name not in d.done:
         assert time.monotonic() < end
         d.step()

@@ -110,7 +110,7 @@ def test_a_client_that_hangs_up_before_p_has_begun(make: Make) -> None:
     d.steps(2)
     at_p = p.add(text, schema.asked("job"), n=1, name="cmpl-job-0")
     p.run(until=at_p)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while p.free != p.blocks - 1:
         assert time.monotonic() < deadline, "P waits for a lease"
         p.step()

@@ -60,6 +60,12 @@ def seconds(engine: DecodeEngine) -> float:
     return time.monotonic() - begun
 
 
+def wait_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a step that waits do so until the load ends, some five seconds later: no busy machine makes another one take so long."""
+    for module in (loads, prefetch):
+        monkeypatch.setattr(module, "LOOKS", 60_000)
+
+
 def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
     pair: tuple[DecodeEngine, Producer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,21 +73,23 @@ def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
     engine.add(slow_load(engine, producer))
     until(lambda: seconds(engine) >= 0.04)  # the load is on its way
     assert statistics.median(seconds(engine) for _ in range(5)) >= 0.04, "nothing else is to be done"
+    wait_for_the_load(monkeypatch)
     engine.core.input_queue.put(None)
-    assert statistics.median(seconds(engine) for _ in range(9)) < 0.02, "somebody has come, who is not looked at yet"
+    assert max(seconds(engine) for _ in range(9)) < 3.0, "somebody has come, who is not looked at yet"
     engine.core.input_queue.get()
-    for module in (loads, prefetch):
-        monkeypatch.setattr(module, "LOOKS", 60_000)  # until the load ends, some five seconds later
     threading.Timer(0.01, engine.core.input_queue.put, (None,)).start()
     assert seconds(engine) < 3.0, "somebody comes during the wait"
 
 
-def test_a_request_that_is_to_be_computed_is_not_held_up_by_a_load(pair: tuple[DecodeEngine, Producer]) -> None:
+def test_a_request_that_is_to_be_computed_is_not_held_up_by_a_load(
+    pair: tuple[DecodeEngine, Producer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, producer = pair
     engine.add(slow_load(engine, producer))
     for _ in range(4):
         engine.step()
     other = engine.request("other", 16, 64)
     engine.add(other)
-    assert statistics.median(seconds(engine) for _ in range(20)) < 0.03
+    wait_for_the_load(monkeypatch)
+    assert max(seconds(engine) for _ in range(20)) < 3.0
     assert other.request_id in engine.computed and other.num_output_tokens > 5

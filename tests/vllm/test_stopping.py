@@ -18,6 +18,8 @@ from tests.vllm.engine import BLOCK, FULL, HYBRID, Group, PlayedEngine, answer, 
 
 overlap = both_ways
 EXTRA = {"ask_timeout": 10.0}
+DRAIN_S = 4.0
+"""So long does an engine stay after the last question; a busy machine may take seconds to ask the next one."""
 
 
 class Core(EngineCoreProc):  # type: ignore[misc]
@@ -55,7 +57,7 @@ def go_on(d2: PlayedEngine, d1: Core, text: list[int], n: int = 1) -> int:
 
 @pytest.fixture
 def home(make: Make) -> Core:
-    return Core(make, 60, drain=1.5)
+    return Core(make, 60, drain=DRAIN_S)
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "window"])
@@ -63,7 +65,7 @@ def test_a_request_that_is_cut_off_goes_on_with_its_kv(
     make: Make, groups: Sequence[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A window is found at the place where the answer was cut off, which is not one that vLLM keeps by default."""
-    home, d2, text = Core(make, 60, groups, drain=1.5), make(groups, blocks=120, extra=EXTRA), prompt(50)
+    home, d2, text = Core(make, 60, groups, drain=DRAIN_S), make(groups, blocks=120, extra=EXTRA), prompt(50)
     name = home.engine.add(text, {"kvxfer_sources": []}, n=100)
     while len(home.engine.said.get(name, ())) < 40:
         home.engine.step()
@@ -75,10 +77,11 @@ def test_a_request_that_is_cut_off_goes_on_with_its_kv(
         home.engine.abort(name)
         home.engine.step()
         assert home.engine.scheduler.has_requests(), "it stays, though no request runs"
-        time.sleep(0.2)
+        time.sleep(0.5)
+        asked = time.monotonic()
         assert go_on(d2, home, so_far) <= 2 * BLOCK
     assert "others can ask for what it holds" in caplog.text
-    assert 1.4 < home.loop(d2) < 30, "from the last question on"
+    assert home.loop(d2) < 30 and time.monotonic() - asked > DRAIN_S - 0.1, "from the last question on"
 
 
 def test_a_question_makes_it_stay_longer(make: Make, home: Core) -> None:
@@ -87,7 +90,7 @@ def test_a_question_makes_it_stay_longer(make: Make, home: Core) -> None:
         home.engine.run(until=home.engine.add(text))
     home.stop()
     for other, text in zip(others, texts, strict=True):
-        until = time.monotonic() + 0.6
+        until = time.monotonic() + 0.4 * DRAIN_S
         while time.monotonic() < until:
             assert home.engine.scheduler.has_requests()
             home.engine.step()

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvxfer.backend.passed import MAX_BYTES, passed, taken
-from kvxfer.errors import PeerError
+from kvxfer.errors import UNREADABLE, PeerError
 from kvxfer.geometry.region import Region
 
 __all__ = ["Exported", "read_back", "written"]
@@ -54,7 +54,7 @@ def read_back(fd: int) -> list[Exported]:
     """
     try:
         found = msgspec.msgpack.decode(taken(fd), type=list[Exported])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except UNREADABLE as e:
         raise PeerError(f"its description of its memory makes no sense ({e})") from e
     if len({one.number for one in found}) < len(found):
         raise PeerError("its description of its memory is too long, or came twice")

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvxfer.backend.endpoint import Token
+from kvxfer.errors import UNREADABLE
 from kvxfer.failures import FailureKind
 from kvxfer_nccl.endpoint import MAX_BYTES
 
@@ -128,6 +129,6 @@ def decode(raw: bytearray) -> Message | None:
     del raw[: 4 + size]
     try:
         message: Message = _decoder.decode(body)
-    except msgspec.DecodeError as e:  # includes ValidationError
+    except UNREADABLE as e:
         raise ValueError(str(e)) from None
     return message

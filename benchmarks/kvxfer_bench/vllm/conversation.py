@@ -2,8 +2,10 @@
 
 The same conversations run in turns: with a router that tells the prefill server nothing of earlier turns, with kvxfer and a router that
 does, and (``--nixl``) with vLLM's NixlConnector in its bidirectional mode. Prints how many tokens the prefill server computed at each
-turn, how long the client waited for the first token, and how long the prefill server takes for the same prompt once it has it. With
-``--check`` it says whether both are right: tokens, as a plain server has them, and how many prefill computes.
+turn, how long the client waited for the first token, and how long the prefill server takes for the same prompt once it has it. Before
+each turn it answers another, short prompt: while a long answer is decoded it has nothing to do here, and a GPU and a processor that have
+rested are slow for some milliseconds. With ``--check`` it says whether both are right: tokens, as a plain server has them, and how many
+prefill computes.
 """
 
 from __future__ import annotations
@@ -147,6 +149,7 @@ def _converse(
     text: list[int] = rng.integers(1, VOCABULARY, prompt).tolist()
     out = []
     for left in reversed(range(turns)):
+        reply_of(prefill, rng.integers(1, VOCABULARY, SHORT).tolist(), 1, timeout=600.0)
         before = total(decode, FIRST_TOKEN)
         tokens = answer if left else min(answer, SHORT)
         turn = talk.turn(text, tokens, timeout=600.0)

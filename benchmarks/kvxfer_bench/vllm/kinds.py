@@ -2,9 +2,10 @@
 
 In each round the kinds take turns:
 
-* a request of two tokens, which is the least that this server needs for a first token;
 * a prompt that is computed where it is decoded;
 * the same again, now cached there, which is the least for this prompt;
+* a request of two tokens, which is the least that this server needs for a first token. The decode server has rested meanwhile, and what
+  has rested, its GPU and its processor, is slow for some milliseconds;
 * one whose KV comes from the prefill server;
 * one that is sent to both servers at once, unless the connector cannot.
 """
@@ -95,7 +96,6 @@ class FirstTokens:
             ServerError: One of the servers failed a request.
         """
         pair = self._pair
-        least = self._time("least", pair.decode, self._fresh(2))
         self._time("computed", pair.decode, again := self._fresh())
         self._time("cached", pair.decode, again)
         if pair.plain is not None:
@@ -105,6 +105,7 @@ class FirstTokens:
         begin = time.perf_counter()
         told = offers(pair.prefill, some, names)
         self._taken.setdefault("prefilled", []).append(time.perf_counter() - begin)
+        least = self._time("least", pair.decode, self._fresh(2))
         before = moving_seconds(pair.decode)
         loaded = self._time("loaded", pair.decode, some, told, names)
         after = moving_seconds(pair.decode)

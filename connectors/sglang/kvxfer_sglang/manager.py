@@ -25,6 +25,7 @@ from kvxfer import Cache, KvxferError, PeerError, Rank
 from kvxfer.facts import MAX_TEXT
 from kvxfer.logs import logger
 from kvxfer.memory.fence import DeviceEvent
+from kvxfer.security import RateLimitedWarnings
 from kvxfer.threads import NamedThread
 from kvxfer_sglang.cache import heads_of, host_args, pool_cache, stage_layers
 from kvxfer_sglang.decode import DecodeRank
@@ -97,6 +98,7 @@ class TransferManager(CommonKVManager):
         self.supports_host_destination = host is not None
         side.start(*self._ranks)
         self._stopped = False
+        self._complain = RateLimitedWarnings(log)  # who connects to SGLang's socket, it does not ask
         hear = self._hear_decode if decodes else self._hear_prefill
         self._thread = NamedThread(target=self._listen, args=(hear,), name="kvxfer-notes")
         self._thread.start()
@@ -192,9 +194,10 @@ class TransferManager(CommonKVManager):
             try:
                 hear(self.server_socket.recv_multipart())
             except PeerError as error:
-                log.warning("a message was ignored: %s", error)
-            except Exception:
-                log.exception("a message from a prefill or decode server was ignored, because handling it failed")
+                self._complain("a message was ignored: %s", error)
+            except Exception as error:
+                self._complain("a message from a prefill or decode server was ignored: handling it failed: %r", error)
+                log.debug("the message was ignored because of this", exc_info=True)
 
     def _hear_prefill(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT_TAG:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxfer import PeerError
+from kvxfer.errors import UNREADABLE
 
 __all__ = ["AttemptFailed", "PagesOffered", "PagesWanted", "packed", "unpacked"]
 
@@ -65,6 +66,6 @@ def unpacked(frames: list[bytes]) -> PagesWanted | PagesOffered | AttemptFailed:
         )
     try:
         note: PagesWanted | PagesOffered | AttemptFailed = _DECODER.decode(frames[1])
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise PeerError(f"a note that cannot be read: {error}") from None
     return note

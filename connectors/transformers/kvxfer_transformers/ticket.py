@@ -7,6 +7,7 @@ import base64
 import msgspec
 
 from kvxfer import ArgumentError, Ticket
+from kvxfer.errors import UNREADABLE
 
 __all__ = ["BatchTicket"]
 
@@ -42,7 +43,7 @@ class BatchTicket(msgspec.Struct, frozen=True):
             raise ArgumentError(f"ticket must be a text that offer() returned, beginning with {_BEGINS!r}")
         try:
             found = msgspec.msgpack.decode(base64.urlsafe_b64decode(text.removeprefix(_BEGINS)), type=cls)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, *UNREADABLE) as error:
             raise ArgumentError(f"ticket must be as offer() returned it: {error}") from None
         behind = {len(row) for row in found.tail}
         if len(found.rows) != len(found.tail) or len(behind) != 1 or not min(behind) or found.tokens < 0:

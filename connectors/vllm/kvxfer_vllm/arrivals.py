@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import Prefix, SchedulerSide, Ticket
@@ -21,6 +21,7 @@ from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.enclosing import loads_safely
 from kvxfer_vllm.held import HeldPrefixes
 from kvxfer_vllm.hints import KEYS, HintNotes, Hints
+from kvxfer_vllm.hits import LocalHits
 from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
 from kvxfer_vllm.migration import ConnectorConfig, params_of
 from kvxfer_vllm.no_part import NoPart
@@ -48,12 +49,13 @@ class Arrivals:
         groups: Sequence[Group],
         replayed: Sequence[Group],
         side: SchedulerSide,
+        hits: LocalHits,
         cached: HeldPrefixes,
         outcomes: LoadOutcomes,
         batches: Batches,
         no_part: NoPart,
     ) -> None:
-        self._config, self._replayed, self._side, self._cached = config, replayed, side, cached
+        self._config, self._replayed, self._side, self._hits, self._cached = config, replayed, side, hits, cached
         self._outcomes, self._batches, self._no_part = outcomes, batches, no_part
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -65,7 +67,6 @@ class Arrivals:
         self.model = sealed(side.facts)
         self.spread = spread_over_ranks(str(transfer.engine_id), vllm_config.parallel_config)
         self.partly = len(groups) == 1 and groups[0].kind == "full"  # where a table is of one row
-        self.hits: Callable[[Any], int] | None = None  # how much of a prompt is cached here, once that is known
 
     def take_in(self, facts: RequestFacts) -> None:
         """Find out what a request offers, loads or asks for. What it is found to be it stays."""
@@ -234,9 +235,9 @@ class Arrivals:
             )
             self._side.takes_no_part(name, "it is computed here: its prompt does not begin with that of its params")
             self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
-        if self.hits is not None and not self._replayed and not request.skip_reading_prefix_cache:
+        if self._hits.known and not self._replayed and not request.skip_reading_prefix_cache:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
-            self._side.prefetch(name, self.hits(request))
+            self._side.prefetch(name, self._hits.tokens(request))
 
     def _digest(self, facts: RequestFacts, tokens: int | None = None) -> bytes:
         """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""

@@ -23,6 +23,7 @@ from kvxfer_vllm.enclosing import enclosed, engine_transfer
 from kvxfer_vllm.engine_loop import EngineLoop
 from kvxfer_vllm.frees import PendingFrees
 from kvxfer_vllm.held import HeldPrefixes
+from kvxfer_vllm.hits import LocalHits
 from kvxfer_vllm.identity import facts_of, updated
 from kvxfer_vllm.kept import KeptAnswers
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
@@ -101,12 +102,12 @@ class SchedulerHooks:
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._requests: dict[str, RequestFacts] = {}  # by name; also those that are over, while their blocks are held
-        self.frees = PendingFrees()
-        self._numbers = itertools.count()
+        self.frees, self._numbers = PendingFrees(), itertools.count()
         self._spans = RequestSpans(vllm_config)
         self._outcomes = LoadOutcomes(self._spans)
         self._batches, self._no_part = Batches(), NoPart(self._outcomes, self.side.takes_no_part)
-        hear = self.side, self._cached, self._outcomes, self._batches, self._no_part
+        self._hits = LocalHits(self.side, self._pins)
+        hear = self.side, self._hits, self._cached, self._outcomes, self._batches, self._no_part
         self._arrivals = Arrivals(outer, vllm_config, groups, self._replayed, *hear)
         self._adapters = self._arrivals.content.adapters
         self._next = StepMetadata()  # what vLLM is to be told with the next step
@@ -138,7 +139,7 @@ class SchedulerHooks:
         if self._loads_nothing(facts, computed):
             self._asked(facts)
             return 0, False
-        tokens = self.side.loadable(request.request_id, computed)
+        tokens = self._hits.loadable(request, computed)
         facts.promised = tokens or 0
         if tokens is not None:
             self._asked(facts)
@@ -358,11 +359,9 @@ class SchedulerHooks:
 
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there."""
-        self._arrivals.hits = lambda request: manager.get_computed_blocks(request)[1]
         self._manager = manager
-        self._cached.bind(manager)
-        self._room.bind(manager)
-        self._retained.bind(manager)
+        for one in (self._hits, self._cached, self._room, self._retained):
+            one.bind(manager)
         compat.around_reset(manager, lambda: self._let_go(manager), self._say_why)
 
     def _let_go(self, manager: Any) -> None:

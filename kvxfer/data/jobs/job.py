@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvxfer.data.commands import SlotMessage, SlotNews
 from kvxfer.data.staging import Slot, Staging
 from kvxfer.failures import Failure
-from kvxfer.protocol.values import Move
+from kvxfer.protocol.values import HeldUp, Move
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Transport
 
 __all__ = ["CACHE", "PIECES", "STAGE", "Job", "LinkContext"]
@@ -132,6 +132,10 @@ class Job:
             with suppress(Exception):  # then it is not known of this batch
                 out += min(max(moved(batch), 0), nbytes)
         return out
+
+    def held_up(self, now: float) -> HeldUp | None:
+        """Return what it waits for if it stands still for want of something other than its batches; ``None`` if it does not."""
+        return None
 
     def _submit(self, batch: Batch | PlanBatch, nbytes: int, after: Fence | None = None) -> int:
         number = self.context.transport.submit(batch, after)

@@ -116,4 +116,5 @@ class StagedPiece:
     remote: int | None = None  # where its slot begins at the peer, if the peer has said so
     batch: int | None = None  # the number of its batch
     fence: Fence | None = None  # what the device has still to do for it
+    since: float = 0.0  # when the device was last given something to do for it
     unpack: Callable[[Slot], Fence] | None = None  # begins to unpack it, if that is prepared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -14,13 +15,15 @@ from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState, StagedPiece
 from kvxfer.data.staging import Slot
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.values import Move
+from kvxfer.protocol.values import HeldUp, Move
 from kvxfer.transport import Batch, Completion, Verb
 
 __all__ = ["SlotAtPeer", "Staged"]
 
 WITHOUT_SLOT = frozenset({PieceState.SETTLING, PieceState.OVER})
 ON_ITS_WAY = frozenset({PieceState.WAITING, PieceState.NAMED, PieceState.MOVING, PieceState.LENT})
+DEVICE_S = 2.0
+"""The seconds after which a device counts as hanging that has not packed or unpacked a piece."""
 ON_DEVICE = frozenset({PieceState.PACKING, PieceState.UNPACKING, PieceState.SETTLING})
 
 
@@ -149,7 +152,7 @@ class Staged(Job):
     def pack(self, piece: StagedPiece) -> None:
         """Begin to pack a piece."""
         assert piece.slot is not None
-        piece.fence = self.staging.pack(piece.plan, piece.slot)
+        piece.fence, piece.since = self.staging.pack(piece.plan, piece.slot), time.monotonic()
         self.step(piece, PieceEvent.PACK)
 
     def submit_piece(self, verb: Verb, piece: StagedPiece) -> None:
@@ -200,8 +203,14 @@ class Staged(Job):
         """Begin to unpack a piece that has arrived in its slot."""
         assert piece.slot is not None
         unpack = piece.unpack or self.staging.unpack(piece.plan)
-        piece.fence = unpack(piece.slot)
+        piece.fence, piece.since = unpack(piece.slot), time.monotonic()
         self.step(piece, PieceEvent.UNPACK)
+
+    def held_up(self, now: float) -> HeldUp | None:
+        for piece in self.pieces.values():
+            if piece.fence is not None and now - piece.since > DEVICE_S and not piece.fence.passed():
+                return HeldUp.DEVICE
+        return HeldUp.SLOT if self.starving and not self.pieces else None
 
     def tell_ready(self, piece: StagedPiece, offset: int | None = None) -> None:
         """Tell the peer that there is a slot for a piece, and where if it must know."""

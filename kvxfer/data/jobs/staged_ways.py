@@ -9,7 +9,7 @@ from kvxfer.data.jobs.job import LinkContext
 from kvxfer.data.jobs.piece import PieceEvent, PieceState, StagedPiece
 from kvxfer.data.jobs.staged import SlotAtPeer, Staged
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.values import Move
+from kvxfer.protocol.values import HeldUp, Move
 from kvxfer.transport import Verb
 
 __all__ = ["StagedLend", "StagedRead", "StagedRecv", "StagedSend", "StagedServe", "StagedWrite"]
@@ -90,6 +90,10 @@ class StagedRead(SlotAtPeer):
         while (piece := self.begin()) is not None:
             self.submit_piece(Verb.READ, piece)
         self.prepare(islice(self.unbegun.values(), READY))
+
+    def held_up(self, now: float) -> HeldUp | None:
+        waits = bool(self.unbegun) and not self.pieces and not self._named
+        return super().held_up(now) or (HeldUp.PEER if waits else None)
 
     def moved(self, piece: StagedPiece) -> None:
         self.context.tell(SlotNews(self.ref, m.SlotFree(*self.ref[2:], piece.number)))

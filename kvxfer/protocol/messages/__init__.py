@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvxfer.errors import PeerError
+from kvxfer.errors import UNREADABLE, PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol.messages.bounds import MAX_BYTES, MAX_PARTS, MAX_RANKS, MAX_WORDS, PROTOCOL
 from kvxfer.protocol.messages.directory import (
@@ -159,7 +159,7 @@ def decode(frame: bytes | memoryview) -> Message:
         raise PeerError(too_long, kind=FailureKind.MISUSE)
     try:
         return _decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as e:
+    except UNREADABLE as e:
         raise PeerError(f"not a kvxfer message: {e}", kind=FailureKind.MISUSE) from None
 
 

@@ -26,6 +26,7 @@ NO_CHECKSUM = bytes(8)
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 OfferGeneration = Annotated[Generation, Meta(ge=0, le=(1 << 63) - 1)]
+Readers = Annotated[int, Meta(ge=0, le=MAX_RANKS)]
 Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Band = Annotated[int, Meta(ge=0, le=MAX_BANDS)]
 Seconds = Annotated[float, Meta(ge=0, le=86400 * 30)]

@@ -22,6 +22,7 @@ from kvxfer.protocol.messages.bounds import (
     Number,
     OfferGeneration,
     Part,
+    Readers,
     Seconds,
     WireMessage,
     shorten,
@@ -64,7 +65,7 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     start: Count
     tokens: Count
     blocks: BlockTable
-    readers: Count
+    readers: Readers
     seconds: Seconds
     least: OfferGeneration = FIRST
     moving: Seconds = 0.0
@@ -193,7 +194,7 @@ class Committed(WireMessage, frozen=True, tag="committed"):
     transfer: TransferId
     attempt: Number
     digest: Digest
-    readers: Count = 1  # as in ``FetchRequest``
+    readers: Readers = 1  # as in ``FetchRequest``
 
 
 class CloseAttempt(WireMessage, frozen=True, tag="close"):
@@ -205,7 +206,7 @@ class CloseAttempt(WireMessage, frozen=True, tag="close"):
     kind: FailureKind
     reason: str
     again: bool = False  # whether the consumer still wants the transfer, and its next attempt follows
-    readers: Count = 1  # as in ``FetchRequest``
+    readers: Readers = 1  # as in ``FetchRequest``
 
     def __post_init__(self) -> None:
         shorten(self)

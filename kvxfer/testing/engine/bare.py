@@ -59,7 +59,7 @@ class AgentEngine:
         self.seen.setdefault(rank, []).extend(self.agents[rank].events())
         return self.seen[rank]
 
-    def wait(self, sort: type, rank: int = 0, count: int = 1, timeout: float = 30.0, **fields: Any) -> list[Any]:
+    def wait(self, sort: type, rank: int = 0, count: int = 1, timeout: float = 60.0, **fields: Any) -> list[Any]:
         """Return the events of a sort that have these fields, once there are ``count`` of them.
 
         Raises:
@@ -74,7 +74,7 @@ class AgentEngine:
             time.sleep(0.002)
         raise AssertionError(f"{count} x {sort.__name__} {fields} did not come within {timeout} s: {self.events(rank)}")
 
-    def over(self, handle: Handle, timeout: float = 30.0, rank: int = 0) -> Ended:
+    def over(self, handle: Handle, timeout: float = 60.0, rank: int = 0) -> Ended:
         """Return how a fetch or an offer has ended, once its blocks can be filled again. An offer's handle is its transfer's name."""
         self.wait(Released, rank, timeout=timeout, handle=handle)
         (end,) = self.wait(Ended, rank, handle=handle)

@@ -151,7 +151,7 @@ class ConversationEngine(PagedEngine):
         """Return what the KV of a turn depends on."""
         return Prefix(turn.computed, model=sealed(self.facts), salt=turn.salt or None, media=turn.media)
 
-    def finish_turn(self, turn: Turn, beside: Sequence[PagedEngine] = (), timeout: float = 30.0) -> Turn:
+    def finish_turn(self, turn: Turn, beside: Sequence[PagedEngine] = (), timeout: float = 60.0) -> Turn:
         """Make steps, and let other engines make theirs, until a turn is over.
 
         Raises:

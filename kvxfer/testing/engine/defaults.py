@@ -27,7 +27,7 @@ def config_of(given: Config | Mapping[str, Any] | None) -> Config:
     return given if isinstance(given, Config) else Config.from_mapping(_DEFAULTS | dict(given or {}))
 
 
-def until(true: Callable[[], object], timeout: float = 30.0) -> None:
+def until(true: Callable[[], object], timeout: float = 60.0) -> None:
     """Wait until something is true.
 
     Raises:

@@ -163,7 +163,7 @@ class PagedEngine:
         if not self.scheduler.finished(request, table, complete) and request not in self._loads:
             self._give_back(request)
 
-    def until(self, request: str, timeout: float = 30.0) -> Update:
+    def until(self, request: str, timeout: float = 60.0) -> Update:
         """Make steps until one tells something of a request, and return what that one has told.
 
         Raises:
