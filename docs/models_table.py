@@ -39,6 +39,128 @@ another's."""
 
 
 @dataclass(frozen=True)
+class Page:
+    """What one kind of page holds.
+
+    page: What it holds, in which order; ``source``: the files of vLLM that say so.
+    cut: The axes along which it may be cut; ``depends``: what else its bytes depend on, and what its encoding therefore names.
+    shown: The test that shows it.
+    """
+
+    page: str
+    source: str
+    cut: str
+    depends: str
+    shown: str
+
+
+_ATTENTION = "[block, head, token, K then V], axes in any order"
+_ATTENTION_SOURCE = "vllm/v1/attention/backends/flash_attn.py, flashinfer.py, triton_attn.py, flex_attention.py"
+_ATTENTION_CUT = "head, token (not the tokens of CPU pages); nothing if the back end packs pages in its own way"
+_ATTENTION_DEPENDS = "cache dtype and fp8 flavour; for packed pages also back end, and instruction set or device"
+_LATENT = "[block, token, latent]; for a sparse indexer [block, all values, then all scales]"
+_LATENT_SOURCE = "vllm/model_executor/layers/attention/mla_attention.py, vllm/v1/attention/backends/mla/indexer.py"
+_LATENT_CUT = "token; nothing for a page with several tokens per row, or an indexer's other than fp8 in rows"
+_LATENT_DEPENDS = (
+    "cache dtype and fp8 flavour; for an indexer's also device, format of the scales; for whole pages also back end"
+)
+_TEST = "tests/vllm/test_pages.py"
+
+PAGES = {
+    name: Page(*said)
+    for name, *said in (
+        ("FullAttentionSpec", _ATTENTION, _ATTENTION_SOURCE, _ATTENTION_CUT, _ATTENTION_DEPENDS, _TEST),
+        (
+            "SinkFullAttentionSpec",
+            f"{_ATTENTION}; sinks are in blocks of their own, which belong to the engine",
+            "vllm/model_executor/layers/attention/static_sink_attention.py",
+            _ATTENTION_CUT,
+            _ATTENTION_DEPENDS,
+            _TEST,
+        ),
+        (
+            "RSWASpec",
+            f"{_ATTENTION}; all blocks of a prompt are kept, but only a window of generated tokens",
+            "vllm/model_executor/layers/attention/rswa_attention.py",
+            _ATTENTION_CUT,
+            _ATTENTION_DEPENDS,
+            _TEST,
+        ),
+        ("SlidingWindowSpec", _ATTENTION, _ATTENTION_SOURCE, _ATTENTION_CUT, _ATTENTION_DEPENDS, _TEST),
+        (
+            "ChunkedLocalAttentionSpec",
+            _ATTENTION,
+            "vllm/model_executor/layers/attention/chunked_local_attention.py",
+            _ATTENTION_CUT,
+            _ATTENTION_DEPENDS,
+            _TEST,
+        ),
+        ("MLAAttentionSpec", _LATENT, _LATENT_SOURCE, _LATENT_CUT, _LATENT_DEPENDS, _TEST),
+        (
+            "SlidingWindowMLASpec",
+            f"{_LATENT}; for a compressor the rows of its open group",
+            "vllm/v1/attention/backends/mla/sparse_swa.py, vllm/models/deepseek_v4/compressor.py",
+            _LATENT_CUT,
+            _LATENT_DEPENDS,
+            _TEST,
+        ),
+        (
+            "MambaSpec",
+            "[block, inputs of a convolution in either order, a matrix for each head]",
+            "vllm/model_executor/layers/mamba/abstract.py, mamba_utils.py, and each layer's own file",
+            "head and channel for layers of vLLM's own that are named below; nothing otherwise",
+            "kind of layer, dtypes, sort of device; tensor-parallel size if nothing is cut",
+            "tests/vllm/test_state_pages.py",
+        ),
+        (
+            "HiddenStateCacheSpec",
+            "[block, token, hidden states]",
+            "vllm/model_executor/models/extract_hidden_states.py",
+            "",
+            "",
+            _TEST,
+        ),
+        ("HiSparseHotSpec", "raw memory", "vllm/v1/hisparse/layout.py", "", "", _TEST),
+        ("HiSparseResidentSpec", "raw memory", "vllm/v1/hisparse/layout.py", "", "", _TEST),
+        (
+            "CircularBufferSpec",
+            "[rows], that of a token at its position modulo their number: those that are not yet compressed, and drafts",
+            "vllm/models/deepseek_v41/compressor.py, glm5next/common/attention.py, qwen4_exp/common/qsa_cache.py, "
+            "step5/nvidia/csa_tail_ring.py",
+            "nothing",
+            "back end, device, number of rows; tensor-parallel size unless all ranks hold the same",
+            "tests/vllm/test_rings.py",
+        ),
+        (
+            "KpoolTailSpec",
+            "the rows of the pool that is still open",
+            "vllm/v1/kv_cache_interface.py (0.30)",
+            "",
+            "",
+            _TEST,
+        ),
+        (
+            "CrossAttentionSpec",
+            "[block, head, encoder's token, K then V]",
+            "vllm/model_executor/layers/attention/cross_attention.py",
+            "",
+            "",
+            _TEST,
+        ),
+        (
+            "EncoderOnlyAttentionSpec",
+            "nothing is kept",
+            "vllm/v1/worker/gpu/model_states/encoder_only.py",
+            "",
+            "",
+            _TEST,
+        ),
+    )
+}
+"""What the kinds of pages in the catalogue hold, by the class of their spec."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Models that vLLM treats alike.
 
@@ -252,8 +374,8 @@ def kinds() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for e in CATALOGUE.values():
-        kept = f"{KEPT[e.kept]}: {e.why}" if e.why else KEPT[e.kept]
-        lines.append(f"| `{e.spec}` | {kept} | {e.page} | {e.cut} | {e.depends} | {e.source} | `{e.shown}` |")
+        kept, p = f"{KEPT[e.kept]}: {e.why}" if e.why else KEPT[e.kept], PAGES[e.spec]
+        lines.append(f"| `{e.spec}` | {kept} | {p.page} | {p.cut} | {p.depends} | {p.source} | `{p.shown}` |")
     return "\n".join(lines)
 
 

@@ -139,9 +139,6 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def located(self, find: Callable[[], str] = own_address) -> Self:
         """Return these settings with this host's address in place of `advertise` = `auto`.
 
-        Args:
-            find: Finds this host's own address.
-
         Raises:
             ConfigError: This host's address cannot be found.
         """

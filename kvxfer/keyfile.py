@@ -30,21 +30,13 @@ def key_id(certificate: bytes) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a file.
+    """One key of a file."""
 
-    Attributes:
-        id: Its short name.
-        certificate: Its certificate, as PEM.
-        secret: Its private key, as PEM; ``None`` where the file does not hold it.
-        line: Where it begins in the file.
-        certificate_line: Where its certificate begins.
-    """
-
-    id: str
-    certificate: str
-    secret: str | None
-    line: int
-    certificate_line: int
+    id: str  # its short name
+    certificate: str  # its certificate, as PEM
+    secret: str | None  # its private key, as PEM; ``None`` where the file does not hold it
+    line: int  # where it begins in the file
+    certificate_line: int  # where its certificate begins
 
     @property
     def text(self) -> str:

@@ -35,19 +35,12 @@ BROKEN_S = 1.0
 
 @dataclass(frozen=True)
 class KeySet:
-    """The keys of a file as they were at one time.
+    """The keys of a file as they were at one time."""
 
-    Attributes:
-        own: The short name of the key that this engine presents.
-        accepted: The short names of the keys that peers may prove.
-        server: For connections that peers make.
-        client: For connections that are made from here.
-    """
-
-    own: str
-    accepted: frozenset[str]
-    server: ssl.SSLContext
-    client: ssl.SSLContext
+    own: str  # the short name of the key that this engine presents
+    accepted: frozenset[str]  # the short names of the keys that peers may prove
+    server: ssl.SSLContext  # for connections that peers make
+    client: ssl.SSLContext  # for connections that are made from here
 
     @classmethod
     def of(cls, file: KeyFile) -> KeySet:
@@ -70,9 +63,6 @@ class KeySet:
 
 class KeyRing:
     """The keys of one file, which is read again on request.
-
-    Attributes:
-        keys: The keys that were last read.
 
     Raises:
         ConfigError: The file holds no usable key.

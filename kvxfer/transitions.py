@@ -60,16 +60,11 @@ class Transitions(Generic[S, E]):
 
 
 class Life(Generic[S, E]):
-    """A record that is always in one state of a table.
-
-    Attributes:
-        table: The table, the same for all records of a class.
-        state: Where it is.
-    """
+    """A record that is always in one state of a table."""
 
     __slots__ = ()
-    table: ClassVar[Transitions[Any, Any]]
-    state: S
+    table: ClassVar[Transitions[Any, Any]]  # the table, the same for all records of a class
+    state: S  # where it is
 
     def on(self, event: E) -> bool:
         """Make the move that an event leads to; return False if it is ignored.

@@ -23,10 +23,10 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
-    {"text", "flag", "prometheus", "transitions"},
+    {"text", "flag", "prometheus", "shares", "transitions"},
     {"failures", "logs"},
     {"errors", "threads"},
-    {"arguments", "keyfile"},
+    {"arguments", "fair_pool", "keyfile"},
     {"settings", "keyring", "identity", "fence", "block_table"},
     {"facts", "ledger", "values"},
     {"geometry", "ticket"},

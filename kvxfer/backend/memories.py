@@ -8,7 +8,8 @@ import numpy as np
 
 from kvxfer.errors import TransportError
 from kvxfer.geometry.plan import Ints
-from kvxfer.geometry.region import HOST, Region, flat_starts
+from kvxfer.geometry.region import Region, flat_starts
+from kvxfer.geometry.tensor import HOST
 
 __all__ = ["Memories"]
 

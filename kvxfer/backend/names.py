@@ -3,104 +3,74 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from kvxfer.fair_pool import FairPool
 from kvxfer.flag import Flag
-from kvxfer.threads import NamedThread
 
 __all__ = ["LOOKUPS", "Address", "Names", "numeric"]
 
-LOOKUPS = 64
-"""The most names that a back end looks up at once."""
+LOOKUPS, MAX_WAITING = 64, 1024
+"""The most names that a back end looks up at once, and that are to be looked up."""
 
 Address = tuple[int, tuple[Any, ...]]
 """A family of addresses, and an address of it."""
 
-T = TypeVar("T")
-
 
 def numeric(host: str, port: int) -> list[Address] | None:
     """Return the address that a host is named by, or ``None`` for one that must be looked up."""
+    found = _look_up(host, port, socket.AI_NUMERICHOST)
+    return None if isinstance(found, OSError) else found
+
+
+def _look_up(host: str, port: int, flags: int = 0) -> list[Address] | OSError:
     try:
-        return _look_up(host, port, socket.AI_NUMERICHOST)
-    except (OSError, UnicodeError):
-        return None
-
-
-def _look_up(host: str, port: int, flags: int = 0) -> list[Address]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, UnicodeError) as e:
+        return e if isinstance(e, OSError) else OSError(str(e))
     return [(family, tuple(address)) for family, _, _, _, address in found]
 
 
-class Names(Generic[T]):
-    """Looks names of hosts up for links, on some threads of its own.
+class Names:
+    """Looks names of hosts up for peers, who take turns, on threads of its own (``FairPool``)."""
 
-    Args:
-        gone: Returns whether a link has ended, so that nothing needs to be looked up for it. Called on these threads.
-    """
-
-    def __init__(self, gone: Callable[[T], bool]) -> None:
-        self._gone = gone
-        self._lock = threading.Lock()
-        self._wanted: deque[tuple[T, str, int]] = deque()
-        self._threads = 0
-        self._found: list[tuple[T, list[Address] | OSError]] = []
+    def __init__(self) -> None:
+        self._found: deque[Callable[[], None]] = deque()
         self._news = Flag()
-        self._closed = False
+        self._pool = FairPool("kvxfer-lookup", LOOKUPS, MAX_WAITING, self._hand)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``found`` has something to tell."""
+        """Return a descriptor that is readable when ``answer`` has something to tell."""
         return self._news.fileno()
 
-    def look_up(self, link: T, host: str, port: int) -> None:
-        """Find out where the peer of a link is, unless the link ends before its turn comes."""
-        with self._lock:
-            self._wanted.append((link, host, port))
-            if self._threads == LOOKUPS:
-                return
-            self._threads += 1
-        try:
-            NamedThread(target=self._run, name="kvxfer-lookup").start()
-        except RuntimeError:  # there are none left; one that runs does it, or the link is given up in time
-            with self._lock:
-                self._threads -= 1
+    def look_up(
+        self, peer: str, host: str, port: int, over: Callable[[], bool], then: Callable[[list[Address] | OSError], None]
+    ) -> None:
+        """Find out where a peer is.
 
-    def found(self) -> list[tuple[T, list[Address] | OSError]]:
-        """Return what has been found since, or why nothing has."""
-        with self._lock:
-            self._news.clear()
-            found, self._found = self._found, []
-            return found
+        Args:
+            peer: Its name, by which peers take turns.
+            host: The host's name.
+            port: A port there.
+            over: Returns whether nobody wants to know any more; called on a thread of this class.
+            then: Called by ``answer`` with what has been found, or why nothing has.
+        """
+        if not self._pool.submit(peer, lambda: [] if over() else _look_up(host, port), then):
+            then(OSError("too many names of this peer are being looked up"))
+
+    def answer(self) -> None:
+        """Tell what has been found."""
+        self._news.clear()
+        while self._found:
+            self._found.popleft()()
 
     def close(self) -> None:
         """Take no more answers."""
-        with self._lock:
-            self._closed = True
-            self._wanted.clear()
-            self._news.close()
+        self._pool.close(0.0)
+        self._news.close()
 
-    def _run(self) -> None:
-        while (wanted := self._next()) is not None:
-            link, host, port = wanted
-            answer: list[Address] | OSError
-            try:
-                answer = _look_up(host, port)
-            except (OSError, UnicodeError) as e:
-                answer = e if isinstance(e, OSError) else OSError(str(e))
-            with self._lock:
-                if not self._closed:
-                    self._found.append((link, answer))
-                    self._news.set()
-
-    def _next(self) -> tuple[T, str, int] | None:
-        """Return a link whose peer is to be found; ``None`` ends the thread."""
-        with self._lock:
-            while self._wanted:
-                wanted = self._wanted.popleft()
-                if not self._gone(wanted[0]):
-                    return wanted
-            self._threads -= 1
-            return None
+    def _hand(self, call: Callable[[], None]) -> None:
+        self._found.append(call)
+        self._news.set()

@@ -22,9 +22,6 @@ class InstalledCommands(TyperGroup):
     """All commands of an entry-point group. Each is imported when it is called or listed, and a broken one then says so.
 
     A command is a function that `typer.Typer.command` accepts, which may have an attribute `context_settings`, or a `typer.Typer`.
-
-    Attributes:
-        entry_points: The name of the entry-point group.
     """
 
     entry_points: ClassVar[str]

@@ -40,17 +40,11 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The meaning of a request's stories.
-
-    Attributes:
-        ok: Whether nothing went wrong.
-        says: What happened, in one sentence.
-        do: What to do; may be empty.
-    """
+    """The meaning of a request's stories."""
 
     ok: bool
-    says: str
-    do: str = ""
+    says: str  # what happened, in one sentence
+    do: str = ""  # what to do; may be empty
 
 
 START = "raise 'start_timeout' on the decode engine above the time that requests queue at the prefill engine, or add prefill engines"

@@ -33,11 +33,7 @@ class _Name:
 
 
 class Admission:
-    """Judges hosts. One thread judges and another may resolve meanwhile.
-
-    Args:
-        peers: The allow-list; ``None`` admits everybody.
-    """
+    """Judges hosts by the allow-list; ``None`` admits everybody. One thread judges and another may resolve meanwhile."""
 
     def __init__(self, peers: tuple[str, ...] | None) -> None:
         self._peers = None if peers is None else [portless(entry.strip()) for entry in peers]

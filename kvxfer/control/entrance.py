@@ -29,13 +29,7 @@ class Apart(Protocol):
 
 
 class Entrance:
-    """Lets peers begin. Used by the thread of the control sockets.
-
-    Args:
-        security: Who may connect.
-        apart: How jobs that may block are done.
-        begin: Called with a peer once it is known whether it may begin.
-    """
+    """Lets peers begin: ``begin`` is told once it is known whether one may. Used by the thread of the control sockets."""
 
     def __init__(self, security: Security, apart: Apart, begin: Callable[[ControlConnection, bool], None]) -> None:
         self._security, self._apart, self._begin = security, apart, begin

@@ -34,17 +34,11 @@ MAX_NAME = 100
 
 @dataclass
 class _Dialled(LinkRecord):
-    """A link that a consumer has dialled.
+    """A link that a consumer has dialled."""
 
-    Attributes:
-        hello: The consumer's hello.
-        asked: When the consumer last asked for something; at first, when the hello came.
-        planner: Plans the copies; ``None`` until the hello has been admitted.
-    """
-
-    hello: m.Hello
-    asked: float
-    planner: Planner | None = None
+    hello: m.Hello  # the consumer's hello
+    asked: float  # when the consumer last asked for something; at first, when the hello came
+    planner: Planner | None = None  # plans the copies; ``None`` until the hello has been admitted
 
 
 class Inbound(LinkTable[_Dialled]):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import NewcomerShares
+from kvxfer.shares import NewcomerShares
 
 __all__ = ["Inquiries", "PeerInquiry"]
 

@@ -32,31 +32,18 @@ _numbers = count(1)
 
 @dataclass
 class LinkRecord:
-    """One attempt to make a link.
-
-    Attributes:
-        id: The link.
-        backend: The back end that it is made with.
-        connection: Its control connection.
-        name: The peer's name for operators.
-        number: The number of the attempt.
-        owner: The peer that it counts for, if that dialled.
-        mine: This side's endpoint, once the back end has made it.
-        info: What was agreed on, once it was.
-        up: Whether both back ends are connected.
-        round_trip: Seconds from the last ping to its answer, if this side pings.
-    """
+    """One attempt to make a link."""
 
     id: LinkId
     backend: str
     connection: ControlConnection
-    name: str
-    number: int = field(default_factory=lambda: next(_numbers), kw_only=True)
-    owner: PeerIdentity = field(default=NOBODY, kw_only=True)
-    mine: bytes | None = field(default=None, kw_only=True)
-    info: LinkInfo | None = field(default=None, kw_only=True)
-    up: bool = field(default=False, kw_only=True)
-    round_trip: float | None = field(default=None, kw_only=True)
+    name: str  # the peer's, for operators
+    number: int = field(default_factory=lambda: next(_numbers), kw_only=True)  # of the attempt to make it
+    owner: PeerIdentity = field(default=NOBODY, kw_only=True)  # the peer that it counts for, if that dialled
+    mine: bytes | None = field(default=None, kw_only=True)  # this side's endpoint, once there is one
+    info: LinkInfo | None = field(default=None, kw_only=True)  # what was agreed on
+    up: bool = field(default=False, kw_only=True)  # whether both back ends are connected
+    round_trip: float | None = field(default=None, kw_only=True)  # seconds, if this side pings
 
 
 @dataclass(frozen=True)
@@ -84,17 +71,11 @@ class LinkStatus:
 
 @dataclass(frozen=True)
 class Lost:
-    """The loss of a link.
-
-    Attributes:
-        link: The link.
-        why: The reason.
-        again: Whether it was up, so that dialling again may help.
-    """
+    """The loss of a link."""
 
     link: LinkId
     why: Failure
-    again: bool = False
+    again: bool = False  # whether it was up, so that dialling again may help
 
 
 L = TypeVar("L", bound=LinkRecord)

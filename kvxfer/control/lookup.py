@@ -29,17 +29,11 @@ TOKENS, DIGEST = 16, 16
 
 @dataclass(frozen=True)
 class LookupAnswer:
-    """What a directory has answered, and how soon.
-
-    Attributes:
-        engine: The engine's descriptor.
-        first_s: Seconds to the first answer, including the connection and its handshake.
-        round_trips: Seconds from each further question to its answer.
-    """
+    """What a directory has answered, and how soon."""
 
     engine: m.EngineDescriptor
-    first_s: float
-    round_trips: tuple[float, ...]
+    first_s: float  # seconds to the first answer, including the connection and its handshake
+    round_trips: tuple[float, ...]  # seconds from each further question to its answer
 
 
 def look_up(host: str, port: int, security: Security, seconds: float, again: int = 0) -> LookupAnswer:

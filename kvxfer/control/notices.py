@@ -59,11 +59,7 @@ Notice = m.Renew | Declined | m.Begun | m.OtherContent | Answered | Unheard
 
 
 class NoticeBox:
-    """The notices that wait. Any thread may take them; the directory's thread does the rest.
-
-    Attributes:
-        answered: Whether an answer to an inquiry is among them.
-    """
+    """The notices that wait. Any thread may take them; the directory's thread does the rest."""
 
     def __init__(self) -> None:
         self.answered = False

@@ -44,23 +44,14 @@ K = FailureKind
 
 @dataclass(frozen=True)
 class Target:
-    """A producer rank to dial.
+    """A producer rank to dial."""
 
-    Attributes:
-        address: Where it listens.
-        epoch: Its epoch.
-        cache: Its cache.
-        assignments: What this agent reads from it.
-        backends: The back ends that both have, in the order of this agent's preference.
-        source: The directory that has named it.
-    """
-
-    address: str
+    address: str  # where it listens
     epoch: int
     cache: Cache
-    assignments: tuple[ShardAssignment, ...]
-    backends: tuple[str, ...]
-    source: Source
+    assignments: tuple[ShardAssignment, ...]  # what this agent reads from it
+    backends: tuple[str, ...]  # the back ends that both have, in the order of this agent's preference
+    source: Source  # the directory that has named it
 
     @cached_property
     def link(self) -> LinkId:

@@ -43,10 +43,6 @@ class AgentPeers:
     """Both state machines of an agent, with the links to and from other engines' ranks, and the questions to directories.
 
     ``facts`` are ``None`` until the engine has stated them.
-
-    Attributes:
-        consumer: The consumer's machine.
-        producer: The producer's machine.
     """
 
     def __init__(

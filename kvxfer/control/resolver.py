@@ -78,23 +78,14 @@ class Examine(Protocol):
 
 @dataclass
 class _Query:
-    """An open question to a directory.
+    """An open question to a directory."""
 
-    Attributes:
-        connection: The connection on which it was asked; ``None`` while there is none.
-        dialled: When that connection was made.
-        since: When the question was first asked.
-        wanted: When the answer was last asked for.
-        silent: The failure for those who want it, once the directory has been silent for too long.
-        excuse: What the directory answered instead of its descriptor, or why it could not be asked.
-    """
-
-    connection: sockets.ControlConnection | None
-    dialled: float
-    since: float
-    wanted: float
-    silent: Failure | None = None
-    excuse: Failure | None = None
+    connection: sockets.ControlConnection | None  # the connection on which it was asked; ``None`` while there is none
+    dialled: float  # when that connection was made
+    since: float  # when the question was first asked
+    wanted: float  # when the answer was last asked for
+    silent: Failure | None = None  # the failure for those who want it, once the directory has been silent for too long
+    excuse: Failure | None = None  # what the directory answered instead of its descriptor, or why it could not be asked
     met: bool = False  # a connection was made, and is given up
 
     @property

@@ -20,11 +20,11 @@ from kvxfer.backend.door import short_of_descriptors
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
-from kvxfer.control.fair_pool import FairPool
 from kvxfer.control.guests import Guests
 from kvxfer.control.handshakes import Handshakes
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.fair_pool import FairPool
 from kvxfer.flag import Flag
 from kvxfer.identity import Address, IdentityError, is_ip, parse_address
 from kvxfer.protocol.peer import PeerIdentity

@@ -9,14 +9,10 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from kvxfer.errors import PeerError
-from kvxfer.failures import Failure, FailureKind
-from kvxfer.logs import logger
+from kvxfer.fair_pool import result_of
 from kvxfer.threads import NamedThread
 
-__all__ = ["Worker", "result_of"]
-
-log = logger("kvxfer.agent")
+__all__ = ["Worker"]
 
 T = TypeVar("T")
 
@@ -74,14 +70,3 @@ class Worker:
                     return
                 job = heapq.heappop(self._jobs)[2]
             job()
-
-
-def result_of(job: Callable[[], T]) -> T | Failure:
-    """Do a job, and return its result, or why there is none."""
-    try:
-        return job()
-    except (PeerError, ValueError) as e:
-        return Failure.of(e, FailureKind.INCOMPATIBLE)
-    except Exception as e:
-        log.exception("something could not be examined")
-        return Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")

@@ -54,19 +54,14 @@ class EndpointMade(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Make the link between these two endpoints; answered with ``Connected``.
-
-    Attributes:
-        host: The address of the other end of the link's control connection, which the back end may dial as well.
-        owner: The peer that the link counts for, if that dialled.
-    """
+    """Make the link between these two endpoints; answered with ``Connected``."""
 
     link: LinkId
     number: int
     mine: bytes
     theirs: bytes
-    host: str = ""
-    owner: PeerIdentity = NOBODY
+    host: str = ""  # the address of the other end of the link's control connection, which the back end may dial as well
+    owner: PeerIdentity = NOBODY  # the peer that the link counts for, if that dialled
 
 
 class Connected(msgspec.Struct, frozen=True):

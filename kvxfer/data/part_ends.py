@@ -36,15 +36,10 @@ LOOK_S = 0.00003
 
 @dataclass(frozen=True)
 class Limits:
-    """When a link, or the back end, is given up.
+    """When a link, or the back end, is given up."""
 
-    Attributes:
-        grace: The most seconds in which a batch must end after its abort.
-        quarantine: The most bytes of memory that may be not quiet; beyond, the back end is reset.
-    """
-
-    grace: float
-    quarantine: int
+    grace: float  # the most seconds in which a batch must end after its abort
+    quarantine: int  # the most bytes of memory that may be not quiet; beyond, the back end is reset
 
 
 class WaitsFor(enum.Enum):
@@ -58,20 +53,12 @@ class WaitsFor(enum.Enum):
 
 @dataclass(slots=True)
 class _Ended:
-    """A part that has ended.
-
-    Attributes:
-        waits: What for.
-        job: The part.
-        work: What the device has still to do.
-        moved: Its end, to be reported with a checksum.
-        checksum: That checksum.
-    """
+    """A part that has ended."""
 
     waits: WaitsFor
     job: Job
-    work: list[Fence] = field(default_factory=list)
-    moved: Moved | None = None
+    work: list[Fence] = field(default_factory=list)  # what the device has still to do
+    moved: Moved | None = None  # its end, to be reported with the checksum
     checksum: Checksum | None = None
 
 

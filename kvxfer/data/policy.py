@@ -30,23 +30,14 @@ DEVICE_RUN = 2 << 20
 
 @dataclass(frozen=True)
 class LinkPolicy:
-    """How links use a back end; fixed for an agent's life.
-
-    Attributes:
-        backend: The back end's name.
-        mode: How bytes move.
-        cache: The agent's cache, as peers are told of it.
-        piece_bytes: Bytes of a staged piece.
-        stage_below: Parts whose rows have fewer bytes on average are packed, until a link has measured better; 0: none is.
-        integrity: How bytes are checked.
-    """
+    """How links use a back end; fixed for an agent's life."""
 
     backend: str
-    mode: Mode
-    cache: Cache
-    piece_bytes: int
-    stage_below: int
-    integrity: Integrity
+    mode: Mode  # how bytes move
+    cache: Cache  # as peers are told of it
+    piece_bytes: int  # bytes of a staged piece
+    stage_below: int  # average bytes of a row below which a part is packed, as a first guess; 0: none is
+    integrity: Integrity  # how bytes are checked
 
     @classmethod
     def of(

@@ -26,22 +26,14 @@ SECOND = 10
 
 @dataclass(slots=True)
 class _Record:
-    """How a link has used slots.
+    """How a link has used slots."""
 
-    Attributes:
-        names: What it counts for, from its host to its engine. Nobody, if that is unknown.
-        earned: The pieces that it has taken at once since it last lost a slot.
-        lost_at: When it last lost a slot.
-        owed: The pieces that it has to take in time until that is forgiven.
-        next_owed: How many it has to take after the next loss.
-    """
-
-    names: tuple[Hashable, ...] = ()
-    earned: int = 0
-    lost_at: float = -STALLED_S
+    names: tuple[Hashable, ...] = ()  # what it counts for, from its host to its engine; empty if that is unknown
+    earned: int = 0  # the pieces that it has taken at once since it last lost a slot
+    lost_at: float = -STALLED_S  # when it last lost a slot
     losses: int = 0
-    owed: int = 0
-    next_owed: int = 1
+    owed: int = 0  # the pieces that it has to take in time until that is forgiven
+    next_owed: int = 1  # how many it has to take after the next loss
 
 
 NEW = _Record()

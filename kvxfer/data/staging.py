@@ -52,16 +52,10 @@ first; ``expected``, a consumer's piece whose producer may not have a slot yet."
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in staging memory that is in use.
-
-    Attributes:
-        offset: Where it begins, in bytes.
-        owner: The link that holds it.
-        use: What it is for.
-    """
+    """A place in staging memory that is in use."""
 
     offset: int
-    owner: LinkId
+    owner: LinkId  # the link that holds it
     use: Use
 
 

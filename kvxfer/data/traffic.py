@@ -390,13 +390,7 @@ class Traffic:
         return shut(self._transport) and self._can.quiet != "never"
 
     def void(self, why: Failure, closed: bool, work: Sequence[Fence]) -> None:
-        """End all parts, once the back end is closed.
-
-        Args:
-            why: Why they end.
-            closed: Whether the back end touches nothing any more.
-            work: What the device is still at work on.
-        """
+        """End all parts, once the back end is ``closed`` or could not be; the device may still be at ``work`` on them."""
         jobs = list(self._jobs.values())
         for job in jobs:
             job.stop(why)

@@ -35,9 +35,6 @@ class EngineQueue:
 class Alone:
     """Says whether the engine waits for loads and for nothing else. One thread.
 
-    Args:
-        schedule: The engine's loads.
-
     Attributes:
         queue: The engine's requests; None: they are not known, and an engine never counts as waiting for loads only.
     """

@@ -17,9 +17,9 @@ from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import NewcomerShares
 from kvxfer.schedule import Chain, Offering, OfferSchedule
 from kvxfer.security import RateLimitedWarnings
+from kvxfer.shares import NewcomerShares
 from kvxfer.values import MAX_TOKENS, BlockTable, Group
 
 __all__ = ["AnswerCounts", "PrefixAnswers", "HeldPrefix", "Holds", "Inquiry"]
@@ -103,10 +103,6 @@ class PrefixAnswers:
 
     What is held for them is bounded by the limit of ``BlockPins``. Each peer may have three quarters of what the others leave. It is
     given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).
-
-    Attributes:
-        counts: What came of it.
-        took: The seconds from the latest inquiries to their answers.
     """
 
     def __init__(

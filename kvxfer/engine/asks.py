@@ -41,31 +41,18 @@ MAX_SENT = 100_000
 
 
 class AskCounts(msgspec.Struct):
-    """What has come of looking for prefixes at other engines.
+    """What has come of looking for prefixes at other engines."""
 
-    Attributes:
-        requests: Requests that have asked.
-        unanswered: Questions that no source has answered in time.
-        found: Tokens that the best source held beyond what was cached here, of all requests.
-        loaded: Those of them that were loaded.
-        refused: Those that were computed, because no load would have ended sooner.
-        recomputed: Those whose load failed, so that they were computed.
-    """
-
-    requests: int = 0
-    unanswered: int = 0
-    found: int = 0
-    loaded: int = 0
-    refused: int = 0
-    recomputed: int = 0
+    requests: int = 0  # requests that have asked
+    unanswered: int = 0  # questions that no source has answered in time
+    found: int = 0  # tokens that the best source held beyond what was cached here, of all requests
+    loaded: int = 0  # those of them that were loaded
+    refused: int = 0  # those that were computed, because no load would have ended sooner
+    recomputed: int = 0  # those whose load failed, so that they were computed
 
 
 class Asks:
-    """The questions of an engine's requests. One thread.
-
-    Attributes:
-        counts: What has come of them, by kind.
-    """
+    """The questions of an engine's requests. One thread."""
 
     def __init__(
         self,

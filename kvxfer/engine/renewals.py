@@ -25,13 +25,7 @@ WAITING = (LoadState.WAITING, LoadState.OPEN)
 
 
 class Renewals:
-    """Renews the transfers of the loads that wait, four times a lease.
-
-    Args:
-        lease: The lease, in seconds.
-        tell: Sends a notice to the directory of an engine.
-        loads: Returns all loads. Called by the thread.
-    """
+    """Renews the transfers of the loads that wait, four times a lease."""
 
     def __init__(
         self, lease: float, tell: Callable[[Source, Renew], None], loads: Callable[[], Iterable[Load]]

@@ -33,10 +33,6 @@ class Stories:
     """The last requests of one engine. One thread records; any thread may ask.
 
     Recording costs an append: a story is told when somebody asks for it.
-
-    Args:
-        engine: The engine's name.
-        live: Returns the engine's schedule, which has what is not over.
     """
 
     def __init__(self, engine: str, live: Callable[[], Schedule]) -> None:

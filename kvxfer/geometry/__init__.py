@@ -2,13 +2,15 @@
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment
 from kvxfer.geometry.bands import bands
-from kvxfer.geometry.cache import Cache, Heads, View
+from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.pattern import CopyPattern
 from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
-from kvxfer.geometry.region import HOST, Region
+from kvxfer.geometry.region import Region
 from kvxfer.geometry.route import Route, route
+from kvxfer.geometry.tensor import HOST
 from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.uncovered import UncoveredBytes, uncovered
+from kvxfer.geometry.view import Heads, View
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup
 from kvxfer.values import Group, Rank
 

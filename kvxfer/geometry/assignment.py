@@ -12,8 +12,9 @@ from msgspec import Meta
 
 from kvxfer.errors import KvxferError
 from kvxfer.failures import FailureKind
-from kvxfer.geometry.cache import Cache, View
+from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.turns import Shared
+from kvxfer.geometry.view import View
 
 __all__ = ["ShardAssignment", "Incompatible", "check_assignments", "check_pair", "head_range", "name"]
 

@@ -39,23 +39,14 @@ _Axes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Strided:
-    """One view's bytes: ``unit`` of them at every sum of an offset, a step along each axis and a block.
+    """One view's bytes: ``unit`` of them at every sum of an offset, a step along each axis and a block."""
 
-    Attributes:
-        offsets: Bytes, one for each layer.
-        axes: (length, stride in bytes) of each axis within a block.
-        unit: Contiguous bytes.
-        block_stride: Bytes from one block to the next.
-        blocks: Number of blocks.
-        extent: Bytes from an offset to the end of the last block's content.
-    """
-
-    offsets: Sequence[int]
-    axes: Sequence[tuple[int, int]]
-    unit: int
-    block_stride: int
-    blocks: int
-    extent: int
+    offsets: Sequence[int]  # bytes, one for each layer
+    axes: Sequence[tuple[int, int]]  # (length, stride in bytes) of each axis within a block
+    unit: int  # contiguous bytes
+    block_stride: int  # bytes from one block to the next
+    blocks: int  # number of blocks
+    extent: int  # bytes from an offset to the end of the last block's content
 
 
 def first_overlap(families: Sequence[Sequence[Strided]]) -> tuple[int, int, int] | None:

@@ -25,19 +25,12 @@ Axis = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class CopyPattern:
-    """Cells times axes, ``unit`` contiguous bytes each. Offsets are in bytes, relative to a segment's place.
+    """Cells times axes, ``unit`` contiguous bytes each. Offsets are in bytes, relative to a segment's place."""
 
-    Attributes:
-        src_cells: Offset of each cell in the source, int64 ``[cells]``.
-        dst_cells: Offset of each cell in the destination, int64 ``[cells]``.
-        axes: Outermost first, each longer than one.
-        unit: Bytes of a row.
-    """
-
-    src_cells: Ints
-    dst_cells: Ints
-    axes: tuple[Axis, ...]
-    unit: int
+    src_cells: Ints  # offset of each cell in the source, int64 ``[cells]``
+    dst_cells: Ints  # offset of each cell in the destination, int64 ``[cells]``
+    axes: tuple[Axis, ...]  # outermost first, each longer than one
+    unit: int  # bytes of a row
 
     def __len__(self) -> int:
         return self._length

@@ -9,11 +9,9 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from kvxfer import arguments
+from kvxfer.geometry.tensor import HOST, read_tensor
 
-__all__ = ["GAP", "HOST", "Region", "flat_starts", "take_integers"]
-
-HOST = "cpu"
-"""The device of host memory: the one kind that every process has, and the only one that the core knows by name."""
+__all__ = ["GAP", "Region", "flat_starts", "take_integers"]
 
 GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
@@ -52,9 +50,8 @@ class Region(msgspec.Struct, frozen=True, dict=True):
         Raises:
             ArgumentError: ``tensor`` is not a tensor, is empty, or cannot be written.
         """
-        from kvxfer.geometry.tensors import region_of
-
-        return region_of(tensor)
+        found = read_tensor(tensor, "tensor")
+        return cls(found.address, found.nbytes, found.device).kept_by(found.owner)
 
     def kept_by(self, owner: object) -> Region:
         """Keep ``owner``, whose memory this is, alive as long as this region; return the region."""

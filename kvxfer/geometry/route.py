@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment, check_assignments, check_pair, head_range, name
-from kvxfer.geometry.cache import Cache, View
+from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.turns import ALL, Shared, TokenTurns
+from kvxfer.geometry.view import View
 from kvxfer.values import Rank
 
 if TYPE_CHECKING:

@@ -30,26 +30,16 @@ class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Segments by position, before blocks are looked up: int64 ``[segments]`` each.
 
     Segments that end at or before ``needed`` may lack a source.
-
-    Attributes:
-        token: First token of each segment (of a state: the token after which it stands, counted from 1).
-        count: Tokens of each, ``step`` apart.
-        src_pos: Position of its block in the producer's table; -1 if it has none.
-        dst_pos: Position of its block in the consumer's table.
-        src_token: Its first token within the producer's block, of those that are there.
-        dst_token: Its first token within the consumer's block, of those that are there.
-        needed: First token that must have a source.
-        step: Tokens from one of a segment to the next.
     """
 
-    token: Ints
-    count: Ints
-    src_pos: Ints
-    dst_pos: Ints
-    src_token: Ints
-    dst_token: Ints
-    needed: int
-    step: int = 1
+    token: Ints  # first token of each segment (of a state: the token after which it stands, counted from 1)
+    count: Ints  # tokens of each, ``step`` apart
+    src_pos: Ints  # position of its block in the producer's table; -1 if it has none
+    dst_pos: Ints  # position of its block in the consumer's table
+    src_token: Ints  # its first token within the producer's block, of those that are there
+    dst_token: Ints  # its first token within the consumer's block, of those that are there
+    needed: int  # first token that must have a source
+    step: int = 1  # tokens from one of a segment to the next
 
 
 class Segments(msgspec.Struct, frozen=True, gc=False, eq=False):

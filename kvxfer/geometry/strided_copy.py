@@ -42,18 +42,12 @@ class StridedCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
     Row ``r`` of segment ``s`` copies ``pattern.unit * counts[s]`` contiguous bytes from flat offset ``src_at[s] +
     src_rows[r]`` to ``dst_at[s] + dst_rows[r]``. A segment is the tokens that one source block and one destination
     block have in common.
-
-    Attributes:
-        pattern: Rows of every segment.
-        src_at: Place of each segment in the source, int64 ``[segments]``.
-        dst_at: Place of each segment in the destination, int64 ``[segments]``.
-        counts: Tokens of each segment where tokens follow each other on both sides, else 1; int64 ``[segments]``.
     """
 
-    pattern: CopyPattern
-    src_at: Ints
-    dst_at: Ints
-    counts: Ints
+    pattern: CopyPattern  # rows of every segment
+    src_at: Ints  # place of each segment in the source, int64 ``[segments]``
+    dst_at: Ints  # place of each segment in the destination, int64 ``[segments]``
+    counts: Ints  # tokens of each segment where tokens follow each other on both sides, else 1; int64 ``[segments]``
 
     @property
     def src_rows(self) -> Ints:

@@ -25,9 +25,6 @@ class TableCheck:
 
     Args:
         groups: The KV-cache groups, in the order of the tables' rows.
-
-    Attributes:
-        groups: The same.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:

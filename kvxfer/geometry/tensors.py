@@ -1,51 +1,22 @@
-"""Describe a cache from the tensors that hold it, of any library: their addresses, shapes and strides.
-
-A tensor is read by the first of these that it has: the methods of torch, the array interfaces of numpy and CUDA, DLPack.
-No library is imported, and nothing is copied.
-"""
+"""Describe a cache from the tensors that hold it: the regions in which they lie, and views with the axes that they have."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
 from typing import Any
-
-import numpy as np
 
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
-from kvxfer.geometry.cache import Cache, Heads, View
-from kvxfer.geometry.region import HOST, Region, flat_starts
+from kvxfer.geometry.region import Region, flat_starts
+from kvxfer.geometry.tensor import Tensor, read_tensor
 from kvxfer.geometry.turns import TokenTurns
-from kvxfer.values import Group, Rank
+from kvxfer.geometry.view import Heads, View
+from kvxfer.values import Group
 
-__all__ = ["cache_of", "region_of"]
+__all__ = ["parts_of"]
 
 AXES = ("layer", "block", "head", "token", "unit")
-_DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-_DLPACK_DEVICES = {1: HOST, 3: HOST, 2: "cuda", 10: "cuda", 13: "cuda", 14: "xpu"}
-"""DLPack's device types that have addresses, by the names that torch has for them: it calls ROCm's GPUs ``cuda``."""
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """What is known of a tensor; strides in bytes."""
-
-    owner: object
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    item: int
-    dtype: str
-    device: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from its first element to the end of its last."""
-        return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + self.item
 
 
 @dataclass(frozen=True)
@@ -53,23 +24,21 @@ class _Layer:
     """One layer of a plane, whose block 0 begins at ``address``."""
 
     name: str
-    tensor: _Tensor
+    tensor: Tensor
     address: int
 
 
-def cache_of(
+def parts_of(
     tensors: Any,
     dims: str | Mapping[str, str],
-    *,
     encoding: str | None,
     group: Group | None,
     layers: Iterable[str] | None,
     heads: tuple[int, int] | None,
-    rank: Rank,
     optional: bool,
     turns: TokenTurns | None,
-) -> Cache:
-    """Implement ``Cache.of_tensors``.
+) -> tuple[tuple[Region, ...], Group, tuple[View, ...]]:
+    """Return the parts of ``Cache.of_tensors``: its regions, which keep the tensors alive, its group, and the views.
 
     Raises:
         ArgumentError: There are no tensors, or they do not have these dimensions.
@@ -86,7 +55,7 @@ def cache_of(
         arguments.instance("turns", turns, TokenTurns)
     if heads is not None and not isinstance(heads, tuple):
         raise ArgumentError(f"heads must be (first head, heads of the model), not {arguments.describe(heads)}")
-    read: dict[str, tuple[list[_Tensor], list[str]]] = {}
+    read: dict[str, tuple[list[Tensor], list[str]]] = {}
     for plane, held in planes.items():
         arguments.string("plane", plane)
         if isinstance(dims, Mapping) and plane not in dims:
@@ -94,7 +63,7 @@ def cache_of(
         axes = _axes(dims[plane] if isinstance(dims, Mapping) else dims)
         if heads is not None and "head" not in axes:
             raise ArgumentError(f"heads must be left out, because the axes of plane {plane!r} have no 'head'")
-        found = [_read(t, f"tensors[{plane!r}]") for t in _each(held)]
+        found = [read_tensor(t, f"tensors[{plane!r}]") for t in _each(held)]
         if not found:
             raise ArgumentError("tensors must be at least one for each plane")
         short = next((t for t in found if len(t.shape) != len(axes)), None)
@@ -125,15 +94,7 @@ def cache_of(
         kind = encoding if encoding is not None else kinds[0]
         views += _views(plane, rows, axes, places, kind, heads, optional, turns)
     assert group is not None
-    cache = Cache(regions, (group,), tuple(views), rank)
-    cache.check()
-    return cache
-
-
-def region_of(tensor: Any) -> Region:
-    """Implement ``Region.of``."""
-    found = _read(tensor, "tensor")
-    return Region(found.address, found.nbytes, found.device).kept_by(found.owner)
+    return regions, group, tuple(views)
 
 
 def _views(
@@ -169,7 +130,7 @@ def _views(
     ]
 
 
-def _shape(plane: str, t: _Tensor, axes: list[str]) -> tuple[int, int, int, tuple[int, int] | None, int | None]:
+def _shape(plane: str, t: Tensor, axes: list[str]) -> tuple[int, int, int, tuple[int, int] | None, int | None]:
     """Return blocks, block stride, unit, (heads, head stride) and token stride; the stride of an axis of length 1 is made up."""
     at = {axis: (t.shape[i], t.strides[i]) for i, axis in enumerate(axes) if axis != "unit"}
     unit = t.item
@@ -201,7 +162,7 @@ def _heads(where: tuple[int, int] | None, count: int, stride: int) -> Heads:
     return Heads(arguments.integer("heads[0]", where[0], 0, total - count), count, total, stride)
 
 
-def _layers(plane: str, found: list[_Tensor], axes: list[str], names: tuple[str, ...] | None) -> list[_Layer]:
+def _layers(plane: str, found: list[Tensor], axes: list[str], names: tuple[str, ...] | None) -> list[_Layer]:
     """Return the layers of a plane: one for each tensor, or as many as its axis ``layer`` has."""
     places = []
     for t in found:
@@ -213,9 +174,9 @@ def _layers(plane: str, found: list[_Tensor], axes: list[str], names: tuple[str,
     return [_Layer(name, t, address) for name, (t, address) in zip(chosen, places, strict=True)]
 
 
-def _regions(found: list[_Tensor]) -> tuple[tuple[Region, ...], dict[int, int]]:
+def _regions(found: list[Tensor]) -> tuple[tuple[Region, ...], dict[int, int]]:
     """Return regions that hold these tensors (one for all that overlap), and the flat offset of each tensor by its id."""
-    spans: list[list[_Tensor]] = []
+    spans: list[list[Tensor]] = []
     ends: list[int] = []
     for t in sorted(found, key=lambda t: (t.device, t.address)):
         if spans and spans[-1][0].device == t.device and t.address < ends[-1]:
@@ -247,99 +208,3 @@ def _axes(dims: Any) -> list[str]:
 
 def _each(held: Any) -> Sequence[Any]:
     return held if isinstance(held, list | tuple) else [held]
-
-
-def _read(tensor: Any, what: str) -> _Tensor:
-    """Return what is known of a tensor.
-
-    Raises:
-        ArgumentError: It is not a tensor, is empty or read-only, or has a stride that is not positive.
-    """
-    found = _torch(tensor, what) or _array(tensor, what) or _dlpack(tensor, what)
-    if found is None:
-        raise ArgumentError(
-            f"{what} must be a tensor (of torch, or with __array_interface__, __cuda_array_interface__ or __dlpack__), not "
-            f"{arguments.describe(tensor)}"
-        )
-    if not prod(found.shape) or any(n > 1 and s <= 0 for n, s in zip(found.shape, found.strides, strict=True)):
-        raise ArgumentError(
-            f"{what} must not be empty or have overlapping elements: shape {found.shape}, strides {found.strides}"
-        )
-    return found
-
-
-def _torch(tensor: Any, what: str) -> _Tensor | None:
-    if not all(hasattr(tensor, name) for name in ("data_ptr", "element_size", "stride", "shape", "device", "dtype")):
-        return None
-    item, device = int(tensor.element_size()), tensor.device
-    layout = str(getattr(tensor, "layout", "torch.strided"))
-    if layout != "torch.strided" or (prod(tensor.shape) and not tensor.data_ptr()):  # sparse, or on "meta"
-        raise ArgumentError(f"{what} must have memory of its elements, not be {layout} on {device}")
-    where = HOST if device.type == HOST else f"{device.type}:{device.index or 0}"
-    strides = tuple(int(s) * item for s in tensor.stride())
-    name = str(tensor.dtype).rpartition(".")[2]
-    return _Tensor(tensor, int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item, name, where)
-
-
-def _array(tensor: Any, what: str) -> _Tensor | None:
-    on_cuda = getattr(tensor, "__cuda_array_interface__", None)
-    interface = on_cuda or getattr(tensor, "__array_interface__", None)
-    if interface is None:
-        return None
-    dtype, shape = np.dtype(interface["typestr"]), tuple(map(int, interface["shape"]))
-    if dtype.hasobject:
-        raise ArgumentError(f"{what} must hold numbers, not objects of Python")
-    address, read_only = interface["data"]
-    if read_only:
-        raise ArgumentError(f"{what} must be writable")
-    device = HOST
-    if on_cuda is not None:
-        if not hasattr(tensor, "__dlpack_device__"):
-            raise ArgumentError(f"{what} must say on which device it lies, by __dlpack_device__")
-        device = f"cuda:{tensor.__dlpack_device__()[1]}"
-    given = interface.get("strides")
-    packed = tuple(accumulate((dtype.itemsize, *shape[:0:-1]), lambda a, b: a * b))[::-1]
-    strides = packed[len(packed) - len(shape) :] if given is None else tuple(map(int, given))
-    # The interface has no word for bfloat16, say, and the name none for byte order.
-    kind = str(getattr(tensor, "dtype", dtype))
-    return _Tensor(tensor, int(address), shape, strides, dtype.itemsize, kind, device)
-
-
-class _DLTensor(ctypes.Structure):
-    """The struct at the start of a DLPack capsule."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-def _dlpack(tensor: Any, what: str) -> _Tensor | None:
-    if not hasattr(tensor, "__dlpack__"):
-        return None
-    capsule = tensor.__dlpack__()
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    t = _DLTensor.from_address(pointer(capsule, b"dltensor"))
-    kind = _DLPACK_DEVICES.get(t.device_type)
-    if kind is None or t.bits % 8:
-        known = ", ".join(dict.fromkeys(_DLPACK_DEVICES.values()))
-        raise ArgumentError(
-            f"{what} must be of whole bytes, in memory of {known}; DLPack calls its device type {t.device_type}"
-        )
-    item, shape = t.bits * t.lanes // 8, tuple(t.shape[i] for i in range(t.ndim))
-    if t.strides:
-        strides = tuple(t.strides[i] * item for i in range(t.ndim))
-    else:
-        strides = tuple(item * prod(shape[i + 1 :]) for i in range(t.ndim))
-    name = f"{_DLPACK_KINDS.get(t.code, f'code{t.code}_')}{t.bits}"
-    device = kind if kind == HOST else f"{kind}:{t.device_id}"
-    return _Tensor((tensor, capsule), (t.data or 0) + t.byte_offset, shape, strides, item, name, device)

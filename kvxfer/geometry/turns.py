@@ -52,12 +52,7 @@ ALL = TokenTurns(0, 1)
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """The tokens that two ranks both hold.
-
-    Attributes:
-        src: The turns of the producer's rank.
-        dst: The turns of the consumer's rank.
-    """
+    """The tokens that two ranks both hold."""
 
     src: TokenTurns = ALL
     dst: TokenTurns = ALL

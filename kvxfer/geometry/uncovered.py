@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.geometry.cache import Cache, View
+from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.segments import Rows
 from kvxfer.geometry.turns import TokenTurns
+from kvxfer.geometry.view import View
 from kvxfer.values import Ints
 
 __all__ = ["UncoveredBytes", "uncovered"]
@@ -22,13 +23,7 @@ __all__ = ["UncoveredBytes", "uncovered"]
 
 @dataclass(frozen=True)
 class UncoveredBytes:
-    """A strided set of bytes: ``unit`` of them at every sum of a place and one step along each axis.
-
-    Attributes:
-        places: Flat offsets.
-        axes: (length, stride in bytes) of each axis.
-        unit: Contiguous bytes.
-    """
+    """A strided set of bytes: ``unit`` of them at every sum of a place and one step along each axis."""
 
     places: tuple[int, ...]
     axes: tuple[tuple[int, int], ...]

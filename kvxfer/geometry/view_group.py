@@ -36,43 +36,24 @@ def _ones(n: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class ViewGroup:
-    """Assignments with the same strides, block tables and heads: what is copied of each token, before tokens are known.
+    """Assignments with the same strides, block tables and heads: what is copied of each token, before tokens are known."""
 
-    Attributes:
-        src_group: Group of the producer's block table.
-        dst_group: Group of the consumer's block table.
-        opaque: Whether the tokens of a block must not be cut.
-        src_stride: Bytes from one block to the next in the source.
-        dst_stride: Bytes from one block to the next in the destination.
-        shared: Which tokens both ranks hold.
-        src_token: Bytes from one token to the next of those in the source, 0 where tokens are opaque.
-        dst_token: Bytes from one token to the next of those in the destination, 0 where tokens are opaque.
-        heads: Number of heads, and stride on both sides.
-        first_head: The model's index of the first of them.
-        unit: Contiguous bytes of one head of one token.
-        src_blocks: Number of blocks in the source.
-        dst_blocks: Number of blocks in the destination.
-        names: Plane and layer of each cell.
-        src_cells: Offset of each cell in the source at the first assigned head and token 0, int64 ``[cells]``.
-        dst_cells: The same in the destination.
-    """
-
-    src_group: int
-    dst_group: int
-    opaque: bool
-    shared: Shared
-    src_stride: int
-    dst_stride: int
-    src_token: int
-    dst_token: int
-    heads: Axis
-    first_head: int
-    unit: int
-    src_blocks: int
-    dst_blocks: int
-    names: tuple[tuple[str, str], ...]
-    src_cells: Ints
-    dst_cells: Ints
+    src_group: int  # group of the producer's block table
+    dst_group: int  # group of the consumer's block table
+    opaque: bool  # whether the tokens of a block must not be cut
+    shared: Shared  # which tokens both ranks hold
+    src_stride: int  # bytes from one block to the next in the source
+    dst_stride: int  # bytes from one block to the next in the destination
+    src_token: int  # bytes from one token to the next of those in the source, 0 where tokens are opaque
+    dst_token: int  # bytes from one token to the next of those in the destination, 0 where tokens are opaque
+    heads: Axis  # number of heads, and stride on both sides
+    first_head: int  # the model's index of the first of them
+    unit: int  # contiguous bytes of one head of one token
+    src_blocks: int  # number of blocks in the source
+    dst_blocks: int  # number of blocks in the destination
+    names: tuple[tuple[str, str], ...]  # plane and layer of each cell
+    src_cells: Ints  # offset of each cell in the source at the first assigned head and token 0, int64 ``[cells]``
+    dst_cells: Ints  # the same in the destination
     _merged: list[CopyPattern] = field(init=False)
     _made: dict[tuple[int, int], list[CopyPattern]] = field(init=False, default_factory=dict)
 

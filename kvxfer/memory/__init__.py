@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from kvxfer.errors import ArgumentError, ConfigError
 from kvxfer.fence import Fence
 from kvxfer.geometry import HOST, Region
 from kvxfer.memory.blame import SpaceError, checked_allocation, checked_fence, space_error
-from kvxfer.memory.checksum import sample
-from kvxfer.memory.elastic import with_elastic
+from kvxfer.memory.checksum import Checksum, sample
 from kvxfer.memory.fence import Done
+from kvxfer.memory.regions import Side
 from kvxfer.memory.registry import space_for
-from kvxfer.memory.space import Checksum, Side, Space
+from kvxfer.memory.space import Space
 
 __all__ = [
     "HOST",
@@ -102,6 +104,38 @@ def devices_of(kind: str) -> Sequence[str]:
         return space_for(kind).devices(kind)
     except (ArgumentError, ConfigError):
         return ()
+
+
+def with_elastic(regions: Sequence[Region], declared: bool | None = None) -> tuple[Region, ...]:
+    """Return regions that say whether they are elastic.
+
+    Args:
+        regions: Of this process. One that says so already stays elastic, unless ``declared`` is ``False``.
+        declared: What the operator says of all; ``None``: found out where the device shows it (``Space.remaps``). Host memory does not.
+    """
+    return tuple(_marked(r, _found(r) if declared is None else declared) for r in regions)
+
+
+def _marked(region: Region, elastic: bool) -> Region:
+    """Return a region that says so; it keeps alive what the given one does (``Region.of``)."""
+    if region.elastic == elastic:
+        return region
+    marked = replace(region, elastic=elastic)
+    marked.__dict__.update(region.__dict__)
+    return marked
+
+
+def _found(region: Region) -> bool:
+    if region.elastic:
+        return True
+    cls = _class(region.device)
+    try:
+        found = cls.remaps(region)
+    except Exception as e:
+        raise space_error(cls, region.device, "remaps", e) from e
+    if not isinstance(found, bool):
+        raise SpaceError(cls, region.device, f"returned {found!r} from remaps, which must be True or False")
+    return found
 
 
 def _class(device: str) -> type[Space]:

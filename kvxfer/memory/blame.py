@@ -11,13 +11,7 @@ __all__ = ["SpaceError", "checked_allocation", "checked_fence", "space_error"]
 
 
 class SpaceError(KvxferError):
-    """A space failed, or broke its contract.
-
-    Args:
-        space: Its class.
-        device: The device.
-        what: What happened, as a clause.
-    """
+    """A space failed, or broke its contract."""
 
     default = FailureKind.BACKEND_FAILED
 

@@ -32,33 +32,30 @@ sides that both hold the same wrong content, or of anything that happens after i
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cache
-from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, LogicalCopy, ViewGroup
 from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.fence import Done
-from kvxfer.memory.grid import grids
-from kvxfer.memory.rows import Keys, Rows, best, mix, sum_rows
-from kvxfer.memory.space import Bytes, Checksum, Side
-
-if TYPE_CHECKING:
-    from kvxfer.memory.cpu import CpuSpace
+from kvxfer.memory.regions import Bytes, Side
+from kvxfer.memory.rows import Keys, Rows, mix, sum_rows
 
 __all__ = [
     "LENGTH",
+    "Checksum",
     "Sum",
+    "constants",
     "fine",
     "logical_copies",
     "next_token",
     "row_keys",
     "sample",
     "spans",
-    "sum_of",
     "sum_of_packed",
     "word_keys",
 ]
@@ -68,6 +65,21 @@ HEAD, TOKEN, LENGTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
 
 SAMPLE = 16
 """A sample holds one in this many segments."""
+
+
+class Checksum(ABC):
+    """A checksum that is being computed.
+
+    Attributes:
+        fence: Passes when the value is known.
+    """
+
+    fence: Fence
+
+    @property
+    @abstractmethod
+    def value(self) -> int:
+        """The checksum, unsigned, 64 bits. Blocks until ``fence`` has passed."""
 
 
 class Sum(Checksum):
@@ -157,17 +169,6 @@ def sample(plan: CopyPlan, seed: int) -> CopyPlan:
     return CopyPlan((), tuple(some))
 
 
-def sum_of(space: CpuSpace, plan: CopyPlan, side: Side) -> int:
-    """Return the checksum of what the plan moves, read in host memory on one side.
-
-    The calling thread does it alone: more threads would take cores from what moves bytes meanwhile, and would spend
-    much of their time waiting for the interpreter.
-    """
-    best()  # even if nothing here is aligned: callers get ready by a short plan
-    work = [(part.view_group, *span) for part in logical_copies(plan) for span in spans(part, side)]
-    return sum(_sum(space, view_group, tokens, at, first, side) for view_group, tokens, at, first in work) % (1 << 64)
-
-
 def sum_of_packed(stream: Bytes, view_group: ViewGroup, tokens: int, first: Keys) -> int:
     """Return the sum of the values of segments whose units were packed, as ``fine`` has them, one after the other.
 
@@ -175,23 +176,10 @@ def sum_of_packed(stream: Bytes, view_group: ViewGroup, tokens: int, first: Keys
     """
     keys, unit = row_keys(view_group, tokens), view_group.unit
     begins = np.arange(len(first), dtype=np.int64) * (len(keys) * unit)
-    return sum_rows(Rows(stream, unit, begins, keys.shape, (unit,), keys, first), *_constants(view_group))
+    return sum_rows(Rows(stream, unit, begins, keys.shape, (unit,), keys, first), *constants(view_group))
 
 
-def _constants(view_group: ViewGroup) -> tuple[Keys, np.uint64]:
+def constants(view_group: ViewGroup) -> tuple[Keys, np.uint64]:
     """Return the factors of a unit's words, and what its length adds to the digest."""
     words = -(-view_group.unit // 4)
     return word_keys(1 << (words - 1).bit_length())[:words], np.uint64(view_group.unit * LENGTH % (1 << 64))
-
-
-def _sum(space: CpuSpace, view_group: ViewGroup, tokens: int, at: Ints, first: Keys, side: Side) -> int:
-    units, keys = fine(view_group, tokens), row_keys(view_group, tokens)
-    (factors, length), total = _constants(view_group), 0
-    for g in grids(space, units, side):
-        # Read in the order of memory, where rows follow each other (K and V too).
-        order = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis]))
-        here = keys[g.first : g.first + prod(g.shape)].reshape(g.shape).transpose(order)
-        strides = tuple(g.strides[axis] for axis in order)
-        rows = Rows(space.memory(g.region), view_group.unit, at + g.offset, here.shape, strides, here, first)
-        total += sum_rows(rows, factors, length)
-    return total

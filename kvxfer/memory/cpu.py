@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -12,108 +11,92 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
-from kvxfer.geometry import HOST, CopyPattern, CopyPlan, Region, StridedCopy
-from kvxfer.geometry.pattern import Ints
-from kvxfer.memory.checksum import Sum, logical_copies, sum_of
+from kvxfer.geometry import HOST, CopyPattern, CopyPlan, LogicalCopy, Region, StridedCopy
+from kvxfer.memory.checksum import Checksum, Sum, constants, fine, logical_copies, row_keys, spans
 from kvxfer.memory.fence import Done
-from kvxfer.memory.grid import Grid, grids
 from kvxfer.memory.pool import in_parallel
-from kvxfer.memory.space import Bytes, Checksum, Side, Space
+from kvxfer.memory.regions import Bytes, Regions, Side
+from kvxfer.memory.rows import Rows, best, sum_rows
+from kvxfer.memory.space import HostSpace, Space, require_passed
 
 __all__ = ["CpuSpace"]
 
-_ALIGNMENT = 4096
 _SHORT = 1024
 _MANY = 500
 """Many rows below ``_SHORT`` bytes are copied as items of their size, others as rows of bytes: numpy moves an item faster
 than it starts a row, but lets other threads run only while it moves more than 500 items."""
 
 
-class CpuSpace(Space):
-    """Host memory. Everything is done when a method returns.
+@dataclass(frozen=True)
+class _Grid:
+    """Consecutive rows of a pattern at even distances in one region."""
 
-    Attributes:
-        pinned: Whether it is page-locked, so that a device may address it as it is.
-    """
+    region: int
+    offset: int  # first byte, in the region
+    shape: tuple[int, ...]  # rows along one or two axes of cells, then along the pattern's own axes
+    strides: tuple[int, ...]  # bytes from row to row along each axis
+    first: int  # number of the first row in the pattern's order
 
-    contract = 1
+
+class CpuSpace(HostSpace):
+    """Host memory. Everything is done when a method returns."""
 
     def __init__(self, regions: tuple[Region, ...], device: str = HOST, *, pinned: bool = False) -> None:
-        super().__init__(regions, device)
-        self.pinned = pinned
-        self._bytes = [_view(r) for r in regions]
-        self._grids: WeakKeyDictionary[CopyPattern, dict[Side, list[Grid]]] = WeakKeyDictionary()
+        super().__init__(regions, device, pinned=pinned)
+        self._grids: WeakKeyDictionary[CopyPattern, dict[Side, list[_Grid]]] = WeakKeyDictionary()
 
     @classmethod
-    def devices(cls, kind: str) -> Sequence[str]:
-        return (HOST,)
-
-    @classmethod
-    def allocate(cls, nbytes: int, device: str = HOST) -> CpuSpace:
-        """Allocate zeroed pages, which the system finds when each is first touched: what is never used takes no memory.
-
-        Raises:
-            KvxferError: The system does not give that much memory.
-        """
-        try:
-            raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-        except (MemoryError, ValueError) as e:
-            raise KvxferError(f"cannot allocate {nbytes} bytes of staging for {device}: {e}") from e
-        skip = -raw.ctypes.data % _ALIGNMENT
-        return cls((Region(raw.ctypes.data + skip, nbytes).kept_by(raw),), device)
-
-    def gather(self, region: int, at: Ints, out: Bytes) -> None:
-        out[...] = self._rows(region, out.shape[1])[at]
-
-    def scatter(self, region: int, at: Ints, rows: Bytes) -> None:
-        self._rows(region, rows.shape[1])[at] = rows
-
-    def _rows(self, region: int, nbytes: int) -> Bytes:
-        return np.lib.stride_tricks.sliding_window_view(self._bytes[region], nbytes, writeable=True)
+    def allocate_host(cls, nbytes: int) -> CpuSpace:
+        return CpuSpace.allocate(nbytes)
 
     def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
-        _require(after)
+        require_passed(after)
         self._move(plan, "source", out, at)
         return Done()
 
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
-        _require(after)
+        require_passed(after)
         self._move(plan, "destination", staged, at)
         return Done()
 
     def prepare_checksum(self, plan: CopyPlan, side: Side) -> Callable[[Fence | None], Checksum]:
-        logical_copies(plan)
+        parts = logical_copies(plan)
 
         def begin(after: Fence | None) -> Checksum:
-            _require(after)
-            return Sum(sum_of(self, plan, side))
+            require_passed(after)
+            best()  # even if nothing here is aligned: callers get ready by a short plan
+            return Sum(sum(self._sum_in_place(part, side) for part in parts) % (1 << 64))
 
         return begin
 
-    def bytes(self, at: int, nbytes: int) -> Bytes:
-        """Return these bytes as a writable array, without a copy.
+    def _sum_in_place(self, part: LogicalCopy, side: Side) -> int:
+        """Return the sum of the values of a logical copy's units, which are read where they lie.
 
-        Raises:
-            ValueError: They lie in no region.
+        The calling thread does it alone: more threads would take cores from what moves bytes meanwhile, and would spend
+        much of their time waiting for the interpreter.
         """
-        region, offset = self.locate(at, nbytes)
-        return self._bytes[region][offset : offset + nbytes]
+        (factors, length), total = constants(part.view_group), 0
+        for tokens, at, first in spans(part, side):
+            units, keys = fine(part.view_group, tokens), row_keys(part.view_group, tokens)
+            for g in grids(self, units, side):
+                # Read in the order of memory, where rows follow each other (K and V too).
+                order = tuple(sorted(range(len(g.shape)), key=lambda axis: -g.strides[axis]))
+                here = keys[g.first : g.first + prod(g.shape)].reshape(g.shape).transpose(order)
+                strides = tuple(g.strides[axis] for axis in order)
+                rows = Rows(self.memory(g.region), units.unit, at + g.offset, here.shape, strides, here, first)
+                total += sum_rows(rows, factors, length)
+        return total
 
-    def grids(self, pattern: CopyPattern, side: Side) -> list[Grid]:
+    def grids(self, pattern: CopyPattern, side: Side) -> list[_Grid]:
         """Return ``grids`` of this space, remembered as long as the pattern lives."""
         sides = self._grids.setdefault(pattern, {})
         if side not in sides:
             sides[side] = grids(self, pattern, side)
         return sides[side]
 
-    def memory(self, region: int) -> Bytes:
-        """Return all of a region as a writable array."""
-        return self._bytes[region]
-
     def _move(self, plan: CopyPlan, side: Side, packed: Space, at: int) -> None:
-        if not isinstance(packed, CpuSpace):
+        if not isinstance(packed, HostSpace):
             raise ValueError("host memory is packed into host memory only")
         stream = packed.bytes(at, plan.nbytes)
         for strided in plan.copies:
@@ -132,7 +115,7 @@ class CpuSpace(Space):
                     forms[size] = [_form(g, strided.pattern, size) for g in self.grids(strided.pattern, side)]
                 for f in forms[size]:
                     shape = (hi - lo, *f.shape)
-                    here = np.ndarray(shape, f.item, self._bytes[f.region], f.offset + places[lo], (step, *f.strides))
+                    here = np.ndarray(shape, f.item, self.memory(f.region), f.offset + places[lo], (step, *f.strides))
                     there = np.ndarray(shape, f.item, stream, begin + base[lo] + f.first, (f.segment, *f.packed))
                     if side == "source":
                         there[...] = here
@@ -167,7 +150,7 @@ class _Form:
     packed: tuple[int, ...]
 
 
-def _form(g: Grid, pattern: CopyPattern, size: int) -> _Form:
+def _form(g: _Grid, pattern: CopyPattern, size: int) -> _Form:
     packed = tuple(size * prod(g.shape[i + 1 :]) for i in range(len(g.shape)))
     segment, first = size * len(pattern), size * g.first
     if size < _SHORT and prod(g.shape) > _MANY:
@@ -193,10 +176,39 @@ def even(places: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]
             lo = hi
 
 
-def _view(r: Region) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * r.nbytes).from_address(r.address))
+def grids(space: Regions, pattern: CopyPattern, side: Side) -> list[_Grid]:
+    """Divide one side of a pattern into few grids.
+
+    Cells at even distances make a grid, and so do groups of such cells at even distances (layers of K and V).
+    """
+    source = side == "source"
+    cells = pattern.src_cells if source else pattern.dst_cells
+    axes = tuple(n for n, _, _ in pattern.axes), tuple((s if source else d) for _, s, d in pattern.axes)
+    rows = len(pattern) // len(cells)
+    regions, at = space.of_cells(cells).tolist(), cells.tolist()
+    out, lo = [], 0
+    while lo < len(at):
+        hi = lo + 1
+        step = at[hi] - at[lo] if hi < len(at) else 0
+        while hi < len(at) and regions[hi] == regions[lo] and at[hi] - at[hi - 1] == step:
+            hi += 1
+        begin = at[lo] - space.starts[regions[lo]]
+        out.append(_Grid(regions[lo], begin, (hi - lo, *axes[0]), (step, *axes[1]), lo * rows))
+        lo = hi
+    return _grouped(out)
 
 
-def _require(after: Fence | None) -> None:
-    if after is not None and not after.passed():
-        raise ValueError("host memory cannot wait for a fence; call again once it has passed")
+def _grouped(alone: list[_Grid]) -> list[_Grid]:
+    """Join equal grids at even distances into grids with one axis more."""
+    out, lo = [], 0
+    while lo < len(alone):
+        g, hi = alone[lo], lo + 1
+        step = alone[hi].offset - g.offset if hi < len(alone) else 0
+        while hi < len(alone) and (
+            replace(alone[hi], offset=0, first=0) == replace(g, offset=0, first=0)
+            and alone[hi].offset - alone[hi - 1].offset == step
+        ):
+            hi += 1
+        out.append(replace(g, shape=(hi - lo, *g.shape), strides=(step, *g.strides)) if hi > lo + 1 else g)
+        lo = hi
+    return out

@@ -11,8 +11,9 @@ import torch
 
 from kvxfer.geometry import CopyPlan
 from kvxfer.geometry.pattern import Ints
+from kvxfer.memory.regions import Bytes, Side
 from kvxfer.memory.row_moves import row_moves
-from kvxfer.memory.space import Bytes, Side, Space
+from kvxfer.memory.space import Space
 
 __all__ = ["move_indexed", "copy_rows"]
 

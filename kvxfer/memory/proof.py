@@ -125,19 +125,12 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What to write into a layer, and what must follow from it.
+    """What to write into a layer, and what must follow from it."""
 
-    Attributes:
-        inputs: Names of the tensors that are written.
-        rounds: Which cells have values B, ``[round, input, head, token]``; none in the first round, all in the second.
-        few: Rounds that tell neighbours apart.
-        values: For each input, ``[round, token, ...]``.
-    """
-
-    inputs: tuple[str, ...]
-    rounds: Bools
-    few: list[int]
-    values: tuple[torch.Tensor, ...]
+    inputs: tuple[str, ...]  # names of the tensors that are written
+    rounds: Bools  # which cells have values B, ``[round, input, head, token]``; none in the first, all in the second
+    few: list[int]  # rounds that tell neighbours apart
+    values: tuple[torch.Tensor, ...]  # for each input, ``[round, token, ...]``
 
     @classmethod
     def of(cls, write: Write, tokens: int, device: torch.device) -> _Trial:

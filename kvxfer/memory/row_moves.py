@@ -9,7 +9,7 @@ import numpy as np
 
 from kvxfer.geometry import StridedCopy
 from kvxfer.geometry.pattern import Ints
-from kvxfer.memory.space import Side, Space
+from kvxfer.memory.regions import Regions, Side
 
 __all__ = ["RowMove", "row_moves"]
 
@@ -36,7 +36,7 @@ class RowMove:
         return int(self.packed[-1] - self.packed[0]) == (len(self.packed) - 1) * self.nbytes
 
 
-def row_moves(space: Space, copies: Iterable[StridedCopy], side: Side) -> Iterator[RowMove]:
+def row_moves(space: Regions, copies: Iterable[StridedCopy], side: Side) -> Iterator[RowMove]:
     """Yield all rows of some copies on one side, which is in ``space``.
 
     Raises:

@@ -39,25 +39,15 @@ def mix(x: Keys) -> Keys:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of ``unit`` bytes in a piece of memory, at even distances from each of several places.
+    """Rows of ``unit`` bytes in a piece of memory, at even distances from each of several places."""
 
-    Attributes:
-        memory: uint8.
-        unit: Bytes of a row.
-        begins: Places in ``memory``, int64, in bytes.
-        shape: Rows along each axis, up to four.
-        strides: Bytes from row to row along each axis.
-        keys: Key of each row, uint64 of ``shape``.
-        first: What to add to the keys at each place, uint64.
-    """
-
-    memory: NDArray[np.uint8]
-    unit: int
-    begins: NDArray[np.int64]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    keys: Keys
-    first: Keys
+    memory: NDArray[np.uint8]  # uint8
+    unit: int  # bytes of a row
+    begins: NDArray[np.int64]  # places in ``memory``, int64, in bytes
+    shape: tuple[int, ...]  # rows along each axis, up to four
+    strides: tuple[int, ...]  # bytes from row to row along each axis
+    keys: Keys  # key of each row, uint64 of ``shape``
+    first: Keys  # what to add to the keys at each place, uint64
 
     @cached_property
     def aligned(self) -> bool:

@@ -20,66 +20,45 @@ passed, or the method raises ``ValueError``.
 
 from __future__ import annotations
 
-import bisect
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Self
 
 import numpy as np
 
+from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
-from kvxfer.geometry import CopyPlan, Region
+from kvxfer.geometry import HOST, CopyPlan, LogicalCopy, Region, StridedCopy
 from kvxfer.geometry.pattern import Ints
-from kvxfer.geometry.region import flat_starts
+from kvxfer.memory.checksum import Checksum, Sum, fine, logical_copies, spans, sum_of_packed
 from kvxfer.memory.fence import Done
+from kvxfer.memory.regions import Bytes, Regions, Side
+from kvxfer.memory.row_moves import row_moves
 
-__all__ = ["SPACE_CONTRACTS", "Bytes", "Checksum", "Side", "Space"]
+__all__ = ["SPACE_CONTRACTS", "HostSpace", "Space", "require_passed"]
 
 SPACE_CONTRACTS = frozenset({1})
 """The contracts that a space may declare (``Space.contract``), checked when it is loaded."""
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_CHUNK = 16 << 20
+"""Bytes that a checksum brings to the host at once."""
 
-Side = Literal["source", "destination"]
-
-
-class Checksum(ABC):
-    """A checksum that is being computed.
-
-    Attributes:
-        fence: Passes when the value is known.
-    """
-
-    fence: Fence
-
-    @property
-    @abstractmethod
-    def value(self) -> int:
-        """The checksum, unsigned, 64 bits. Blocks until ``fence`` has passed."""
+_ALIGNMENT = 4096
 
 
-class Space(ABC):
-    """Regions of one device as one flat offset space, as in ``Cache.starts``.
+class Space(Regions, ABC):
+    """Regions of one device, and how their bytes are moved.
 
     Args:
         regions: The memory, of ``device``.
         device: A kind of device and its number, as ``"vault:0"``.
-
-    Attributes:
-        regions: The memory.
-        device: Its device.
-        starts: Flat offset at which each region begins.
     """
 
     contract: ClassVar[int]
     """The contract that the class was written for: ``1``."""
     by_itself: bool = False
     """Whether the device computes checksums while the calling thread goes on."""
-
-    def __init__(self, regions: tuple[Region, ...], device: str) -> None:
-        self.regions, self.device = regions, device
-        self.starts = flat_starts(regions)
 
     @classmethod
     @abstractmethod
@@ -122,9 +101,7 @@ class Space(ABC):
         Raises:
             KvxferError: The system does not give that much memory.
         """
-        from kvxfer.memory.cpu import CpuSpace
-
-        return CpuSpace.allocate(nbytes)
+        return HostSpace.allocate(nbytes)
 
     @classmethod
     def fence(cls, device: str) -> Fence:
@@ -144,10 +121,15 @@ class Space(ABC):
         Raises:
             ValueError: A row would leave its region, or the stream ``out``.
         """
-        from kvxfer.memory.by_rows import pack_rows
-
-        _require(after)
-        pack_rows(self, plan, out, at)
+        require_passed(after)
+        if isinstance(out, HostSpace):
+            self._gather(plan, "source", out.bytes(at, plan.nbytes))
+        else:
+            region, offset = self._place(out, at, plan.nbytes)
+            stream = np.empty(plan.nbytes, np.uint8)
+            self._gather(plan, "source", stream)
+            if plan.nbytes:
+                out.scatter(region, np.array([offset]), stream[None])
         return Done()
 
     def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
@@ -156,10 +138,20 @@ class Space(ABC):
         Raises:
             ValueError: As ``pack`` does.
         """
-        from kvxfer.memory.by_rows import unpack_rows
-
-        _require(after)
-        unpack_rows(self, plan, staged, at)
+        require_passed(after)
+        if isinstance(staged, HostSpace):
+            stream = staged.bytes(at, plan.nbytes)
+        else:
+            region, offset = self._place(staged, at, plan.nbytes)
+            stream = np.empty(plan.nbytes, np.uint8)
+            if plan.nbytes:
+                staged.gather(region, np.array([offset]), stream[None])
+        for move in list(row_moves(self, plan.copies, "destination")):
+            if move.adjacent:
+                rows = _adjacent(stream, move.packed, move.nbytes)
+            else:
+                rows = _windows(stream, move.nbytes)[move.packed]
+            self.scatter(move.region, move.at, rows)
         return Done()
 
     def prepare_unpack(self, plan: CopyPlan, staged: Space) -> Callable[[int], Fence]:
@@ -182,14 +174,11 @@ class Space(ABC):
         Raises:
             ValueError: The plan has no logical copies, because it is a piece.
         """
-        from kvxfer.memory.by_rows import checksum_of
-        from kvxfer.memory.checksum import logical_copies
-
-        logical_copies(plan)
+        parts = logical_copies(plan)
 
         def begin(after: Fence | None) -> Checksum:
-            _require(after)
-            return checksum_of(self, plan, side)
+            require_passed(after)
+            return Sum(sum(self._sum(part, side) for part in parts) % (1 << 64))
 
         return begin
 
@@ -197,37 +186,103 @@ class Space(ABC):
         """Compute the checksum of what the plan moves, starting at once."""
         return self.prepare_checksum(plan, side)(after)
 
-    @property
-    def region(self) -> Region:
-        """The only region, of memory that ``allocate`` made."""
-        (only,) = self.regions
-        return only
+    def _gather(self, plan: CopyPlan, side: Side, stream: Bytes) -> None:
+        for move in list(row_moves(self, plan.copies, side)):
+            if move.adjacent:
+                self.gather(move.region, move.at, _adjacent(stream, move.packed, move.nbytes))
+            else:
+                rows = np.empty((len(move.at), move.nbytes), np.uint8)
+                self.gather(move.region, move.at, rows)
+                _windows(stream, move.nbytes)[move.packed] = rows
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all regions."""
-        return sum(r.nbytes for r in self.regions)
+    def _place(self, packed: Space, at: int, nbytes: int) -> tuple[int, int]:
+        if packed.device != self.device:
+            raise ValueError(f"memory of {self.device} is packed into the same device or into host memory only")
+        return packed.locate(at, nbytes)
 
-    def locate(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """Return the number of the region that holds these bytes, and their offset in it.
+    def _sum(self, part: LogicalCopy, side: Side) -> int:
+        """Return the sum of the values of a logical copy's units, which are brought to the host some megabytes at a time."""
+        total = 0
+        for tokens, at, first in spans(part, side):
+            units = fine(part.view_group, tokens)
+            step = max(1, _CHUNK // units.nbytes)
+            for lo in range(0, len(at), step):
+                here = at[lo : lo + step]
+                rows = StridedCopy(units, here, here, np.ones(len(here), np.int64))
+                stream = np.empty(rows.nbytes, np.uint8)
+                self._gather(CopyPlan((rows,)), side, stream)
+                total += sum_of_packed(stream, part.view_group, tokens, first[lo : lo + step])
+        return total
+
+
+class HostSpace(Space):
+    """Host memory, which this process addresses: what every kind of memory can be packed into.
+
+    Attributes:
+        pinned: Whether it is page-locked, so that a device may address it as it is.
+    """
+
+    contract = 1
+
+    def __init__(self, regions: tuple[Region, ...], device: str = HOST, *, pinned: bool = False) -> None:
+        super().__init__(regions, device)
+        self.pinned = pinned
+        self._bytes = [np.ctypeslib.as_array((ctypes.c_uint8 * r.nbytes).from_address(r.address)) for r in regions]
+
+    @classmethod
+    def devices(cls, kind: str) -> Sequence[str]:
+        return (HOST,)
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: str = HOST) -> Self:
+        """Allocate zeroed pages, which the system finds when each is first touched: what is never used takes no memory.
 
         Raises:
-            ValueError: No region holds them all.
+            KvxferError: The system does not give that much memory.
         """
-        i = bisect.bisect_right(self.starts, offset) - 1
-        if i < 0 or nbytes < 0 or offset - self.starts[i] + nbytes > self.regions[i].nbytes:
-            raise ValueError(f"bytes [{offset}, {offset + nbytes}) lie in no region of the space")
-        return i, offset - self.starts[i]
+        try:
+            raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        except (MemoryError, ValueError) as e:
+            raise KvxferError(f"cannot allocate {nbytes} bytes of staging for {device}: {e}") from e
+        skip = -raw.ctypes.data % _ALIGNMENT
+        return cls((Region(raw.ctypes.data + skip, nbytes).kept_by(raw),), device)
 
-    def of_cells(self, cells: Ints) -> Ints:
-        """Return the region of each of a pattern's cells: the one that holds block 0, and with it the whole view."""
-        return np.asarray(np.searchsorted(self._starts, cells, side="right") - 1)
+    def gather(self, region: int, at: Ints, out: Bytes) -> None:
+        out[...] = _windows(self._bytes[region], out.shape[1])[at]
 
-    @cached_property
-    def _starts(self) -> Ints:
-        return np.array(self.starts, np.int64)
+    def scatter(self, region: int, at: Ints, rows: Bytes) -> None:
+        _windows(self._bytes[region], rows.shape[1])[at] = rows
+
+    def memory(self, region: int) -> Bytes:
+        """Return all of a region as a writable array."""
+        return self._bytes[region]
+
+    def bytes(self, at: int, nbytes: int) -> Bytes:
+        """Return these bytes as a writable array, without a copy.
+
+        Raises:
+            ValueError: They lie in no region.
+        """
+        region, offset = self.locate(at, nbytes)
+        return self._bytes[region][offset : offset + nbytes]
 
 
-def _require(after: Fence | None) -> None:
+def _adjacent(stream: Bytes, packed: Ints, nbytes: int) -> Bytes:
+    """Return rows that follow each other in the stream, as a view of it."""
+    begin = int(packed[0])
+    return stream[begin : begin + len(packed) * nbytes].reshape(-1, nbytes)
+
+
+def _windows(memory: Bytes, nbytes: int) -> Bytes:
+    """Return all rows of ``nbytes`` that begin anywhere, as an overlapping view."""
+    return np.lib.stride_tricks.sliding_window_view(memory, nbytes, writeable=True)
+
+
+def require_passed(after: Fence | None) -> None:
+    """Refuse to read or write memory before a fence has passed, where nothing can wait for it.
+
+    Raises:
+        ValueError: It has not passed.
+    """
     if after is not None and not after.passed():
         raise ValueError("this memory cannot wait for a fence; call again once it has passed")

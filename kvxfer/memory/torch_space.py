@@ -17,10 +17,12 @@ from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.geometry.pattern import Ints
+from kvxfer.memory.checksum import Checksum
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.fence import DeviceEvent, Done
 from kvxfer.memory.indexed import copy_rows, move_indexed
-from kvxfer.memory.space import Bytes, Checksum, Side, Space
+from kvxfer.memory.regions import Bytes, Side
+from kvxfer.memory.space import HostSpace, Space, require_passed
 
 __all__ = ["TorchSpace"]
 
@@ -118,7 +120,7 @@ class TorchSpace(Space):
         Raises:
             ValueError: They are neither of the same device nor of the host.
         """
-        if isinstance(packed, CpuSpace):
+        if isinstance(packed, HostSpace):
             return torch.from_numpy(packed.bytes(at, nbytes))
         if not isinstance(packed, TorchSpace) or packed.device != self.device:
             raise ValueError(f"memory of {self.device} is packed into the same device or into host memory only")
@@ -134,8 +136,7 @@ class TorchSpace(Space):
         """Run what is started inside on the space's stream, once the fence has passed."""
         stream = self._stream
         if stream is None or after is None or not isinstance(after.event, torch.Event):
-            if after is not None and not after.passed():
-                raise ValueError("this memory cannot wait for that fence; call again once it has passed")
+            require_passed(after)
         else:
             stream.wait_event(after.event)
         if stream is None:

@@ -32,9 +32,6 @@ class Attempts:
         routes: The links over which messages are sent.
         timeout: Seconds from the first part of a fetch to its outcome, which producers are told.
         retry: Seconds after which an unanswered message is repeated; the wait doubles each time.
-
-    Attributes:
-        tries: The fetch and rank fetch of each attempt.
     """
 
     def __init__(self, routes: Routes, timeout: float, retry: float) -> None:

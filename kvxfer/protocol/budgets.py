@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 
-__all__ = ["NewcomerShares", "IndexedExpiringMap", "ExpiringMap", "PeerBudgets"]
+__all__ = ["IndexedExpiringMap", "ExpiringMap", "PeerBudgets"]
 
 Owner = TypeVar("Owner", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
@@ -147,37 +147,6 @@ class PeerBudgets(Generic[Owner, K]):
         while share.inside:
             share = max(share.inside.values(), key=lambda one: one.total + (n if one in mine.path else 0))
         return share
-
-
-class NewcomerShares(Generic[Owner]):
-    """A bounded amount, of which each owner may have three quarters of what the others leave. So some is left for a newcomer.
-
-    Args:
-        total: How much there is.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._total, self._taken, self._all = total, dict[Owner, int](), 0
-
-    def room(self, owner: Owner) -> int:
-        """Return how much more an owner may take."""
-        mine = self._taken.get(owner, 0)
-        return max(-(-3 * (self._total - (self._all - mine)) // 4) - mine, 0)
-
-    def take(self, owner: Owner, n: int) -> bool:
-        """Give an owner ``n`` more; return False if it may not take so much, and gets nothing."""
-        if n > self.room(owner):
-            return False
-        self._taken[owner] = self._taken.get(owner, 0) + n
-        self._all += n
-        return True
-
-    def give(self, owner: Owner, n: int) -> None:
-        """Take ``n`` back that an owner has."""
-        self._all -= n
-        self._taken[owner] -= n
-        if not self._taken[owner]:
-            del self._taken[owner]
 
 
 class _Held(Generic[Owner, K, V]):

@@ -58,9 +58,6 @@ class ConsumerMachine:
         timeout: Seconds from its first part to its outcome.
         retry: Seconds after which an unanswered message is repeated; the wait doubles each time.
         hangs: Returns what all parts wait for, if this side moves nothing.
-
-    Attributes:
-        corrupt: How many transfers failed because other bytes arrived than were sent.
     """
 
     def __init__(

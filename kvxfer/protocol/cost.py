@@ -55,17 +55,11 @@ Cost = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
 class PartWay(NamedTuple):
-    """A way for a part.
+    """A way for a part."""
 
-    Attributes:
-        rows: The rows of the part, each of which needs a descriptor if it goes straight.
-        nbytes: The bytes of the part.
-        piece_bytes: The most bytes of a staged piece; 0 if it goes straight.
-    """
-
-    rows: int
-    nbytes: int
-    piece_bytes: int = 0
+    rows: int  # the rows of the part, each of which needs a descriptor if it goes straight
+    nbytes: int  # the bytes of the part
+    piece_bytes: int = 0  # the most bytes of a staged piece; 0 if it goes straight
 
     @property
     def pieces(self) -> int:
@@ -87,23 +81,14 @@ class PartWay(NamedTuple):
 
 
 class LinkCost(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """What things cost on a link, in seconds; ``None``: not known yet.
+    """What things cost on a link, in seconds; ``None``: not known yet."""
 
-    Attributes:
-        part: A part.
-        descriptor: Each row of a part that goes straight.
-        piece: Each packed piece.
-        byte: Each byte, packed or not.
-        alone: What packing adds for each byte of a part that is one piece, so that nothing overlaps.
-        among: What packing adds for each byte of a part of several pieces.
-    """
-
-    part: Cost
-    descriptor: Cost | None
-    piece: Cost
-    byte: Cost
-    alone: Cost | None
-    among: Cost | None
+    part: Cost  # a part
+    descriptor: Cost | None  # each row of a part that goes straight
+    piece: Cost  # each packed piece
+    byte: Cost  # each byte, packed or not
+    alone: Cost | None  # what packing adds for each byte of a part that is one piece, so that nothing overlaps
+    among: Cost | None  # what packing adds for each byte of a part of several pieces
 
     def seconds(self, way: PartWay) -> float:
         """Return how long a part should take by a way; ``inf`` if that is not known."""

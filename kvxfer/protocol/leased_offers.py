@@ -7,7 +7,6 @@ from msgspec.structs import replace
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
 from kvxfer.protocol.offer_record import OfferRecord, Over, RankServe, told
-from kvxfer.protocol.releases import Releases
 from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.serves import MAX_WORDS, Serves
 from kvxfer.protocol.timers import Recent, Timers
@@ -27,13 +26,6 @@ class LeasedOffers:
         lease: Seconds for which an offer is kept while nobody asks for it, and for which answers are remembered.
         longest: The most seconds for which a fetch request is kept, whatever it says.
         revocations: Counts what was announced and is given up.
-
-    Attributes:
-        records: The records that have not ended.
-        over: What is remembered of those that have.
-        releases: The order in which they are released.
-        serves: What is being served of them.
-        closed: Once the agent closes, the outcome of all offers, present and future.
     """
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter) -> None:
@@ -42,7 +34,7 @@ class LeasedOffers:
         self.over: Recent[TransferId, Over] = Recent(lease, MAX_WORDS)
         self.releases = Releases()
         self.serves = Serves(lease, longest, revocations, self._serve_over)
-        self.closed: Outcome | None = None
+        self.closed: Outcome | None = None  # once the agent closes, that of all offers, present and future
         self._leases: Timers[TransferId] = Timers()
 
     def record(self, transfer: TransferId, now: float) -> OfferRecord:
@@ -157,4 +149,39 @@ class LeasedOffers:
             out += self.count(h, DELIVERED, now) + self.end(h, Outcome(h.short), now)
         elif h.readers.any(ReaderState.DELIVERED):  # this may have been the last reader that the end waited for
             out += self.count(h, DELIVERED, now)
+        return out
+
+
+class Releases:
+    """Keeps the releases of each transfer in order.
+
+    A transfer may be offered again, in the same blocks, while something of its earlier offer still moves. So a record is
+    released only after the transfer's earlier one: "nothing touches these blocks any more" must be true of all its offers.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[TransferId, OfferRecord] = {}  # the newest that has ended and is not released
+
+    def follow(self, h: OfferRecord) -> None:
+        """Record a new record, which waits for the transfer's earlier one."""
+        if self._held and (before := self._held.get(h.transfer)) is not None:
+            h.before, before.follower = before, h
+
+    def __contains__(self, transfer: TransferId) -> bool:
+        """Return whether something of this transfer has ended and is not released."""
+        return transfer in self._held
+
+    def of(self, h: OfferRecord) -> list[Action]:
+        """Return what can be released of a record, and of those that waited for it. Call it whenever less of it moves."""
+        if h.outcome is None:
+            return [] if h.before is not None or h.revoked is None else h.released_generation()
+        if h.serves or h.before is not None:
+            self._held[h.transfer] = h
+            return []
+        out = h.released()
+        if self._held and self._held.get(h.transfer) is h:
+            del self._held[h.transfer]
+        if h.follower is not None:
+            h.follower.before = None
+            out += self.of(h.follower)
         return out

@@ -44,21 +44,13 @@ Key = tuple[LinkId, int]
 
 
 class ConsumerLink(msgspec.Struct, eq=False):
-    """A consumer rank that has said hello.
-
-    Attributes:
-        info: What is known of its link.
-        serves: What it is being served, by attempt, the newest last.
-        stream: The next number of a part on the link.
-        pace: How fast this side has written over it.
-        costs: What ways cost this side when it writes over it; ``None`` before it has written a part that is long enough to tell.
-    """
+    """A consumer rank that has said hello."""
 
     info: LinkInfo
-    serves: dict[int, RankServe] = field(default_factory=dict)
-    stream: int = 0
-    pace: LinkPace = field(default_factory=LinkPace)
-    costs: WayCosts | None = None
+    serves: dict[int, RankServe] = field(default_factory=dict)  # what it is being served, by attempt, the newest last
+    stream: int = 0  # the next number of a part on the link
+    pace: LinkPace = field(default_factory=LinkPace)  # how fast this side has written over it
+    costs: WayCosts | None = None  # of ways, when this side writes over it; ``None`` before it has written a long part
 
     def banded(self, request: m.FetchRequest) -> bool:
         """Return whether bands of layers pay off for a request; the side that moves the parts knows how fast the link is."""

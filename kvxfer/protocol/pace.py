@@ -22,19 +22,13 @@ and cost both sides seven more parts."""
 
 
 class _Spell(msgspec.Struct, gc=False):
-    """A time in which something was always in flight.
-
-    Attributes:
-        nbytes: Bytes of the parts that began and ended in it.
-        parts: The number of these.
-        straddling: The number of parts that ended in it but had begun before.
-    """
+    """A time in which something was always in flight."""
 
     began: float
     ended: float
-    nbytes: int
-    parts: int
-    straddling: int
+    nbytes: int  # of the parts that began and ended in it
+    parts: int  # the number of these
+    straddling: int  # parts that ended in it but had begun before
 
 
 class LinkPace:

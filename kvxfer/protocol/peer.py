@@ -18,16 +18,11 @@ class PeerIdentity(msgspec.Struct, frozen=True):
 
     Shares go to the key and the host together first, then within them to the engine. So a peer that claims many names takes them
     from its own share. ``budgets.py`` does the same for amounts.
-
-    Attributes:
-        host: The address that it speaks from.
-        engine: The engine that it says it is; empty if it has not said so.
-        key: The short name of the key that it has proved to hold; empty if there are no keys.
     """
 
-    host: str = ""
-    engine: str = ""
-    key: str = ""
+    host: str = ""  # the address that it speaks from
+    engine: str = ""  # the engine that it says it is; empty if it has not said so
+    key: str = ""  # the short name of the key that it has proved to hold; empty if there are no keys
 
     @property
     def levels(self) -> tuple[Hashable, ...]:

@@ -38,9 +38,6 @@ class ProducerMachine:
         lease: Seconds for which an offer is kept while nobody asks for it, and for which answers are remembered.
         longest: The most seconds for which a fetch request is kept, whatever it says.
         revocations: Counts what was announced and is given up; ``None`` means a counter of its own.
-
-    Attributes:
-        corrupt: How often other bytes arrived than were sent.
     """
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter | None = None) -> None:

@@ -31,16 +31,7 @@ TELLING = frozenset(
 
 
 def how_far(came: int, announced: int, more: bool, moving: float, still: float, usual: float = STILL_S) -> str:
-    """Return how far a transfer has got.
-
-    Args:
-        came: The bytes that have come.
-        announced: The bytes that were announced.
-        more: Whether more was still to be announced.
-        moving: The seconds in which something was on its way.
-        still: The seconds since the last byte; infinite if there was none.
-        usual: The seconds for which nothing has come although bytes were moving.
-    """
+    """Return how far a transfer has got."""
     whole = f"{size(announced)}{' announced so far' if more else ''}"
     if not came:
         return f"0 of {whole} had come after {moving:.1f} s"

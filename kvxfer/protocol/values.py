@@ -223,11 +223,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
 
 
 class Resolve(msgspec.Struct, frozen=True):
-    """Find the route to this source; answer with ``ConsumerMachine.resolved``.
-
-    Attributes:
-        own: See ``Fetch``.
-    """
+    """Find the route to this source; answer with ``ConsumerMachine.resolved``."""
 
     source: Source
     own: Source | None
@@ -235,16 +231,10 @@ class Resolve(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RankRoute:
-    """How to reach one producer rank that a fetch must contact.
-
-    Attributes:
-        link: The link to that rank.
-        readers: How many consumer ranks read from it.
-        rank: The rank.
-    """
+    """How to reach one producer rank that a fetch must contact."""
 
     link: LinkId
-    readers: int
+    readers: int  # how many consumer ranks read from it
     rank: Rank = Rank()
 
 
@@ -311,19 +301,12 @@ class RemoteWritesEnded(msgspec.Struct, frozen=True):
 
 
 class Hash(msgspec.Struct, frozen=True):
-    """Make the checksum of what this plan moves, on its ``side``; answer with ``hashed``. An ``Abort`` may end it early.
-
-    Attributes:
-        ref: The part.
-        plan: Its copies.
-        side: Whether their source or their destination is read.
-        owner: The peer that it counts for, on a producer.
-    """
+    """Make the checksum of what this plan moves, on its ``side``; answer with ``hashed``. An ``Abort`` may end it early."""
 
     ref: PartRef
     plan: CopyPlan
-    side: Side
-    owner: PeerIdentity = NOBODY
+    side: Side  # whether the copies' source or their destination is read
+    owner: PeerIdentity = NOBODY  # the peer that it counts for, on a producer
 
 
 class Emit(msgspec.Struct, frozen=True, gc=False):

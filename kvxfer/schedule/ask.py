@@ -72,34 +72,21 @@ class PrefixOffer:
 
 @dataclass(slots=True, eq=False)
 class Ask(Life[AskState, AskEvent]):
-    """One question, of a request or of several that ask the same: samples of one prompt. One of them loads the answer.
-
-    Attributes:
-        kind: Who has named the sources.
-        chain: The tokens that are of use.
-        sources: Who is asked.
-        state: Where it is; see ``ASK``.
-        asked: The sources that have yet to answer, by the name that each was given for the transfer.
-        answers: What the others offer.
-        requests: The engine's names of the requests that are not over.
-        heard: How many have answered, if only "nothing".
-        taken: The answer that is loaded.
-        asked_at, decided_at: When they were asked, and when it was decided what to do.
-    """
+    """One question, of a request or of several that ask the same: samples of one prompt. One of them loads the answer."""
 
     table: ClassVar = ASK
 
-    kind: str
-    chain: Chain
-    sources: tuple[Source, ...]
+    kind: str  # who has named the sources
+    chain: Chain  # the tokens that are of use
+    sources: tuple[Source, ...]  # who is asked
     state: AskState = _S.NEW
-    asked: dict[TransferId, Source] = field(default_factory=dict)
-    answers: list[PrefixOffer] = field(default_factory=list)
-    requests: set[RequestId] = field(default_factory=set)
-    heard: int = 0
-    taken: PrefixOffer | None = None
+    asked: dict[TransferId, Source] = field(default_factory=dict)  # who has yet to answer, by the name that each got
+    answers: list[PrefixOffer] = field(default_factory=list)  # what the others offer
+    requests: set[RequestId] = field(default_factory=set)  # the engine's names of the requests that are not over
+    heard: int = 0  # how many have answered, if only "nothing"
+    taken: PrefixOffer | None = None  # the answer that is loaded
     asked_at: float = 0.0
-    decided_at: float = 0.0
+    decided_at: float = 0.0  # when it was decided what to do
 
     def answered(self, transfer: TransferId, epoch: int, tokens: int, digest: bytes) -> PrefixOffer | None:
         """Take in what a source has answered; return what it offers, if that is not nothing.

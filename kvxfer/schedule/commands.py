@@ -90,21 +90,12 @@ class RankResult(msgspec.Struct, frozen=True):
 
     For a prefetch it is sent when it ends, and again when it is quiet. For other loads it is sent only once they are
     delivered and quiet.
-
-    Attributes:
-        handle: The handle of the fetch.
-        rank: The rank.
-        number: The number of the fetch, because a later load may have the same handle.
-        generation: The generation that was delivered; None if nothing had to be moved.
-        failure: Why it was not delivered; None if it was.
-        quiet: Whether nothing writes to its blocks any more.
-        stages: When it reached each stage.
     """
 
     handle: RequestId
     rank: Rank
-    number: int
-    generation: Generation | None = None
-    failure: Failure | None = None
-    quiet: bool = False
-    stages: Stages = Stages()
+    number: int  # the number of the fetch, because a later load may have the same handle
+    generation: Generation | None = None  # the generation that was delivered; None if nothing had to be moved
+    failure: Failure | None = None  # why it was not delivered; None if it was
+    quiet: bool = False  # whether nothing writes to its blocks any more
+    stages: Stages = Stages()  # when it reached each stage

@@ -11,12 +11,7 @@ __all__ = ["Coverage"]
 
 
 class Coverage:
-    """Reads the block tables of one engine.
-
-    Args:
-        groups: The engine's KV-cache groups, in the order of its block tables.
-        ledger: The blocks that the engine's loads fill.
-    """
+    """Reads the block tables of one engine."""
 
     def __init__(self, groups: Sequence[Group], ledger: BlockLedger) -> None:
         self._groups, self._ledger = tuple(groups), ledger

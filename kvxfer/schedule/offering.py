@@ -79,68 +79,39 @@ OFFERING: Transitions[OfferingState, OfferingEvent] = Transitions(
 
 @dataclass(slots=True, eq=False)
 class Offering(Life[OfferingState, OfferingEvent]):
-    """One transfer that is offered. What is listed in ``blocks`` has been offered in ``generation``.
-
-    Attributes:
-        number: The offering's serial number.
-        request: The engine's name of the request whose blocks are offered; empty: they are no request's.
-        answer: The name of the answer to that request.
-        transfer, digest: What is offered, and what it depends on.
-        total: How many tokens will be offered in the end.
-        consumers: How many engines have not declined it.
-        stops: Whether nothing is computed after ``total``.
-        born: The first generation.
-        state: Where it is; see ``OFFERING``.
-        over: Whether the request is over.
-        namesake: Whether another request has the name of this one, whose blocks are held.
-        tokens: How many tokens are offered.
-        progress: How many tokens are computed after the last step; may exceed ``total``.
-        changed: Whether the workers have to hear of it with the next step.
-        answers: How many consumers each answer adds that tells of it.
-        sharers: Other running requests that offer it, and their answers.
-
-        end: The blocks that windows held of the end of the prompt, if they are pinned.
-        read: The blocks that are pinned while its request runs, because others may be reading them, and their generation.
-        revoked: The last generation whose blocks are pinned though they were taken away, and the ranks that read them no more.
-        done: The ranks that are done with it, and up to which generation.
-
-        came_at: When it was offered first.
-        begun_at: When the first tokens of it were computed.
-        whole_at: When all of it was.
-        ended: How it has ended, once a rank has said so.
-    """
+    """One transfer that is offered. What is listed in ``blocks`` has been offered in ``generation``."""
 
     table: ClassVar = OFFERING
 
     number: OfferingNumber
-    request: RequestId
-    answer: str
+    request: RequestId  # the engine's name of the request whose blocks are offered; empty: they are no request's
+    answer: str  # the name of the answer to that request
     transfer: TransferId
     digest: bytes
-    total: int
-    consumers: int
-    stops: bool
-    born: Generation
+    total: int  # how many tokens will be offered in the end
+    consumers: int  # how many engines have not declined it
+    stops: bool  # whether nothing is computed after ``total``
+    born: Generation  # the first generation
     generation: Generation
     blocks: BlockTable
     state: OfferingState = OfferingState.RUNNING
-    over: bool = False
-    namesake: bool = False
-    tokens: int = 0
-    progress: int = 0
-    changed: bool = False
-    answers: dict[str, int] = field(default_factory=dict)
-    sharers: dict[RequestId, str] = field(default_factory=dict)
+    over: bool = False  # whether the request is over
+    namesake: bool = False  # whether another request has the name of this one, whose blocks are held
+    tokens: int = 0  # how many tokens are offered
+    progress: int = 0  # how many tokens are computed after the last step; may exceed ``total``
+    changed: bool = False  # whether the workers have to hear of it with the next step
+    answers: dict[str, int] = field(default_factory=dict)  # how many consumers each answer adds that tells of it
+    sharers: dict[RequestId, str] = field(default_factory=dict)  # other requests that offer it, and their answers
 
-    end: BlockTable | None = None
-    read: tuple[Generation, set[int]] | None = None
-    revoked: tuple[Generation, set[Rank]] | None = None
-    done: dict[Rank, Generation] = field(default_factory=dict)
+    end: BlockTable | None = None  # the blocks that windows held of the end of the prompt, if they are pinned
+    read: tuple[Generation, set[int]] | None = None  # pinned while its request runs: others may be reading them
+    revoked: tuple[Generation, set[Rank]] | None = None  # taken away but still pinned, and the ranks done with it
+    done: dict[Rank, Generation] = field(default_factory=dict)  # up to which generation each rank is
 
-    came_at: float = 0.0
-    begun_at: float = 0.0
-    whole_at: float = 0.0
-    ended: OfferEnd | None = None
+    came_at: float = 0.0  # when it was offered first
+    begun_at: float = 0.0  # when the first tokens of it were computed
+    whole_at: float = 0.0  # when all of it was
+    ended: OfferEnd | None = None  # how, once a rank has said so
 
     @property
     def computed(self) -> bool:

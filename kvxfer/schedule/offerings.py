@@ -10,11 +10,7 @@ __all__ = ["Offerings"]
 
 
 class Offerings:
-    """All offerings of one engine that something is remembered of.
-
-    Args:
-        groups: The engine's KV-cache groups, in the order of its block tables.
-    """
+    """All offerings of one engine that something is remembered of."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = tuple(groups)

@@ -18,15 +18,10 @@ LISTED = 4
 
 
 class KnownPrefix(NamedTuple, Generic[T]):
-    """What an engine has computed and a chain names.
+    """What an engine has computed and a chain names."""
 
-    Attributes:
-        name: The engine's own name for the tokens of which these are the first.
-        tokens: How many of the first tokens the two have in common.
-    """
-
-    name: T
-    tokens: int
+    name: T  # the engine's own name for the tokens of which these are the first
+    tokens: int  # how many of the first tokens the two have in common
 
 
 class PrefixIndex(Generic[T]):

@@ -24,7 +24,7 @@ import numpy as np
 from kvxfer.backend import Base, EndpointBase
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry.region import HOST
+from kvxfer.geometry.tensor import HOST
 from kvxfer.settings import advice
 from kvxfer.testing.network import Fault, LinkEnd, Network, PendingBatch
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Verb

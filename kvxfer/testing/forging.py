@@ -29,21 +29,13 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Bait:
-    """What a forgery may name, and nobody has registered for its link.
+    """What a forgery may name, and nobody has registered for its link."""
 
-    Attributes:
-        address: Memory of the process under test, full of ``pattern``.
-        pattern: Sixteen bytes.
-        file: The path of a file that is full of them as well.
-        pid: The number of the process under test.
-        other: A genuine endpoint of a third participant, for a link of its own.
-    """
-
-    address: int
-    pattern: bytes
-    file: str
-    pid: int
-    other: bytes
+    address: int  # memory of the process under test, full of ``pattern``
+    pattern: bytes  # sixteen bytes
+    file: str  # the path of a file that is full of them as well
+    pid: int  # the number of the process under test
+    other: bytes  # a genuine endpoint of a third participant, for a link of its own
 
 
 def forgeries(genuine: bytes, bait: Bait, kept: Collection[int] = ()) -> Iterator[tuple[str, bytes]]:

@@ -42,29 +42,20 @@ class NetworkMember(Protocol):
 
 @dataclass(eq=False)
 class PendingBatch:
-    """A submitted batch that has not ended.
+    """A submitted batch that has not ended."""
 
-    Attributes:
-        number: The owner's number for it.
-        side: The owner's end of the link.
-        addresses: Local address of each run.
-        remote: Offset of each run at the peer, for one-sided verbs.
-        after: A fence to wait for, until it is found to have passed.
-        due: When it may begin, on the monotonic clock.
-        withdrawn: Whether it has ended for its owner. It keeps its place in the stream, so that the other half meets it
-            and fails.
-    """
-
-    number: int
+    number: int  # the owner's, for it
     batch: Batch
     side: LinkEnd
-    addresses: Ints
-    remote: Ints | None
+    addresses: Ints  # of each run, here
+    remote: Ints | None  # offset of each run at the peer, for one-sided verbs
     lengths: Ints
-    after: Fence | None
-    due: float
+    after: Fence | None  # to wait for, until it is found to have passed
+    due: float  # when it may begin, on the monotonic clock
     fate: Fault | None
-    withdrawn: bool = False
+    withdrawn: bool = (
+        False  # ended for its owner; it keeps its place in the stream, so that the other half meets it and fails
+    )
 
     def fenced(self) -> bool:
         """Return whether its fence has yet to pass; forget one that has."""
@@ -78,26 +69,16 @@ class PendingBatch:
 
 @dataclass(eq=False)
 class LinkEnd:
-    """One end of a link.
+    """One end of a link."""
 
-    Attributes:
-        owner: The fake whose end it is.
-        tokens: The tokens of both ends.
-        peer_agent: Name of the peer.
-        lent: The owner's memories that the peer may read, and write to if ``writable``.
-        other: The other end, once it is there.
-        broken: Why nothing can pass any more.
-        posts: Batches that have not ended.
-    """
-
-    owner: NetworkMember
-    tokens: frozenset[str]
-    peer_agent: str
-    lent: frozenset[int]
+    owner: NetworkMember  # the fake whose end it is
+    tokens: frozenset[str]  # the tokens of both ends
+    peer_agent: str  # name of the peer
+    lent: frozenset[int]  # the owner's memories that the peer may read, and write to if ``writable``
     writable: bool
-    other: LinkEnd | None = None
-    broken: PeerError | None = None
-    posts: list[PendingBatch] = field(default_factory=list)
+    other: LinkEnd | None = None  # the other end, once it is there
+    broken: PeerError | None = None  # why nothing can pass any more
+    posts: list[PendingBatch] = field(default_factory=list)  # batches that have not ended
 
     def of(self, verb: Verb) -> list[PendingBatch]:
         return [p for p in self.posts if p.batch.verb is verb]

@@ -38,15 +38,10 @@ _MAP_FIXED = 0x10
 
 @dataclass(frozen=True)
 class Result:
-    """How a batch ended.
-
-    Attributes:
-        error: The message; ``None`` for success.
-        quiet: Whether the batch no longer reads or writes memory.
-    """
+    """How a batch ended."""
 
     error: str | None
-    quiet: bool
+    quiet: bool  # whether the batch no longer reads or writes memory
 
 
 class Buffer:

@@ -39,36 +39,22 @@ _FILE = Path(__file__).with_name("under_test.py")
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The result of one case of a clause.
+    """The result of one case of a clause."""
 
-    Attributes:
-        clause: The clause's name in the suite.
-        case: The verb or other parameter of the case; empty if there is only one.
-        rule: The clause in words.
-        outcome: ``kept``, ``broken`` or ``left out``.
-        seconds: How long it took.
-        said: Why it is broken or left out.
-    """
-
-    clause: str
-    case: str
-    rule: str
-    outcome: str
-    seconds: float
-    said: str
+    clause: str  # the clause's name in the suite
+    case: str  # the verb or other parameter of the case; empty if there is only one
+    rule: str  # the clause in words
+    outcome: str  # ``kept``, ``broken`` or ``left out``
+    seconds: float  # how long it took
+    said: str  # why it is broken or left out
 
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """What the suite has found.
+    """What the suite has found."""
 
-    Attributes:
-        about: What was tested (the first key says what it is), where, with what, and when.
-        results: One for each case, in the order in which they ran.
-    """
-
-    about: Mapping[str, Any]
-    results: tuple[CaseResult, ...]
+    about: Mapping[str, Any]  # what was tested (the first key says what it is), where, with what, and when
+    results: tuple[CaseResult, ...]  # one for each case, in the order in which they ran
 
     def count(self, outcome: str) -> int:
         """Return how many cases had this outcome."""
@@ -120,13 +106,6 @@ def run_suite(
     """Run the suite against a back end; pytest prints its progress on standard output.
 
     A clause in which the process dies or hangs is broken, and those after it are not tried.
-
-    Args:
-        backend: The back end's name, or ``module:Class``.
-        options: Its options.
-        settings: Attributes of the suite to set.
-        only: Selects clauses, as pytest's ``-k`` does.
-        fail_fast: Whether to stop at the first clause that is broken.
 
     Raises:
         ConfigError: There is no such back end, or it refuses the options.

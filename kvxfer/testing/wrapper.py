@@ -16,12 +16,7 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(Transport):
-    """A back end that passes everything on to the back end ``inner``, which has a name or is ``module:Class``.
-
-    Attributes:
-        inner: That back end.
-        memories: What is registered there.
-    """
+    """A back end that passes everything on to the back end ``inner``, which has a name or is ``module:Class``."""
 
     contract = 2
     guarded = "always"

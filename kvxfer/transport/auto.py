@@ -86,11 +86,6 @@ def choose(
 
     Any thread; may take a second, because candidates are probed in this process until one works.
 
-    Args:
-        memory: The kind of memory to move (``cpu``, ``cuda``).
-        config: The engine's settings, with options for some back ends and perhaps a key.
-        probe_of: Returns the probe of a back end if it is known already.
-
     Raises:
         ConfigError: None works; the message has the reason for each.
     """

@@ -41,7 +41,8 @@ import numpy as np
 from kvxfer.failures import Failure
 from kvxfer.fence import Fence
 from kvxfer.geometry.plan import CopyPlan, Ints
-from kvxfer.geometry.region import HOST, Region
+from kvxfer.geometry.region import Region
+from kvxfer.geometry.tensor import HOST
 
 __all__ = [
     "CONTRACTS",

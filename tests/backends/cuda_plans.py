@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvxfer.geometry import Planner, Rank, Region, route
-from kvxfer.geometry.cache import Cache, Group, Heads, View
+from kvxfer.geometry import Cache, Group, Heads, Planner, Rank, Region, View, route
 from kvxfer.geometry.region import flat_starts
 from kvxfer.testing.conformance import World
 from kvxfer.testing.conformance.content import assert_equal

@@ -478,7 +478,8 @@ def test_nobody_there_is_told_at_once(world: World, monkeypatch: pytest.MonkeyPa
 def test_names_that_are_never_found_take_some_threads_and_no_more(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer names hosts as it likes, and dials again and again; of what it has given up nothing is looked up."""
+    """A peer names hosts as it likes, and dials again and again; of what it has given up nothing is looked up. Names that other
+    peers name are looked up beside them."""
     look_up, over, sought = socket.getaddrinfo, threading.Event(), list[str]()
 
     def never(host: str, *args: Any, **more: Any) -> Any:
@@ -488,15 +489,21 @@ def test_names_that_are_never_found_take_some_threads_and_no_more(
         over.wait(20)
         raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
 
+    monkeypatch.setattr(names, "LOOKUPS", 4)
     a = world.local()
     world.allocate(a)
     monkeypatch.setattr(socket, "getaddrinfo", never)
-    monkeypatch.setattr(names, "LOOKUPS", 4)
+
+    def dial(agent: str, host: str) -> int:
+        return a.connect(a.endpoint(), Endpoint(agent, host, 1, new_token(), 1, (0,)).encode())
+
     try:
         for i in range(20):
-            peer = a.connect(a.endpoint(), Endpoint("liar", f"h{i}.example", 1, new_token(), 1, (0,)).encode())
-            until(lambda i=i: len(sought) == min(i + 1, 4))  # type: ignore[misc]
+            peer = dial("liar", f"h{i}.example")
+            until(lambda i=i: len(sought) == min(i + 1, 3))  # type: ignore[misc]
             a.disconnect(peer)
+        dial("honest", "h.example")
+        until(lambda: sought[3:] == ["h.example"])
         assert sum(thread.name == "kvxfer-lookup" for thread in threading.enumerate()) == 4
     finally:
         over.set()

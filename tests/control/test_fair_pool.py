@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvxfer.control.fair_pool import FairPool
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.fair_pool import FairPool
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.testing.engine import PagedMemory

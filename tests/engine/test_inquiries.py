@@ -18,9 +18,9 @@ from kvxfer.control.inquiries import MAX_INQUIRIES, Inquiries, PeerInquiry
 from kvxfer.engine import BlockPins, HeldPrefix, Prefix, SchedulerSide
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import NewcomerShares
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.security import make_key
+from kvxfer.shares import NewcomerShares
 from kvxfer.testing.engine import ConversationEngine, until
 from kvxfer.values import BlockTable, Group
 from tests.control.stranger import Stranger

@@ -64,7 +64,8 @@ def test_back_ends_are_where_the_catalogue_says() -> None:
 
 
 def test_entries_name_tests_that_are_there(models_table: Any) -> None:
-    for shown in {e.shown for e in CATALOGUE.values()} | {f.by for f in models_table.FAMILIES}:
+    assert models_table.PAGES.keys() == CATALOGUE.keys()
+    for shown in {p.shown for p in models_table.PAGES.values()} | {f.by for f in models_table.FAMILIES}:
         assert (ROOT / shown).is_file(), shown
 
 

@@ -13,9 +13,8 @@ import pytest
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-import kvxfer_vllm
 from kvxfer.errors import ConfigError
-from kvxfer_vllm import KVXferConnector, register
+from kvxfer_vllm import KVXferConnector, plugin, register
 from kvxfer_vllm.addresses import located
 from kvxfer_vllm.migration import ConnectorConfig
 from tests.ports import free_ports
@@ -154,7 +153,7 @@ def test_a_role_for_each_request(make: Make) -> None:
     ],
 )
 def test_offloading_by_a_flag_is_warned_of(caplog: pytest.LogCaptureFixture, command: list[str], warned: bool) -> None:
-    kvxfer_vllm._warn_if_replaced(command)
+    plugin._warn_if_replaced(command)
     assert ("kvxfer is not used" in caplog.text) == warned
 
 

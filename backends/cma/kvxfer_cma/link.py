@@ -27,13 +27,9 @@ _SHOW, _PLACES = b"K", b"P"
 
 @dataclass
 class Lent:
-    """What the peer of one link may reach, and in each of these memories the key for it, which is zeros once that is over.
+    """What the peer of one link may reach, and in each of these memories the key for it, which is zeros once that is over."""
 
-    Attributes:
-        numbers: The memories; ``None`` in ``keys`` until the peer asks.
-    """
-
-    numbers: frozenset[int]
+    numbers: frozenset[int]  # the memories; ``None`` in ``keys`` until the peer asks
     keys: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     def show(self, key: bytes, memories: Memories) -> list[exported.Exported]:
@@ -59,23 +55,14 @@ class Lent:
 
 @dataclass(eq=False)
 class Link:
-    """A link to a peer.
+    """A link to a peer."""
 
-    Attributes:
-        mine: Its name on this side.
-        liveness: The peer's process, and what it says.
-        lent: What it may reach here.
-        asker: Has copies made through shared memory; ``None`` if the kernel copies.
-        remote: The peer's memories, at the addresses that they have there; ``None`` until it has told them.
-        processes: A way into each of them.
-    """
-
-    mine: bytes
-    liveness: Liveness
-    lent: Lent
-    asker: Asker | None
-    remote: Memories | None = None
-    processes: Mapping[int, vm.Process] = field(default_factory=dict)
+    mine: bytes  # its name on this side
+    liveness: Liveness  # the peer's process, and what it says
+    lent: Lent  # what it may reach here
+    asker: Asker | None  # has copies made through shared memory; ``None`` if the kernel copies
+    remote: Memories | None = None  # the peer's memories, at their addresses there, once it has told them
+    processes: Mapping[int, vm.Process] = field(default_factory=dict)  # a way into each of them
     _key: bytes = field(default_factory=lambda: os.urandom(vm.KEY_BYTES))
 
     @property

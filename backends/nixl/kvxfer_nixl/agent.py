@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -65,23 +65,21 @@ class LibraryAgent:
         config.useListenThread = False
         config.syncMode = getattr(nixl, f"NIXL_THREAD_SYNC_{options.locking.upper()}")
         ucx.check(options.ucx_settings, library.ucp)
-        try:
-            with inside:
-                agent = nixl.nixlAgent(name, config)
-        except self._errors as e:
-            raise TransportError(f"NIXL cannot make an agent: {library.explain(e)}") from e
+        with self._calling(lambda why: f"NIXL cannot make an agent: {why}"):
+            agent = nixl.nixlAgent(name, config)
         self.plugins = tuple(agent.getAvailPlugins())
         parameters = _parameters(agent, library, options)
         others = threads()
-        try:
-            with inside, ucx.applied(settings) as applied:
-                handle = agent.createBackend(options.plugin, parameters | applied)
+
+        def failed(why: str) -> str:
+            plugin = options.plugin
+            return (
+                f"NIXL's plugin {plugin} cannot start with parameters {parameters} and UCX settings {settings}: {why}"
+            )
+
+        with self._calling(failed), ucx.applied(settings) as applied:
+            handle = agent.createBackend(options.plugin, parameters | applied)
             self.kinds = frozenset(agent.getBackendParams(handle)[1]) & {"DRAM_SEG", "VRAM_SEG"}
-        except self._errors as e:
-            raise TransportError(
-                f"NIXL's plugin {options.plugin} cannot start with parameters {parameters} and UCX settings "
-                f"{settings}: {library.explain(e)}"
-            ) from e
         self._agent: Any = agent
         # NIXL's, of which UCX's must rest before the end; those of other plugins may spin. Another one that was started just
         # then does no harm.
@@ -96,60 +94,42 @@ class LibraryAgent:
                 f"NIXL's plugin {options.plugin} moves bytes between memory and storage, not between agents; use UCX"
             ) from e
 
-    def register(self, regions: Sequence[Region], cuda: bool, device: int) -> Any:
-        """Register regions, which lie on one device; return what ``deregister`` takes.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
-        pieces = [(r.address, r.nbytes, device, "") for r in regions]
+    @contextmanager
+    def _calling(self, failed: Callable[[str], str] = str) -> Iterator[None]:
+        """Be inside NIXL; ``failed`` makes the text of an error of what NIXL says. Calls that are made often do without."""
         try:
-            token = self._nixl.nixlRegDList(self._segments[cuda], pieces)
             with inside:
-                self._agent.registerMem(token, [])
+                yield
         except self._errors as e:
-            where = f"cuda:{device}" if cuda else "cpu"
-            raise TransportError(
-                f"NIXL cannot register {len(pieces)} regions on {where}: {self._library.explain(e)}"
-            ) from e
+            raise TransportError(failed(self._library.explain(e))) from e
+
+    def register(self, regions: Sequence[Region], cuda: bool, device: int) -> Any:
+        """Register regions, which lie on one device; return what ``deregister`` takes."""
+        pieces = [(r.address, r.nbytes, device, "") for r in regions]
+        where = f"cuda:{device}" if cuda else "cpu"
+        with self._calling(lambda why: f"NIXL cannot register {len(pieces)} regions on {where}: {why}"):
+            token = self._nixl.nixlRegDList(self._segments[cuda], pieces)
+            self._agent.registerMem(token, [])
         return token
 
     def deregister(self, token: Any) -> None:
-        try:
-            with inside:
-                self._agent.deregisterMem(token, [])
-        except self._errors as e:
-            raise TransportError(f"NIXL cannot deregister memory: {self._library.explain(e)}") from e
+        with self._calling(lambda why: f"NIXL cannot deregister memory: {why}"):
+            self._agent.deregisterMem(token, [])
 
     def metadata(self, *tokens: Any) -> bytes:
         """Return what a peer has to ``add``: how to reach this agent, and memory of it.
 
         Args:
             tokens: What ``register`` returned for that memory; of several, all that is registered is told.
-
-        Raises:
-            TransportError: NIXL refuses.
         """
         few = self._nixl.nixlRegDList(self._segments[0], []) if not tokens else tokens[0]
-        try:
-            with inside:
-                return bytes(
-                    self._agent.getLocalMD() if len(tokens) > 1 else self._agent.getLocalPartialMD(few, True, [])
-                )
-        except self._errors as e:
-            raise TransportError(f"NIXL cannot describe this agent: {self._library.explain(e)}") from e
+        with self._calling(lambda why: f"NIXL cannot describe this agent: {why}"):
+            return bytes(self._agent.getLocalMD() if len(tokens) > 1 else self._agent.getLocalPartialMD(few, True, []))
 
     def add(self, metadata: bytes) -> str:
-        """Make a peer known, and return its name.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
-        try:
-            with inside:
-                name = self._agent.loadRemoteMD(metadata)
-        except self._errors as e:
-            raise TransportError(self._library.explain(e)) from e
+        """Make a peer known, and return its name."""
+        with self._calling():
+            name = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove(self, name: str) -> None:
@@ -159,16 +139,9 @@ class LibraryAgent:
                 self._agent.invalidateRemoteMD(name)
 
     def tell(self, name: str, message: str) -> None:
-        """Send a short message to a peer. Returns at once.
-
-        Raises:
-            TransportError: The connection is known to have failed.
-        """
-        try:
-            with inside:
-                self._agent.genNotif(name, message)
-        except self._errors as e:
-            raise TransportError(self._library.explain(e)) from e
+        """Send a short message to a peer. Returns at once, or fails if the connection is known to have failed."""
+        with self._calling():
+            self._agent.genNotif(name, message)
 
     def heard(self) -> Iterator[bytes]:
         """Yield the messages that have come, from anybody.

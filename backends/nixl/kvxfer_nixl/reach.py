@@ -22,15 +22,10 @@ _CARDS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Reach:
-    """Who is reached.
+    """Who is reached."""
 
-    Attributes:
-        host: Whether processes of this host are, by shared memory.
-        network: Whether others are.
-    """
-
-    host: bool
-    network: bool
+    host: bool  # whether processes of this host are, by shared memory
+    network: bool  # whether others are
 
     @classmethod
     def of(cls, options: Options, memory: Collection[str]) -> Reach:

@@ -64,7 +64,7 @@ class TcpTransport(Base[Endpoint, Link]):
             where = f"{self._options.listen} port {self._options.port}"
             raise TransportError(f"back end 'tcp' of {agent!r} cannot listen on {where}: {e}") from e
         super().__init__(agent, options)
-        self._names: Names[Link] = Names(lambda link: link.broken is not None)
+        self._names = Names()
         self.wakeup.add(self._epoll.fileno(), "connections")
         self.wakeup.add(self._door.listener.fileno(), "door")
         self.wakeup.add(self._names.fileno(), "names")
@@ -111,7 +111,7 @@ class TcpTransport(Base[Endpoint, Link]):
             self._dialling.add(link)
             addresses = numeric(theirs.host, theirs.port)
             if addresses is None:
-                self._names.look_up(link, theirs.host, theirs.port)
+                self._names.look_up(theirs.agent, theirs.host, theirs.port, lambda: link.broken is not None, link.dial)
             else:
                 link.dial(addresses)
         return link
@@ -153,8 +153,7 @@ class TcpTransport(Base[Endpoint, Link]):
         if "door" in readable:
             self._door.accept(self.wakeup)
         if "names" in readable:
-            for link, addresses in self._names.found():
-                link.dial(addresses)
+            self._names.answer()
         for link in list(self._fenced):
             link.reader.look()
             if not link.reader.fenced:

@@ -14,21 +14,13 @@ __all__ = ["Ways"]
 
 @dataclass
 class Ways:
-    """The ways to a peer, of which one is chosen, once.
+    """The ways to a peer, of which one is chosen, once."""
 
-    Attributes:
-        network: The worker that waits for the peer on a network.
-        there: The address of the peer's; empty if it has none.
-        liveness: The socket to a peer of this host.
-        host: The worker that waits for it there, if it may.
-        introduction: What the two tell each other over that socket.
-    """
-
-    network: Connection | None
-    there: bytes
-    liveness: Liveness | None
-    host: Connection | None = None
-    introduction: Introduction | None = None
+    network: Connection | None  # the worker that waits for the peer on a network
+    there: bytes  # the address of the peer's; empty if it has none
+    liveness: Liveness | None  # the socket to a peer of this host
+    host: Connection | None = None  # the worker that waits for it there, if it may
+    introduction: Introduction | None = None  # what the two tell each other over that socket
 
     def choose(self) -> Connection | None:
         """Return the worker to use, whose endpoint leads to the peer; ``None`` while the peer has not said what it takes.

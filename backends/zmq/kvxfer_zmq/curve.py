@@ -18,9 +18,6 @@ __all__ = ["Keys"]
 class Keys:
     """The keys of one agent.
 
-    Attributes:
-        public: What peers have to know.
-
     Raises:
         TransportError: This build of ZeroMQ cannot encrypt.
     """

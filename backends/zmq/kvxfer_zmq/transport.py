@@ -7,13 +7,14 @@ import tempfile
 import time
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any
 
 import zmq
 
 from kvxfer.backend import Base
 from kvxfer.backend.endpoint import check_encryption, new_token
-from kvxfer.backend.names import Names
+from kvxfer.backend.names import Address, Names
 from kvxfer.errors import TransportError
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_zmq.bytestream import FRAME, ByteStream
@@ -58,7 +59,7 @@ class ZmqTransport(Base[Endpoint, Link]):
         self._open: dict[int, Link] = {}  # links, closed ones as well while something of them has not ended
         self._hot: set[int] = set()
         self._directory: str | None = None
-        self._names: Names[tuple[int, Connection]] = Names(lambda sought: sought[1].over)
+        self._names = Names()
         self._context = zmq.Context(self._options.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 16384)
         self._doorbell = self._context.socket(zmq.REP)
@@ -99,11 +100,17 @@ class ZmqTransport(Base[Endpoint, Link]):
         except zmq.ZMQError as e:
             raise TransportError(f"no link to {theirs.agent!r} can be made: {e}") from e
         if connection.named is not None:
-            self._names.look_up((number, connection), *connection.named)
+            self._names.look_up(
+                theirs.agent, *connection.named, lambda: connection.over, partial(self._dial, number, connection)
+            )
         link = Link(number, mine, theirs, connection, self.complete, self._say_bye)
         self._ends[mine.token] = self._open[number] = link
         self._hot.add(number)
         return link
+
+    def _dial(self, number: int, connection: Connection, addresses: list[Address] | OSError) -> None:
+        connection.dial(addresses)
+        self._hot.add(number)
 
     def drop_link(self, number: int, link: Link) -> None:
         del self._ends[link.mine.token]
@@ -125,9 +132,7 @@ class ZmqTransport(Base[Endpoint, Link]):
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
         if "names" in readable:
-            for (number, connection), addresses in self._names.found():
-                connection.dial(addresses)
-                self._hot.add(number)
+            self._names.answer()
         self._admit()
         self._receive(now + TURN_S)
         hot = {

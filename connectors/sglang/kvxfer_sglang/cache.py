@@ -41,9 +41,6 @@ def host_args(args: Any) -> Any | None:
     """Return SGLang's ``KVArgs`` of the host pool, into which decode may receive; ``None`` if there is none.
 
     It has the layout of the pool on the device, but not as many pages.
-
-    Args:
-        args: SGLang's ``KVArgs``, of both pools.
     """
     if not args.host_kv_data_ptrs:
         return None

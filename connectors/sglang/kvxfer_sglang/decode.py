@@ -45,11 +45,7 @@ class _Receiving:
 
 
 class DecodeRank:
-    """Fetches pages once they are offered. Called by SGLang's scheduler, and by the two threads of the manager.
-
-    Args:
-        manager: The ``TransferManager``, which has SGLang's state of each request.
-    """
+    """Fetches pages once they are offered. Called by SGLang's scheduler, and by the two threads of the manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

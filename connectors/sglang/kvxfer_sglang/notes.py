@@ -18,41 +18,24 @@ TAG = b"KVXFER"
 
 
 class PagesWanted(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: pages are there for a request's KV.
+    """Decode to prefill: pages are there for a request's KV."""
 
-    Attributes:
-        room: The request's ``bootstrap_room``.
-        attempt: The decode rank's number for it.
-        endpoint: The decode rank's host.
-        dst_port: The port at which it hears.
-        prefix: Tokens that it has cached, in whole pages.
-        required_dst_info_num: How many decode ranks tell this prefill rank of the request.
-        stages: Pipeline stages of the decode server.
-    """
-
-    room: int
-    attempt: int
-    endpoint: str
-    dst_port: int
-    prefix: int
-    required_dst_info_num: int
-    stages: int = 1
+    room: int  # the request's ``bootstrap_room``
+    attempt: int  # the decode rank's number for it
+    endpoint: str  # the decode rank's host
+    dst_port: int  # the port at which it hears
+    prefix: int  # tokens that it has cached, in whole pages
+    required_dst_info_num: int  # how many decode ranks tell this prefill rank of the request
+    stages: int = 1  # pipeline stages of the decode server
 
 
 class PagesOffered(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: the first pages are computed.
+    """Prefill to decode: the first pages are computed."""
 
-    Attributes:
-        room: The request's ``bootstrap_room``.
-        attempt: The attempt of the ``PagesWanted``.
-        ticket: What is to be fetched; empty where there is no page to move.
-        aux: If there are no pages, SGLang's metadata of the request; otherwise these come with the pages.
-    """
-
-    room: int
-    attempt: int
-    ticket: str
-    aux: bytes = b""
+    room: int  # the request's ``bootstrap_room``
+    attempt: int  # the attempt of the ``PagesWanted``
+    ticket: str  # what is to be fetched; empty where there is no page to move
+    aux: bytes = b""  # if there are no pages, SGLang's metadata of the request; otherwise these come with the pages
 
 
 class AttemptFailed(msgspec.Struct, frozen=True, tag=True):

@@ -61,11 +61,7 @@ class _Sending:
 
 
 class PrefillRank:
-    """Offers pages as SGLang computes them. Called by SGLang's scheduler, and by the two threads of the manager.
-
-    Args:
-        manager: The ``TransferManager``, which has SGLang's state of each request.
-    """
+    """Offers pages as SGLang computes them. Called by SGLang's scheduler, and by the two threads of the manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

@@ -29,10 +29,6 @@ class EngineRank:
         facts: What all KV of the engine depends on.
         gather: Returns what every rank of the engine has passed to it, in the order of the ranks; all of them call it.
         heard: Called with each event, on a thread that belongs to this object.
-
-    Attributes:
-        agent: The rank's agent.
-        source: Where the engine is found.
     """
 
     def __init__(

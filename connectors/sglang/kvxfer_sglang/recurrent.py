@@ -20,21 +20,13 @@ __all__ = ["recurrent_views"]
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What tensors of several layers have in common.
+    """What tensors of several layers have in common."""
 
-    Attributes:
-        number: Which one of its layer it is.
-        nbytes: Its bytes.
-        item: Bytes of an item.
-        rows: Rows of an item, each shared out as the others are.
-        parts: This rank's channels of each part of a row; none where that is not known.
-    """
-
-    number: int
-    nbytes: int
-    item: int
-    rows: int
-    parts: tuple[int, ...]
+    number: int  # which one of its layer it is
+    nbytes: int  # its bytes
+    item: int  # bytes of an item
+    rows: int  # rows of an item, each shared out as the others are
+    parts: tuple[int, ...]  # this rank's channels of each part of a row; none where that is not known
 
 
 def recurrent_views(

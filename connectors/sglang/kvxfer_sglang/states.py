@@ -45,12 +45,7 @@ def kind_of(state: Any) -> str:
 
 @dataclass(frozen=True)
 class States:
-    """The states of a pool, and how block tables list them.
-
-    Attributes:
-        kinds: Their kinds, in SGLang's order.
-        page: Tokens of a page.
-    """
+    """The states of a pool, and how block tables list them."""
 
     kinds: tuple[str, ...]
     page: int
@@ -75,10 +70,6 @@ class States:
 
     def rows(self, pages: Sequence[int], indices: Sequence[Any] | None) -> list[list[int]]:
         """Return the rows of a block table.
-
-        Args:
-            pages: The pages of a request, or those that there are so far.
-            indices: SGLang's, of each state; ``None`` before the last chunk.
 
         Raises:
             KvxferError: They are not what SGLang 0.5.23 lists.

@@ -30,9 +30,6 @@ def check_setup(args: Any, decodes: bool) -> None:
 def check_adapters(server_args: Any) -> None:
     """Refuse a server with adapters: SGLang hands over no request's adapter, and two servers may have two under one name.
 
-    Args:
-        server_args: SGLang's ``ServerArgs``.
-
     Raises:
         UnsupportedSetupError: It has adapters, or may load some.
     """

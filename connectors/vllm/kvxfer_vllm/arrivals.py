@@ -40,27 +40,7 @@ log = logger("kvxfer.vllm")
 
 
 class Arrivals:
-    """Takes in the requests of one engine as they arrive. One thread.
-
-    Args:
-        config: The engine's settings.
-        vllm_config: vLLM's.
-        groups: The engine's KV-cache groups.
-        replayed: Those of which vLLM keeps nothing for prefix hits.
-        side: Told what a request offers, loads and asks for.
-        hits: Tells how much of a prompt is cached here.
-        cached: Told of each request that other engines may find.
-        outcomes: Told of each load that is expected.
-        batches: Told of each request that offers.
-        no_part: Told of requests that take no part in what their router wanted.
-
-    Attributes:
-        content: What the KV of requests depends on.
-        model: A hash of the facts that all KV depends on.
-        spread: Whether vLLM may give the requests of one HTTP request to several engines.
-        hints: Reads who may hold a prefix.
-        partly: Whether vLLM goes on behind the blocks of a load that are good.
-    """
+    """Takes in the requests of one engine as they arrive. One thread."""
 
     def __init__(
         self,

@@ -21,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvxfer_vllm import compat, logs, register
+from kvxfer_vllm import compat, logs
 from kvxfer_vllm.enclosing import check_enclosure, loads_safely
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import translate
+from kvxfer_vllm.plugin import register
 from kvxfer_vllm.scheduler import SchedulerHooks
 from kvxfer_vllm.settings import check_backend, check_installed, groups_of, hits_may_differ, settings_of
 from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats

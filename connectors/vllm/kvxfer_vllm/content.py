@@ -45,11 +45,6 @@ class RequestContent:
     def digest(self, facts: RequestFacts, model: str, tokens: int | None = None) -> bytes:
         """Return the digest of a request's prompt, or of its first ``tokens`` tokens with whatever media begin among them.
 
-        Args:
-            facts: The request.
-            model: A hash of the engine's facts.
-            tokens: How many tokens of the prompt to cover; None for all.
-
         Raises:
             KvxferError: Something that its KV depends on is not known by content.
         """

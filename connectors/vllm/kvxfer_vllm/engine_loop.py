@@ -28,9 +28,6 @@ class EngineLoop:
         """Return what tells whether the engine has anything else to do than to wait for loads; ``None`` if that cannot be told.
 
         It cannot if other engines wait for each of its steps (data parallelism).
-
-        Args:
-            unfinished: Returns how many requests vLLM has that are not over.
         """
         inbox = getattr(self._core, "input_queue", None)
         parallel = getattr(getattr(self._core, "vllm_config", None), "parallel_config", None)

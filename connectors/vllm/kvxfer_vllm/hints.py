@@ -66,17 +66,11 @@ ENDPOINT = "tcp://"
 
 
 class Hints(NamedTuple):
-    """What params say about engines that may hold a prefix.
+    """What params say about engines that may hold a prefix."""
 
-    Attributes:
-        sources: The directories to ask, each once.
-        kind: The schema that has named the first of them.
-        notes: What cannot be used, by key, and why.
-    """
-
-    sources: tuple[Address, ...] = ()
-    kind: str = ""
-    notes: tuple[tuple[str, str], ...] = ()
+    sources: tuple[Address, ...] = ()  # the directories to ask, each once
+    kind: str = ""  # the schema that has named the first of them
+    notes: tuple[tuple[str, str], ...] = ()  # what cannot be used, by key, and why
 
 
 class _UnreadableError(Exception):

@@ -20,7 +20,8 @@ from kvxfer.fence import Fence
 from kvxfer.geometry import Cache, Region
 from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.fence import Done
-from kvxfer.memory.space import Bytes, Space
+from kvxfer.memory.regions import Bytes
+from kvxfer.memory.space import Space
 
 if TYPE_CHECKING:
     import torch

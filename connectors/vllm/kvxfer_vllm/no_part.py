@@ -19,12 +19,7 @@ EVERY_S = 10.0
 
 
 class NoPart:
-    """The requests that are not offered, or not loaded, although that was asked; one thread.
-
-    Args:
-        outcomes: Counts them.
-        remember: Called with a request and why it takes no part.
-    """
+    """The requests that are not offered, or not loaded, although that was asked; one thread."""
 
     def __init__(self, outcomes: LoadOutcomes, remember: Callable[[str, str], None]) -> None:
         self._outcomes, self._remember = outcomes, remember

@@ -125,14 +125,6 @@ def held_answer(source: Source, engine: str, request: str, tp: int, groups: int,
     """Return the answer of an engine that has used a prompt's KV: where a prefill engine may ask for it at the next turn.
 
     These are the keys of NIXL's bidirectional mode. Nothing is offered or held: an engine that asks is told what is there then.
-
-    Args:
-        source: The engine's directory.
-        engine: Its name.
-        request: vLLM's id of the request.
-        tp: How many ranks share the heads.
-        groups: The number of KV-cache groups.
-        tokens: How many tokens it has KV of, the answer's included.
     """
     return {
         "do_remote_prefill": False,

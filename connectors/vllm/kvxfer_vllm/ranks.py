@@ -40,21 +40,13 @@ def rank_of(config: VllmConfig, stage: int, prefill: int, tensor: int) -> Rank:
 
 @dataclass(frozen=True)
 class Place:
-    """What follows from a worker's rank.
+    """What follows from a worker's rank."""
 
-    Attributes:
-        tensor: Its tensor-parallel rank, as a rank of this engine.
-        size: The tensor-parallel size.
-        turn: Its number among those that take turns.
-        ranks: How many these are.
-        span: The tokens of a turn.
-    """
-
-    tensor: Rank
-    size: int
-    turn: int
-    ranks: int
-    span: int
+    tensor: Rank  # tensor-parallel rank, as a rank of this engine
+    size: int  # tensor-parallel size
+    turn: int  # its number among those that take turns
+    ranks: int  # how many these are
+    span: int  # the tokens of a turn
 
     @classmethod
     def of(cls, config: VllmConfig, rank: Rank) -> Self:

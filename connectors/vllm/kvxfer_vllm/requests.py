@@ -36,80 +36,44 @@ Naming = Callable[[Sequence[int]], Prefix]
 
 @dataclass(slots=True, eq=False)
 class HttpBatch:
-    """The prompts of one HTTP request, as far as is known.
+    """The prompts of one HTTP request, as far as is known."""
 
-    Attributes:
-        answer: The name of its answer.
-        base: The id that its prompts have in common.
-        arrived: When it came.
-        prompts: By position, the name that vLLM has given to a prompt.
-        requests: The requests of which something is computed or held.
-        running: The ones among them that have not ended.
-    """
-
-    answer: str
-    base: str
-    arrived: float
-    prompts: dict[int, str] = field(default_factory=dict)
-    requests: set[str] = field(default_factory=set)
-    running: set[str] = field(default_factory=set)
+    answer: str  # the name of its answer
+    base: str  # the id that its prompts have in common
+    arrived: float  # when it came
+    prompts: dict[int, str] = field(default_factory=dict)  # by position, the name that vLLM has given to a prompt
+    requests: set[str] = field(default_factory=set)  # those of which something is computed or held
+    running: set[str] = field(default_factory=set)  # the ones among them that have not ended
 
 
 @dataclass(slots=True, eq=False)
 class RequestFacts:
-    """One request, from its arrival until vLLM says that it is over, or until its blocks are no longer held for others.
+    """One request, from its arrival until vLLM says that it is over, or until its blocks are no longer held for others."""
 
-    Attributes:
-        name: vLLM's id of it.
-        number: Requests count up in the order of their arrival.
-        request: The request itself.
-        over: Whether it is over, and its blocks are held for others.
-        earlier: A request of this name that is over and whose blocks are held.
-        salt: The cache salt that it came with, if it was ``reloaded``.
-        reloaded: Whether vLLM caches it under another salt, because its adapter had been loaded again.
-        adapter: The number of its adapter, and how often that had been replaced when the request came.
-        naming: Names its first tokens by content, until it is over.
-        asked_in: The step for which vLLM has asked about it, and has no blocks for it so far.
-        nothing: What is told of it although it has nothing to offer.
-        promised: How many tokens vLLM was last told that it can load.
-        end: Up to which token its load is to bring its prompt.
-        into: The blocks of its load, if that may be here in part.
-        behind: Blocks of its load that lie behind a window, and are left unfilled.
-        since: When it came, if it is not known yet what becomes of its load.
-        key: The key of the offer that its load takes.
-        passers: The names of those that have passed its load, which is skipped for want of room.
-        asking: Whether other engines are asked for a prefix of it. What they hold fails no request, whatever vLLM's policy.
-        kind: Who has named these engines: a router's schema.
-        lost: Whether its load has failed.
-        answers: Whether its router is told, when it ends, where the KV is.
-        batch: The HTTP request that it belongs to, if it offers.
-        span: The span of its load, and later the span of its offer.
-    """
-
-    name: str
-    number: int
+    name: str  # vLLM's id of it
+    number: int  # requests count up in the order of their arrival
     request: Any = None
-    over: bool = False
-    earlier: RequestFacts | None = None
-    salt: str | None = None
-    reloaded: bool = False
-    adapter: tuple[int, int] | None = None
-    naming: Naming | None = None
-    asked_in: int = 0
-    nothing: Ticket | None = None
-    promised: int = 0
-    end: int = 0
-    into: BlockTable | None = None
-    behind: set[int] = field(default_factory=set)
-    since: float | None = None
-    key: bytes | None = None
-    passers: set[str] | None = None
-    asking: bool = False
-    kind: str = ""
-    lost: bool = False
-    answers: bool = False
-    batch: HttpBatch | None = None
-    span: Any = None
+    over: bool = False  # and its blocks are held for others
+    earlier: RequestFacts | None = None  # a request of this name that is over and whose blocks are held
+    salt: str | None = None  # the cache salt that it came with, if it was ``reloaded``
+    reloaded: bool = False  # whether vLLM caches it under another salt, because its adapter had been loaded again
+    adapter: tuple[int, int] | None = None  # its number, and how often that had been replaced when the request came
+    naming: Naming | None = None  # names its first tokens by content, until it is over
+    asked_in: int = 0  # the step for which vLLM has asked about it, and has no blocks for it so far
+    nothing: Ticket | None = None  # what is told of it although it has nothing to offer
+    promised: int = 0  # how many tokens vLLM was last told that it can load
+    end: int = 0  # up to which token its load is to bring its prompt
+    into: BlockTable | None = None  # the blocks of its load, if that may be here in part
+    behind: set[int] = field(default_factory=set)  # blocks of its load that lie behind a window, and are left unfilled
+    since: float | None = None  # when it came, if it is not known yet what becomes of its load
+    key: bytes | None = None  # the key of the offer that its load takes
+    passers: set[str] | None = None  # the names of those that have passed its load, which is skipped for want of room
+    asking: bool = False  # other engines, for a prefix; what they hold fails no request, whatever vLLM's policy
+    kind: str = ""  # who has named these engines: a router's schema
+    lost: bool = False  # whether its load has failed
+    answers: bool = False  # whether its router is told, when it ends, where the KV is
+    batch: HttpBatch | None = None  # the HTTP request that it belongs to, if it offers
+    span: Any = None  # the span of its load, and later the span of its offer
 
     def end_span(self, outcome: str | None = None) -> None:
         """Close its span, if one is open."""

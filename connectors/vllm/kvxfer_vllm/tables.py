@@ -22,12 +22,7 @@ def table_of(block_ids: Sequence[Sequence[int]]) -> BlockTable:
 
 
 def step_tables(output: SchedulerOutput, follows: Callable[[str], bool]) -> Iterator[tuple[str, int, BlockTable]]:
-    """Yield the requests of a step whose tables matter, with the tokens computed before it and the whole table as it uses it.
-
-    Args:
-        output: The step.
-        follows: Returns whether the table of a request matters.
-    """
+    """Yield the requests of a step whose tables matter, with the tokens computed before it and the whole table as it uses it."""
     state, cached = output.kv_connector_block_state, output.scheduled_cached_reqs
     seen = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
     seen += zip(cached.req_ids, cached.num_computed_tokens, strict=True)

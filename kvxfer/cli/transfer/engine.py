@@ -47,29 +47,17 @@ T, LINK = TransferId(BASE, 0), b"link"
 
 @dataclass(frozen=True)
 class Setup:
-    """What a ``BenchEngine`` is made of.
-
-    Attributes:
-        role: ``"producer"`` or ``"consumer"``.
-        backend: Name of the back end.
-        options: Its options.
-        model: Shape of the cache.
-        blocks: Blocks of the cache.
-        device: Where the cache is.
-        staging_bytes: Bytes of staging memory; None for an engine's default.
-        memory: Kind of memory of the cache.
-        step_ms: Milliseconds of Python that a thread of the engine runs in each of its steps, all the time, with 1 ms of sleep between.
-    """
+    """What a ``BenchEngine`` is made of."""
 
     role: Role
     backend: str
     options: dict[str, Any]
     model: Model
-    blocks: int
-    device: str
-    staging_bytes: int | None
-    memory: Memory = "plain"
-    step_ms: float = 0.0
+    blocks: int  # of the cache
+    device: str  # of the cache
+    staging_bytes: int | None  # None for an engine's default
+    memory: Memory = "plain"  # of the cache
+    step_ms: float = 0.0  # of Python that a thread of the engine runs in each of its steps, with 1 ms of sleep between
 
 
 class BenchEngine:

@@ -18,9 +18,7 @@ from __future__ import annotations
 from kvxfer.data.jobs.direct import SHARED, Direct, in_rounds, shares, submit_together
 from kvxfer.data.jobs.job import Job, LinkContext
 from kvxfer.data.jobs.staged import Staged
-from kvxfer.data.jobs.staged_read import StagedRead, StagedServe
-from kvxfer.data.jobs.staged_send import StagedRecv, StagedSend
-from kvxfer.data.jobs.staged_write import StagedLend, StagedWrite
+from kvxfer.data.jobs.staged_ways import StagedLend, StagedRead, StagedRecv, StagedSend, StagedServe, StagedWrite
 from kvxfer.protocol.values import Move, Role
 from kvxfer.transport import Verb
 

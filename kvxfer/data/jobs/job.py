@@ -22,29 +22,17 @@ PIECES = 1 << 20
 
 @dataclass(eq=False)
 class LinkContext:
-    """A link that is connected, and what its jobs need from the data thread.
-
-    Attributes:
-        transport: The back end.
-        can: The back end's capabilities.
-        peer: The back end's number for the link.
-        number: The number of this attempt to make the link.
-        most: The most bytes of a batch, if a part may be cut.
-        staging: Staging memory.
-        batches: The jobs of each batch in flight; short parts share one.
-        tell: Tells the peer about slots.
-        broken: Whether nothing can move on it any more.
-    """
+    """A link that is connected, and what its jobs need from the data thread."""
 
     transport: Transport
     can: Capabilities
-    peer: int
-    number: int
-    most: int
+    peer: int  # the back end's number for the link
+    number: int  # of this attempt to make it
+    most: int  # the most bytes of a batch, if a part may be cut
     staging: Staging
-    batches: dict[int, Sequence[Job]]
-    tell: Callable[[SlotNews], None]
-    broken: bool = False
+    batches: dict[int, Sequence[Job]]  # the jobs of each batch in flight; short parts share one
+    tell: Callable[[SlotNews], None]  # tells the peer about slots
+    broken: bool = False  # whether nothing can move on it any more
 
 
 class Job:

@@ -107,26 +107,14 @@ PIECE: Transitions[PieceState, PieceEvent] = Transitions(
 
 @dataclass(slots=True, eq=False)
 class StagedPiece:
-    """A piece of a part on one side.
+    """A piece of a part on one side."""
 
-    Attributes:
-        number: Its number in the part.
-        plan: What is packed or unpacked.
-        state: Where it is in its life. Only ``Staged.step`` changes it.
-        slot: Its place in staging memory here, while it has one.
-        remote: Where its slot begins at the peer, if the peer has said so.
-        batch: The number of its batch.
-        fence: What the device has still to do for it.
-        since: When the device was last given something to do for it.
-        unpack: Begins to unpack it, if that is prepared.
-    """
-
-    number: int
-    plan: CopyPlan
-    state: PieceState = PieceState.WAITING
-    slot: Slot | None = None
-    remote: int | None = None
-    batch: int | None = None
-    fence: Fence | None = None
-    since: float = 0.0
-    unpack: Callable[[Slot], Fence] | None = None
+    number: int  # in the part
+    plan: CopyPlan  # what is packed or unpacked
+    state: PieceState = PieceState.WAITING  # which only ``Staged.step`` changes
+    slot: Slot | None = None  # its place in staging memory here, while it has one
+    remote: int | None = None  # where its slot begins at the peer, if the peer has said so
+    batch: int | None = None  # the number of its batch
+    fence: Fence | None = None  # what the device has still to do for it
+    since: float = 0.0  # when the device was last given something to do for it
+    unpack: Callable[[Slot], Fence] | None = None  # begins to unpack it, if that is prepared

@@ -192,9 +192,6 @@ class Staged(Job):
         """Prepare to unpack the pieces that are on their way, and others.
 
         Call it while the peer has everything that it needs to go on, so that it costs no time.
-
-        Args:
-            expected: The other pieces.
         """
         if self.error is not None:
             return

@@ -23,7 +23,8 @@ from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import HEAD, LENGTH, cell_keys, fine, next_token, spans, word_keys
 from kvxfer.memory.cuda.tables import Table, Tables
 from kvxfer.memory.fence import Done, Events
-from kvxfer.memory.space import Side, Space
+from kvxfer.memory.regions import Side
+from kvxfer.memory.space import Space
 from kvxfer.memory.triton_kernels import digest_rows, move_rows
 
 __all__ = ["Launcher"]
@@ -53,31 +54,18 @@ QUICK_S = 0.001
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
-    """The launch of one strided copy, complete except for the address of the packed stream.
+    """The launch of one strided copy, complete except for the address of the packed stream."""
 
-    Attributes:
-        nbytes: Bytes to move.
-        table: The segments, in host memory.
-        cells: Offsets of the cells, on the device.
-        near: The segments where the kernel reads them.
-        segments: Number of segments.
-        rows: Rows of a segment.
-        axes: Length and stride of the two axes.
-        longest: Bytes of the longest row.
-        grain: Power of two that divides all places and sizes.
-        pack: Whether to move into the packed stream.
-    """
-
-    nbytes: int
-    table: Table
-    cells: Any
-    near: Any
-    segments: int
-    rows: int
-    axes: tuple[int, ...]
-    longest: int
-    grain: int
-    pack: bool
+    nbytes: int  # bytes to move
+    table: Table  # the segments, in host memory
+    cells: Any  # offsets of the cells, on the device
+    near: Any  # the segments where the kernel reads them
+    segments: int  # number of segments
+    rows: int  # rows of a segment
+    axes: tuple[int, ...]  # length and stride of the two axes
+    longest: int  # bytes of the longest row
+    grain: int  # power of two that divides all places and sizes
+    pack: bool  # whether to move into the packed stream
 
 
 class Launcher:

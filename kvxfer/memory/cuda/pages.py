@@ -20,9 +20,6 @@ _MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE in cuda.h
 class FixedMemory:
     """Memory by ``cuMemAlloc``, on the device whose context is current; freed with this object.
 
-    Attributes:
-        address: First byte.
-
     Raises:
         KvxferError: The device has not that much left.
     """

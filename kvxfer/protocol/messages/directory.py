@@ -36,19 +36,12 @@ class Lookup(WireMessage, frozen=True, tag="lookup"):
 
 
 class RankDescriptor(WireMessage, frozen=True):
-    """What a directory tells about one rank of its engine.
+    """What a directory tells about one rank of its engine."""
 
-    Attributes:
-        address: Where the rank's agent listens.
-        epoch: The agent's epoch.
-        cache: The layout of the rank's cache.
-        backends: The back ends with which links to the rank may be made.
-    """
-
-    address: str
-    epoch: Number
-    cache: Cache
-    backends: tuple[str, ...]
+    address: str  # where the rank's agent listens
+    epoch: Number  # the agent's epoch
+    cache: Cache  # the layout of the rank's cache
+    backends: tuple[str, ...]  # the back ends with which links to the rank may be made
 
 
 class EngineDescriptor(WireMessage, frozen=True, tag="engine"):

@@ -71,48 +71,26 @@ class Story(WireMessage, frozen=True):
 
 
 class Prefixes(WireMessage, frozen=True):
-    """What an engine has answered to others that asked what it holds of a prompt, and what came of its own questions, from its start on.
+    """What an engine has answered to others that asked what it holds of a prompt, and what came of its own questions, from its start on."""
 
-    Attributes:
-        inquiries: Questions of others.
-        held: Those of them for which something was offered.
-        offered: Tokens that were offered for them.
-        refused: Those that were answered with less than is held, for want of room.
-        answer_s: The median of seconds from a question to its answer, of the latest ones; 0 if there was none.
-        asked: Requests for which this engine has asked others.
-        unanswered: Those of them to which no engine has answered in time.
-        found: Tokens that others held for them, beyond what was cached here.
-        loaded: Those of them that were loaded.
-        dear: Those that were computed, because no load would have ended sooner.
-        recomputed: Those whose load failed, so that they were computed.
-    """
-
-    inquiries: Number = 0
-    held: Number = 0
-    offered: Number = 0
-    refused: Number = 0
-    answer_s: Seconds = 0.0
-    asked: Number = 0
-    unanswered: Number = 0
-    found: Number = 0
-    loaded: Number = 0
-    dear: Number = 0
-    recomputed: Number = 0
+    inquiries: Number = 0  # questions of others
+    held: Number = 0  # those of them for which something was offered
+    offered: Number = 0  # tokens that were offered for them
+    refused: Number = 0  # those that were answered with less than is held, for want of room
+    answer_s: Seconds = 0.0  # the median time from a question to its answer, of the latest ones; 0 if there was none
+    asked: Number = 0  # requests for which this engine has asked others
+    unanswered: Number = 0  # those of them to which no engine has answered in time
+    found: Number = 0  # tokens that others held for them, beyond what was cached here
+    loaded: Number = 0  # those of them that were loaded
+    dear: Number = 0  # those that were computed, because no load would have ended sooner
+    recomputed: Number = 0  # those whose load failed, so that they were computed
 
 
 class Explained(WireMessage, frozen=True, tag="explained"):
-    """A directory's answer to ``Explain``.
+    """A directory's answer to ``Explain``."""
 
-    Attributes:
-        engine: The engine's name.
-        now: The Unix time there.
-        kept: How many requests of each kind the engine remembers; 0 if it keeps no stories.
-        stories: Those asked for, the latest first.
-        prefixes: What became of questions for prefixes.
-    """
-
-    engine: Text
-    now: At
-    kept: Count
-    stories: Annotated[tuple[Story, ...], Meta(max_length=2 * MAX_STORIES)] = ()
-    prefixes: Prefixes = Prefixes()
+    engine: Text  # the engine's name
+    now: At  # the Unix time there
+    kept: Count  # how many requests of each kind the engine remembers; 0 if it keeps no stories
+    stories: Annotated[tuple[Story, ...], Meta(max_length=2 * MAX_STORIES)] = ()  # those asked for, the latest first
+    prefixes: Prefixes = Prefixes()  # what became of questions for prefixes

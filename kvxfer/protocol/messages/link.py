@@ -62,17 +62,12 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
 
 
 class Refused(WireMessage, frozen=True, tag="refused"):
-    """Producer: there is no link, or no longer one. The reason is logged on both sides.
-
-    Attributes:
-        again: Whether dialling again may help; if not, what was on the link has failed.
-        backend: Whether the link could not be made with this back end, but may be with another.
-    """
+    """Producer: there is no link, or no longer one. The reason is logged on both sides."""
 
     kind: FailureKind
     reason: str
-    again: bool
-    backend: bool = False
+    again: bool  # whether dialling again may help; if not, what was on the link has failed
+    backend: bool = False  # whether the link could not be made with this back end, but may be with another
 
     def __post_init__(self) -> None:
         shorten(self)

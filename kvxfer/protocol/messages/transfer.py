@@ -115,16 +115,13 @@ class SlotReady(WireMessage, frozen=True, tag="slot_ready"):
     From the producer: the piece lies packed at ``offset`` of its staging memory, to be read; or is on its way, if it is sent;
     or is in the slot that was lent for it, if it is written. From the consumer, for a piece to be written: it may go to
     ``offset`` of the consumer's staging memory.
-
-    Attributes:
-        offset: In bytes; ``None`` if the receiver need not know it.
     """
 
     transfer: TransferId
     attempt: Number
     part: Part
     piece: Count
-    offset: Count | None
+    offset: Count | None  # in bytes; ``None`` if the receiver need not know it
     nbytes: Count
 
 
@@ -141,16 +138,12 @@ class Underway(WireMessage, frozen=True, tag="underway"):
     """Producer: this much of an attempt has been written so far. It is sent while parts take long, about once a second.
 
     It changes no state. A consumer into whose memory others write sees no bytes until a part is complete.
-
-    Attributes:
-        moved: The bytes that have gone, as far as the back end tells.
-        nbytes: The bytes of all parts that were begun.
     """
 
     transfer: TransferId
     attempt: Number
-    moved: Number
-    nbytes: Number
+    moved: Number  # the bytes that have gone, as far as the back end tells
+    nbytes: Number  # the bytes of all parts that were begun
 
 
 class Checksums(WireMessage, frozen=True, tag="checksums"):
@@ -196,33 +189,24 @@ class CommitAck(WireMessage, frozen=True, tag="ack"):
 
 
 class Committed(WireMessage, frozen=True, tag="committed"):
-    """Consumer: everything has arrived from all ranks and is trusted; I need nothing more of this transfer.
-
-    Attributes:
-        readers: As in ``FetchRequest``.
-    """
+    """Consumer: everything has arrived from all ranks and is trusted; I need nothing more of this transfer."""
 
     transfer: TransferId
     attempt: Number
     digest: Digest
-    readers: Readers = 1
+    readers: Readers = 1  # as in ``FetchRequest``
 
 
 class CloseAttempt(WireMessage, frozen=True, tag="close"):
-    """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``.
-
-    Attributes:
-        again: Whether the consumer still wants the transfer, and its next attempt follows.
-        readers: As in ``FetchRequest``.
-    """
+    """Consumer: this attempt is over for me; stop moving bytes for it and answer ``AttemptClosed``."""
 
     transfer: TransferId
     attempt: Number
     digest: Digest
     kind: FailureKind
     reason: str
-    again: bool = False
-    readers: Readers = 1
+    again: bool = False  # whether the consumer still wants the transfer, and its next attempt follows
+    readers: Readers = 1  # as in ``FetchRequest``
 
     def __post_init__(self) -> None:
         shorten(self)

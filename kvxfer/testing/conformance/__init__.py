@@ -27,7 +27,7 @@ _THEMES = (
     "volume",
     "progress",
 )
-_SHARED = ("content", "participant_link", "patterns", "suite", "world")
+_SHARED = ("content", "participant_link", "patterns", "suite")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in (*_THEMES, *_SHARED)))
 
 # Only now, so that failed assertions in them explain themselves.
@@ -42,10 +42,9 @@ from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode  # noqa: E402
 from kvxfer.testing.conformance.progress import Tellings  # noqa: E402
 from kvxfer.testing.conformance.resources import Resources  # noqa: E402
-from kvxfer.testing.conformance.suite import Suite  # noqa: E402
+from kvxfer.testing.conformance.suite import OutOfPatience, RuleBroken, Suite, World  # noqa: E402
 from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
 from kvxfer.testing.conformance.volume import Volume  # noqa: E402
-from kvxfer.testing.conformance.world import OutOfPatience, RuleBroken, World  # noqa: E402
 
 __all__ = [
     "RuleBroken",

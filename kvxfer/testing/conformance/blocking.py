@@ -12,8 +12,7 @@ import numpy as np
 
 from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance.participant_link import PARTS, Part, ParticipantLink, Started, TransferMode
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import SIZES, World
+from kvxfer.testing.conformance.suite import SIZES, Suite, World
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.transport.contract import Transport
 
@@ -57,12 +56,7 @@ class Took(NamedTuple):
 
 
 class CallTimes:
-    """How long the calls of some transports have taken.
-
-    Attributes:
-        longest: The longest call of each method.
-        count: The number of calls of each method.
-    """
+    """How long the calls of some transports have taken."""
 
     def __init__(self) -> None:
         self.longest: dict[str, Took] = {}

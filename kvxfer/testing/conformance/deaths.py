@@ -6,8 +6,7 @@ import pytest
 
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import SIZES, World
+from kvxfer.testing.conformance.suite import SIZES, Suite, World
 from kvxfer.testing.participant import Participant, Runs
 
 LARGE = Runs.of([0], [0], [3_000_000])

@@ -12,8 +12,7 @@ import pytest
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import SIZES, World
+from kvxfer.testing.conformance.suite import SIZES, Suite, World
 from kvxfer.testing.participant import LocalParticipant, Runs
 from kvxfer.transport.contract import Batch, Verb
 

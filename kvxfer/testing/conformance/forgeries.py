@@ -16,8 +16,7 @@ from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import ParticipantLink, Started, TransferMode
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import World
+from kvxfer.testing.conformance.suite import Suite, World
 from kvxfer.testing.forging import Bait, forgeries
 from kvxfer.testing.participant import Buffer, Bytes, LocalParticipant, Participant, Runs
 

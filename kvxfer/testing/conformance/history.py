@@ -15,8 +15,7 @@ from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import HostFence
 from kvxfer.testing.conformance.participant_link import ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.patterns import drawn
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import World
+from kvxfer.testing.conformance.suite import Suite, World
 from kvxfer.testing.participant import Bytes, LocalParticipant, Participant, Result, Runs
 from kvxfer.transport.contract import Batch
 

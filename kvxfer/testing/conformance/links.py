@@ -13,8 +13,7 @@ from kvxfer.errors import TransportError
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import World
+from kvxfer.testing.conformance.suite import Suite, World
 from kvxfer.testing.participant import Runs
 from kvxfer.transport.contract import MAX_ENDPOINT
 

@@ -61,15 +61,10 @@ class Started:
 
 @dataclass
 class ParticipantLink:
-    """A link between two participants.
+    """A link between two participants."""
 
-    Attributes:
-        peers: By the participant's name, its number for the link.
-        streams: By the source's name, the number of its next SEND.
-    """
-
-    peers: dict[str, int]
-    streams: dict[str, int] = field(default_factory=dict)
+    peers: dict[str, int]  # by the participant's name, its number for the link
+    streams: dict[str, int] = field(default_factory=dict)  # by the source's name, the number of its next SEND
 
     def halves(
         self,

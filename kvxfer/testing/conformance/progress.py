@@ -6,8 +6,7 @@ import numpy as np
 
 from kvxfer.testing.conformance.fences import HostFence
 from kvxfer.testing.conformance.participant_link import TransferMode
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import World
+from kvxfer.testing.conformance.suite import Suite, World
 from kvxfer.testing.participant import LocalParticipant, Runs
 
 NBYTES, RUNS = 64 << 20, 512

@@ -17,8 +17,7 @@ from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import HostFence
 from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.conformance.participant_link import PARTS, Started, TransferMode
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import SIZES, World
+from kvxfer.testing.conformance.suite import SIZES, Suite, World
 from kvxfer.testing.participant import LocalParticipant, Participant, Runs
 from kvxfer.testing.usage import allocated, children, descriptors_open, resident, threads_running
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.geometry.region import GAP, HOST, Region, flat_starts
+from kvxfer.geometry.region import GAP, Region, flat_starts
+from kvxfer.geometry.tensor import HOST
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.participant_link import ParticipantLink, TransferMode
-from kvxfer.testing.conformance.suite import Suite
-from kvxfer.testing.conformance.world import World
+from kvxfer.testing.conformance.suite import Suite, World
 from kvxfer.testing.participant import PERIOD, TAIL, Participant, Runs
 
 MIB = 1 << 20

@@ -44,40 +44,24 @@ class Texts:
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One HTTP request.
+    """One HTTP request."""
 
-    Attributes:
-        path: The endpoint.
-        body: What is sent, without the model.
-        name: Its ``X-Request-Id``; empty for none.
-        hang_up: When the client hangs up: after these seconds, or with None when the first of a stream is here.
-    """
-
-    path: str
-    body: Mapping[str, Any]
-    name: str = ""
-    hang_up: float | None | bool = False
+    path: str  # the endpoint
+    body: Mapping[str, Any]  # what is sent, without the model
+    name: str = ""  # its ``X-Request-Id``; empty for none
+    hang_up: float | None | bool = False  # after these seconds, or with None when the first of a stream is here
 
 
 @dataclass(frozen=True)
 class RouterCase:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: How reports call it.
-        what: What is asked for.
-        moves: Whether KV moves.
-        make: Makes the requests.
-        at_once: Whether they are sent at once; else each when the one before is answered.
-        rejected: Whether the plain server rejects them, and so must the router.
-    """
-
-    name: str
-    what: str
-    moves: Moves
-    make: Callable[[Texts], list[HttpRequest]] = field(repr=False)
-    at_once: bool = False
-    rejected: bool = False
+    name: str  # how reports call it
+    what: str  # what is asked for
+    moves: Moves  # whether KV moves
+    make: Callable[[Texts], list[HttpRequest]] = field(repr=False)  # makes the requests
+    at_once: bool = False  # whether they are sent at once; else each when the one before is answered
+    rejected: bool = False  # whether the plain server rejects them, and so must the router
 
 
 def _completion(prompt: Any, **more: Any) -> HttpRequest:

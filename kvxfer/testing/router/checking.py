@@ -21,23 +21,14 @@ STEP: dict[str, Any] = {"prompt": [65], "max_tokens": 1}
 
 @dataclass(frozen=True)
 class Deployment:
-    """A router and the engines behind it, which serve nobody else meanwhile.
+    """A router and the engines behind it, which serve nobody else meanwhile."""
 
-    Attributes:
-        router: What is tested.
-        plain: A server of the same model whose answers are right: one without a connector, or a prefill engine.
-        prefill: The prefill engines.
-        decode: The decode engines.
-        model: The model's name.
-        within: Seconds after its answer within which nothing may be held for a request; much less than the engines' lease.
-    """
-
-    router: HttpServer
-    plain: HttpServer
+    router: HttpServer  # what is tested
+    plain: HttpServer  # a server of the same model whose answers are right: without a connector, or a prefill engine
     prefill: Sequence[HttpServer]
     decode: Sequence[HttpServer]
     model: str
-    within: float = 5.0
+    within: float = 5.0  # seconds after its answer within which nothing may be held for a request; less than the lease
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvxfer import memory
 from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Region, route
 from kvxfer.memory import Space
-from kvxfer.memory.space import Bytes
+from kvxfer.memory.regions import Bytes
 
 __all__ = ["LAYOUTS", "Held", "CacheLayout", "hold_cache", "layout_pairs", "plan_between", "rows_of"]
 
@@ -23,17 +23,13 @@ TOKENS, START = 19, 2
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How a cache lies in memory.
+    """How a cache lies in memory."""
 
-    Attributes:
-        content: Caches of one content can be joined.
-        block_tokens: Tokens of a block.
-        make: Returns the tensors of each plane, and what their axes mean.
-    """
-
-    content: str
+    content: str  # caches of one content can be joined
     block_tokens: int
-    make: Callable[[], tuple[Mapping[str, Any], str | Mapping[str, str]]]
+    make: Callable[
+        [], tuple[Mapping[str, Any], str | Mapping[str, str]]
+    ]  # returns the tensors of each plane, and what their axes mean
 
     @property
     def wanted(self) -> tuple[int, int]:
@@ -109,19 +105,12 @@ LAYOUTS: Mapping[str, CacheLayout] = {
 
 @dataclass(frozen=True)
 class Held:
-    """A cache on a device, and the same in host memory.
-
-    Attributes:
-        layout: Its layout.
-        cache: On the host.
-        space: On the device.
-        host: The space of ``cache``.
-    """
+    """A cache on a device, and the same in host memory."""
 
     layout: CacheLayout
-    cache: Cache
-    space: Space
-    host: Space
+    cache: Cache  # on the host
+    space: Space  # on the device
+    host: Space  # the space of ``cache``
 
     def blocks(self, seed: int) -> list[int]:
         """Return the blocks of a request, scattered."""

@@ -17,9 +17,10 @@ from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPlan, Region
 from kvxfer.geometry.pattern import Ints
-from kvxfer.memory.checksum import Sum
+from kvxfer.memory.checksum import Checksum, Sum
 from kvxfer.memory.fence import Done
-from kvxfer.memory.space import Bytes, Checksum, Side, Space
+from kvxfer.memory.regions import Bytes, Side
+from kvxfer.memory.space import Space
 
 __all__ = ["SPACE_MUTANTS", "SpaceMutant", "broken"]
 

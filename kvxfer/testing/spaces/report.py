@@ -33,13 +33,6 @@ def run_space_suite(
 
     A clause in which the process dies or hangs is broken, and those after it are not tried.
 
-    Args:
-        name: A kind of device, or ``module:Class``.
-        device: The device whose memory is used.
-        only: Selects clauses, as pytest's ``-k`` does.
-        fail_fast: Whether to stop at the first clause that is broken.
-        mutant: A defect that the space gets first.
-
     Raises:
         ArgumentError: The kind is unknown, or ``only`` is no expression.
         ConfigError: The space cannot be loaded.

@@ -15,7 +15,8 @@ from kvxfer import memory
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import HOST, CopyPattern, CopyPlan, Region, StridedCopy
 from kvxfer.memory import Fence, Space
-from kvxfer.memory.space import SPACE_CONTRACTS, Side
+from kvxfer.memory.regions import Side
+from kvxfer.memory.space import SPACE_CONTRACTS
 from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, layout_pairs, plan_between, rows_of
 from kvxfer.testing.usage import resident
 

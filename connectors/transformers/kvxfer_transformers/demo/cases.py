@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from kvxfer_transformers.demo.models import VOCAB, tiny
 
-__all__ = ["CASES", "OUTPUT_TOKENS", "Case"]
+__all__ = ["CASES", "OUTPUT_TOKENS", "Case", "plain_tokens"]
 
 OUTPUT_TOKENS = 16
 
@@ -60,3 +61,16 @@ CASES: dict[str, Case] = {
     "continuous batching": Case("full", (300, 17, 64), batching=True),
     "batching, windows": Case("mixed", (100, 21), batching=True),
 }
+
+
+def plain_tokens(case: Case) -> list[list[int]]:
+    """Return the ids that ``generate()`` produces after each prompt."""
+    batch = case.batch()
+    made = _model(case.kind, case.dtype).generate(**batch, max_new_tokens=OUTPUT_TOKENS, do_sample=False)
+    tokens: list[list[int]] = made[:, batch["input_ids"].shape[1] :].tolist()
+    return tokens
+
+
+@functools.lru_cache(maxsize=1)
+def _model(kind: str, dtype: str) -> Any:
+    return Case(kind, (1,), dtype).model()

@@ -64,8 +64,7 @@ def _run(settings: dict[str, Any], progress: Console) -> dict[str, Any]:
         ends.callback(prefill.close)
         ends.callback(decode.close)
         # Imported while the processes do the same.
-        from kvxfer_transformers.demo.cases import CASES, OUTPUT_TOKENS
-        from kvxfer_transformers.demo.plain import plain_tokens
+        from kvxfer_transformers.demo.cases import CASES, OUTPUT_TOKENS, plain_tokens
 
         prefill.wait()
         decode.wait()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.errors import ConfigError
 from kvxfer_vllm.pages.forms import Form, quant_of
-from kvxfer_vllm.scales import scales_of
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
 __all__ = ["encoding_of"]
+
+_SCALES = ("_k_scale", "_v_scale")
 
 
 def encoding_of(
@@ -21,7 +24,7 @@ def encoding_of(
 
     ``layer`` is vLLM's layer object, or ``None`` if there is none; ``writer`` is as ``writer_of`` says.
     """
-    return _pages(layer, spec, form, writer, tensor, config) + scales_of(name, layer, spec)
+    return _pages(layer, spec, form, writer, tensor, config) + _held_scales(name, layer, spec)
 
 
 def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig) -> str:
@@ -107,3 +110,34 @@ def _scales(config: VllmConfig) -> str:
 
     asked = str(getattr(getattr(config, "attention_config", None), "indexer_kv_dtype", None))
     return f"{asked}-{'ue8m0' if is_deep_gemm_e8m0_used() else 'fp32'}"
+
+
+def _held_scales(name: str, layer: Any, spec: Any) -> str:
+    """Return what a layer's encoding says of the scales by which it quantises, such as ``/k=0.25,v=0.5``.
+
+    They belong to the layer, not to its pages, but pages cannot be read without them. Nothing where its cache is not
+    quantised, or all scales lie in its pages, beside each token.
+
+    Raises:
+        ConfigError: The scales are not known, or not fixed.
+    """
+    if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") == "NONE":
+        return ""
+    if layer is None:
+        raise ConfigError(f"layer {name!r}: its cache is quantised, and the layer that has its scales cannot be found")
+    if getattr(layer, "calculate_kv_scales", False):
+        raise ConfigError(
+            f"layer {name!r} computes the scales of its cache in its first forward pass, so each engine has its own: "
+            "remove calculate_kv_scales, or use a checkpoint that holds scales"
+        )
+    held = {holder[1]: getattr(layer, holder) for holder in _SCALES if getattr(layer, holder, None) is not None}
+    return "/" + ",".join(f"{what}={_told(scale)}" for what, scale in held.items()) if held else ""
+
+
+def _told(scale: Any) -> str:
+    """One number as it is, exactly; one for each of this rank's heads by a hash."""
+    values = scale.detach().float().flatten().tolist() if hasattr(scale, "detach") else [float(scale)]
+    if len(values) == 1:
+        return repr(values[0])
+    text = ",".join(map(repr, values))
+    return f"{len(values)} by head, {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
