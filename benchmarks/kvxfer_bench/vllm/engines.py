@@ -153,7 +153,12 @@ def compare_engines(
         bool, typer.Option(help="Also measure a server without a connector, on the decode servers' GPU.")
     ] = False,
     cache_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens that each server's cache holds; 0: little more than the largest case.")
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens that each server's cache holds; 0: little more than the largest case. A load within a step borrows blocks, and "
+            "no more than a quarter of them is lent.",
+        ),
     ] = 0,
     flags: Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")] = "",
     keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
