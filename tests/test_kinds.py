@@ -21,10 +21,8 @@ APART = {
 """Folders and files that are not looked at, and why."""
 
 EXCEPTIONS = {
-    "geometry/region.py": {
-        "'cpu'": "the one definition of HOST: the name that host memory has in settings and on the wire"
-    },
-    "geometry/tensors.py": {
+    "geometry/tensor.py": {
+        "'cpu'": "the one definition of HOST: the name that host memory has in settings and on the wire",
         "'cuda'": "what torch calls the devices of two of DLPack's numbers",
         "'xpu'": "what torch calls the devices of one of DLPack's numbers",
         "'__cuda_array_interface__'": "the name of a protocol of other libraries",
