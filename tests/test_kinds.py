@@ -28,7 +28,7 @@ EXCEPTIONS = {
         "'__cuda_array_interface__'": "the name of a protocol of other libraries",
         "on_cuda": "what that protocol says",
         "'cuda:'": "the only devices that this protocol is for",
-    },
+    }
 }
 """File, what it says, and why it must."""
 
