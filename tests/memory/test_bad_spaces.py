@@ -16,7 +16,7 @@ from kvxfer.config import Config
 from kvxfer.engine.exchange import Step
 from kvxfer.engine.worker import WorkerSide
 from kvxfer.errors import KvxferError
-from kvxfer.failures import FailureKind
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Cache, Region
 from kvxfer.identity import TransferId
 from kvxfer.memory import Space, SpaceError, allocate, registry
@@ -83,6 +83,18 @@ def engine(name: str, device: str, **more: Any) -> SeededEngine:
     return SeededEngine(settings, SimpleNamespace(caches=[cache_on(device)[1]]), name=name)  # type: ignore[arg-type]
 
 
+def failed(p: SeededEngine, d: SeededEngine, within: float) -> Failure:
+    """Have ``d`` fetch from ``p``; return why that fails, within so many seconds."""
+    transfer = TransferId("own/1/bad", 0)
+    d.agents[0].fetch(Fetch("r", transfer, b"d", p.source, BlockTable.of([[1, 2]]), 0, 8, None))
+    p.agents[0].offer(Offer(transfer, b"d", 1, 8, BlockTable.of([[3, 5]]), True))
+    found: list[Ended] = []
+    until(lambda: found.extend(e for e in d.events() if isinstance(e, Ended)) or found, within)  # type: ignore[func-returns-value]
+    failure = found[0].outcome.failure
+    assert failure is not None
+    return failure
+
+
 def attribute(call: str, value: Any) -> Any:
     return classmethod(value) if call in ("allocate_host", "remaps", "fence") else value
 
@@ -145,13 +157,8 @@ def test_a_transfer_fails_at_once_and_says_why(
     p, d = (engine(name, "tin:0" if name == where else "cpu") for name in ("producer", "consumer"))
     try:
         monkeypatch.setattr(TinSpace, call, value)
-        transfer = TransferId("own/1/bad", 0)
-        d.agents[0].fetch(Fetch("r", transfer, b"d", p.source, BlockTable.of([[1, 2]]), 0, 8, None))
-        p.agents[0].offer(Offer(transfer, b"d", 1, 8, BlockTable.of([[3, 5]]), True))
-        found: list[Ended] = []
-        until(lambda: found.extend(e for e in d.events() if isinstance(e, Ended)) or found, 5)  # type: ignore[func-returns-value]
-        failure = found[0].outcome.failure
-        assert failure is not None and failure.kind is FailureKind.BACKEND_FAILED
+        failure = failed(p, d, 5)
+        assert failure.kind is FailureKind.BACKEND_FAILED
         assert "the space for tin:0" in failure.detail and words in failure.detail, failure
     finally:
         p.close()
@@ -208,13 +215,8 @@ def test_a_device_that_hangs_is_not_the_link_s_fault(
     try:
         monkeypatch.setattr(TinSpace, call, getattr(hanging, how))
         monkeypatch.setattr(TinSpace, "prepare_unpack", Space.prepare_unpack)
-        transfer = TransferId("own/1/hangs", 0)
-        d.agents[0].fetch(Fetch("r", transfer, b"d", p.source, BlockTable.of([[1, 2]]), 0, 8, None))
-        p.agents[0].offer(Offer(transfer, b"d", 1, 8, BlockTable.of([[3, 5]]), True))
-        found: list[Ended] = []
-        until(lambda: found.extend(e for e in d.events() if isinstance(e, Ended)) or found, 9)  # type: ignore[func-returns-value]
-        failure = found[0].outcome.failure
-        assert failure is not None and failure.kind is FailureKind.TIMED_OUT
+        failure = failed(p, d, 9)
+        assert failure.kind is FailureKind.TIMED_OUT
         assert words in failure.detail and "link" not in failure.advice and "device" in failure.advice, failure
         until(lambda: logged in caplog.text, 3)
     finally:
