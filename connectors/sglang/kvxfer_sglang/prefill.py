@@ -70,9 +70,8 @@ class PrefillRank:
         self._sendings: dict[int, _Sending] = {}  # by room
         self._offered: dict[TransferId, _Sending] = {}  # until released
         self._dropped: dict[int, str] = {}  # rooms that no decode rank had asked for yet, the oldest first
-        self._aborted: dict[
-            int, str
-        ] = {}  # rooms that decode aborted before their requests were here, the oldest first
+        # Rooms that decode aborted before their requests were here, the oldest first.
+        self._aborted: dict[int, str] = {}
         self._count = 0
 
     def start(self, rank: EngineRank) -> None:
