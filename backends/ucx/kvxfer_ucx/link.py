@@ -41,8 +41,9 @@ AT_ONCE = 2
 """Batches of GPU memory that are sent at a time. UCX shares the link among all that it has: more of them would end
 together, and packing and unpacking would not overlap with anything."""
 
-SWEEP_S = 0.05
-"""How often, while something moves, to throw away what strangers have sent: what comes in between is all they can pile up."""
+SWEEP_S = 0.005, 0.05
+"""How often, while something moves, to throw away what strangers have sent: soon after some was found, and then ever more
+seldom. What comes in between is all that they can pile up."""
 
 _DATA, _ACK, _WELCOME, _BYE = 0, 1, 2, 3
 
@@ -101,7 +102,7 @@ class Link:
         self._chunk_s, self._chunks = timeout_s / CHUNKS, CHUNKS
         self._due = self._part_by = now + self._chunk_s
         self._down_at: float | None = None
-        self._swept = now
+        self._sweep, self._pause = now, SWEEP_S[0]
         self._open = False
         self._heard: list[Posted] = []
         self._farewell: Posted | None = None
@@ -185,9 +186,10 @@ class Link:
         if self.broken is not None:
             self._part(now)
             ended += self._end(now)
-        elif self.connection is not None and now >= self._swept + SWEEP_S:
-            self._swept = now
-            self._messages.discard_strange(self.mine.tag, 2**64 - TAGS)
+        elif self.connection is not None and now >= self._sweep:
+            found = self._messages.discard_strange(self.mine.tag, 2**64 - TAGS)
+            self._pause = SWEEP_S[0] if found else min(2 * self._pause, SWEEP_S[1])
+            self._sweep = now + self._pause
         return ended
 
     def fail(self, cause: KvxferError, now: float) -> None:

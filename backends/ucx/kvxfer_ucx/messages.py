@@ -212,18 +212,22 @@ class Messages:
         posted._take(self._close(endpoint, self._force))
         return posted
 
-    def discard_strange(self, tag: int, mask: int) -> None:
-        """Throw away what arrived for tags that differ from this one within ``mask``: nobody will ever receive it."""
-        for bit in range(64):
-            if mask >> bit & 1:
-                self.discard(~tag & 1 << bit, 1 << bit)
+    def discard_strange(self, tag: int, mask: int) -> bool:
+        """Throw away what arrived for tags that differ from this one within ``mask``: nobody will ever receive it.
 
-    def discard(self, tag: int, mask: int) -> None:
-        """Throw away what arrived for these tags and nobody received."""
+        Returns whether there was any.
+        """
+        return sum(self.discard(~tag & 1 << bit, 1 << bit) for bit in range(64) if mask >> bit & 1) > 0
+
+    def discard(self, tag: int, mask: int) -> bool:
+        """Throw away what arrived for these tags and nobody received; whether there was any."""
+        found = False
         while message := self._probe(self._worker, tag, mask, 1, self._info_ref):
             request = self._fetch(self._worker, None, 0, message, self._host)
             if request and request < _FIRST_ERROR:
                 self._free(request)
+            found = True
+        return found
 
     def _parameters(self, fields: int, datatype: int = _CONTIGUOUS_BYTES) -> Any:
         return byref(
