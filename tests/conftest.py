@@ -84,6 +84,13 @@ def pytest_report_header() -> str:
     return f"libraries of the system: {', '.join(found) or 'none of those that back ends bring along'}"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the failures of tests that were tried again: each may be a rare fault of the product, and has to be looked into."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"first try of {report.nodeid}", "-")
+        report.toterminal(terminalreporter._tw)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _has_cuda():
         pytest.skip("no CUDA device")
