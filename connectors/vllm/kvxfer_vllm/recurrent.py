@@ -53,7 +53,9 @@ def leave_last_token(request: Request) -> None:
         raise KvxferError("a request whose prompt may grow offers no recurrent state")
     if request.num_output_tokens:
         raise KvxferError("a request that has produced tokens offers no recurrent state")
-    del request.prompt_token_ids[-1]
+    request.prompt_token_ids = request.prompt_token_ids[:-1]  # its caller and other samples may have the same list
     del request._all_token_ids[-1]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
+    del request.block_hashes[-1:]  # which may be of a block that ended with that token, and is to end with another
+    request.update_block_hashes()

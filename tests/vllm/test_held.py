@@ -1,0 +1,50 @@
+"""What an engine is found to hold while its requests go on: another engine gets the bytes of the tokens that it asked for, or fewer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from tests.control.conftest import until
+from tests.vllm import engine
+from tests.vllm.cases import OFFER, check
+from tests.vllm.conftest import Make
+from tests.vllm.engine import ALIGNED, BLOCK, Group, PlayedEngine, answer, ours, prompt
+from tests.vllm.test_conversations import ask, named, rest
+from tests.vllm.wire import Wire
+
+PATIENT = {"ask_timeout": 10.0}
+
+
+def source(p: PlayedEngine) -> dict[str, list[str]]:
+    """What makes a request ask an engine and offer nothing."""
+    return {"kvxfer_sources": named(p)["kvxfer_sources"]}
+
+
+def test_a_prompt_without_its_last_token_is_not_taken_for_the_whole_one(make: Make) -> None:
+    """Who offers a state computes no last token, and samples another one in its place; the whole prompt may be cached, too."""
+    p, d = (make(ALIGNED, blocks=120, extra=PATIENT) for _ in range(2))
+    text = prompt(4 * BLOCK)
+    p.run(until=p.add([*text, 5], n=2))
+    offering = ask(p, text, OFFER)
+    rest(p)
+    other = [*text[:-1], *p.done[offering].tokens, *prompt(20, seed=9)]
+    assert other[len(text) - 1] != text[-1]
+    ask(d, other, source(p), p, n=4)
+    rest(p, d)
+
+
+def test_a_prompt_that_others_have_as_well_keeps_its_last_token_there(make: Make) -> None:
+    """Where front end and engine share a process, all samples have one list of tokens: the client's."""
+    p = make(ALIGNED)
+    text = prompt(40)
+    given = list(text)
+    for name in ("0_both-12345678", "1_both-12345678"):
+        params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": OFFER})
+        p.scheduler.add_request(Request(name, given, params, None, block_hasher=p.hasher, arrival_time=1.0))
+    p.run(until=name)
+    assert given == text and all(done.params for done in p.done.values())
+    rest(p)
