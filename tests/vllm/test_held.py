@@ -48,3 +48,53 @@ def test_a_prompt_that_others_have_as_well_keeps_its_last_token_there(make: Make
     p.run(until=name)
     assert given == text and all(done.params for done in p.done.values())
     rest(p)
+
+
+@pytest.mark.parametrize("n", [48, 49, 50])
+@pytest.mark.parametrize("before", range(4))
+def test_a_state_that_its_request_computes_on(
+    make: Make, wire: Wire, n: int, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM caches the state at the end of a prompt within a block, and copies it away only when it overwrites it."""
+    monkeypatch.setattr(engine, "BLOCK", 2 * BLOCK)
+    p, d = (make(ALIGNED, hashed=BLOCK, blocks=120, extra=PATIENT) for _ in range(2))
+    text = prompt(n)
+    running = p.add(text, n=30)
+    p.steps(before)
+    wire.paused = True
+    longer = [*text[:48], *prompt(20, seed=4)]
+    name = d.add(longer, source(p))
+    d.step()
+    until(lambda: bool(ours(p.scheduler.connector)._sched.side.directory.inquiries))
+    p.step()
+    until(lambda: bool(d.step() and (wire.loads(d) or d.computed.get(name))))
+    p.steps(3)
+    wire.paused = False
+    d.run(p, until=name)
+    check(d, name, longer)
+    p.run(d)
+    check(p, running, text, 30)
+    rest(p, d)
+
+
+KINDS = {
+    "full": (Group(), Group(own=True)),
+    "one group": (Group(),),
+    "window": (Group(), Group(own=True), Group(window=24)),
+    "states": (Group(), Group(own=True), Group(state=True, aligned=True)),
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_engines_that_draft_are_asked_for_prefixes(make: Make, kinds: tuple[Group, ...]) -> None:
+    """vLLM's own lookup drops the last block of a hit, for the sake of drafts."""
+    groups = tuple(replace(group, drafts=2) if group.state else group for group in kinds)
+    p, d = (make(groups, guesses=2, blocks=200, extra=PATIENT) for _ in range(2))
+    text = prompt(100)
+    ask(p, text, {}, n=40)
+    longer = [*text, *answer(text, 40), *prompt(9, seed=3)]
+    name = ask(d, longer, source(p), p, n=4)
+    if not any(group.state for group in groups):
+        assert d.computed[name] <= len(longer) - 128 + BLOCK + 3
+    assert d.loaded
+    rest(p, d)

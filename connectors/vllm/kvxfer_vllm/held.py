@@ -38,6 +38,7 @@ class HeldPrefixes:
         self._pool: Any = None
         self._sparse: list[int] = []  # windows, of which vLLM may not cache all full blocks
         self._hashed = 0  # tokens for which vLLM has one hash
+        self._dropped = 0  # tokens that its lookup drops at the end, for the sake of drafts
 
     def bind(self, manager: Any) -> None:
         """Use vLLM's manager of the KV cache, until which nothing is held."""
@@ -46,6 +47,8 @@ class HeldPrefixes:
         if not self._hashed or not getattr(self._pool, "enable_caching", False):
             return
         self._coordinator = manager.coordinator
+        if len(self._groups) == 1 and getattr(self._coordinator, "eagle_group_ids", ()):
+            self._dropped = self._hashed  # with several groups it looks further by itself
         cacheable = [one.kv_cache_spec.prefix_cacheable for one in self._coordinator.single_type_managers]
         self._sparse = [g for g, group in enumerate(self._groups) if group.kind == "window" and cacheable[g]]
 
@@ -97,13 +100,23 @@ class HeldPrefixes:
         found, chain = self._index.find(inquiry.chain), inquiry.chain
         tokens = 0 if found is None else chain.floor(found.tokens)
         while found is not None and tokens:
-            blocks, cached = self._coordinator.find_longest_cache_hit(found.name[: tokens // self._hashed], tokens)[:2]
-            if cached == tokens:
+            blocks, cached = self._coordinator.find_longest_cache_hit(found.name, tokens + self._dropped)[:2]
+            if cached == tokens and not self._changes(blocks):
                 rows = [[b.block_id for b in row] for row in blocks]
                 self._fill_windows(rows, found.name, tokens)
                 return HeldPrefix(tokens, BlockTable.of(rows, self._null))
-            tokens = chain.floor(cached)  # what windows and states need for fewer tokens are other blocks
+            tokens = chain.floor(
+                min(cached, tokens - 1)
+            )  # what windows and states need for fewer tokens are other blocks
         return None
+
+    def _changes(self, blocks: Sequence[Sequence[Any]]) -> bool:
+        """Return whether a request is about to compute on in the block of a state: vLLM copies that away first, with the next step."""
+        for g, group in enumerate(self._groups):
+            unsaved = getattr(self._coordinator.single_type_managers[g], "_partial_hit_reqs", {})
+            if group.kind == "state" and any(block in blocks[g] for _, block in unsaved.values()):
+                return True
+        return False
 
     def _fill_windows(self, rows: list[list[int]], hashes: Sequence[Any], tokens: int) -> None:
         """Add blocks of windows that vLLM's lookup leaves out, because another block begins with the next token, if they are cached."""
