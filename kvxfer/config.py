@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from kvxfer import identity
-from kvxfer.errors import ConfigError
 from kvxfer.facts import MAX_TEXT
+from kvxfer.identity import canonical_host
 from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address, port_range
 
 SLOTS, MIN_PIECE = 4, 4096
@@ -23,6 +22,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait 
 Budget = Annotated[float, Meta(ge=0, le=1)]
 Staging = Annotated[int, Meta(ge=SLOTS * MIN_PIECE)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
+FilePath = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]*$")]
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 Integrity = Literal["off", "sample", "full"]
 
@@ -94,12 +94,12 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     peer_timeout: Seconds = 10.0
     abort_timeout: Seconds = 10.0
     staging_bytes: Staging | None = None
-    key_file: NonEmpty | None = None
+    key_file: FilePath | None = None
     peers: tuple[NonEmpty, ...] | None = None
     integrity: Integrity = "off"
     layout_check: bool = True
     model: ModelName | None = None
-    trace: NonEmpty | None = None
+    trace: FilePath | None = None
     ask: Ask = "auto"
     ask_timeout: Seconds = 0.25
     ask_tokens: Annotated[int, Meta(ge=1)] = 16
@@ -111,10 +111,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         check_dialable(self.listen, self.advertise, NAMING)
         port_range(self.control_ports, NAMING.format("control_ports"))
         if self.advertise is not None:
-            try:
-                msgspec.structs.force_setattr(self, "advertise", identity.canonical_host(self.advertise))
-            except identity.IdentityError as e:
-                raise ConfigError(f"{NAMING.format('advertise')}: {e}; peers could not dial it") from None
+            msgspec.structs.force_setattr(self, "advertise", canonical_host(self.advertise))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:

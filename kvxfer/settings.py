@@ -11,13 +11,15 @@ import json
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
 
 from kvxfer.errors import ConfigError
+from kvxfer.identity import IdentityError, canonical_host
 
 __all__ = [
     "AUTO_ADDRESS",
@@ -79,19 +81,33 @@ def named(kind: type[T], values: Mapping[str, Any], naming: str) -> Mapping[str,
     return values
 
 
-def json_object(text: str, naming: str) -> dict[str, Any]:
-    """Read a JSON object; ``naming`` is what messages call it.
+def json_object(text: str, naming: str, or_file: bool = False) -> dict[str, Any]:
+    """Read a JSON object, or with ``or_file`` the path of a file with one; ``naming`` is what messages call it.
 
     Raises:
-        ConfigError: ``text`` is not a JSON object.
+        ConfigError: There is no JSON object, or a name is twice in one.
     """
+    is_no = "is neither JSON nor the path of a JSON file" if or_file else "is not JSON"
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{naming} is not JSON: {error}") from None
+        if or_file and not text.lstrip().startswith("{"):
+            text = Path(text).read_text("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=partial(_each_once, naming))
+    except RecursionError:
+        raise ConfigError(f"{naming} is nested too deeply") from None
+    except (OSError, ValueError) as error:  # so are numbers of thousands of digits
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{naming} {is_no}: {why}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{naming} must be a JSON object, not {text}")
+        raise ConfigError(f"{naming} must be a JSON object, not a {type(value).__name__}")
     return value
+
+
+def _each_once(naming: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    for key, _ in pairs if len(found) < len(pairs) else ():
+        if [name for name, _ in pairs].count(key) > 1:
+            raise ConfigError(f"{naming} is ambiguous: {key!r:.100} is there twice; take one of them out")
+    return found
 
 
 def hold(settings: msgspec.Struct, naming: str) -> None:
@@ -122,16 +138,19 @@ def _taken(value: Any, type_: Any, what: str) -> Any:
 
 
 def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
-    """Refuse settings that would tell peers to dial a wildcard address such as ``0.0.0.0``.
+    """Refuse settings that would tell peers to dial what they cannot, such as the wildcard ``0.0.0.0``.
 
     Raises:
-        ConfigError: ``listen`` is a wildcard, and ``advertise`` is not set.
+        ConfigError: ``advertise``, or ``listen`` if that is not set, is a wildcard, or no address or host name as peers know them.
     """
-    if everywhere(listen) and advertise is None:
-        raise ConfigError(
-            f"{naming.format('listen')} is {listen!r}, which peers cannot dial; "
-            "set 'advertise' to this host's name or address, or to 'auto'"
-        )
+    told, setting = (listen, "listen") if advertise is None else (advertise, "advertise")
+    do = "set 'advertise' to this host's name or address, or to 'auto'"
+    if everywhere(told):
+        raise ConfigError(f"{naming.format(setting)} is {told!r}, which peers cannot dial; {do}")
+    try:
+        canonical_host(told)
+    except IdentityError as e:
+        raise ConfigError(f"{naming.format(setting)}: {e}; peers could not dial it: {do}") from None
 
 
 def own_address() -> str:
@@ -175,7 +194,10 @@ def bare(address: str) -> str:
 
 def everywhere(address: str) -> bool:
     """Return whether an address is a wildcard: all addresses of this host."""
-    return bare(address) in WILDCARDS
+    try:
+        return unmapped(ipaddress.ip_address(bare(address))).is_unspecified
+    except ValueError:
+        return address in WILDCARDS
 
 
 def loopback(address: str) -> bool:

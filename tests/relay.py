@@ -78,7 +78,11 @@ class Relay:
         with suppress(OSError):
             while True:
                 near = self._door.accept()[0]
-                far = socket.create_connection(self._target)
+                try:
+                    far = socket.create_connection(self._target)
+                except ConnectionRefusedError:
+                    near.close()
+                    continue
                 self._open += [near, far]
                 for source, sink, asks in ((near, far, True), (far, near, False)):
                     threading.Thread(target=self._pass, args=(source, sink, asks), name="relay", daemon=True).start()

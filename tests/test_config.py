@@ -1,12 +1,17 @@
 """Reading the configuration: what is accepted, and what a mistake is told."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.settings import json_object
+from kvxfer_tcp.options import Options as TcpOptions
+from kvxfer_zmq.options import Options as ZmqOptions
 
 
 def test_empty_mapping_gives_the_defaults() -> None:
@@ -111,3 +116,60 @@ def test_listening_everywhere_needs_a_name_for_peers():
     with pytest.raises(ConfigError, match=r"'listen'.*'advertise'"):
         Config.from_mapping({"listen": "0.0.0.0"})
     assert Config.from_mapping({"listen": "0.0.0.0", "advertise": "node-7"}).advertise == "node-7"
+
+
+@pytest.mark.parametrize("listen", ["0", "0.0", "0x0", "127.1", "fe80::1%eth0", "a b", "a" * 300, "\ud800", "a..b"])
+@pytest.mark.parametrize("read", [Config.from_mapping, TcpOptions.parse, ZmqOptions.parse])
+def test_an_address_that_no_peer_could_dial_is_not_told_to_peers(read: Any, listen: str) -> None:
+    """Sockets take many ways to write an address, and peers one."""
+    with pytest.raises(ConfigError, match=r"'listen'.*neither an IP address nor a host name; .*'advertise'"):
+        read({"listen": listen})
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::", "[::]", "::ffff:0.0.0.0", "::%1"])
+@pytest.mark.parametrize("read", [Config.from_mapping, TcpOptions.parse, ZmqOptions.parse])
+def test_a_wildcard_is_not_told_to_peers(read: Any, wildcard: str) -> None:
+    with pytest.raises(ConfigError, match=r"'listen'.*peers cannot dial.*'advertise'"):
+        read({"listen": wildcard})
+    with pytest.raises(ConfigError, match=r"'advertise'.*peers cannot dial"):
+        read({"listen": "127.0.0.1", "advertise": wildcard})
+
+
+@pytest.mark.parametrize("listen", ["a" * 300, "a..b", "a\0b", "nowhere.invalid"])
+def test_what_cannot_be_listened_on_is_named(listen: str) -> None:
+    with pytest.raises(OSError, match="cannot listen on"):
+        Directory(Config(listen=listen, advertise="localhost"))
+
+
+@pytest.mark.parametrize("setting", ["key_file", "trace"])
+def test_a_path_that_is_none_is_named(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{setting}' cannot be"):
+        Config.from_mapping({setting: "a\0b"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"lease": 1, "backend": {"port": 1, "port": 2}}', "'port' is there twice"),
+        ("[" * 100_000, "nested"),
+        ('{"lease": ' + "1" * 5000 + "}", "is not JSON"),
+        ('"' + "x" * 5000 + '"', "must be a JSON object, not a str"),
+        ("\0", "is not JSON"),
+        ("x" * 5000, "is not JSON"),
+    ],
+)
+def test_text_that_is_no_json_object_is_named_in_a_line(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        json_object(text, "it")
+    assert len(str(error.value)) < 300
+
+
+def test_settings_are_read_from_a_file_as_well(tmp_path: Path) -> None:
+    """An editor may begin it with a byte order mark."""
+    file = tmp_path / "settings.json"
+    file.write_bytes(b'\xef\xbb\xbf{"lease": 5}')
+    assert json_object(str(file), "it", or_file=True) == {"lease": 5}
+    for nothing in (str(tmp_path / "none"), str(tmp_path), "\0", "x" * 5000):
+        with pytest.raises(ConfigError, match="neither JSON nor the path of a JSON file") as error:
+            json_object(nothing, "it", or_file=True)
+        assert len(str(error.value)) < 500

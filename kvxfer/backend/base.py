@@ -56,6 +56,7 @@ class Base(Transport, Generic[E, L]):
         wakeup: Wakes the thread that polls ``fileno``; this class sets it after each call of the contract that changes something.
         completions: What the next ``poll`` returns.
         closed: Whether ``close`` was called.
+        owner: During ``make_link``, the peer that the link counts for; empty if the caller has not said.
     """
 
     endpoint_type: type[E]
@@ -68,6 +69,7 @@ class Base(Transport, Generic[E, L]):
         self.unused: dict[bytes, E] = {}
         self.completions: list[Completion | Quieted] = []
         self.closed = False
+        self.owner = ""
         self.wakeup = Wakeup()
         self._thread, self._ident = threading.current_thread(), threading.get_ident()
         self._numbers = 0
@@ -230,6 +232,13 @@ class Base(Transport, Generic[E, L]):
         self.links[number] = link
         self.wakeup.set()
         return number
+
+    def connect_for(self, mine: bytes, theirs: bytes, owner: str) -> int:
+        self.owner = owner
+        try:
+            return self.connect(mine, theirs)
+        finally:
+            self.owner = ""
 
     def withdraw(self, endpoint: bytes) -> None:
         self.check()

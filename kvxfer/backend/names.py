@@ -46,18 +46,23 @@ class Names:
         return self._news.fileno()
 
     def look_up(
-        self, peer: str, host: str, port: int, over: Callable[[], bool], then: Callable[[list[Address] | OSError], None]
+        self,
+        owner: str,
+        host: str,
+        port: int,
+        over: Callable[[], bool],
+        then: Callable[[list[Address] | OSError], None],
     ) -> None:
         """Find out where a peer is.
 
         Args:
-            peer: Its name, by which peers take turns.
+            owner: Whose turn it takes.
             host: The host's name.
             port: A port there.
             over: Returns whether nobody wants to know any more; called on a thread of this class.
             then: Called by ``answer`` with what has been found, or why nothing has.
         """
-        if not self._pool.submit(peer, lambda: [] if over() else _look_up(host, port), then):
+        if not self._pool.submit(owner, lambda: [] if over() else _look_up(host, port), then):
             then(OSError("too many names of this peer are being looked up"))
 
     def answer(self) -> None:

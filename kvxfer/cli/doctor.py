@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -28,6 +27,7 @@ from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Address, IdentityError, parse_address
+from kvxfer.settings import json_object
 from kvxfer.transport import Probe, Transport, registry
 from kvxfer.transport.auto import AUTO, choose
 from kvxfer.transport.guard import who
@@ -201,14 +201,9 @@ def _facts(probe: Probe) -> dict[str, Any]:
 def read_settings(config: str) -> Config:
     """Return the settings in a JSON text or file, of whichever connector has most of them."""
     try:
-        text = config if config.lstrip().startswith("{") else Path(config).read_text()
-        values = json.loads(text)
-    except (OSError, ValueError) as e:
-        raise typer.BadParameter(
-            f"{config!r} is neither JSON nor the path of a JSON file: {e}", param_hint="--config"
-        ) from None
-    if not isinstance(values, dict):
-        raise typer.BadParameter(f"{config!r} does not hold a JSON object", param_hint="--config")
+        values = json_object(config, f"{config!r:.300}", or_file=True)
+    except ConfigError as e:
+        raise typer.BadParameter(str(e), param_hint="--config") from None
     # A connector may add settings of its own to kvxfer's.
     kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
     # The one with the most settings, so that what is wrong is the setting that nobody has.

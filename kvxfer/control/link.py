@@ -164,8 +164,8 @@ class LinkTable(ABC, Generic[L]):
 
     def _connect(self, link: L, theirs: bytes) -> None:
         assert link.mine is not None
-        asked = Connect(link.id, link.number, link.mine, theirs, link.connection.address, link.owner)
-        self._data.post(asked)
+        at = link.connection
+        self._data.post(Connect(link.id, link.number, link.mine, theirs, at.address, at.key_id or "", link.owner))
 
     @abstractmethod
     def _result(self, link: L, news: LinkNews, now: float) -> LinkInfo | Lost | None: ...

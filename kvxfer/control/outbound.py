@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -36,6 +37,8 @@ FEWER = "describe the cache by fewer, longer regions, or choose another back end
 
 AT_ONCE = 16
 """The most ranks of one engine that are dialled at once."""
+CUTS = 3
+"""How often a link is dialled again because the connection was cut before it was up: by something on the way, or by a full peer."""
 
 log = logger("kvxfer.links")
 
@@ -70,6 +73,7 @@ class _Dial(LinkRecord):
     target: Target
     pinged: float
     pings: int = 0
+    cuts: int = 0  # how often the connection of an attempt to make it has been cut
 
 
 class Outbound(LinkTable[_Dial]):
@@ -108,7 +112,7 @@ class Outbound(LinkTable[_Dial]):
         for t in targets:
             self._targets[t.link] = t
 
-    def dial(self, link: LinkId, now: float) -> None:
+    def dial(self, link: LinkId, now: float, cuts: int = 0) -> None:
         """Make a link, or make it again, with the first back end that has not failed to make it.
 
         If enough ranks of its engine are being dialled, it waits for one of them.
@@ -125,7 +129,7 @@ class Outbound(LinkTable[_Dial]):
             return
         backend = next((b for b in target.backends if b not in self._unfit.get(link, {})), target.backends[-1])
         connection = self._sockets.dial(target.address, link, PEER_FRAME, target.source.host)
-        self._links[link] = known = _Dial(link, backend, connection, link_name(link), target, now)
+        self._links[link] = known = _Dial(link, backend, connection, link_name(link), target, now, cuts=cuts)
         self._dialling.add(target.source, link)
         self._begin(known)
 
@@ -234,11 +238,15 @@ class Outbound(LinkTable[_Dial]):
         known = self._links.get(link)
         return known if known is not None and known.connection is connection else None
 
-    def hung_up(self, link: LinkId, connection: ControlConnection) -> Lost | None:
-        """Handle the loss of a connection, and thereby of the link if it is still that link's connection."""
+    def hung_up(self, link: LinkId, connection: ControlConnection, now: float) -> Lost | None:
+        """Handle the loss of a connection, and thereby of the link if it is still that link's connection and not dialled again."""
         known = self._of(link, connection)
         if known is None:
             return None
+        if not known.up and connection.opened and not connection.denied and known.cuts < CUTS:
+            with suppress(PeerError):  # no name can be looked up now
+                self.dial(link, now, known.cuts + 1)
+                return None
         unmet = K.OVERLOADED if connection.short else K.PEER_UNREACHABLE
         kind = K.REFUSED if connection.denied else K.PEER_LOST if known.up else unmet
         return Lost(link, Failure(kind, str(connection.lost), known.name), again=known.up)

@@ -105,7 +105,7 @@ class AgentPeers:
             case Source() as directory:
                 return self._resolved(self._resolver.hung_up(directory, connection), now)
             case link:
-                return self._lost(self._out.hung_up(link, connection), now)
+                return self._lost(self._out.hung_up(link, connection, now), now)
 
     def _lost(self, lost: Lost | None, now: float) -> list[Action]:
         if lost is None:

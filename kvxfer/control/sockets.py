@@ -9,6 +9,7 @@ has time for its handshake, and then takes the place of a guest that has the key
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import time
@@ -95,8 +96,11 @@ class ControlSockets:
             family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             both = family is socket.AF_INET6 and where[0] == "::"
             sock = socket.create_server(where[:2], family=family, backlog=256, dualstack_ipv6=both)
-        except OSError as e:
-            raise OSError(e.errno, f"cannot listen on {host} port {port or 'any'}: {e.strerror or e}") from None
+        except (OSError, ValueError) as e:  # so are a null character, and a label that is too long
+            what = isinstance(e, OSError) and e.strerror
+            raise OSError(
+                getattr(e, "errno", errno.EINVAL), f"cannot listen on {host} port {port or 'any'}: {what or e}"
+            ) from None
         sock.setblocking(False)
         self._listener = sock
         self._epoll.register(sock, select.EPOLLIN)

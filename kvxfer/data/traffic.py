@@ -101,7 +101,7 @@ class Traffic:
             self._hang_up(link)
             for host in self._transport.dials(asked.theirs):
                 self._security.check_host(host, asked.host)
-            peer = self._transport.connect(asked.mine, asked.theirs)
+            peer = self._transport.connect_for(asked.mine, asked.theirs, f"{asked.key}@{asked.host}")
             self._links[link] = LinkContext(
                 self._transport, self._can, peer, number, self._most, self._staging, self._batches, self._post
             )

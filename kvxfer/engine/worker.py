@@ -21,7 +21,7 @@ from kvxfer.failures import Failure
 from kvxfer.identity import Handle, RequestId, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
-from kvxfer.text import printable
+from kvxfer.text import MAX_SHOWN, printable
 from kvxfer.values import MAX_PAYLOAD, BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
@@ -239,9 +239,8 @@ class WorkerSide:
                         exc_info=not isinstance(e, KvxferError),
                     )
                     with _unless_closed:
-                        self.agent.revoke(
-                            offer.transfer, offer.generation, f"the producer could not offer it: {e}", True
-                        )
+                        why = f"the producer could not offer it: {Failure.of(e).detail[:MAX_SHOWN]}"
+                        self.agent.revoke(offer.transfer, offer.generation, why, True)
 
     def refuse(self, step: Step, reason: str) -> None:
         """End what this step was to offer, in place of ``after_forward``, if what it has computed is not what was announced.

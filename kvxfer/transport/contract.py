@@ -309,6 +309,13 @@ class Transport(ABC):
                 completions of its batches.
         """
 
+    def connect_for(self, mine: bytes, theirs: bytes, owner: str) -> int:
+        """``connect``, for the peer that has proved to be ``owner``: its key and address. The agent calls this.
+
+        What links share, such as threads that look names up, is best shared by owner: the agent's name in an endpoint is only a claim.
+        """
+        return self.connect(mine, theirs)
+
     def withdraw(self, endpoint: bytes) -> None:  # noqa: B027
         """Release what is kept for an endpoint whose link will not be made.
 

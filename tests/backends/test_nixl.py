@@ -241,6 +241,24 @@ def test_the_metadata_of_this_side_itself_are_refused(tcp: World) -> None:
     tcp.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_peer_that_takes_the_name_of_another_keeps_it_from_nothing(tcp: World, when: str) -> None:
+    """NIXL knows agents by the names that they give themselves, and takes no second one of a name."""
+    a, victim, thief = tcp.local(), tcp.local(), tcp.local()
+    tcp.allocate(a, victim, thief)
+    known = [tcp.link(a, victim)] if when == "after" else []
+    name, its = (Endpoint.decode(one.endpoint()).metadata for one in (victim, thief))
+    at, size = 24, 8  # where the name begins, and the bytes of its length before that
+    ends = [at + int.from_bytes(each[at - size : at], "little") for each in (name, its)]
+    forged = name[: ends[0]] + its[ends[1] :]
+    mine, theirs = a.endpoint(), thief.endpoint()
+    a.connect(mine, altered(theirs, metadata=forged))
+    thief.connect(theirs, mine)
+    for link in (*known, tcp.link(a, victim)):
+        tcp.move(link, TransferMode.READ, victim, a, Runs.of([0], [0], [1000]))
+        tcp.move(link, TransferMode.WRITE, a, victim, Runs.of([0], [0], [1000]))
+
+
 @pytest.mark.parametrize("early", ["reader", "owner"])
 def test_a_peer_that_greets_before_it_was_chosen_is_greeted_too(cma: World, early: str) -> None:
     """One side may have settled how the two meet, and said so, before the other has looked."""

@@ -182,3 +182,28 @@ def test_a_silent_peer_says_so_in_the_words_of_the_runbook(node: Make) -> None:
         failure = d.settled(name("half")).outcome.failure
     assert failure is not None and failure.kind is K.PEER_LOST and "127.0.0.1" in failure.peer
     assert "it was silent for " in failure.detail and " had come in " in failure.detail
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["a stranger", "a peer"])
+def test_a_link_that_is_cut_while_it_is_made_is_made_again(node: Make, met: bool) -> None:
+    """The peer lives; what cuts is on the way, such as a firewall that restarts, and cuts more than once."""
+    p, d = node(seed=1), node(peer_timeout=10.0)
+    relay = Relay(p.address())
+    p.publish_at(relay.address)
+    p.offer(name("half"), [13], 4, 1, False)
+    if not met:
+        relay.freeze()
+    d.fetch(name("half"), p.source, [15, 12], 8)
+    if met:
+        until(lambda: d.blocks([15]) == p.blocks([13]))
+        relay.freeze()
+        relay.cut()
+    for _ in range(2):
+        until(lambda: relay.connections == 1)
+        relay.cut()
+    relay.thaw()
+    p.offer(name("half"), [13, 14], 8, 1, True)
+    end = d.settled(name("half"), timeout=TIMEOUT + 5)
+    relay.close()
+    assert end.outcome.delivered, end
+    assert d.blocks([15, 12]) == p.blocks([13, 14])

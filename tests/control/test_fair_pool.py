@@ -76,3 +76,30 @@ def test_names_that_take_long_to_look_up_keep_no_other_load_waiting(
     over.set()
     assert end.outcome.kind is FailureKind.PEER_UNREACHABLE
     assert "its host's name has not been looked up yet" in str(end.outcome.failure), end
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq"])
+def test_a_host_whose_back_ends_claim_many_names_has_the_turn_of_one(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """What an endpoint says of its agent is only a claim."""
+    found, over, sought = socket.getaddrinfo, threading.Event(), list[str]()
+
+    def getaddrinfo(host: str, *how: Any, **more: Any) -> Any:
+        if host.endswith(".example") and not more.get("flags", 0) & socket.AI_NUMERICHOST:
+            sought.append(host)
+            over.wait(100.0)
+            raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+        return found(host, *how, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("kvxfer.backend.names.LOOKUPS", 4)
+    made = {"backend": backend, "listen": "127.0.0.1"}
+    p, d = engine({**made, "advertise": "localhost"}, seed=1), engine(dict(made))
+    liars = [engine({**made, "advertise": f"h{n}.example"}, seed=1, listen="127.0.0.2") for n in range(6)]
+    for n, liar in enumerate(liars):
+        d.agents[0].fetch(fetch(liar.source, [6 + n], 4, transfer=T, handle=f"bait{n}"))
+    until(lambda: len(sought) >= 3)
+    until(lambda: len(d.agents[0].links()) == len(liars))
+    honest(p, d, TransferId("own/1/beside", 0))
+    over.set()

@@ -295,16 +295,18 @@ def test_a_worker_that_is_told_nonsense_reports_it_and_goes_on() -> None:
     d.close()
 
 
-@pytest.mark.parametrize("function", ["table", "before_load", "on_ended"])
+@pytest.mark.parametrize("function", ["table", "before_load", "on_ended", "the producer's table"])
 def test_a_function_of_the_engine_s_that_fails_costs_its_own_load_only(function: str) -> None:
+    """Whatever it says: a file's name need not be text."""
     failing = iter([True])
 
     def called(*given: Any) -> Any:
         if next(failing, False):
-            raise IndexError("not ours")
+            raise IndexError("not ours: /tmp/\udcff\n")
         return given[0]
 
-    p, d = engine("p"), engine("d", **{function: called})
+    theirs, _, name = function.rpartition(" ")
+    p, d = (engine(one, **({name: called} if bool(theirs) is (one == "p") else {})) for one in "pd")
     try:
         p.step(), d.step()
         requests = [fresh()[0] for _ in range(2)]

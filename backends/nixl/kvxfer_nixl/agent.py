@@ -15,6 +15,7 @@ from kvxfer.settings import advice
 from kvxfer_nixl import ucx
 from kvxfer_nixl.gate import inside, keep
 from kvxfer_nixl.library import Library, load
+from kvxfer_nixl.metadata import name_in, renamed
 from kvxfer_nixl.options import Options, text
 from kvxfer_nixl.rest import come_to_rest, threads
 
@@ -57,6 +58,7 @@ class LibraryAgent:
             ConfigError: This NIXL lacks the plugin, or a parameter.
             TransportError: It cannot start.
         """
+        self._name = name.encode()
         self._library = library = load(options.log_level)
         self._nixl = nixl = library.bindings
         self._errors = library.errors
@@ -127,10 +129,17 @@ class LibraryAgent:
             return bytes(self._agent.getLocalMD() if len(tokens) > 1 else self._agent.getLocalPartialMD(few, True, []))
 
     def add(self, metadata: bytes) -> str:
-        """Make a peer known, and return its name."""
+        """Make a peer known, and return its name here, which is the same for the same metadata only.
+
+        Raises:
+            TransportError: NIXL does not take them, or they are this agent's.
+        """
+        if name_in(metadata) == self._name:
+            raise TransportError("it has sent the metadata of this side itself")
+        name, known = renamed(metadata)
         with self._calling():
-            name = self._agent.loadRemoteMD(metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
+            self._agent.loadRemoteMD(known)
+        return name
 
     def remove(self, name: str) -> None:
         """Forget a peer. No fence: what is in flight goes on."""

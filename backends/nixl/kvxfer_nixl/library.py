@@ -36,7 +36,7 @@ _MEANINGS = {
     "nixlNotFoundError": "NIXL does not know the peer or the memory any more: the connection has failed before",
     "nixlBackendError": "the plugin failed; NIXL wrote the reason to stderr",
     "nixlMismatchError": "these are not the metadata of a NIXL agent, or of one of another version",
-    "nixlNotAllowedError": "an agent of that name is connected already, with other metadata",
+    "nixlNotAllowedError": "an agent is connected already, with other metadata",
     "nixlInvalidParamError": "NIXL refused the arguments; it wrote the reason to stderr",
     "nixlNotSupportedError": "the plugin cannot do that",
     "nixlRepostActiveError": "the transfer is still active",

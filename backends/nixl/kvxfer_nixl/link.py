@@ -34,7 +34,7 @@ class Peer:
     """A peer of one of our agents.
 
     Attributes:
-        name: NIXL's.
+        name: NIXL's here, which it does not choose itself.
         here: Whether a socket tells of its end.
         agent: Ours, which knows it.
         error: Why the connection has failed; it never comes back.
@@ -64,8 +64,7 @@ class Peers:
 
     def __init__(self, agent: LibraryAgent) -> None:
         self._agent = agent
-        self._known: dict[str, Peer] = {}
-        self._metadata: dict[str, bytes] = {}
+        self._known: dict[bytes, Peer] = {}  # by their metadata
 
     def connect(self, metadata: bytes, here: bool) -> Peer:
         """Return the peer with these metadata: the one we know, or a new one, of whose end a socket tells if it is ``here``.
@@ -73,18 +72,16 @@ class Peers:
         Raises:
             TransportError: NIXL does not take them.
         """
-        for peer in list(self._known.values()):
+        for known, peer in list(self._known.items()):
             if not peer.here:  # nobody says when an idle connection has failed; the next message does
                 with suppress(TransportError):
                     peer.tell(NOTHING)
             if peer.error is not None:
                 self._agent.remove(peer.name)
-                del self._known[peer.name], self._metadata[peer.name]
-        name = next((n for n, m in self._metadata.items() if m == metadata), None)
-        if name is None:
-            name = self._agent.add(metadata)
-            self._metadata[name] = metadata
-        return self._known.setdefault(name, Peer(name, here, self._agent))
+                del self._known[known]
+        if metadata not in self._known:
+            self._known[metadata] = Peer(self._agent.add(metadata), here, self._agent)
+        return self._known[metadata]
 
 
 class Link:

@@ -111,7 +111,8 @@ class TcpTransport(Base[Endpoint, Link]):
             self._dialling.add(link)
             addresses = numeric(theirs.host, theirs.port)
             if addresses is None:
-                self._names.look_up(theirs.agent, theirs.host, theirs.port, lambda: link.broken is not None, link.dial)
+                owner = self.owner or theirs.agent
+                self._names.look_up(owner, theirs.host, theirs.port, lambda: link.broken is not None, link.dial)
             else:
                 link.dial(addresses)
         return link

@@ -100,9 +100,8 @@ class ZmqTransport(Base[Endpoint, Link]):
         except zmq.ZMQError as e:
             raise TransportError(f"no link to {theirs.agent!r} can be made: {e}") from e
         if connection.named is not None:
-            self._names.look_up(
-                theirs.agent, *connection.named, lambda: connection.over, partial(self._dial, number, connection)
-            )
+            owner, dial = self.owner or theirs.agent, partial(self._dial, number, connection)
+            self._names.look_up(owner, *connection.named, lambda: connection.over, dial)
         link = Link(number, mine, theirs, connection, self.complete, self._say_bye)
         self._ends[mine.token] = self._open[number] = link
         self._hot.add(number)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from kvxfer import Config, ConfigError
+from kvxfer import Config
+from kvxfer.settings import json_object
 
 __all__ = ["VARIABLE", "settings"]
 
@@ -35,12 +34,4 @@ def settings(here: str, patience: float, environ: Mapping[str, str] = os.environ
 
 
 def _stated(text: str) -> dict[str, Any]:
-    if not text.strip():
-        return {}
-    try:
-        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{VARIABLE} must be a JSON object or the path of a file with one: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{VARIABLE} must be a JSON object, not a {type(found).__name__}")
-    return found
+    return json_object(text, VARIABLE, or_file=True) if text.strip() else {}

@@ -61,7 +61,7 @@ def external_id(internal: str) -> ExternalId:
     if kind and kind[1] == "cmpl" and (match := _PROMPT.match(rest)):
         rest, prompt = match[1], int(match[2])
     if not rest:
-        raise IdentityError(f"request id {internal!r} has no external part: send a request id of your own")
+        raise IdentityError(f"request id {internal!r:.300} has no external part: send a request id of your own")
     return ExternalId(rest, prompt, child)
 
 
@@ -98,6 +98,6 @@ def routed_addresses(external: ExternalId) -> RoutedAddresses | None:
     decode, _, uuid = rest.partition("_")
     if body == base or _PREFILL in body or _DECODE in rest or not uuid:
         raise IdentityError(
-            f"request id {base!r} does not consist of one prefill address, one decode address and a UUID"
+            f"request id {base!r:.300} does not consist of one prefill address, one decode address and a UUID"
         )
     return RoutedAddresses(parse_address(prefill), parse_address(decode), uuid)
