@@ -134,12 +134,18 @@ class LibraryAgent:
         Raises:
             TransportError: NIXL does not take them, or they are this agent's.
         """
-        if name_in(metadata) == self._name:
+        claimed = name_in(metadata)
+        if claimed == self._name:
             raise TransportError("it has sent the metadata of this side itself")
-        name, known = renamed(metadata)
+        if not claimed and name_in(self.metadata()) == self._name:
+            raise TransportError(
+                "it has sent what are no metadata of a NIXL agent; install the same release of NIXL on both sides"
+            )
+        # A release that writes them in another way keeps the names that agents choose.
+        name, known = renamed(metadata) if claimed else ("", metadata)
         with self._calling():
-            self._agent.loadRemoteMD(known)
-        return name
+            loaded = self._agent.loadRemoteMD(known)
+        return name or (loaded.decode() if isinstance(loaded, bytes) else str(loaded))
 
     def remove(self, name: str) -> None:
         """Forget a peer. No fence: what is in flight goes on."""
