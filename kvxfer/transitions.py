@@ -33,18 +33,12 @@ class _Leads(dict[tuple[S, E], S | None]):
 
 @dataclass(frozen=True)
 class Transitions(Generic[S, E]):
-    """A table of what each stimulus does in each state.
+    """A table of what each stimulus does in each state."""
 
-    Attributes:
-        moves: The next state for a state and a stimulus.
-        ignored: Pairs in which the stimulus is ignored, by the reason.
-        never: Pairs that never happen, by the reason; they raise.
-        leads: The state after each pair that may happen; ``None`` if it is ignored. Looking up any other raises `IllegalTransition`.
-    """
-
-    moves: Mapping[tuple[S, E], S]
-    ignored: Mapping[str, frozenset[tuple[S, E]]]
-    never: Mapping[str, frozenset[tuple[S, E]]]
+    moves: Mapping[tuple[S, E], S]  # the next state for a state and a stimulus
+    ignored: Mapping[str, frozenset[tuple[S, E]]]  # pairs in which the stimulus is ignored, by the reason
+    never: Mapping[str, frozenset[tuple[S, E]]]  # pairs that never happen, by the reason; they raise
+    # the state after each pair that may happen; ``None`` if it is ignored. Looking up any other raises `IllegalTransition`
     leads: Mapping[tuple[S, E], S | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

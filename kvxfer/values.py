@@ -230,46 +230,29 @@ def _named(value: Offer | Fetch) -> None:
 
 
 class OfferEnd(msgspec.Struct, frozen=True, gc=False):
-    """How an offer has ended on one rank.
+    """How an offer has ended on one rank."""
 
-    Attributes:
-        failure: Why nobody has it, or not all for whom it was; ``None`` if they have.
-        nbytes: The bytes that consumers have confirmed.
-        at: When, by ``time.monotonic``.
-    """
-
-    failure: Failure | None
-    nbytes: int
-    at: float
+    failure: Failure | None  # why nobody has it, or not all for whom it was; ``None`` if they have
+    nbytes: int  # the bytes that consumers have confirmed
+    at: float  # when, by ``time.monotonic``
 
 
 class Stages(msgspec.Struct, frozen=True, gc=False):
-    """When a fetch reached its stages on one rank, by ``time.monotonic``, which all processes of a host share; 0: never.
+    """When a fetch reached its stages on one rank, by ``time.monotonic``, which all processes of a host share; 0: never."""
 
-    Attributes:
-        began: The engine asked for it.
-        asked: The last of the producer ranks was asked, over a link that was up.
-        announced: The first of them had announced the first part.
-        heard: The last part had been announced.
-        arrived: The last bytes were here.
-        ended: It had its outcome.
-        moving: Not a time, but the seconds in which announced parts were on their way or being checked. Waits between the parts
-            of a producer that sends as it computes do not count.
-        last: When bytes had last come, as far as is known: of a part that takes long, that is looked at twice a second.
-        came: The bytes that had come.
-        announced_bytes: The bytes that had been announced.
-    """
-
-    began: float = 0.0
-    asked: float = 0.0
-    announced: float = 0.0
-    heard: float = 0.0
-    arrived: float = 0.0
-    ended: float = 0.0
+    began: float = 0.0  # the engine asked for it
+    asked: float = 0.0  # the last of the producer ranks was asked, over a link that was up
+    announced: float = 0.0  # the first of them had announced the first part
+    heard: float = 0.0  # the last part had been announced
+    arrived: float = 0.0  # the last bytes were here
+    ended: float = 0.0  # it had its outcome
+    # not a time, but the seconds in which announced parts were on their way or being checked. Waits between the parts
+    # of a producer that sends as it computes do not count
     moving: float = 0.0
+    # when bytes had last come, as far as is known: of a part that takes long, that is looked at twice a second
     last: float = 0.0
-    came: int = 0
-    announced_bytes: int = 0
+    came: int = 0  # the bytes that had come
+    announced_bytes: int = 0  # the bytes that had been announced
 
     @property
     def unasked(self) -> bool:

@@ -75,14 +75,11 @@ def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Split:
-    """Settings of two contexts, without the prefix ``UCX_``.
+    """Settings of two contexts, without the prefix ``UCX_``."""
 
-    Attributes:
-        host: Of the one for processes of this host, which opens no port; ``None`` if nothing that reaches them is allowed.
-        network: Of the one for all others, which knows no shared memory; ``None`` if no network is allowed, or there is none.
-    """
-
+    # of the one for processes of this host, which opens no port; ``None`` if nothing that reaches them is allowed
     host: dict[str, str] | None
+    # of the one for all others, which knows no shared memory; ``None`` if no network is allowed, or there is none
     network: dict[str, str] | None
 
 

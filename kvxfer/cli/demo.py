@@ -27,17 +27,12 @@ _ELSEWHERE = "pip install 'kvxfer-transformers[demo]', or 'kvxfer-vllm[demo]' be
 
 @dataclass(frozen=True)
 class Demo:
-    """A connector's demo: the object of an entry point in the group `kvxfer.demos`, whose name is the engine's.
+    """A connector's demo: the object of an entry point in the group `kvxfer.demos`, whose name is the engine's."""
 
-    Attributes:
-        command: A function that `typer.Typer.command` accepts.
-        lack: Returns what is missing to run it and how to get that, or `None` if nothing is missing.
-        serves: Whether it starts servers. Such a demo is preferred when no engine is named.
-    """
-
-    command: Callable[..., Any]
+    command: Callable[..., Any]  # a function that `typer.Typer.command` accepts
+    # returns what is missing to run it and how to get that, or `None` if nothing is missing
     lack: Callable[[], str | None]
-    serves: bool = False
+    serves: bool = False  # whether it starts servers. Such a demo is preferred when no engine is named
 
 
 def demo_settings(backend: str, config: str) -> dict[str, Any]:

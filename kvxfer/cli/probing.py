@@ -36,16 +36,12 @@ GRACE_S = 30.0
 
 @dataclass(frozen=True)
 class Found:
-    """What was found out about a back end.
+    """What was found out about a back end."""
 
-    Attributes:
-        probe: What its own probe says about this machine.
-        ports: The ports that it opened when made with an engine's settings and one link begun, or why it could not be made.
-        elastic: How it moves memory whose pages come and go; empty if it could not be made.
-    """
-
-    probe: Probe
+    probe: Probe  # what its own probe says about this machine
+    # the ports that it opened when made with an engine's settings and one link begun, or why it could not be made
     ports: tuple[Port, ...] | str
+    # how it moves memory whose pages come and go; empty if it could not be made
     elastic: Literal["", "straight", "staged"] = ""
 
 

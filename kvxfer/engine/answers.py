@@ -74,18 +74,12 @@ Holds = Callable[[Inquiry], "HeldPrefix | None"]
 
 
 class AnswerCounts(msgspec.Struct):
-    """What other engines have asked of this one.
+    """What other engines have asked of this one."""
 
-    Attributes:
-        inquiries: Inquiries that the engine was asked to answer.
-        held: Those of them for which something was offered.
-        tokens: Tokens that were offered for them.
-        refused: Those that were answered with "nothing", or with less than is held, because the peer's share of the blocks is used up.
-    """
-
-    inquiries: int = 0
-    held: int = 0
-    tokens: int = 0
+    inquiries: int = 0  # inquiries that the engine was asked to answer
+    held: int = 0  # those of them for which something was offered
+    tokens: int = 0  # tokens that were offered for them
+    # those that were answered with "nothing", or with less than is held, because the peer's share of the blocks is used up
     refused: int = 0
 
 

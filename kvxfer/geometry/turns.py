@@ -22,18 +22,13 @@ __all__ = ["ALL", "Shared", "TokenTurns"]
 class TokenTurns(msgspec.Struct, frozen=True):
     """This rank holds the tokens ``t`` with ``t // span % count == index``.
 
-    Attributes:
-        index: The place of this rank in the order of turns, from 0.
-        count: How many ranks, or groups of ranks that hold the same, take turns.
-        span: Tokens of a turn.
-
     Raises:
         ArgumentError: An argument has the wrong type or range.
     """
 
-    index: int
-    count: int
-    span: int = 1
+    index: int  # the place of this rank in the order of turns, from 0
+    count: int  # how many ranks, or groups of ranks that hold the same, take turns
+    span: int = 1  # tokens of a turn
 
     def __post_init__(self) -> None:
         count = arguments.integer("count", self.count, 1, MAX_TOKENS)

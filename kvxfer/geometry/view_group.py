@@ -107,22 +107,14 @@ class ViewGroup:
 
 
 class LogicalCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A view group at segments, in logical coordinates.
+    """A view group at segments, in logical coordinates."""
 
-    Attributes:
-        view_group: What is copied of each token.
-        src_at: Flat offset of each segment's first token in the source, to which a cell's offset is added; int64
-            ``[segments]``.
-        dst_at: The same in the destination.
-        token: First token of each segment (of a state: the token after which it stands, counted from 1).
-        count: Tokens of each segment, 1 where they are opaque.
-    """
-
-    view_group: ViewGroup
+    view_group: ViewGroup  # what is copied of each token
+    # flat offset of each segment's first token in the source, to which a cell's offset is added; int64 ``[segments]``
     src_at: Ints
-    dst_at: Ints
-    token: Ints
-    count: Ints
+    dst_at: Ints  # the same in the destination
+    token: Ints  # first token of each segment (of a state: the token after which it stands, counted from 1)
+    count: Ints  # tokens of each segment, 1 where they are opaque
 
     def copies(self) -> list[StridedCopy]:
         """Return the strided copies that do it, with everything contiguous merged.

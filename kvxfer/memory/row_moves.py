@@ -16,19 +16,12 @@ __all__ = ["RowMove", "row_moves"]
 
 @dataclass(frozen=True)
 class RowMove:
-    """Rows of one length in one region.
+    """Rows of one length in one region."""
 
-    Attributes:
-        region: Its number.
-        nbytes: Bytes of each row.
-        at: Where each row begins in the region, int64 ``[n]``.
-        packed: Where each row begins in the packed stream, rising, int64 ``[n]``.
-    """
-
-    region: int
-    nbytes: int
-    at: Ints
-    packed: Ints
+    region: int  # its number
+    nbytes: int  # bytes of each row
+    at: Ints  # where each row begins in the region, int64 ``[n]``
+    packed: Ints  # where each row begins in the packed stream, rising, int64 ``[n]``
 
     @property
     def adjacent(self) -> bool:

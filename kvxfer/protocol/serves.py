@@ -48,7 +48,7 @@ class Serves:
 
     Attributes:
         links: The consumer ranks that have said hello.
-        last_words: The last message about each attempt that is over, by the reader's epoch and attempt, to be repeated if the
+        final_replies: The last message about each attempt that is over, by the reader's epoch and attempt, to be repeated if the
             consumer asks again, over any link.
     """
 

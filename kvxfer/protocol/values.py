@@ -187,30 +187,19 @@ def in_order(refs: Iterable[PartRef]) -> list[PartRef]:
 
 
 class LinkInfo(msgspec.Struct, frozen=True, dict=True):
-    """What a machine knows of a link that is up.
+    """What a machine knows of a link that is up."""
 
-    Attributes:
-        mode: How parts move over it.
-        planner: Plans copies between the two caches.
-        peer: The other agent's epoch.
-        piece_bytes: The size of a staged piece that both sides agreed on.
-        stage_below: A part goes staged if its rows are shorter than this many bytes on average, as a first guess (``parts.ways``); 0 means
-            never.
-        integrity: How much of what moves is hashed on both sides.
-        revocations: On a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here.
-        name: The peer's name for operators.
-        owner: The peer that the link counts for, on a producer.
-    """
-
-    mode: Mode
-    planner: Planner
-    peer: int = 0
-    piece_bytes: int = 0
+    mode: Mode  # how parts move over it
+    planner: Planner  # plans copies between the two caches
+    peer: int = 0  # the other agent's epoch
+    piece_bytes: int = 0  # the size of a staged piece that both sides agreed on
+    # a part goes staged if its rows are shorter than this many bytes on average, as a first guess (``parts.ways``); 0 means never
     stage_below: int = 0
-    integrity: Integrity = "off"
+    integrity: Integrity = "off"  # how much of what moves is hashed on both sides
+    # on a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here
     revocations: Callable[[], int] | None = None
-    name: str = ""
-    owner: PeerIdentity = NOBODY
+    name: str = ""  # the peer's name for operators
+    owner: PeerIdentity = NOBODY  # the peer that the link counts for, on a producer
 
     @cached_property
     def unattended(self) -> bool:
@@ -273,19 +262,14 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """Give a part to the data thread; answer with ``moved``.
-
-    Attributes:
-        stream: The number of a two-sided part on its link.
-        check: What to hash of the part on this side once it has arrived; ``None`` for nothing.
-    """
+    """Give a part to the data thread; answer with ``moved``."""
 
     ref: PartRef
     verb: Verb
     plan: CopyPlan
-    stream: int
+    stream: int  # the number of a two-sided part on its link
     piece_bytes: int
-    check: CopyPlan | None = None
+    check: CopyPlan | None = None  # what to hash of the part on this side once it has arrived; ``None`` for nothing
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -319,27 +303,20 @@ Action = Resolve | Dial | Close | Send | Move | Abort | RemoteWritesEnded | Hash
 
 
 class Moved(msgspec.Struct, frozen=True, gc=False):
-    """The end of a part on this side, or that the data thread wants it aborted; if it was not quiet, this comes again once it is.
-
-    Attributes:
-        failure: Why the part was not moved, or should be aborted; ``None`` if it was moved.
-        quiet: Whether the back end no longer touches the part's memory here.
-        collateral: Whether it ended for no fault of its own, so that another attempt may follow: its link broke under something else, or
-            its consumer held a slot of staging memory for too long while others waited for one.
-        seconds: Seconds since the data thread began with the part.
-        way: The way that it went, if it was long enough to tell what ways cost.
-        own_seconds: The same without what other parts had of that time: of a time in which several are under way, each has an equal share.
-        checksum: The checksum of ``Move.check``, if it was made on the way; ``None`` if it is still to be made.
-    """
+    """The end of a part on this side, or that the data thread wants it aborted; if it was not quiet, this comes again once it is."""
 
     ref: PartRef
-    failure: Failure | None
-    quiet: bool
+    failure: Failure | None  # why the part was not moved, or should be aborted; ``None`` if it was moved
+    quiet: bool  # whether the back end no longer touches the part's memory here
     nbytes: int
+    # whether it ended for no fault of its own, so that another attempt may follow: its link broke under something else,
+    # or its consumer held a slot of staging memory for too long while others waited for one
     collateral: bool = False
-    seconds: float = 0.0
+    seconds: float = 0.0  # seconds since the data thread began with the part
+    # the checksum of ``Move.check``, if it was made on the way; ``None`` if it is still to be made
     checksum: int | None = None
-    way: PartWay | None = None
+    way: PartWay | None = None  # the way that it went, if it was long enough to tell what ways cost
+    # the same without what other parts had of that time: of a time in which several are under way, each has an equal share
     own_seconds: float = 0.0
 
 
@@ -353,14 +330,10 @@ class HeldUp(enum.StrEnum):
 
 
 class Moving(msgspec.Struct, frozen=True):
-    """How far parts have got that take long. Comes about once a second.
+    """How far parts have got that take long. Comes about once a second."""
 
-    Attributes:
-        parts: The bytes of each that have come since it began, if they have become more.
-        held_up: What parts wait for that stand still, if that is new; ``None``: they go on.
-    """
-
-    parts: tuple[tuple[PartRef, int], ...]
+    parts: tuple[tuple[PartRef, int], ...]  # the bytes of each that have come since it began, if they have become more
+    # what parts wait for that stand still, if that is new; ``None``: they go on
     held_up: tuple[tuple[PartRef, HeldUp | None], ...] = ()
 
 

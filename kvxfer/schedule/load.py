@@ -149,13 +149,7 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """One transfer, and the loads of all requests of this engine that want it: one of them fetches it, at most once.
-
-    Attributes:
-        loads: Those whose requests are not over, and that of the request that fetches it until it is closed.
-        answers: The names of the answers that have told of it.
-        closed: Whether it will not be fetched any more.
-    """
+    """One transfer, and the loads of all requests of this engine that want it: one of them fetches it, at most once."""
 
     transfer: TransferId
     digest: bytes
@@ -164,96 +158,59 @@ class Wanted:
     progress: int
     offered: bool
     enough: int
+    # those whose requests are not over, and that of the request that fetches it until it is closed
     loads: list[Load] = field(default_factory=list)
-    answers: set[str | None] = field(default_factory=set)
-    closed: bool = False
+    answers: set[str | None] = field(default_factory=set)  # the names of the answers that have told of it
+    closed: bool = False  # whether it will not be fetched any more
 
 
 @dataclass(slots=True, eq=False)
 class Load(Life[LoadState, LoadEvent]):
-    """One request's load. The parts that fill it in are named below; nothing of a load is kept elsewhere.
-
-    Attributes:
-        number: The load's serial number.
-        request: The engine's name of the request.
-        wanted: The transfer.
-        state: Where it is; see ``LOAD``.
-        over: Whether the engine has said that the request is over.
-        computed: The local tokens when the engine asked last.
-
-        fetched: The number of its fetch; None: there is none yet.
-        blocks: The blocks that the fetch fills: the request's own, or lent ones.
-        start, end: The tokens that it brings.
-
-        over_on: The ranks that have reported its end.
-        told_on: Those of them that have done so with a step.
-        told: Whether steps have told of its end on all ranks.
-        writing: The ranks on which it has failed and may still write.
-        pinned: Whether its blocks are pinned while it may.
-        generations: What the ranks were delivered of. Everything that a rank has is of one generation; ranks do not know of each
-            other, and a producer that preempts a request between two of them gives them different ones, which do not go together.
-        failure: Why it has failed on some rank.
-        short: The token up to which it was delivered, if not whole.
-        payload: What the producer sent along.
-        stages: When it reached each stage, by rank.
-        arrived: How many tokens are there, by rank.
-
-        tried: Sync: whether it has been considered.
-        results: Sync: how it has ended, by rank.
-        expected: Sync: the seconds that it should take.
-        waited: Sync: whether a step has waited for it in vain.
-        promised: Sync: how many tokens are here, as the engine was told last.
-        copied: Sync: the seconds that each rank took to copy it.
-
-        kind: Who has named the source of a prefix that was asked for; None: the source has told of it itself.
-
-        came_at: When the request came.
-        found_at: When it was decided to load what the answer to a question offers.
-        asked_at: When its producer was asked last whether it has begun.
-        fetched_at: When its fetch was sent.
-        traced: Whether the trace has its line.
-    """
+    """One request's load. The parts that fill it in are named below; nothing of a load is kept elsewhere."""
 
     table: ClassVar = LOAD
 
-    number: LoadNumber
-    request: RequestId
-    wanted: Wanted
-    state: LoadState
-    over: bool = False
-    computed: int = 0
+    number: LoadNumber  # the load's serial number
+    request: RequestId  # the engine's name of the request
+    wanted: Wanted  # the transfer
+    state: LoadState  # where it is; see ``LOAD``
+    over: bool = False  # whether the engine has said that the request is over
+    computed: int = 0  # the local tokens when the engine asked last
 
-    fetched: int | None = None
-    blocks: BlockTable = BlockTable()
-    start: int = 0
-    end: int = 0
+    fetched: int | None = None  # the number of its fetch; None: there is none yet
+    blocks: BlockTable = BlockTable()  # the blocks that the fetch fills: the request's own, or lent ones
+    start: int = 0  # the first token that it brings
+    end: int = 0  # the token after the last
 
-    over_on: set[Rank] = field(default_factory=set)
-    told_on: set[Rank] = field(default_factory=set)
-    told: bool = False
-    writing: set[Rank] = field(default_factory=set)
-    pinned: bool = False
+    over_on: set[Rank] = field(default_factory=set)  # the ranks that have reported its end
+    told_on: set[Rank] = field(default_factory=set)  # those of them that have done so with a step
+    told: bool = False  # whether steps have told of its end on all ranks
+    writing: set[Rank] = field(default_factory=set)  # the ranks on which it has failed and may still write
+    pinned: bool = False  # whether its blocks are pinned while it may
+    # what the ranks were delivered of. Everything that a rank has is of one generation; ranks do not know of each
+    # other, and a producer that preempts a request between two of them gives them different ones, which do not go together
     generations: set[Generation] = field(default_factory=set)
-    failure: Failure | None = None
-    short: int | None = None
-    payload: bytes = b""
-    stages: dict[Rank, Stages] = field(default_factory=dict)
-    arrived: dict[Rank, int] = field(default_factory=dict)
+    failure: Failure | None = None  # why it has failed on some rank
+    short: int | None = None  # the token up to which it was delivered, if not whole
+    payload: bytes = b""  # what the producer sent along
+    stages: dict[Rank, Stages] = field(default_factory=dict)  # when it reached each stage, by rank
+    arrived: dict[Rank, int] = field(default_factory=dict)  # how many tokens are there, by rank
 
-    tried: bool = False
-    results: dict[Rank, RankResult] = field(default_factory=dict)
-    expected: float = 0.0
-    waited: bool = False
-    promised: int = 0
-    copied: dict[Rank, float] = field(default_factory=dict)
+    tried: bool = False  # sync: whether it has been considered
+    results: dict[Rank, RankResult] = field(default_factory=dict)  # sync: how it has ended, by rank
+    expected: float = 0.0  # sync: the seconds that it should take
+    waited: bool = False  # sync: whether a step has waited for it in vain
+    promised: int = 0  # sync: how many tokens are here, as the engine was told last
+    copied: dict[Rank, float] = field(default_factory=dict)  # sync: the seconds that each rank took to copy it
 
+    # who has named the source of a prefix that was asked for; None: the source has told of it itself
     kind: str | None = None
 
-    came_at: float = 0.0
-    found_at: float = 0.0
-    asked_at: float = 0.0
-    fetched_at: float = 0.0
-    traced: bool = False
+    came_at: float = 0.0  # when the request came
+    found_at: float = 0.0  # when it was decided to load what the answer to a question offers
+    asked_at: float = 0.0  # when its producer was asked last whether it has begun
+    fetched_at: float = 0.0  # when its fetch was sent
+    traced: bool = False  # whether the trace has its line
 
     @property
     def is_sync(self) -> bool:

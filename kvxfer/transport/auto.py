@@ -31,17 +31,12 @@ _log = logger("kvxfer.transport")
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``auto`` chooses on this machine.
+    """What ``auto`` chooses on this machine."""
 
-    Attributes:
-        backends: The back end to start with, then those for links that it cannot make, in order, by their declared names.
-        reason: What the probe of the first says.
-        passed: Those that do not work here, or must not be used, and why.
-    """
-
+    # the back end to start with, then those for links that it cannot make, in order, by their declared names
     backends: Mapping[str, Backend]
-    reason: str
-    passed: Mapping[str, str]
+    reason: str  # what the probe of the first says
+    passed: Mapping[str, str]  # those that do not work here, or must not be used, and why
 
     def __str__(self) -> str:
         first, *others = self.backends

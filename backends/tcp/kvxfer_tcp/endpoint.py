@@ -16,26 +16,19 @@ KEY_BYTES = 32
 
 
 class Endpoint(EndpointBase, frozen=True):
-    """One end of a link.
-
-    Attributes:
-        host: Name or address that the peer dials.
-        port: Of TCP.
-        token: Secret of this end of the link, known to its two ends only.
-        connections: That this side makes or takes at most in each direction.
-        lends: Numbers of the memories that the peer may read.
-        key: The public key of this side, if it encrypts.
-    """
+    """One end of a link."""
 
     backend = "tcp"
     format = 2
 
-    host: Annotated[str, Meta(min_length=1, max_length=255)]
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    token: Token
+    host: Annotated[str, Meta(min_length=1, max_length=255)]  # name or address that the peer dials
+    port: Annotated[int, Meta(ge=1, le=65535)]  # the TCP port
+    token: Token  # secret of this end of the link, known to its two ends only
+    # the most connections that this side makes or takes in each direction
     connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
+    # numbers of the memories that the peer may read
     lends: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=4096)]
-    key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
+    key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""  # the public key of this side, if it encrypts
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -15,17 +15,12 @@ _BEGINS = "kvxfer-transformers-1."
 
 
 class BatchTicket(msgspec.Struct, frozen=True):
-    """One batch of prompts whose KV is offered.
+    """One batch of prompts whose KV is offered."""
 
-    Attributes:
-        rows: For each row of the batch, the ticket of its offer; ``None`` for a row of a single token, which has no KV to move.
-        tokens: The columns of the batch that the KV covers, padding included.
-        tail: For each row, the ids after those columns, of which the prefill side has no KV.
-    """
-
+    # for each row of the batch, the ticket of its offer; ``None`` for a row of a single token, which has no KV to move
     rows: tuple[Ticket | None, ...]
-    tokens: int
-    tail: tuple[tuple[int, ...], ...]
+    tokens: int  # the columns of the batch that the KV covers, padding included
+    tail: tuple[tuple[int, ...], ...]  # for each row, the ids after those columns, of which the prefill side has no KV
 
     @property
     def text(self) -> str:

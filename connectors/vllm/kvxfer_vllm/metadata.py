@@ -21,24 +21,19 @@ class StepMetadata(KVConnectorMetadata):
     """Sent from the scheduler to all workers in each step.
 
     vLLM accepts the ends of transfers only from its workers, so what the scheduler's side finds out goes back through them.
-
-    Attributes:
-        doomed: Requests whose load has failed though no worker knows it, and their blocks.
-        freed: Requests whose blocks vLLM may free.
-        partial: Requests of which a part was loaded, and their blocks that were not.
-        asked: Requests whose loads begin and, if they fail, are computed whatever vLLM's policy says: it is told that they have ended.
-        idle: Whether the step computes nothing.
-        waited: Whether the scheduler side has waited for loads in this step, so that workers need not.
-        adapters: By rank, of how many replacements of adapters the scheduler knows. What a step computes with others is not offered.
     """
 
     step: Step = field(default_factory=Step)
+    # requests whose load has failed though no worker knows it, and their blocks
     doomed: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    freed: tuple[str, ...] = ()
+    freed: tuple[str, ...] = ()  # requests whose blocks vLLM may free
+    # requests of which a part was loaded, and their blocks that were not
     partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # requests whose loads begin and, if they fail, are computed whatever vLLM's policy says: it is told that they have ended
     asked: tuple[str, ...] = ()
-    idle: bool = False
-    waited: bool = False
+    idle: bool = False  # whether the step computes nothing
+    waited: bool = False  # whether the scheduler side has waited for loads in this step, so that workers need not
+    # by rank, of how many replacements of adapters the scheduler knows. What a step computes with others is not offered
     adapters: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -57,13 +52,10 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Sent from workers to the scheduler after each step, if there is anything to report.
-
-    Attributes:
-        adapters: For each rank that has loaded adapters, how often it has replaced one, and the hashes of all of them by number.
-    """
+    """Sent from workers to the scheduler after each step, if there is anything to report."""
 
     report: Report
+    # for each rank that has loaded adapters, how often it has replaced one, and the hashes of all of them by number
     adapters: dict[int, tuple[int, dict[int, str]]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

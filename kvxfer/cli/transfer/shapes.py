@@ -21,17 +21,13 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: makes the words o
 
 @dataclass(frozen=True)
 class Model:
-    """One rank's share of a model's cache.
-
-    Attributes:
-        head_bytes: The size of one head of one token, K and V together.
-        outermost: Whether all blocks of a layer lie side by side, or all layers of a block.
-    """
+    """One rank's share of a model's cache."""
 
     layers: int
     heads: int
-    head_bytes: int
+    head_bytes: int  # the size of one head of one token, K and V together
     block_tokens: int
+    # whether all blocks of a layer lie side by side, or all layers of a block
     outermost: Literal["layers", "blocks"] = "layers"
 
     @property

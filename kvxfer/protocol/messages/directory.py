@@ -79,15 +79,12 @@ class Renew(WireMessage, frozen=True, tag="renew"):
 
 
 class Decline(WireMessage, frozen=True, tag="decline"):
-    """A consumer's scheduler side to the producer's: these will never be fetched, free them.
-
-    Attributes:
-        answer: The name of an answer that has told of these: nothing else that it has told of will be fetched either. May be empty.
-    """
+    """A consumer's scheduler side to the producer's: these will never be fetched, free them."""
 
     epoch: Number
     transfers: Names
     reason: str
+    # the name of an answer that has told of these: nothing else that it has told of will be fetched either. May be empty
     answer: Annotated[str, Meta(max_length=MAX_ANSWER)] = ""
 
     def __post_init__(self) -> None:
@@ -118,35 +115,23 @@ MAX_CHAIN = 1 << 16
 
 
 class Inquire(WireMessage, frozen=True, tag="inquire"):
-    """A consumer's scheduler side to any other: offer me, under this name, what you hold of these tokens.
-
-    Attributes:
-        transfer: The name, which the consumer has made.
-        step: Tokens from one link of the chain to the next.
-        links: The chain: a digest of all tokens so far after each ``step`` tokens.
-    """
+    """A consumer's scheduler side to any other: offer me, under this name, what you hold of these tokens."""
 
     epoch: Number
-    transfer: TransferId
-    step: Count
+    transfer: TransferId  # the name, which the consumer has made
+    step: Count  # tokens from one link of the chain to the next
+    # the chain: a digest of all tokens so far after each ``step`` tokens
     links: Annotated[bytes, Meta(max_length=MAX_CHAIN)]
 
 
 class InquiryAnswer(WireMessage, frozen=True, tag="inquiry_answer"):
-    """The directory's answer to ``Inquire``: this many tokens are offered under that name.
-
-    Attributes:
-        epoch: The epoch of the engine that answers.
-        tokens: How many. 0: nothing is.
-        digest: The link of the chain behind them, which is the digest of the offer.
-        reason: Why nothing is, where it may be something another time.
-    """
+    """The directory's answer to ``Inquire``: this many tokens are offered under that name."""
 
     transfer: TransferId
-    epoch: Number
-    tokens: Count = 0
-    digest: Digest = b""
-    reason: str = ""
+    epoch: Number  # the epoch of the engine that answers
+    tokens: Count = 0  # how many. 0: nothing is
+    digest: Digest = b""  # the link of the chain behind them, which is the digest of the offer
+    reason: str = ""  # why nothing is, where it may be something another time
 
     def __post_init__(self) -> None:
         shorten(self)

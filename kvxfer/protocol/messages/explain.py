@@ -20,54 +20,34 @@ At = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class Explain(WireMessage, frozen=True, tag="explain"):
-    """An operator to a directory: what has become of these requests?
+    """An operator to a directory: what has become of these requests?"""
 
-    Attributes:
-        request: Text that the engine's name of the request contains; with ``transfers``, either is enough. Empty, and without
-            ``transfers``: the last requests that failed.
-        transfers: Keys of transfers (``Story.key``).
-        most: How many stories to tell, the latest first.
-    """
-
+    # text that the engine's name of the request contains; with ``transfers``, either is enough. Empty, and without
+    # ``transfers``: the last requests that failed
     request: Text = ""
-    transfers: Annotated[tuple[Key, ...], Meta(max_length=MAX_STORIES)] = ()
-    most: Annotated[int, Meta(ge=1, le=MAX_STORIES)] = 10
+    transfers: Annotated[tuple[Key, ...], Meta(max_length=MAX_STORIES)] = ()  # keys of transfers (``Story.key``)
+    most: Annotated[int, Meta(ge=1, le=MAX_STORIES)] = 10  # how many stories to tell, the latest first
 
 
 class Story(WireMessage, frozen=True):
-    """One request on one side.
+    """One request on one side."""
 
-    Attributes:
-        role: Whether this engine loaded (``consumer``) or offered (``producer``), or neither.
-        request: The engine's name of the request.
-        transfer: The transfer's name, without the digest that only those who know the prompt may know.
-        key: By which both sides know that they speak of the same transfer.
-        peer: On a consumer, the producer's directory.
-        outcome: ``delivered``, a kind of failure, or where it is if it is not over.
-        over: Whether it is over.
-        text: Why it failed, or why this engine takes no part; may be empty.
-        at: The Unix time at which it began here.
-        stages: Seconds from then to each stage that it reached.
-        tokens: How many tokens it is about.
-        came: The bytes that have come, or, on a producer, that consumers have confirmed.
-        announced: The bytes that were announced.
-        moving: The seconds in which something was on its way.
-    """
-
+    # whether this engine loaded (``consumer``) or offered (``producer``), or neither
     role: Literal["consumer", "producer", "none"]
-    request: Text
-    transfer: Text = ""
-    key: Annotated[bytes, Meta(max_length=8)] = b""
-    peer: Text = ""
-    outcome: Text = ""
-    over: bool = True
-    text: Text = ""
-    at: At = 0.0
+    request: Text  # the engine's name of the request
+    transfer: Text = ""  # the transfer's name, without the digest that only those who know the prompt may know
+    key: Annotated[bytes, Meta(max_length=8)] = b""  # by which both sides know that they speak of the same transfer
+    peer: Text = ""  # on a consumer, the producer's directory
+    outcome: Text = ""  # ``delivered``, a kind of failure, or where it is if it is not over
+    over: bool = True  # whether it is over
+    text: Text = ""  # why it failed, or why this engine takes no part; may be empty
+    at: At = 0.0  # the Unix time at which it began here
+    # seconds from then to each stage that it reached
     stages: Annotated[dict[Annotated[str, Meta(max_length=40)], At], Meta(max_length=MAX_STAGES)] = {}
-    tokens: Count = 0
-    came: Number = 0
-    announced: Number = 0
-    moving: At = 0.0
+    tokens: Count = 0  # how many tokens it is about
+    came: Number = 0  # the bytes that have come, or, on a producer, that consumers have confirmed
+    announced: Number = 0  # the bytes that were announced
+    moving: At = 0.0  # the seconds in which something was on its way
 
 
 class Prefixes(WireMessage, frozen=True):

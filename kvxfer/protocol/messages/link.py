@@ -16,48 +16,33 @@ __all__ = ["Hello", "Ping", "Pong", "Refused", "Welcome"]
 
 
 class Hello(WireMessage, frozen=True, tag="hello"):
-    """Consumer to producer rank: who I am, and how I will read your cache.
-
-    Attributes:
-        expect_epoch: The epoch of the agent that the consumer wants to reach.
-        epoch: The consumer's number, which it tells to this producer rank alone.
-        endpoint: The endpoint of the consumer's back end.
-        assignments: What the consumer will read of the producer rank's cache.
-        mode: How the consumer uses the back end.
-        piece_bytes: The size of its staged pieces.
-        facts: What all KV of the consumer depends on (``kvxfer.facts``).
-        stage_below: Parts whose rows have fewer bytes on average come staged, unless ``FetchRequest.cost`` says better. Those that have
-            fewer than a 64th of it must.
-    """
+    """Consumer to producer rank: who I am, and how I will read your cache."""
 
     protocol: int
     backend: str
-    expect_epoch: Number
-    epoch: Number
+    expect_epoch: Number  # the epoch of the agent that the consumer wants to reach
+    epoch: Number  # the consumer's number, which it tells to this producer rank alone
     engine: str
-    endpoint: bytes
+    endpoint: bytes  # the endpoint of the consumer's back end
     cache: Cache
-    assignments: tuple[ShardAssignment, ...]
-    mode: str
-    piece_bytes: Count
+    assignments: tuple[ShardAssignment, ...]  # what the consumer will read of the producer rank's cache
+    mode: str  # how the consumer uses the back end
+    piece_bytes: Count  # the size of its staged pieces
     integrity: Integrity = "off"
-    facts: Facts = {}
+    facts: Facts = {}  # what all KV of the consumer depends on (``kvxfer.facts``)
+    # parts whose rows have fewer bytes on average come staged, unless ``FetchRequest.cost`` says better. Those that
+    # have fewer than a 64th of it must
     stage_below: Count = 0
 
 
 class Welcome(WireMessage, frozen=True, tag="welcome"):
-    """Producer: the answer to ``Hello``, by which the link is made.
-
-    Attributes:
-        piece_bytes: The agreed size of a staged piece: the smaller one of both sides.
-        integrity: The agreed setting: the stricter one of both sides.
-        revocations: Where consumers on the producer's host find its revocation counter.
-    """
+    """Producer: the answer to ``Hello``, by which the link is made."""
 
     epoch: Number
     endpoint: bytes
-    piece_bytes: Count
-    integrity: Integrity = "off"
+    piece_bytes: Count  # the agreed size of a staged piece: the smaller one of both sides
+    integrity: Integrity = "off"  # the agreed setting: the stricter one of both sides
+    # where consumers on the producer's host find its revocation counter
     revocations: Annotated[str, Meta(max_length=100)] = ""
 
 

@@ -45,19 +45,7 @@ __all__ = [
 
 
 class FetchRequest(WireMessage, frozen=True, tag="fetch"):
-    """Consumer: bring the tokens ``[start, tokens)`` into these blocks.
-
-    Attributes:
-        readers: How many consumer ranks read from the producer rank.
-        seconds: How long the consumer will wait for the first part; after that, nothing has to be served.
-        least: Older generations are of no use, because another rank of the producer already has this one.
-        moving: How long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``.
-        offered: See ``Fetch``.
-        enough: See ``Fetch``.
-        banded: Whether parts of single bands of layers are wanted, because the link is slow; else each part holds all layers.
-        cost: What the consumer has found things to cost on the link, or what the producer is to act on as if it were that, to try another
-            way than the best one; ``None``: the first guess of both sides decides how parts go.
-    """
+    """Consumer: bring the tokens ``[start, tokens)`` into these blocks."""
 
     transfer: TransferId
     attempt: Number
@@ -65,13 +53,18 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     start: Count
     tokens: Count
     blocks: BlockTable
-    readers: Readers
-    seconds: Seconds
+    readers: Readers  # how many consumer ranks read from the producer rank
+    seconds: Seconds  # how long the consumer will wait for the first part; after that, nothing has to be served
+    # older generations are of no use, because another rank of the producer already has this one
     least: OfferGeneration = FIRST
+    # how long it will wait for the rest, from the first part on; 0: all of it must come within ``seconds``
     moving: Seconds = 0.0
-    offered: bool = False
-    enough: Count = 0
+    offered: bool = False  # see ``Fetch``
+    enough: Count = 0  # see ``Fetch``
+    # whether parts of single bands of layers are wanted, because the link is slow; else each part holds all layers
     banded: bool = False
+    # what the consumer has found things to cost on the link, or what the producer is to act on as if it were that, to
+    # try another way than the best one; ``None``: the first guess of both sides decides how parts go
     cost: LinkCost | None = None
 
 
@@ -81,17 +74,6 @@ class PartReady(WireMessage, frozen=True, tag="part"):
     What it means for the bytes depends on the mode of the link. Read: the consumer may read them. Send: they come in batches
     numbered from ``stream``. Write: they are in the consumer's memory or, if staged, will be written into the slots that it
     lends.
-
-    Attributes:
-        final: Whether this is the last part, which also holds the window and state groups. It ends before the last wanted token
-            only if the producer has given up, and the tokens before its end are enough.
-        blocks: The blocks of each row that hold ``[lo, hi)``, so that all parts together have each block once. Whole rows if
-            window or state groups come with the part.
-        piece_bytes: The size of the pieces in which the part comes packed; 0 for direct runs.
-        revocations: The revocation count when the attempt's first part was announced; ``None`` if the consumer has to ask.
-        payload: The payload of the offer, with the final part.
-        bands: The first band of layers that the part holds, and the one after the last (``kvxfer.geometry.bands``);
-            ``None`` for all layers. Window and state groups belong to no band.
     """
 
     transfer: TransferId
@@ -100,12 +82,19 @@ class PartReady(WireMessage, frozen=True, tag="part"):
     part: Part
     lo: Count
     hi: Count
+    # whether this is the last part, which also holds the window and state groups. It ends before the last wanted token
+    # only if the producer has given up, and the tokens before its end are enough
     final: bool
+    # the blocks of each row that hold ``[lo, hi)``, so that all parts together have each block once. Whole rows if
+    # window or state groups come with the part
     blocks: BlockTable
     stream: Count
-    piece_bytes: Count
+    piece_bytes: Count  # the size of the pieces in which the part comes packed; 0 for direct runs
+    # the revocation count when the attempt's first part was announced; ``None`` if the consumer has to ask
     revocations: Number | None = None
-    payload: Annotated[bytes, Meta(max_length=MAX_PAYLOAD)] = b""
+    payload: Annotated[bytes, Meta(max_length=MAX_PAYLOAD)] = b""  # the payload of the offer, with the final part
+    # the first band of layers that the part holds, and the one after the last (``kvxfer.geometry.bands``); ``None`` for
+    # all layers. Window and state groups belong to no band
     bands: tuple[Band, Band] | None = None
 
 
@@ -158,33 +147,26 @@ class Checksums(WireMessage, frozen=True, tag="checksums"):
 
 
 class CommitRequest(WireMessage, frozen=True, tag="commit"):
-    """Consumer: all bytes have arrived, from you and from all others. Are they yours, and did this generation hold until now?
-
-    Attributes:
-        checksum: The checksum of the bytes from this producer rank, summed over all parts; 0 if the link checks nothing.
-        round: Distinguishes the answer from that to an earlier request.
-        alone: Whether nobody else is asked, so that a yes settles the transfer; otherwise ``Committed`` does.
-    """
+    """Consumer: all bytes have arrived, from you and from all others. Are they yours, and did this generation hold until now?"""
 
     transfer: TransferId
     attempt: Number
     generation: OfferGeneration
+    # the checksum of the bytes from this producer rank, summed over all parts; 0 if the link checks nothing
     checksum: Checksum = NO_CHECKSUM
-    round: Number = 0
-    alone: bool = True
+    round: Number = 0  # distinguishes the answer from that to an earlier request
+    alone: bool = True  # whether nobody else is asked, so that a yes settles the transfer; otherwise ``Committed`` does
 
 
 class CommitAck(WireMessage, frozen=True, tag="ack"):
     """Producer: yes to both questions of ``CommitRequest``, so that the consumer may trust these bytes.
 
     The answer no is ``AttemptClosed``.
-
-    Attributes:
-        round: The round of the request; ``None`` answers a ``FetchRequest`` that came after its ``Committed``.
     """
 
     transfer: TransferId
     attempt: Number
+    # the round of the request; ``None`` answers a ``FetchRequest`` that came after its ``Committed``
     round: Number | None = 0
 
 
@@ -213,16 +195,13 @@ class CloseAttempt(WireMessage, frozen=True, tag="close"):
 
 
 class AttemptClosed(WireMessage, frozen=True, tag="closed"):
-    """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more.
-
-    Attributes:
-        again: Whether a later generation may come, so that the consumer should make a new attempt instead of failing.
-    """
+    """Producer: nothing more will come for this attempt, and nothing of mine touches your memory any more."""
 
     transfer: TransferId
     attempt: Number
     kind: FailureKind
     reason: str
+    # whether a later generation may come, so that the consumer should make a new attempt instead of failing
     again: bool
 
     def __post_init__(self) -> None:

@@ -33,21 +33,14 @@ class Deployment:
 
 @dataclass(frozen=True)
 class RouterResult:
-    """What has become of a case.
+    """What has become of a case."""
 
-    Attributes:
-        case: Its name.
-        outcome: Whether the contract is kept. ``left out``: the plain server does not serve such requests either.
-        said: What is broken, or why it was left out.
-        nbytes: The bytes of KV that moved.
-        seconds: How long it took.
-    """
-
-    case: str
+    case: str  # its name
+    # whether the contract is kept. ``left out``: the plain server does not serve such requests either
     outcome: Literal["kept", "broken", "left out"]
-    said: str
-    nbytes: int
-    seconds: float
+    said: str  # what is broken, or why it was left out
+    nbytes: int  # the bytes of KV that moved
+    seconds: float  # how long it took
 
 
 def check(case: RouterCase, deployment: Deployment, texts: Texts) -> RouterResult:

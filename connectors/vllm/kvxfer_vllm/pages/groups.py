@@ -21,16 +21,12 @@ _ANY_LENGTH = MAX_TOKENS
 
 @dataclass(frozen=True)
 class GroupPages:
-    """One group of an engine.
+    """One group of an engine."""
 
-    Attributes:
-        group: The group as the scheduler's block table has it. For chunked attention, the window is the length of a chunk. ``local``
-            if its blocks never leave the engine.
-        specs: The specs of its layers; a uniform group has one for all of them.
-    """
-
+    # the group as the scheduler's block table has it. For chunked attention, the window is the length of a chunk.
+    # ``local`` if its blocks never leave the engine
     group: Group
-    specs: tuple[Any, ...]
+    specs: tuple[Any, ...]  # the specs of its layers; a uniform group has one for all of them
 
 
 def group_pages(kv_cache_config: KVCacheConfig, ranks: int = 1) -> tuple[GroupPages, ...]:
