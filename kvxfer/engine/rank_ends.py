@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -16,6 +17,17 @@ from kvxfer.values import Fetch, OfferEnd, Rank, Stages
 __all__ = ["RankEnds"]
 
 
+@dataclass(slots=True, eq=False)
+class _RankLoad:
+    """A load that is under way on this rank, until nothing touches its blocks any more."""
+
+    result: RankResult  # how it has ended, as far as is known
+    prefetch: bool
+    blocks: tuple[int, ...]  # the scheduler's blocks that it fills; none of a prefetch
+    early: bool = False  # it has failed, and that was reported before its blocks were quiet
+    by_step: bool = False  # it has ended with what only a step can report
+
+
 class RankEnds:
     """The ends of one rank's loads and offers. Not thread-safe.
 
@@ -27,27 +39,21 @@ class RankEnds:
     def __init__(self, rank: Rank, quarantine: int) -> None:
         self.report, self.aside = Report(), False
         self._rank, self._quarantine = rank, quarantine
-        self._blocks: dict[RequestId, tuple[int, ...]] = {}  # request -> the scheduler's blocks that its load fills
-        self._failing: dict[RequestId, Failure] = {}  # loads that ended badly and are not quiet yet
-        self._early: set[RequestId] = set()  # those of them that are reported
-        self._known: dict[RequestId, RankResult] = {}  # of loads under way, as far as they are known
-        self._prefetches: set[RequestId] = set()  # those of them that are prefetches
+        self._loads: dict[RequestId, _RankLoad] = {}
+        self._failing: dict[RequestId, _RankLoad] = {}  # those that have failed, are not quiet, and are not reported
         self._results: list[RankResult] = []
         self._ended: list[Ended] = []  # since the last ``collect``
 
     def begin(self, fetch: Fetch, number: int, prefetch: bool) -> None:
         """Expect the end of a load, with this number; ``fetch`` has the scheduler's blocks."""
         request = RequestId(fetch.handle)
-        self._known[request] = RankResult(request, self._rank, number)
-        if prefetch:
-            self._prefetches.add(request)
-        else:
-            self._blocks[request] = fetch.blocks.ids()
+        blocks = () if prefetch else fetch.blocks.ids()
+        self._loads[request] = _RankLoad(RankResult(request, self._rank, number), prefetch, blocks)
 
     def number(self, request: RequestId) -> int | None:
         """Return the number of a load that is under way; None if none of this name is."""
-        known = self._known.get(request)
-        return None if known is None else known.number
+        load = self._loads.get(request)
+        return None if load is None or load.by_step else load.result.number
 
     def refuse(self, fetch: Fetch, why: Failure) -> None:
         """End a load that the agent has refused."""
@@ -70,17 +76,19 @@ class RankEnds:
             self._load_ended(event)
         elif isinstance(event, Released):
             self._load_released(RequestId(event.handle))
-        elif isinstance(event, Progress) and (request := RequestId(event.handle)) not in self._prefetches:
-            self.report.arrived.setdefault(request, {})[self._rank] = event.tokens
+        elif isinstance(event, Progress):
+            request = RequestId(event.handle)
+            if (load := self._loads.get(request)) is None or not load.prefetch:
+                self.report.arrived.setdefault(request, {})[self._rank] = event.tokens
 
     @property
     def pending(self) -> bool:
         """Whether ``collect`` may have something to report."""
-        return bool(self.report or self._failing.keys() - self._early)
+        return bool(self.report or self._failing)
 
     def collect(self) -> tuple[Report, list[Ended]]:
         """Return what is to be reported, and the ends of loads and offers since the last call."""
-        for request in self._failing.keys() - self._early:
+        for request in list(self._failing):
             self._give_up(request)
         report, self.report = self.report, Report()
         ended, self._ended = self._ended, []
@@ -93,8 +101,7 @@ class RankEnds:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        loads = len(self._blocks) + len(self._prefetches) + len(self._failing) + len(self._early)
-        return loads + len(self._known) + bool(self.report)
+        return len(self._loads) + bool(self.report)
 
     def _offer_released(self, transfer: TransferId, generation: Generation) -> None:
         """Report that nothing reads what was offered any more."""
@@ -104,44 +111,41 @@ class RankEnds:
     def _load_ended(self, event: Ended) -> None:
         request, failure, report = RequestId(event.handle), event.outcome.failure, self.report
         self._ended.append(event)
-        result = replace(self._known[request], generation=event.generation, failure=failure, stages=event.stages)
-        self._known[request] = result
-        if request in self._prefetches:
-            self._prefetched(result)
+        load = self._loads[request]
+        load.result = replace(load.result, generation=event.generation, failure=failure, stages=event.stages)
+        if load.prefetch:
+            self._prefetched(load.result)
             return
         report.stages.setdefault(request, {})[self._rank] = event.stages
         if failure is not None:
-            self._failing[request] = failure
-            self._say(result)
-        else:
-            if event.generation is not None:
-                report.delivered.setdefault(request, set()).add(event.generation)
-            if event.payload:
-                report.payloads[request] = event.payload
-            if event.short is not None:
-                report.short[request] = event.short
-            if event.payload or event.short is not None:  # which a RankResult cannot tell: only a step reports the end
-                del self._known[request]
-                self._say(result)
+            self._failing[request] = load
+            self._say(load.result)
+            return
+        if event.generation is not None:
+            report.delivered.setdefault(request, set()).add(event.generation)
+        if event.payload:
+            report.payloads[request] = event.payload
+        if event.short is not None:
+            report.short[request] = event.short
+        if event.payload or event.short is not None:
+            load.by_step = True
+            self._say(load.result)
 
     def _load_released(self, request: RequestId) -> None:
         """Report that nothing touches a load's blocks any more."""
-        ended = self._known.pop(request, None)
-        result = None if ended is None else replace(ended, quiet=True)
-        if request in self._prefetches and result is not None:
-            self._prefetches.remove(request)
+        load = self._loads.pop(request)
+        self._failing.pop(request, None)
+        result = replace(load.result, quiet=True)
+        if load.prefetch:
             self._prefetched(result)
             return
-        if result is not None and result.failure is None:
+        if result.failure is None and not load.by_step:
             self._say(result)
-        blocks = self._blocks.pop(request)
-        failure = self._failing.pop(request, None)
-        if request in self._early:
-            self._early.discard(request)
-            self._quarantine += len(blocks)
+        if load.early:
+            self._quarantine += len(load.blocks)
             self.report.quiet.setdefault(request, set()).add(self._rank)
         else:
-            self._report_end(request, blocks, failure)
+            self._report_end(request, load)
 
     def _prefetched(self, result: RankResult) -> None:
         self._say(result)
@@ -151,17 +155,18 @@ class RankEnds:
         if self.aside:
             self._results.append(result)
 
-    def _report_end(self, request: RequestId, blocks: tuple[int, ...], failure: Failure | None) -> None:
+    def _report_end(self, request: RequestId, load: _RankLoad) -> None:
         self.report.over.setdefault(request, set()).add(self._rank)
-        if failure is not None:
-            self.report.failed[request] = failure
-            self.report.invalid.update(blocks)
+        if load.result.failure is not None:
+            self.report.failed[request] = load.result.failure
+            self.report.invalid.update(load.blocks)
 
     def _give_up(self, request: RequestId) -> None:
         """Report a failed load before its blocks are quiet, which may take long, if they fit into the quarantine."""
-        blocks = self._blocks[request]
-        if len(blocks) <= self._quarantine:
-            self._quarantine -= len(blocks)
-            self._early.add(request)
-            self._report_end(request, blocks, self._failing[request])
+        load = self._failing[request]
+        if len(load.blocks) <= self._quarantine:
+            self._quarantine -= len(load.blocks)
+            load.early = True
+            del self._failing[request]
+            self._report_end(request, load)
             self.report.writing.setdefault(request, set()).add(self._rank)
