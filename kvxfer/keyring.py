@@ -170,9 +170,8 @@ def _context(side: int, own: Key, file: KeyFile) -> ssl.SSLContext:
     _present(context, own)
     try:
         with _file("".join(key.certificate for key in file.keys)) as path:
-            context.load_verify_locations(
-                path
-            )  # as text it would keep other threads from running for a second, if it is long
+            # As text it would keep other threads from running for a second, if it is long.
+            context.load_verify_locations(path)
     except ssl.SSLError:
         raise damaged(_first_damaged(file)) from None
     if side == ssl.PROTOCOL_TLS_SERVER:

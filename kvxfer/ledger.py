@@ -50,9 +50,8 @@ class BlockLedger:
         self._claims: dict[Hashable, tuple[_Claim, ...]] = {}
         self._filled: defaultdict[int, set[int]] = defaultdict(set)
         self._read: defaultdict[int, set[int]] = defaultdict(set)
-        self._more: defaultdict[int, dict[int, int]] = defaultdict(
-            dict
-        )  # by how many claims beyond the first a block is read
+        # By how many claims beyond the first a block is read.
+        self._more: defaultdict[int, dict[int, int]] = defaultdict(dict)
 
     def learn(self, spaces: Mapping[int, int]) -> None:
         """Record the block spaces of some groups, for later claims."""

@@ -37,9 +37,8 @@ class EventQueue:
         self.heard: Callable[[], None] | None = None
         self._flag = Flag()  # never closed earlier: events may come, and be taken, after the end
         self._new = False  # an event was put since the last ``tell``
-        self._told = (
-            False  # the descriptor is readable, about to be, or was read by a thread that has yet to take events
-        )
+        # the descriptor is readable, about to be, or was read by a thread that has yet to take events
+        self._told = False
         self._over = False
 
     def put(self, event: Event) -> None:

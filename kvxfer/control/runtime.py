@@ -80,9 +80,7 @@ class AgentRuntime(AgentPeers):
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self._stories = AgentStories(me.epoch)
         self._direct = self._staged = 0  # parts that were begun without packing, and packed
-        self._unclaimed = RateLimitedWarnings(
-            log, every=10.0
-        )  # about offers that nobody has asked for, or needs any more
+        self._unclaimed = RateLimitedWarnings(log, every=10.0)  # about offers that nobody has asked for, or needs now
 
     # --- what the engine says --------------------------------------------------------------------------------------
 

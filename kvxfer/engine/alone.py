@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvxfer.schedule import FetchSchedule, Load, LoadState
 
-__all__ = ["LOOKS", "LOOK_S", "Alone", "EngineQueue"]
+__all__ = ["Alone", "EngineQueue"]
 
 LOOK_S = 0.001
 """Seconds from one look at the engine's queue to the next: the longest delay for a request that comes while a load is waited for."""
@@ -52,15 +52,28 @@ class Alone:
     @property
     def now(self) -> bool:
         """Whether every request of the engine waits for a load that is on its way, and nobody has come."""
-        return self.queue is not None and self._moving() >= self.queue.unfinished() and not self.coming
+        return self._all_wait(self._moving())
 
     @property
     def coming(self) -> bool:
         """Whether something has come that the engine has not looked at yet."""
         return self.queue is not None and self.queue.arriving()
 
-    def with_questions(self, requests: int) -> bool:
-        """Return whether the engine has this many requests, which all wait for other engines to answer, and nobody has come."""
+    def wait(self, over: Callable[[], bool], look: Callable[[float], object], asking: int = 0) -> None:
+        """Wait within a step, as long as that costs no other request anything.
+
+        Args:
+            over: Returns whether there is nothing to wait for any more.
+            look: Waits for news for this many seconds, and takes them in.
+            asking: How many requests wait for other engines to answer; 0: what is waited for are loads.
+        """
+        for _ in range(LOOKS):
+            if over() or not self._all_wait(asking or self._moving()):
+                break
+            look(LOOK_S)
+
+    def _all_wait(self, requests: int) -> bool:
+        """Return whether these are all requests of the engine, and nobody has come."""
         return self.queue is not None and requests >= self.queue.unfinished() and not self.coming
 
     def _moving(self, other_than: Load | None = None) -> int:

@@ -11,7 +11,6 @@ import msgspec
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.notices import Answered, Unheard
-from kvxfer.engine.alone import LOOKS
 from kvxfer.engine.ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
@@ -69,9 +68,8 @@ class Asks:
         self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
         # What has yet to be answered, by the name that it was given; None: nobody needs an answer any more.
         self._sent: Recent[TransferId, tuple[Source, Ask | None]] = Recent(config.lease, MAX_SENT)
-        self._silent: Recent[tuple[str, int], bool] = Recent(
-            SILENT_S, MAX_SILENT
-        )  # addresses that have not answered in time
+        # Addresses that have not answered in time.
+        self._silent: Recent[tuple[str, int], bool] = Recent(SILENT_S, MAX_SILENT)
         self._numbers = count(1)
         self._complain = RateLimitedWarnings(log)
         self.counts: dict[str, AskCounts] = {}
@@ -109,9 +107,7 @@ class Asks:
             return False
         if ask.taken is not None:
             if self._schedule.named(request) is None and computed < ask.taken.tokens:
-                self._load(
-                    request, ask, ask.taken
-                )  # it waits for the one that fetches, and finds the blocks in the cache
+                self._load(request, ask, ask.taken)  # it waits for the one that fetches, and finds the blocks cached
             return False
         wanted = ask.chain.tokens - computed
         if self._schedule.named(request) is not None:  # it has been told to load from a producer of its own
@@ -141,11 +137,11 @@ class Asks:
         others = [one for one in self._asks.values() if one.state in (_S.NEW, _S.OUT)]
         if any(one.state is _S.NEW for one in others):
             return  # those are to be sent first
-        for _ in range(LOOKS):
-            if ask.done or time.monotonic() >= until or not self._loads.alone.with_questions(len(others)):
-                break
-            time.sleep(ANSWER_LOOK_S)
-            self._notices.take_in()
+        self._loads.alone.wait(lambda: ask.done or time.monotonic() >= until, self._look, len(others))
+
+    def _look(self, seconds: float) -> None:
+        time.sleep(min(seconds, ANSWER_LOOK_S))
+        self._notices.take_in()
 
     def _speaks(self, ask: Ask) -> bool:
         """Return whether a source that has yet to answer is not known to be silent."""

@@ -6,7 +6,7 @@ import time
 
 from kvxfer import arguments
 from kvxfer.config import Config
-from kvxfer.engine.alone import LOOK_S, LOOKS, Alone
+from kvxfer.engine.alone import Alone
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import LoadEnds, Update
 from kvxfer.engine.exchange import Report
@@ -222,10 +222,7 @@ class Loads:
         """
         if not (self.under_way and self._dispatch.told and self._dispatch.direct and self.alone.now):
             return False
-        for _ in range(LOOKS):
-            if self._ends.news or not self.alone.now:
-                break
-            self._hear(LOOK_S)
+        self.alone.wait(lambda: self._ends.news, self._hear)
         return True
 
     @property

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
-from kvxfer.engine.alone import LOOK_S, LOOKS, Alone
+from kvxfer.engine.alone import Alone
 from kvxfer.engine.ends import disagreement
 from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
@@ -122,7 +122,7 @@ class Prefetches:
 
     def _wait(self, load: Load) -> None:
         """Wait for a load, in one step only: one that has overrun its time may never end, and would delay all others."""
-        self._wait_alone(load)
+        self._alone.wait(lambda: load.state is not _S.AHEAD, self._receive)
         in_vain = load.waited or load.expected > self._budget
         patience = granted = 0.0 if in_vain else max(0.0, self._left - self._to_copy(load))
         while load.state is _S.AHEAD:
@@ -136,13 +136,6 @@ class Prefetches:
             load.waited = True
             if granted >= load.expected:
                 self.paces.failed(load.wanted.source)
-
-    def _wait_alone(self, load: Load) -> None:
-        """Wait for a load while there are no others to be delayed."""
-        for _ in range(LOOKS):
-            if load.state is not _S.AHEAD or not self._alone.now:
-                break
-            self._receive(LOOK_S)
 
     def _to_copy(self, load: Load) -> float:
         """Return the seconds that copying a load's tokens should take."""

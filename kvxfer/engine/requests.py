@@ -347,9 +347,8 @@ class Requests:
 
 
 def _request(request: str) -> RequestId:
-    return RequestId(
-        arguments.instance("request", request, str)
-    )  # of any length: an engine may pass on all that it hears
+    # Of any length: an engine may pass on all that it hears.
+    return RequestId(arguments.instance("request", request, str))
 
 
 def _transfer(transfer: TransferId, digest: bytes) -> None:

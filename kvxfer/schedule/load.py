@@ -41,9 +41,8 @@ class LoadState(enum.StrEnum):
     ABANDONED = "abandoned"  # sync: nobody needs it any more, or it has failed; the lent blocks may still be written to
     MOVING = "moving"  # async: on its way to the request's blocks
     CANCELLED = "cancelled"  # async: nobody needs it any more, or it has failed; the ranks have not told all of its end
-    WRITTEN = (
-        "written"  # async: the engine knows that it has failed; its blocks, which are pinned, may still be written to
-    )
+    # async: the engine knows that it has failed; its blocks, which are pinned, may still be written to
+    WRITTEN = "written"
     REPEATED = "repeated"  # async: the engine knows the end; a step has yet to repeat it
     CLOSED = "closed"  # nothing of it comes, now or later; the record goes with its request
 

@@ -25,9 +25,8 @@ class OfferingState(enum.StrEnum):
 
     RUNNING = "running"  # its request is computed; what is ready of it is offered
     WHOLE = "whole"  # all of it is offered, and its request goes on
-    HELD = (
-        "held"  # all of it is offered, and nobody computes it; the blocks are kept until all ranks are done with them
-    )
+    # all of it is offered, and nobody computes it; the blocks are kept until all ranks are done with them
+    HELD = "held"
     WITHDRAWN = "withdrawn"  # as held, but nobody may read it any more
     ABANDONED = "abandoned"  # its request has failed; what may be read of it is pinned until all ranks are done with it
     CLOSED = "closed"  # over; the record goes with its request

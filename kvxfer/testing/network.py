@@ -53,9 +53,8 @@ class PendingBatch:
     after: Fence | None  # to wait for, until it is found to have passed
     due: float  # when it may begin, on the monotonic clock
     fate: Fault | None
-    withdrawn: bool = (
-        False  # ended for its owner; it keeps its place in the stream, so that the other half meets it and fails
-    )
+    # ended for its owner; it keeps its place in the stream, so that the other half meets it and fails
+    withdrawn: bool = False
 
     def fenced(self) -> bool:
         """Return whether its fence has yet to pass; forget one that has."""

@@ -49,9 +49,7 @@ class Endpoint(EndpointBase, frozen=True):
 
     backend = "cuda_ipc"
     format = 3
-    trusted = frozenset(
-        {"memories"}
-    )  # a handle says nothing of whose memory it opens: a peer that knows it can name it
+    trusted = frozenset({"memories"})  # a handle does not say whose memory it opens: a peer that knows it can name it
 
     link: Secret
     socket: DoorName

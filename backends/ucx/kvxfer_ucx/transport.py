@@ -294,9 +294,8 @@ class UcxTransport(Base[Endpoint, Link]):
             self.wakeup.add(connection.epoll, connection)
             self._uninherited.soon()
         if link.parted and link.liveness is not None:
-            self._liveness.hang_up(
-                link.liveness
-            )  # once the farewell is on its way, or cannot be: the peer learns by this, then
+            # Once the farewell is on its way, or cannot be: the peer learns by this, then.
+            self._liveness.hang_up(link.liveness)
         if link.quiet():
             if connection is not None:
                 self.wakeup.remove(connection.epoll)

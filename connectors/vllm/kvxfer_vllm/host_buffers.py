@@ -111,7 +111,7 @@ class _Layer:
         self._planes = [device.storage_offset() * unit + sum(offsets) for offsets in itertools.product(*outside)]
         self._extent = unit + sum(
             step * (n - 1) for step, n in inside
-        )  # bytes from a block's first to its last, in a plane
+        )  # from a block's first byte to its last, in a plane
 
     def touched(self, at: Ints, nbytes: int) -> tuple[list[int], bool]:
         """Return the blocks that have bytes in these rows, and whether the rows fill all of them."""

@@ -137,9 +137,8 @@ class Endings(Suite):
         a, b = world.local(), world.other()
         world.allocate(a, b)
         mine, theirs = a.endpoint(), b.endpoint()
-        link = ParticipantLink(
-            {a.name: a.connect(mine, theirs), b.name: -1}
-        )  # b has not connected, so that none ends by itself
+        # b does not connect, so that none ends by itself.
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: -1})
         other = world.link(a, b)
         source, target = part.sides(a, b)
         pieces = [Runs.of([i * 50_000], [i * 50_000 + 9], [40_000]) for i in range(5)]

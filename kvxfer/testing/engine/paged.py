@@ -216,9 +216,8 @@ class PagedEngine:
         row, need = self.tables.setdefault(request, []), -(-tokens // self.memory.tokens)
         if blocks is None and len(row) < need:
             self._owned.add(request)
-            row += [
-                self._free.pop() for _ in range(need - len(row))
-            ]  # the last that was freed: the worst for late writes
+            # The last that was freed: the worst for late writes.
+            row += [self._free.pop() for _ in range(need - len(row))]
         return row
 
     def _give_back(self, request: str) -> None:

@@ -27,9 +27,8 @@ class CacheLayout:
 
     content: str  # caches of one content can be joined
     block_tokens: int
-    make: Callable[
-        [], tuple[Mapping[str, Any], str | Mapping[str, str]]
-    ]  # returns the tensors of each plane, and what their axes mean
+    # Returns the tensors of each plane, and what their axes mean.
+    make: Callable[[], tuple[Mapping[str, Any], str | Mapping[str, str]]]
 
     @property
     def wanted(self) -> tuple[int, int]:
