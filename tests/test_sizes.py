@@ -7,7 +7,6 @@ MAX_LINES = 400
 
 LONGER = {
     "connectors/transformers/kvxfer_transformers/batching.py",
-    "kvxfer/data/traffic.py",
     "kvxfer/protocol/consumer.py",
 }
 """Those that still have more. Whoever shortens one takes it out."""

@@ -145,14 +145,7 @@ class Inbound(LinkTable[_Dialled]):
         return None
 
     def examined(self, link: LinkId, found: Planner | Failure) -> Lost | None:
-        """Process the result of examining a hello.
-
-        Args:
-            link: The link that the hello asks for.
-            found: The planner of its copies, or why it is refused.
-
-        Returns:
-            The link that was given up for it, if any.
+        """Process the result of examining a link's hello; return the link that was given up for it, if any.
 
         Raises:
             PeerError: It is refused; for the log.

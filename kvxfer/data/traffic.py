@@ -37,17 +37,7 @@ log = logger("kvxfer.data")
 
 
 class Traffic:
-    """The links of an opened back end, and the parts on them.
-
-    Args:
-        transport: The back end.
-        regions: The cache's memory.
-        staging: The staging memory.
-        post: Called with each result; must not block.
-        ends: The parts that have ended and wait for something. They outlive this object.
-        limits: When a link or the back end is given up.
-        security: Which hosts the back end may dial because a peer names them.
-    """
+    """The links of an opened back end, and the parts on them. ``ends`` outlives it; for the other arguments see ``DataThread``."""
 
     def __init__(
         self,

@@ -26,13 +26,7 @@ REMINDERS = 4
 
 
 class Attempts:
-    """The last attempt of each rank fetch.
-
-    Args:
-        routes: The links over which messages are sent.
-        timeout: Seconds from the first part of a fetch to its outcome, which producers are told.
-        retry: Seconds after which an unanswered message is repeated; the wait doubles each time.
-    """
+    """The last attempt of each rank fetch. For ``timeout`` and ``retry`` see ``ConsumerMachine``."""
 
     def __init__(self, routes: Routes, timeout: float, retry: float) -> None:
         self.tries: dict[int, Try] = {}

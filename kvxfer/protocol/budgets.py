@@ -37,15 +37,12 @@ class _Share(Generic[Owner, K]):
 
 
 class PeerBudgets(Generic[Owner, K]):
-    """A bounded amount of something, with what each owner has of it for each key.
+    """A bounded amount of something (``total``), with what each owner has of it for each key.
 
     Owners belong to peers. What a peer's owners have counts together, level by level (``peer.py``): hosts have equal shares, then
     the engines of a host, then the owners of an engine.
 
     Operations cost O(1), and O(owners) once nothing is left.
-
-    Args:
-        total: How much there is.
     """
 
     def __init__(self, total: int) -> None:
@@ -54,13 +51,7 @@ class PeerBudgets(Generic[Owner, K]):
         self._owners: dict[Owner, _Share[Owner, K]] = {}
 
     def take(self, owner: Owner, key: K, n: int, peer: PeerIdentity = NOBODY) -> list[K] | None:
-        """Give ``owner`` another ``n`` for ``key``, which is not in use yet.
-
-        Args:
-            owner: The owner that gets it.
-            key: What for.
-            n: How much.
-            peer: The peer that the owner belongs to.
+        """Give ``owner``, which belongs to this peer, another ``n`` for ``key``, which is not in use yet.
 
         Returns:
             The keys that lose theirs to make room, the newest first of the owner that has most; ``None`` if that would be ``owner``
@@ -188,11 +179,7 @@ class ExpiringMap(Generic[Owner, K, V]):
 
     If there is no room for a value, the oldest one goes of the same owner, or of the owner that has most if that owner has less than
     an equal share. An owner with more names, or more connections, has no more. All operations cost O(1), and that last one O(hosts).
-    The clock is an argument.
-
-    Args:
-        seconds: How long each value is remembered.
-        most: How many values there may be in all.
+    The clock is an argument. Each value is remembered for ``seconds``, and there are ``most`` of them at most.
     """
 
     def __init__(self, seconds: float, most: int) -> None:

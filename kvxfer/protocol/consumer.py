@@ -76,12 +76,7 @@ class ConsumerMachine:
     # --- from the engine -------------------------------------------------------------------------------------------
 
     def fetch(self, spec: Fetch, now: float, called: float | None = None) -> list[Action]:
-        """Begin a fetch.
-
-        Args:
-            spec: What to fetch, and into which blocks.
-            now: The time in seconds.
-            called: When the engine asked for it, from which the time for the first part is counted; ``None`` means now.
+        """Begin a fetch; the time for its first part counts from ``called``, when the engine asked for it (``None``: now).
 
         Raises:
             ValueError: The handle belongs to a fetch that is still alive.

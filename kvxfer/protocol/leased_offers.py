@@ -20,13 +20,7 @@ S, K = ServeState, FailureKind
 
 
 class LeasedOffers:
-    """All offer records of one agent, and what ends them.
-
-    Args:
-        lease: Seconds for which an offer is kept while nobody asks for it, and for which answers are remembered.
-        longest: The most seconds for which a fetch request is kept, whatever it says.
-        revocations: Counts what was announced and is given up.
-    """
+    """All offer records of one agent, and what ends them. For the arguments see ``ProducerMachine``."""
 
     def __init__(self, lease: float, longest: float, revocations: RevocationCounter) -> None:
         self._lease = lease
