@@ -1,4 +1,4 @@
-"""A Unix socket that peers of this host connect to, and accepting where descriptors may run out.
+"""A Unix socket that peers of this host connect to; listening on TCP; and accepting where descriptors may run out.
 
 Its name is random, and leads to it only on its own host and in its own network namespace. So a process that can connect to it is there, and
 one that is not finds that out at once. A name that a peer tells is used only if it has the form of such a name.
@@ -19,7 +19,7 @@ from kvxfer.errors import TransportError
 from kvxfer.logs import logger
 from kvxfer.security import RateLimitedWarnings
 
-__all__ = ["MAX_STRANGERS", "DoorName", "UnixDoor", "accept", "knock", "short_of_descriptors"]
+__all__ = ["MAX_STRANGERS", "DoorName", "UnixDoor", "accept", "knock", "listen", "short_of_descriptors"]
 
 _FORM = r"kvxfer-[a-z0-9-]{1,24}-[0-9a-f]{32}"
 
@@ -28,6 +28,9 @@ DoorName = Annotated[str, Meta(pattern=f"^{_FORM}$")]
 
 MAX_STRANGERS = 64
 """The most sockets that have not said which link they are for; for one more, the oldest is closed."""
+
+BACKLOG = 512
+"""The most connections that the kernel keeps for a listener until they are accepted."""
 
 REST_S = 0.1
 """Seconds until the next try when the process has no descriptor left, or the system no memory."""
@@ -48,6 +51,19 @@ def short_of_descriptors(error: OSError) -> bool:
         error.strerror,
     )
     return True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that listens, and does not block; 0 takes a free port. All addresses of IPv6 include those of IPv4.
+
+    Raises:
+        OSError: The address is not available.
+    """
+    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    both = family == socket.AF_INET6 and where[0] == "::"
+    listener = socket.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    listener.setblocking(False)
+    return listener
 
 
 def accept(listener: socket.socket, wakeup: Wakeup) -> socket.socket | None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
-from kvxfer.backend.door import short_of_descriptors
+from kvxfer.backend.door import listen, short_of_descriptors
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
@@ -93,16 +93,12 @@ class ControlSockets:
             OSError: The address is not available.
         """
         try:
-            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            both = family is socket.AF_INET6 and where[0] == "::"
-            sock = socket.create_server(where[:2], family=family, backlog=256, dualstack_ipv6=both)
+            self._listener = sock = listen(host, port)
         except (OSError, ValueError) as e:  # so are a null character, and a label that is too long
             what = isinstance(e, OSError) and e.strerror
             raise OSError(
                 getattr(e, "errno", errno.EINVAL), f"cannot listen on {host} port {port or 'any'}: {what or e}"
             ) from None
-        sock.setblocking(False)
-        self._listener = sock
         self._epoll.register(sock, select.EPOLLIN)
         return int(sock.getsockname()[1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -76,3 +77,15 @@ def test_a_snippet_is_what_its_file_says(page: str) -> None:
     text = (DOCS / page).read_text()
     assert text.count("<!-- snippet: ") > 1 and '--8<-- "' not in text
     assert text == _script("snippets").page(text), "run python docs/snippets.py"
+
+
+def test_the_design_names_each_thread() -> None:
+    made = {"NamedThread", "Worker", "FairPool", "CopyPool"}
+    found: set[str] = set()
+    for file in (DOCS.parent / "kvxfer").rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in made:
+                given = [*call.args, *(keyword.value for keyword in call.keywords)]
+                found |= {x.value for x in given if isinstance(x, ast.Constant) and str(x.value).startswith("kvxfer-")}
+    page = (DOCS / "design.md").read_text()
+    assert found and not {name for name in found if f"`{name}`" not in page}

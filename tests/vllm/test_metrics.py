@@ -93,8 +93,8 @@ def test_what_is_not_offered_and_what_nobody_asked_for(registry: CollectorRegist
     for unclaimed in (True, False, True):
         timed_out = Outcome(Failure(FailureKind.TIMED_OUT, "why"))
         stats.record(Ended("producer", T, "r", timed_out, 0, 0.5, 1, unclaimed=unclaimed))
-    stats.not_offered("nothing")
-    stats.not_offered("nothing")
+    stats.count("not_offered", "nothing")
+    stats.count("not_offered", "nothing")
     assert stats.aggregate(stats).reduce()["not offered, nothing"] == 4
     exported.observe(json.loads(json.dumps(stats.data)))
     assert value(registry, "kvxfer_unclaimed_offers_total") == 4

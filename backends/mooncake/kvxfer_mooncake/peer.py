@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 from kvxfer.errors import TransportError
+from kvxfer.threads import NamedThread
 from kvxfer_mooncake.cells import Cell
 from kvxfer_mooncake.library import LibraryEngine
 
@@ -31,7 +31,7 @@ class Peer:
         self.opened = False
         self.error: str | None = None
         self._given_up = False
-        self._thread = threading.Thread(target=self._open, args=(engine, there), name="kvxfer-mooncake", daemon=True)
+        self._thread = NamedThread(target=self._open, args=(engine, there), name="kvxfer-mooncake")
         self._thread.start()
 
     @property

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from kvxfer.settings import everywhere
 from kvxfer_nccl.wire import Message, decode, encode
 
-__all__ = ["Channel", "dial", "listen"]
+__all__ = ["Channel", "dial"]
 
 SILENT_S = 15
 """Seconds after which a host that answers nothing is gone, though bytes or probes wait for its answer."""
@@ -93,16 +92,3 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
         OSError: Nobody answers within ``timeout`` seconds.
     """
     return socket.create_connection((host, port), timeout)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        OSError: The address cannot be used.
-    """
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    both = family is socket.AF_INET6 and everywhere(host)
-    sock = socket.create_server((host, port), family=family, backlog=512, dualstack_ipv6=both)
-    sock.setblocking(False)
-    return sock

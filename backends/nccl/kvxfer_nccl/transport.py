@@ -11,13 +11,13 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from kvxfer.backend import Base
-from kvxfer.backend.door import accept
+from kvxfer.backend.door import accept, listen
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.region import Region
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_nccl.binding import Binding
-from kvxfer_nccl.channel import Channel, listen
+from kvxfer_nccl.channel import Channel
 from kvxfer_nccl.direction import Post
 from kvxfer_nccl.endpoint import Endpoint
 from kvxfer_nccl.link import Link

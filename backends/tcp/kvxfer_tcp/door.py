@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvxfer.backend.door import accept
+from kvxfer.backend.door import accept, listen
 from kvxfer.backend.endpoint import TOKEN_BYTES
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer_tcp.connection import Connection, Loop, tune
@@ -23,8 +23,6 @@ AT_ONCE = 64
 STRANGERS = 128
 """Connections that have not shown a token yet; a further one takes the place of the one that has waited longest."""
 
-BACKLOG = 512
-
 
 class Door:
     """Hands ``admit`` the token that a connection has shown, its socket, and which one of its link it is."""
@@ -37,11 +35,7 @@ class Door:
         """
         self._loop, self._options, self._admit = loop, options, admit
         self._strangers: dict[_Stranger, float] = {}
-        found = socket.getaddrinfo(options.listen, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        both = family == socket.AF_INET6 and address[0] == "::"
-        self.listener = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
-        self.listener.setblocking(False)
+        self.listener = listen(options.listen, options.port)
         self.port: int = self.listener.getsockname()[1]
 
     @property

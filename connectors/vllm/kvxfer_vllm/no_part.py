@@ -27,21 +27,21 @@ class NoPart:
 
     def not_offered(self, request: str, reason: Reason, why: str) -> None:
         """Count a request that is not offered, and log it unless another was logged for this reason just now."""
-        self._outcomes.counts.not_offered(str(reason))
+        self.count(reason)
         self._remember(request, f"it is not offered to other engines ({reason}): {why}")
         if (more := self._more("offered", reason)) is not None:
             log.warning("request %s is not offered to other engines (%s): %s%s", printable(request), reason, why, more)
 
     def not_loaded(self, request: str, reason: Reason, why: str) -> None:
         """Count a request that is not loaded, and log it unless another was logged for this reason just now."""
-        self._outcomes.counts.not_loaded(str(reason))
+        self._outcomes.counts.count("not_loaded", str(reason))
         self._remember(request, f"it is computed here: {why}")
         if (more := self._more("loaded", reason)) is not None:
             log.warning("request %s is computed here: %s%s", printable(request), why, more)
 
     def count(self, reason: Reason) -> None:
         """Count a request that is not offered and whose line is logged elsewhere."""
-        self._outcomes.counts.not_offered(str(reason))
+        self._outcomes.counts.count("not_offered", str(reason))
 
     def _more(self, what: str, reason: Reason) -> str | None:
         """Return how many lines of this kind were not logged, as the end of a line; None if this one is not to be logged either."""

@@ -38,19 +38,15 @@ def check_spec(group: int, spec: Any) -> None:
 def leave_last_token(request: Request) -> None:
     """Have vLLM compute this prompt without its last token, and no further: the next step would overwrite the state.
 
-    What it answers is of no use to anybody.
+    What it answers is of no use to anybody. The prompt has two tokens at least, and cannot grow.
 
     Raises:
         KvxferError: The state of this prompt cannot be offered.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise KvxferError("a recurrent state is not offered for a prompt of embeddings")
-    if request.num_prompt_tokens < 2:
-        raise KvxferError("there is no state before the only token of a prompt")
     if request.skip_reading_prefix_cache:
         raise KvxferError("a request that needs its whole prompt computed offers no recurrent state")
-    if request.resumable:
-        raise KvxferError("a request whose prompt may grow offers no recurrent state")
     if request.num_output_tokens:
         raise KvxferError("a request that has produced tokens offers no recurrent state")
     request.prompt_token_ids = request.prompt_token_ids[:-1]  # its caller and other samples may have the same list

@@ -327,7 +327,8 @@ class SchedulerHooks:
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
-        self._outcomes.counts.prefixes(self._news.take(self.side.asked, self.side.answered))
+        for name, n in self._news.take(self.side.asked, self.side.answered).items():
+            self._outcomes.counts.count("prefixes", name, n)
         return self._outcomes.stats()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -84,40 +84,28 @@ class KVXferStats(KVConnectorStats):
         """Record that a load or an offer has ended."""
         outcome = str(event.outcome.kind or DELIVERED)
         if event.role == "producer":
-            self._count("offers", outcome, 1)
-            self._count("unclaimed", "offers", int(event.unclaimed))
+            self.count("offers", outcome, 1)
+            self.count("unclaimed", "offers", int(event.unclaimed))
         else:
             self.data["loads"].append([outcome, event.nbytes, event.seconds, event.waited])
             failure = event.outcome.failure
             if failure is not None and failure.kind is not FailureKind.CANCELLED:
-                self._count("failures", f"{outcome}/{_host(failure.peer)}", 1)
-                self._count("counts", "wasted", event.nbytes)
+                self.count("failures", f"{outcome}/{_host(failure.peer)}", 1)
+                self.count("counts", "wasted", event.nbytes)
 
     def request(self, outcome: str, seconds: float) -> None:
         """Record that a request's load has ended, and how long after the request's arrival."""
         self.data["requests"].append([outcome, seconds])
 
-    def not_offered(self, reason: str) -> None:
-        """Record that a request was to be offered, and is not."""
-        self._count("not_offered", reason, 1)
-
-    def not_loaded(self, reason: str) -> None:
-        """Record that a request was to load, and does not."""
-        self._count("not_loaded", reason, 1)
-
-    def prefixes(self, news: Mapping[str, int]) -> None:
-        """Record by how much the counts of prefixes have grown."""
-        for name, n in news.items():
-            self._count("prefixes", name, n)
-
     def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
         """Record how a rank's agent's numbers have changed since ``before``; None if there was nothing before."""
         for name in COUNTS:
-            self._count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
+            self.count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
         if before.values != now.values if before else any(now.values.values()):
             self.data["gauges"][rank] = now.values
 
-    def _count(self, of: str, name: str, n: int) -> None:
+    def count(self, of: str, name: str, n: int = 1) -> None:
+        """Add to one of ``TALLIES``."""
         if n:
             self.data[of][name] = self.data[of].get(name, 0) + n
 
@@ -129,7 +117,7 @@ class KVXferStats(KVConnectorStats):
             self.data[of] += other.data[of]
         for of in TALLIES:
             for name, n in other.data[of].items():
-                self._count(of, name, n)
+                self.count(of, name, n)
         self.data["gauges"] |= other.data["gauges"]
         return self
 
