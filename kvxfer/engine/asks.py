@@ -133,7 +133,7 @@ class Asks:
         return False
 
     def _wait_alone(self, ask: Ask, until: float) -> None:
-        """Wait for answers within the step while the engine has nothing else to do: an empty step takes longer than an answer."""
+        """Wait for answers within a step while the engine has nothing else to do: an empty step takes longer than an answer."""
         others = [one for one in self._asks.values() if one.state in (_S.NEW, _S.OUT)]
         if any(one.state is _S.NEW for one in others):
             return  # those are to be sent first

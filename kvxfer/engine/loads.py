@@ -227,7 +227,7 @@ class Loads:
 
     @property
     def under_way(self) -> bool:
-        """Whether a load is under way beside the steps."""
+        """Whether an async load is under way."""
         return any(load.under_way for load in self.schedule.working)
 
     @property

@@ -20,9 +20,6 @@ __all__ = ["Trace"]
 
 log = logger("kvxfer.engine")
 
-SYNC, ASYNC = "within the step", "beside the steps"
-"""The two ways, as the lines name them."""
-
 LOG_EVERY_S = 10.0
 """Seconds from one log line to the next about loads that failed in the same way, with the same peer."""
 
@@ -89,7 +86,7 @@ class Trace:
             "transfer": str(load.wanted.transfer),
             "source": str(load.wanted.source),
             "kind": load.kind,
-            "way": SYNC if load.is_sync else ASYNC,
+            "way": "sync" if load.is_sync else "async",
             "tokens": load.end - load.start,
             "bytes": 0 if stages is None else stages.came,
             "failure": None if failure is None else str(failure),

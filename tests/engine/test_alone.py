@@ -113,7 +113,7 @@ def test_beside_a_request_that_computes_a_long_load_is_not(d: Consumer) -> None:
     d.knows_a_long_one()
     d.requests = 1
     d.load("a")
-    assert d.side.loadable("a", 0) == TOKENS and not d.side.is_prefetched("a"), "it goes beside the steps"
+    assert d.side.loadable("a", 0) == TOKENS and not d.side.is_prefetched("a"), "it is async"
 
 
 def test_whoever_comes_ends_the_wait_and_a_long_load_has_no_other(d: Consumer) -> None:

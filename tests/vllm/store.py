@@ -1,5 +1,5 @@
 """A connector that lives beside ours in a `MultiConnector` and *loads*: it keeps the blocks of finished requests, as a store in host
-memory does, and brings them back, in step or beside the steps."""
+memory does, and brings them back, in step or asynchronously."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Meta(KVConnectorMetadata):
 
 
 class Store(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """`load_async`: whether a request waits beside the steps for what it loads."""
+    """`load_async`: whether a request waits asynchronously for what it loads."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -281,7 +281,7 @@ def test_an_abort_after_vllm_has_heard_of_the_end_and_before_a_step_says_so_too(
     assert d.computed[again] == 1 + 3
 
 
-@pytest.mark.parametrize(("budget", "way"), [(1, "within the step"), (0, "beside the steps")])
+@pytest.mark.parametrize(("budget", "way"), [(1, "sync"), (0, "async")])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trace_has_a_line_for_each_load(
     make: Make, board: Switchboard, wire: Wire, tmp_path: Path, budget: int, way: str, ranks: int

@@ -53,7 +53,7 @@ def test_a_pool_in_which_few_blocks_have_memory_gets_unused(pool: Any) -> None:
 
 
 def test_memory_that_another_engine_has_taken_is_not_lent(pool: Any) -> None:
-    """What the pool says is free was so a moment ago; a load that finds none is one for beside the steps."""
+    """What the pool says is free was so a moment ago; a load that finds none is async."""
     pins = BlockPins(BLOCKS // 4, VllmBlockPool(pool))
     assert (lent := pins.borrow("load", 4))
     pool.kv_cache_manager.said, pool.kv_cache_manager.limit = ROOM, len(lent)

@@ -53,7 +53,7 @@ def test_vllm_is_told_which_blocks_it_has_to_zero(make: Make) -> None:
 @pytest.mark.skipif(
     not hasattr(SlidingWindowSpec, "extra_retained_tokens"), reason="this vLLM keeps no more than the window"
 )
-@pytest.mark.parametrize("beside", [True, False], ids=["beside the steps", "within the step"])
+@pytest.mark.parametrize("beside", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("at_p", [0, 2])
 @pytest.mark.parametrize("n", [88, 89])
 def test_what_is_kept_behind_a_window_for_drafts_is_not_taken_for_loaded(

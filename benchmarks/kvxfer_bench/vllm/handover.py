@@ -26,7 +26,7 @@ CHUNKS, CHUNKED, TRANSFER_MS = 8, 5, 200.0
 takes for one."""
 STAGES = ("fetched", "began", "asked", "announced", "heard", "arrived", "ended", "seen", "computed")
 """The stages of a trace, and then the launch of the step that computes the first token."""
-WAYS = {"in_step": "within the step", "beside": "beside the steps"}
+WAYS = {"in_step": "sync", "beside": "async"}
 MODES = {"stepwise": False, "overlapped": True}
 
 
@@ -41,7 +41,7 @@ def measure(
 ) -> dict[str, Any]:
     """Load prompts of ``tokens`` tokens one after the other into an engine whose steps take ``step_ms``; count ``rounds`` of them.
 
-    With a ``budget_ms`` (``step_budget``) of 0, all loads go beside the steps. While they come, ``others`` requests decode.
+    With a ``budget_ms`` (``step_budget``) of 0, all loads are async. While they come, ``others`` requests decode.
 
     Returns:
         The further steps that each load took, and how many steps began between its end and the moment at which the scheduler side
@@ -117,7 +117,7 @@ def handover(
     rounds: Annotated[int, typer.Option(min=1, help="Loads of each kind.")] = 20,
     step_ms: Annotated[float, typer.Option(min=0.1, help="Length of a decode engine's step, in milliseconds.")] = 20.0,
     budget_ms: Annotated[
-        float, typer.Option(min=0.1, max=1000, help="step_budget of loads within the step, in milliseconds.")
+        float, typer.Option(min=0.1, max=1000, help="step_budget of sync loads, in milliseconds.")
     ] = 1000 * Config().step_budget,
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "cma",
     svg: Annotated[Path | None, typer.Option(help="Also draw the stages into this SVG file.")] = None,

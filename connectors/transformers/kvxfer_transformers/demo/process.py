@@ -20,7 +20,7 @@ __all__ = ["DemoSide"]
 RESULT_S = 120.0
 
 
-class _Way(Protocol):
+class _Exchange(Protocol):
     """How a process prefills, and how it decodes: as ``DemoSide`` does."""
 
     def prefill(self, case: Case) -> list[str]: ...
@@ -49,7 +49,7 @@ class DemoSide:
     def close(self) -> None:
         self._stack.close()
 
-    def _way(self, case: Case) -> _Way:
+    def _way(self, case: Case) -> _Exchange:
         """Return the way to run this case, which is kept for the cases that follow."""
         if self._last != (case.kind, case.dtype, case.batching):
             self._stack.close()
@@ -59,7 +59,7 @@ class DemoSide:
 
 
 @contextlib.contextmanager
-def _way(case: Case, config: dict[str, Any]) -> Iterator[_Way]:
+def _way(case: Case, config: dict[str, Any]) -> Iterator[_Exchange]:
     model = case.model()
     if not case.batching:
         with CacheExchange(model, config) as exchange:
