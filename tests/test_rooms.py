@@ -58,7 +58,6 @@ BY_SOMETHING_ELSE = {
     "Directory._beyond": "peer",
     "Directory._paused": "connection",
     "Directory._peers": "engine",
-    "Inquiries._turns": "peer",
     "Adapters._contents": "adapter",
     "Adapters._first": "adapter",
     "Adapters._replaced": "adapter",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.turns import Turns
 from kvxfer.shares import NewcomerShares
 
 __all__ = ["Inquiries", "PeerInquiry"]
@@ -43,26 +43,22 @@ class Inquiries:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shares: NewcomerShares[Hashable] = NewcomerShares(MAX_INQUIRIES)
-        self._turns: OrderedDict[Hashable, deque[PeerInquiry]] = OrderedDict()
+        self._turns: Turns[Hashable, PeerInquiry] = Turns()
 
     def put(self, inquiry: PeerInquiry) -> bool:
         """Let an inquiry wait; return False if its peer has too many that do."""
         with self._lock:
             if not self._shares.take(inquiry.peer, 1):
                 return False
-            self._turns.setdefault(inquiry.peer, deque()).append(inquiry)
+            self._turns.add(inquiry.peer, inquiry)
             return True
 
     def get(self) -> PeerInquiry | None:
         """Return the next one: the oldest of the peer whose turn it is. None: no one waits."""
-        if not self._turns:
-            return None
         with self._lock:
-            peer, waiting = self._turns.popitem(last=False)
-            inquiry = waiting.popleft()
-            self._shares.give(peer, 1)
-            if waiting:
-                self._turns[peer] = waiting
+            inquiry = self._turns.next()
+            if inquiry is not None:
+                self._shares.give(inquiry.peer, 1)
             return inquiry
 
     def __bool__(self) -> bool:

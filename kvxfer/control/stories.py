@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -24,7 +24,7 @@ from kvxfer.protocol.values import Ended
 from kvxfer.text import escaped, printable
 from kvxfer.values import Fetch, Offer, Stages
 
-__all__ = ["KEPT", "STAGES", "AgentStories", "copied", "told_text", "explain_locally", "latest", "told_name"]
+__all__ = ["KEPT", "STAGES", "AgentStories", "copied", "told_text", "explain_locally", "about", "latest", "told_name"]
 
 KEPT = 1000
 """How many requests are remembered of each kind: delivered, failed, without a part in any transfer."""
@@ -101,7 +101,7 @@ class AgentStories:
             return [_story(*one) for one in copied(self._bad)]
         now = [_story(begun, None) for begun in copied(self._live.values())]
         over = [_story(*one) for kept in (self._good, self._bad) for one in copied(kept)]
-        return [story for story in (*now, *over) if _wanted(story, asked)]
+        return list(filter(about(asked), (*now, *over)))
 
 
 def explain_locally(engine: str, epochs: Iterable[int], asked: Explain) -> Explained:
@@ -124,8 +124,10 @@ def latest(stories: Iterable[Story], most: int) -> tuple[Story, ...]:
     return tuple(by_end[:most])
 
 
-def _wanted(story: Story, asked: Explain) -> bool:
-    return bool(asked.request and asked.request in story.request) or story.key in asked.transfers
+def about(asked: Explain) -> Callable[[Story], bool]:
+    """Return a function that says whether a story is of a request or a transfer that is asked for."""
+    keys = frozenset(asked.transfers)
+    return lambda story: bool(asked.request and asked.request in story.request) or story.key in keys
 
 
 def copied(values: Iterable[T]) -> list[T]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from kvxfer.control.stories import KEPT, STAGES, copied, latest, told_name, told_text
+from kvxfer.control.stories import KEPT, STAGES, about, copied, latest, told_name, told_text
 from kvxfer.failures import Failure
 from kvxfer.protocol.messages import Explain, Explained, Story
 from kvxfer.protocol.messages.bounds import MAX_WORDS
@@ -72,21 +72,15 @@ class Stories:
     def explain(self, asked: Explain) -> Explained:
         """Return what is known of the requests that are asked for."""
         failed = not (asked.request or asked.transfers)
-        stories = self._failed() if failed else self._about(asked)
+        stories = (record() for record in copied(self._bad)) if failed else self._about(asked)
         return Explained(self._engine, time.time(), KEPT, latest(stories, asked.most))
 
-    def _failed(self) -> Iterator[Story]:
-        yield from (record() for record in copied(self._bad))
-
     def _about(self, asked: Explain) -> Iterator[Story]:
-        wanted = set(asked.transfers)
         schedule, now = self._live(), time.monotonic()
         live = [_of_load(load, load.failure, None, now) for load in schedule.consumer if not load.traced]
         live += [_of_offering(found, None) for found in schedule.producer if found.ended is None]
         over = (record() for kept in (self._good, self._bad, self._notes) for record in copied(kept))
-        for story in (*live, *over):
-            if (asked.request and asked.request in story.request) or story.key in wanted:
-                yield story
+        return filter(about(asked), (*live, *over))
 
 
 def _of_load(load: Load, failure: Failure | None, stages: Stages | None, now: float) -> Story:

@@ -162,7 +162,7 @@ def test_a_step_spends_a_bounded_time_on_inquiries(holder: Holder, monkeypatch: 
     with Stranger(holder.where) as stranger:
         for n in range(50):
             stranger.say(inquire(n))
-        until(lambda: len(holder.side.directory.inquiries._turns.get(("", "127.0.0.1"), ())) == 50)  # type: ignore[union-attr]
+        until(lambda: len(holder.side.directory.inquiries._turns._waiting.get(("", "127.0.0.1"), ())) == 50)  # type: ignore[union-attr]
         holder.side.step()
         assert asked == 1, "the first, which has used up the step's time"
         assert holder.side.waiting, "the next step goes on"
@@ -223,8 +223,8 @@ def test_a_peer_that_hangs_up_before_its_turn_gets_nothing_held(holder: Holder) 
     with Stranger(holder.where) as stranger:
         stranger.say(inquire())
         until(lambda: holder.side.directory.noticed)
-    (waiting,) = holder.side.directory.inquiries._turns.values()  # type: ignore[union-attr]
-    until(lambda: waiting[0].gone)
+    (waiting,) = holder.side.directory.inquiries._turns._waiting.values()  # type: ignore[union-attr]
+    until(lambda: next(iter(waiting)).gone)
     assert not holder.side.step().commands.offers and not len(holder.side)
 
 
