@@ -47,7 +47,7 @@ class HeldPrefixes:
         if not self._hashed or not getattr(self._pool, "enable_caching", False):
             return
         self._coordinator = manager.coordinator
-        if len(self._groups) == 1 and getattr(self._coordinator, "eagle_group_ids", ()):
+        if len(self._groups) == 1 and getattr(self._coordinator, "eagle_group_ids", None):
             self._dropped = self._hashed  # with several groups it looks further by itself
         cacheable = [one.kv_cache_spec.prefix_cacheable for one in self._coordinator.single_type_managers]
         self._sparse = [g for g, group in enumerate(self._groups) if group.kind == "window" and cacheable[g]]
