@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from kvxfer import TransferId
@@ -299,3 +300,28 @@ def test_messages_of_any_length_fit() -> None:
     story = Story("consumer", "r" * 2000, text="x" * 2000, stages={"asked": 1.0})
     assert decode(encode(Explain("r", (b"12345678",), 5))) == Explain("r", (b"12345678",), 5)
     assert judge(story, None).ok is False
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_clocks_that_differ_change_neither_the_story_nor_the_verdict(
+    make: Any, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    """Times are shown by the clock of the host on which `why` runs."""
+    pair = make(decode={"start_timeout": 0.5})
+    ticket = pair.p.ask("q", TOKENS)
+    pair.d.load("r", ticket, TOKENS)
+    pair.d.until("r")
+    pair.p.run("q", ticket.digest, 0, TOKENS)
+    until(lambda: pair.p.step() and pair.story("r")[1]["requests"][0]["prefill"]["over"])
+
+    def skewed(host: str, port: int, *more: Any) -> Any:
+        found = lookup.explain(host, port, *more)
+        if f"{host}:{port}" == pair.at(pair.d.scheduler):
+            return found
+        return replace(found, now=found.now + ahead, stories=tuple(replace(s, at=s.at + ahead) for s in found.stories))
+
+    monkeypatch.setattr("kvxfer.cli.why.explain", skewed)
+    _, told = pair.story("r")
+    (found,) = told["requests"]
+    assert "still had it in its queue" in found["verdict"]["says"]
+    assert abs(found["prefill"]["at"] - found["decode"]["at"]) < 600

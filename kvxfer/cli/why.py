@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from msgspec.structs import asdict as fields_of
+from msgspec.structs import replace
 
 from kvxfer.cli.doctor import read_settings
 from kvxfer.cli.terminal import make_console, verbatim
@@ -50,6 +51,7 @@ def why(
     """Tell what became of a request on both engines, as one story, with a verdict: who waited, how much came how fast, what to set.
 
     Each engine remembers its last thousand requests that were delivered, as many that failed, and as many without a transfer.
+    Times are of this host's clock, whatever the clocks of the engines say.
 
     Exits with 0 if nothing went wrong, 1 if a request failed or was not transferred, 2 if the arguments are wrong, 3 if no engine knows
     the request or none can be asked.
@@ -110,7 +112,8 @@ class _Asker:
             return ()
         self.answered += 1
         self.knowing.add(str(at))
-        return answer.stories
+        behind = time.time() - answer.now  # by as much as its clock differs from this host's, and the answer took
+        return tuple(replace(story, at=story.at + behind) for story in answer.stories)
 
 
 def _stories(asker: _Asker, asked: Explain, decode: Address | None, prefill: Address | None) -> list[Found]:

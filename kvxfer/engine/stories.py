@@ -62,9 +62,9 @@ class Stories:
 
     def takes_no_part(self, request: str, why: str) -> None:
         """Record that a request neither loads nor offers what it was to."""
-        at = time.time()
+        begun, text = time.monotonic(), told_text(why, MAX_WORDS)
         self._notes.append(
-            lambda: Story("none", told_text(request), outcome="no transfer", text=told_text(why, MAX_WORDS), at=at)
+            lambda: Story("none", told_text(request), outcome="no transfer", text=text, at=_unix_time(begun))
         )
 
     # --- any thread --------------------------------------------------------------------------------------------------
@@ -83,6 +83,11 @@ class Stories:
         return filter(about(asked), (*live, *over))
 
 
+def _unix_time(at: float) -> float:
+    """Return a time of ``time.monotonic`` by this host's clock as it goes now, which may have been set since."""
+    return time.time() - (time.monotonic() - at)
+
+
 def _of_load(load: Load, failure: Failure | None, stages: Stages | None, now: float) -> Story:
     over = stages is not None or failure is not None or load.traced
     reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
@@ -98,7 +103,7 @@ def _of_load(load: Load, failure: Failure | None, stages: Stages | None, now: fl
         outcome if over else str(load.state),
         over,
         "" if failure is None else told_text(failure, MAX_WORDS),
-        time.time() - (time.monotonic() - load.came_at),
+        _unix_time(load.came_at),
         {stage: round(t - load.came_at, 6) for stage, t in times.items() if t},
         max(load.end - load.start, 0) or load.wanted.tokens,
         0 if stages is None else stages.came,
@@ -121,7 +126,7 @@ def _of_offering(found: Offering, end: OfferEnd | None) -> Story:
         outcome=outcome,
         over=end is not None,
         text="" if failure is None else told_text(failure, MAX_WORDS),
-        at=time.time() - (now - found.came_at),
+        at=_unix_time(found.came_at),
         stages={stage: round(t - found.came_at, 6) for stage, t in times.items() if t},
         tokens=found.total,
         came=0 if end is None else end.nbytes,
