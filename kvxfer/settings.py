@@ -144,13 +144,17 @@ def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
         ConfigError: ``advertise``, or ``listen`` if that is not set, is a wildcard, or no address or host name as peers know them.
     """
     told, setting = (listen, "listen") if advertise is None else (advertise, "advertise")
-    do = "set 'advertise' to this host's name or address, or to 'auto'"
     if everywhere(told):
-        raise ConfigError(f"{naming.format(setting)} is {told!r}, which peers cannot dial; {do}")
+        raise ConfigError(
+            f"{naming.format(setting)} is {told!r}, which peers cannot dial; "
+            "set 'advertise' to this host's name or address, or to 'auto'"
+        )
     try:
         canonical_host(told)
     except IdentityError as e:
-        raise ConfigError(f"{naming.format(setting)}: {e}; peers could not dial it: {do}") from None
+        raise ConfigError(
+            f"{naming.format(setting)}: {e}; peers could not dial it: set 'advertise' to what they can"
+        ) from None
 
 
 def own_address() -> str:

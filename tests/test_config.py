@@ -122,7 +122,7 @@ def test_listening_everywhere_needs_a_name_for_peers():
 @pytest.mark.parametrize("read", [Config.from_mapping, TcpOptions.parse, ZmqOptions.parse])
 def test_an_address_that_no_peer_could_dial_is_not_told_to_peers(read: Any, listen: str) -> None:
     """Sockets take many ways to write an address, and peers one."""
-    with pytest.raises(ConfigError, match=r"'listen'.*neither an IP address nor a host name; .*'advertise'"):
+    with pytest.raises(ConfigError, match=r"'listen'.*neither an IP address nor a host name; .*set 'advertise'"):
         read({"listen": listen})
 
 
