@@ -123,7 +123,7 @@ class Directory:
         self._complain = RateLimitedWarnings(log)
         self._closing = False
         self._thread = NamedThread(target=self._run, name="kvxfer-dir")
-        self._sockets = sockets.ControlSockets(Security.of(config), self._outbox)
+        self._sockets = sockets.ControlSockets(Security.of(config), self._outbox, config.peer_timeout)
         try:
             bound = self._sockets.listen(config.listen, config.port)
             self.source = Source(config.advertise or config.listen, bound, self.epoch)

@@ -9,7 +9,6 @@ has time for its handshake, and then takes the place of a guest that has the key
 
 from __future__ import annotations
 
-import errno
 import select
 import socket
 import time
@@ -17,12 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
 
-from kvxfer.backend.door import listen, short_of_descriptors
+from kvxfer.backend.door import short_of_descriptors
 from kvxfer.control.connection import Addresses, ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.control.entrance import Entrance
 from kvxfer.control.guests import Guests
 from kvxfer.control.handshakes import Handshakes
+from kvxfer.control.ports import listener
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.fair_pool import FairPool
@@ -60,10 +60,12 @@ class ControlSockets:
     Args:
         security: Who may connect and be dialled.
         inbox: What other threads leave for this one before they ``wake`` it.
+        patience: Seconds after which a connection made from here is lost if what was sent has not reached the peer's system. None: TCP
+            goes on for a quarter of an hour, which is for owners that hear from each peer.
     """
 
-    def __init__(self, security: Security, inbox: Sized = ()) -> None:
-        self._security, self._inbox = security, inbox
+    def __init__(self, security: Security, inbox: Sized = (), patience: float | None = None) -> None:
+        self._security, self._inbox, self._patience = security, inbox, patience
         self._limits = DescriptorLimits()
         self._epoll = select.epoll()
         self._flag = Flag()
@@ -92,13 +94,7 @@ class ControlSockets:
         Raises:
             OSError: The address is not available.
         """
-        try:
-            self._listener = sock = listen(host, port)
-        except (OSError, ValueError) as e:  # so are a null character, and a label that is too long
-            what = isinstance(e, OSError) and e.strerror
-            raise OSError(
-                getattr(e, "errno", errno.EINVAL), f"cannot listen on {host} port {port or 'any'}: {what or e}"
-            ) from None
+        self._listener = sock = listener(host, port)
         self._epoll.register(sock, select.EPOLLIN)
         return int(sock.getsockname()[1])
 
@@ -118,7 +114,7 @@ class ControlSockets:
             self._security.check_target(target)
         except (IdentityError, PeerError) as e:
             raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
-        keys = self._security.dialled, self._security.proved
+        keys = self._secured, self._security.proved
         conn = ControlConnection(target.host, destination, limit, self._dirty, *keys, guest=False, met=bool(by))
         look_up = partial(self._look_up, conn, target), partial(self._begin, conn)
         if is_ip(target.host) and self._security.fresh:
@@ -364,6 +360,11 @@ class ControlSockets:
         else:
             self._epoll.modify(*wanted)
         conn.watched = wanted
+
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        if self._patience is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(int(self._patience * 1e3), 1))
+        return self._security.dialled(sock)
 
     def _begin(self, conn: ControlConnection, targets: Addresses | OSError | Failure) -> None:
         conn.located = True
