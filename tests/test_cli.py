@@ -465,6 +465,7 @@ def test_top_waits_for_no_server_that_trickles(monkeypatch: pytest.MonkeyPatch) 
 def test_top_shows_what_numbers_there_are() -> None:
     page = (
         b"kvxfer_loads_in_hand NaN\nkvxfer_offers_in_hand 3\nkvxfer_quarantined_bytes +Inf\nkvxfer_corrupt_total many\n"
+        b'kvxfer_loads_in_hand{engine="1"} 1e308\nkvxfer_loads_in_hand{engine="2"} 1e308\n'
     )
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page)
     result = run("top", f"127.0.0.1:{answering(head + page)}", "--once", "--json")
