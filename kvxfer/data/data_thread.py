@@ -113,8 +113,16 @@ class DataThread:
         return self.made
 
     def begin(self) -> None:
-        """Begin to make the back end. If that fails, every endpoint is answered with the reason."""
+        """Begin to make the back end. If that fails, every endpoint is answered with the reason.
+
+        Raises:
+            RuntimeError: No thread is to be had.
+        """
         self._thread.start()
+
+    def cannot_begin(self, asked: MakeEndpoint, why: Exception) -> None:
+        """Answer that there is no endpoint, because ``begin`` has failed."""
+        self._no_endpoint(asked, Failure.of(why).about("it cannot be started: "))
 
     @property
     def made(self) -> tuple[Capabilities, Staging]:

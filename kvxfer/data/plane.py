@@ -100,7 +100,11 @@ class DataPlane:
             return
         if backend not in self._threads:
             data = self._make(backend)
-            data.begin()
+            try:
+                data.begin()
+            except RuntimeError as e:  # as where the limit of threads is reached; the next link tries again
+                data.cannot_begin(asked, e)
+                return
             self._threads[backend] = data
         self._of[link] = self._threads[backend]
         self._of[link].post(asked)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -244,3 +246,28 @@ def test_real_ones_stand_by(make: Make, monkeypatch: pytest.MonkeyPatch, real: s
     for name in ("x", "y"):
         assert deliver(p, d, name).delivered
     assert d.agents[0].stats().quarantined_bytes == 0
+
+
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_where_no_thread_is_to_be_had_for_another_back_end_the_load_ends_at_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """As where the limit of processes is reached for a while."""
+    p, d = make(transfer_timeout=60.0, peer_timeout=30.0), make(transfer_timeout=60.0, peer_timeout=30.0)
+    Near.lame |= {"engine0", "engine1"}
+    start, skip = threading.Thread.start, {"producer": 1, "consumer": 0}[side]
+    wanted = list[str]()
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "kvxfer-data":
+            wanted.append(self.name)
+            if len(wanted) == skip + 1:
+                raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    begun = time.monotonic()
+    outcome = deliver(p, d, "x")
+    assert len(wanted) > skip and time.monotonic() - begun < 20.0
+    assert "can't start new thread" in str(outcome.failure)
+    assert deliver(p, d, "y").delivered
