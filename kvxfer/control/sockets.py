@@ -344,9 +344,9 @@ class ControlSockets:
             self._ready[conn] = None
         if conn.pending:
             self._more.add(conn)
-        if conn.guest:
-            if (greediest := self._guests.measure(conn)) is not None:
-                self._lose(greediest, "strangers fill too much memory")
+        if (greediest := self._guests.measure(conn)) is not None:
+            self._security.turned_away(greediest[0].host, greediest[1])
+            self._lose(*greediest)
         if conn.watched is not None and conn.moved:  # the next address is being tried
             del self._by_fd[conn.watched[0]]
             conn.watched = None

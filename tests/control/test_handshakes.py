@@ -15,7 +15,7 @@ import pytest
 from kvxfer.control import handshakes
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.protocol import messages as m
-from kvxfer.security import Security
+from kvxfer.security import RateLimitedWarnings, Security
 from tests.control.test_sockets import pair, polled, with_key
 
 
@@ -58,6 +58,7 @@ def test_a_host_that_connects_without_end_is_refused_by_name_and_no_other(
 ) -> None:
     monkeypatch.setattr(handshakes, "BURST", 5)
     monkeypatch.setattr(handshakes, "A_SECOND", 2)
+    monkeypatch.setattr("kvxfer.security._turned_away", RateLimitedWarnings(logging.getLogger("kvxfer.security"), 0.0))
     security = with_key(tmp_path)
     with pair(security) as (ours, theirs, port), caplog.at_level(logging.WARNING):
         made = next(i for i in range(60) if not accepts(security, "127.0.0.2", port, theirs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import struct
@@ -14,9 +15,9 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.control import guests, sockets
-from kvxfer.control.sockets import ControlSockets, address
+from kvxfer.control.sockets import ControlConnection, ControlSockets, address
 from kvxfer.protocol import messages as m
-from kvxfer.security import OPEN, Security, make_key
+from kvxfer.security import OPEN, RateLimitedWarnings, Security, make_key
 from tests.control.stranger import framed
 from tests.descriptors import no_descriptor_left
 
@@ -146,3 +147,45 @@ def test_a_stranger_that_breaks_off_while_its_frame_waits_is_let_go() -> None:
         reset(knocking)
         polled(lambda: waiting[0].lost is not None, hub)
         assert not hub._guests
+
+
+def test_unfinished_messages_of_a_peer_s_many_links_take_no_more_than_a_bound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each may be long, as a block table is. Who holds most loses links; the others' messages come."""
+    monkeypatch.setattr(guests, "PEER_BYTES", bound := 1 << 20)
+    monkeypatch.setattr("kvxfer.security._turned_away", RateLimitedWarnings(logging.getLogger("kvxfer.security"), 0.0))
+    with ExitStack() as stack:
+        hub = ControlSockets(OPEN)
+        stack.callback(hub.close)
+        port = hub.listen("127.0.0.1", 0)
+        heard: dict[ControlConnection, list[bytes]] = {}
+
+        def hear(many: int) -> bool:
+            for connection in hub.ready():
+                while (frame := connection.receive()) is not None:
+                    hub.keep(connection, 4 << 20)
+                    heard.setdefault(connection, []).append(frame)
+            hub.flush()
+            return len(heard) >= many
+
+        def met(host: str) -> socket.socket:
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 20.0, (host, 0)))
+            sock.sendall(framed(b"hello"))
+            before = len(heard)
+            polled(lambda: hear(before + 1), hub)
+            return sock
+
+        honest = met("127.0.0.1")
+        (known,) = heard
+        long = framed(bytes(400 << 10))
+        honest.sendall(long[: 300 << 10])
+        greedy = [met("127.0.0.2") for _ in range(12)]
+        for one in greedy:
+            one.sendall(long[:-1])
+        polled(lambda: hear(99) or sum(c.lost is not None for c in heard) >= 10, hub)
+        assert sum(c.held for c in heard) <= bound
+        honest.sendall(long[300 << 10 :])
+        polled(lambda: hear(99) or len(heard[known]) == 2, hub)
+        assert heard[known][1] == bytes(400 << 10) and known.lost is None
+        assert "127.0.0.2" in caplog.text and "127.0.0.1" not in caplog.text
