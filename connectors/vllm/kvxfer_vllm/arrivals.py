@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import Prefix, SchedulerSide, Ticket
@@ -64,6 +64,7 @@ class Arrivals:
         self._block_tokens, self._loaded_by = groups[0].block_tokens, whole_blocks(vllm_config, config, groups)
         self._warned: set[str] = set()  # of adapters
         self.content, self.hints = RequestContent(vllm_config), HintNotes()
+        cached.is_ambiguous = self.content.media.is_ambiguous
         self.model = sealed(side.facts)
         self.spread = spread_over_ranks(str(transfer.engine_id), vllm_config.parallel_config)
         self.partly = len(groups) == 1 and groups[0].kind == "full"  # where a table is of one row
@@ -87,6 +88,23 @@ class Arrivals:
             log.warning("request %s takes no part in KV transfer: %s", printable(facts.name), e)
             self._side.takes_no_part(facts.name, f"it takes no part in KV transfer: {e}")
         self._follow_prefix(facts, said, params)
+
+    def drop_outdated(self, requests: Collection[RequestFacts]) -> None:
+        """Offer nothing of the requests that may not be computed as they were named, and let nobody find anything of them.
+
+        That is partly with weights that an adapter had before, or with media that another request has under the same name.
+        """
+        adapters, live = self.content.adapters, [one for one in requests if not one.over]
+        if adapters.take_replaced():
+            for facts in (one for one in live if not adapters.is_same(one)):
+                facts.naming = None
+                if self._side.ticket(facts.name) is not None:
+                    self._no_part.count(Reason.ADAPTER)
+                self._side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
+            self._cached.clear(requests)  # vLLM caches what these compute under the hashes of before
+        if doubted := self.content.media.take_doubted():
+            for facts in (one for one in live if any(item.identifier in doubted for item in one.request.mm_features)):
+                self._side.offers.withdraw(facts.name, "two items of media have the name of one of its own")
 
     def _follow_prefix(self, facts: RequestFacts, said: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         """Let other engines find what is computed for a request, and look for a prefix of it at those that its router names."""

@@ -27,14 +27,15 @@ class RequestContent:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.adapters = Adapters(vllm_config)
-        self._media = Media(vllm_config)
+        self.media = Media(vllm_config)
 
     def arrived(self, facts: RequestFacts) -> None:
-        """Have vLLM cache and find a prompt's blocks under the weights that its adapter has now, not under its name alone.
+        """Have vLLM cache and find a prompt's blocks under the weights that its adapter has now, and learn the names of its media.
 
-        vLLM's own keys have the name, and would find blocks of other weights if the adapter was loaded again.
+        vLLM's own keys have the adapter's name, and would find blocks of other weights if the adapter was loaded again.
         """
         request, adapter = facts.request, facts.request.lora_request
+        self.media.note(request.mm_features or ())
         suffix = None if adapter is None else self.adapters.cached_under(adapter)
         if suffix is not None:
             facts.salt, facts.reloaded = request.cache_salt, True
@@ -91,7 +92,7 @@ class RequestContent:
     def _items(self, request: Request, tokens: int | None) -> list[tuple[str, int, int]]:
         """Return the media that begin among the first tokens."""
         begun = [f for f in request.mm_features or () if tokens is None or f.mm_position.offset < tokens]
-        return [(self._media.content(f), f.mm_position.offset, f.mm_position.length) for f in begun]
+        return [(self.media.content(f), f.mm_position.offset, f.mm_position.length) for f in begun]
 
 
 def _salt(facts: RequestFacts) -> str | None:

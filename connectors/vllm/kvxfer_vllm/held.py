@@ -8,7 +8,7 @@ there in all groups: the blocks of full attention, the last ones of windows, the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import HeldPrefix, Inquiry, PrefixIndex
@@ -24,19 +24,27 @@ TIMES = 2
 """How many tokens are remembered for each that the cache has room for: vLLM may keep blocks of requests that ended long ago."""
 
 
+_Known = tuple[Sequence[Any], tuple[tuple[int, str], ...]]
+"""The hashes of a request's blocks; and where each of its media begins, and vLLM's name for it."""
+
+
 class HeldPrefixes:
     """The requests that an engine has computed, and what its cache still has of them. One thread.
 
     ``null``: vLLM's number of the block that stands for none.
+
+    Attributes:
+        is_ambiguous: Whether vLLM may take one of two items of media for the other, because they have had this name.
     """
 
     def __init__(self, groups: Sequence[Group], blocks: int, null: int) -> None:
         self._groups, self._null = tuple(groups), null
-        self._index: PrefixIndex[Sequence[Any]] = PrefixIndex(TIMES * blocks * min(g.block_tokens for g in groups))
+        self._index: PrefixIndex[_Known] = PrefixIndex(TIMES * blocks * min(g.block_tokens for g in groups))
         self._new: list[RequestFacts] = []  # those that are computed and that no inquiry could find yet
         self._coordinator: Any = None
         self._pool: Any = None
         self._sparse: list[int] = []  # windows, of which vLLM may not cache all full blocks
+        self.is_ambiguous: Callable[[str], bool] = lambda name: False
         self._hashed = 0  # tokens for which vLLM has one hash
         self._dropped = 0  # tokens that its lookup drops at the end, for the sake of drafts
 
@@ -88,7 +96,8 @@ class HeldPrefixes:
     def _add(self, facts: RequestFacts) -> None:
         if facts.naming is not None:
             tokens = array("i", facts.request.all_token_ids[:])
-            self._index.add(facts.naming(tokens), facts.request.block_hashes)
+            media = tuple((item.mm_position.offset, item.identifier) for item in facts.request.mm_features or ())
+            self._index.add(facts.naming(tokens), (facts.request.block_hashes, media))
 
     def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
         """Return what is in the cache now of the tokens that an inquiry names; None if nothing is."""
@@ -98,12 +107,15 @@ class HeldPrefixes:
             self._add(facts)
         self._new.clear()
         found, chain = self._index.find(inquiry.chain), inquiry.chain
-        tokens = 0 if found is None else chain.floor(found.tokens)
-        while found is not None and tokens:
-            blocks, cached = self._coordinator.find_longest_cache_hit(found.name, tokens + self._dropped)[:2]
+        if found is None:
+            return None
+        hashes, media = found.name
+        tokens = chain.floor(min([found.tokens, *(at for at, name in media if self.is_ambiguous(name))]))
+        while tokens:
+            blocks, cached = self._coordinator.find_longest_cache_hit(hashes, tokens + self._dropped)[:2]
             if cached == tokens and not self._changes(blocks):
                 rows = [[b.block_id for b in row] for row in blocks]
-                self._fill_windows(rows, found.name, tokens)
+                self._fill_windows(rows, hashes, tokens)
                 return HeldPrefix(tokens, BlockTable.of(rows, self._null))
             tokens = chain.floor(
                 min(cached, tokens - 1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -51,6 +53,7 @@ class Media:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._tower = _tower(vllm_config)
         self._known: OrderedDict[str, tuple[ref[Any], str]] = OrderedDict()
+        self._doubted: set[str] = set()
 
     def content(self, feature: MultiModalFeatureSpec) -> str:
         """Return an item's identity.
@@ -66,6 +69,7 @@ class Media:
         found = self._hash(feature)
         if before is not None and before[1] != found:
             self._known[name] = before[0], SEVERAL  # from now on vLLM may have either cached
+            self._doubted.add(name)
             raise KvxferError(
                 f"its {feature.modality} has a name, {printable(name)!r}, that another one had before, whose results vLLM may "
                 "have cached: give each item a uuid of its own, or none"
@@ -75,6 +79,22 @@ class Media:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return found
+
+    def note(self, features: Iterable[MultiModalFeatureSpec]) -> None:
+        """Learn the names of all these items, whatever is wrong with one of them."""
+        for feature in features:
+            with suppress(KvxferError):
+                self.content(feature)
+
+    def is_ambiguous(self, name: str) -> bool:
+        """Return whether two items have had a name."""
+        known = self._known.get(name)
+        return known is not None and known[1] == SEVERAL
+
+    def take_doubted(self) -> set[str]:
+        """Return the names that two items have had, as it turned out since the last call."""
+        doubted, self._doubted = self._doubted, set()
+        return doubted
 
     def _hash(self, feature: MultiModalFeatureSpec) -> str:
         item = feature.data

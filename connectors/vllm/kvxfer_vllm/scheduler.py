@@ -195,7 +195,7 @@ class SchedulerHooks:
 
         name = request.request_id
         whole = request.status.name in WHOLE
-        self._drop_outdated()
+        self._arrivals.drop_outdated(self._requests.values())
         facts = self._running(name) or RequestFacts(name, next(self._numbers), request)
         self._cached.finished(facts)
         self._room.finished(facts)
@@ -236,7 +236,7 @@ class SchedulerHooks:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Follow what this step computes, and say what the workers must know with it."""
-        self._drop_outdated()
+        self._arrivals.drop_outdated(self._requests.values())
         self._stopping.look(busy=bool(self._requests))
         self._pace.begins(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         for name in output.preempted_req_ids or ():
@@ -255,16 +255,6 @@ class SchedulerHooks:
         step.step, step.idle, step.adapters = self.side.step(), idle, dict(self._adapters.heard)
         step.waited = idle and step.silent and self.side.loads.wait_alone()
         return step
-
-    def _drop_outdated(self) -> None:
-        """Offer nothing, and let nobody find anything, of what may be computed partly with weights that its adapter had before."""
-        if self._adapters.take_replaced():
-            for facts in (one for one in self._requests.values() if not (one.over or self._adapters.is_same(one))):
-                facts.naming = None
-                if self.side.ticket(facts.name) is not None:
-                    self._no_part.count(Reason.ADAPTER)
-                self.side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
-            self._cached.clear(self._requests.values())  # vLLM caches what these compute under the hashes of before
 
     def update(self, output: KVConnectorOutput) -> None:
         """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
