@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
 from tests.control.conftest import until
 from tests.vllm import engine
-from tests.vllm.cases import OFFER, check
+from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import ALIGNED, BLOCK, Group, PlayedEngine, answer, ours, prompt
 from tests.vllm.test_conversations import ask, named, rest
@@ -97,4 +98,60 @@ def test_engines_that_draft_are_asked_for_prefixes(make: Make, kinds: tuple[Grou
     if not any(group.state for group in groups):
         assert d.computed[name] <= len(longer) - 128 + BLOCK + 3
     assert d.loaded
+    rest(p, d)
+
+
+def wrong_behind(d: PlayedEngine, text: list[int]) -> list[int]:
+    """After how many of a prompt's tokens another one may go on and get wrong tokens, because of what an engine has cached."""
+    found = []
+    for common in range(BLOCK + 1, len(text)):
+        other = [*text[:common], *prompt(5, seed=9)]
+        name = d.add(other, n=2)
+        d.run(until=name)
+        if d.done[name].tokens != answer(other, 2):
+            found.append(common)
+    return found
+
+
+def bring(p: PlayedEngine, d: PlayedEngine, text: list[int], asked: bool) -> None:
+    """Have an engine load a prompt and answer it."""
+    if asked:
+        p.run(until=p.add(text, n=2))
+    name = d.add(text, source(p) if asked else prefill(p, text))
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.loaded
+
+
+@pytest.mark.skipif(
+    not hasattr(SlidingWindowSpec, "extra_retained_tokens"), reason="this vLLM keeps no more than the window"
+)
+@pytest.mark.parametrize("asked", [False, True], ids=["told", "asked"])
+@pytest.mark.parametrize("n", [70, 81, 97])
+@pytest.mark.parametrize("retained", [16, 40])
+def test_what_a_load_has_left_out_is_not_found_once_it_is_answered(
+    make: Make, n: int, retained: int, asked: bool
+) -> None:
+    """An engine keeps the ends of answers findable, but not the blocks behind a window that no producer has."""
+    groups = (Group(), Group(window=16, retained=retained))
+    p, d = (make(groups, blocks=120, extra=PATIENT) for _ in range(2))
+    text = prompt(n)
+    bring(p, d, text, asked)
+    assert not wrong_behind(d, text)
+    rest(p, d)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["told", "asked"])
+@pytest.mark.parametrize(("n", "window"), [(97, 48), (104, 24), (113, 24), (113, 33), (127, 33), (127, 24), (120, 16)])
+def test_a_window_from_an_engine_with_smaller_blocks(
+    make: Make, n: int, window: int, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has given up what lies behind the window, which the other one's first block has room for."""
+    groups = (Group(), Group(window=window))
+    p = make(groups, blocks=120, hashed=BLOCK)
+    monkeypatch.setattr(engine, "BLOCK", 2 * BLOCK)
+    d = make(groups, blocks=120, hashed=2 * BLOCK, extra=PATIENT)
+    text = prompt(n)
+    bring(p, d, text, asked)
+    assert not wrong_behind(d, text)
     rest(p, d)

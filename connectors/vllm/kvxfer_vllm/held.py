@@ -8,7 +8,7 @@ there in all groups: the blocks of full attention, the last ones of windows, the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import HeldPrefix, Inquiry, PrefixIndex
@@ -65,12 +65,12 @@ class HeldPrefixes:
         facts.naming = naming
         self._new.append(facts)
 
-    def keep_findable(self, request: Request) -> None:
+    def keep_findable(self, request: Request, unfilled: Collection[int]) -> None:
         """Have vLLM's prefix cache find the windows at the end of an answer, until their blocks are used again.
 
         By default it finds those at the end of a prompt only (``prefix_cache_retention_interval``). Call it while the request has its
         blocks. Those of a window that is a multiple of the block are enough for all full blocks. States are left alone: vLLM may
-        write to the block of one that it does not cache.
+        write to the block of one that it does not cache. So are blocks that its load has left ``unfilled``.
         """
         if self._coordinator is None or not self._sparse:
             return
@@ -79,7 +79,8 @@ class HeldPrefixes:
             manager = self._coordinator.single_type_managers[g]
             blocks = manager.req_to_blocks.get(request.request_id, ())
             full = min(computed // manager.block_size, len(blocks))
-            fresh = [not block.is_null and block.block_hash is None for block in blocks[:full]]
+            left = [block.is_null or block.block_id in unfilled for block in blocks[:full]]
+            fresh = [not out and block.block_hash is None for out, block in zip(left, blocks, strict=False)]
             if any(fresh):
                 first = fresh.index(True)
                 self._pool.cache_full_blocks(

@@ -1,7 +1,8 @@
-"""Blocks that lie behind a window, and that vLLM keeps all the same: drafts of several modules look back further than the model.
+"""Blocks of a load that begin behind a window, so that a producer need not have all of their tokens.
 
-No producer has them, so a load leaves them as they are. vLLM takes them for loaded, and would hand them to requests whose windows
-reach further back; so they are taken out of its prefix cache as soon as they are in.
+vLLM keeps whole blocks behind a window if drafts of several modules look back further than the model. And a producer with smaller blocks
+has given up some tokens of the window's first block. A load leaves these as they are. vLLM takes the blocks for loaded, and would hand them
+to requests whose windows reach further back; so they are taken out of its prefix cache as soon as they are in.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from kvxfer.values import NULL, BlockTable, Group
 from kvxfer_vllm.requests import RequestFacts
 
 __all__ = ["RetainedBlocks"]
+
+UNIT = 16
+"""The tokens of the smallest block that a producer may have. Larger ones are multiples of it."""
 
 
 class RetainedBlocks:
@@ -29,13 +33,13 @@ class RetainedBlocks:
     def loads(self, facts: RequestFacts, table: BlockTable, start: int, end: int) -> None:
         """Record that a request loads the tokens ``[start, end)`` into a table."""
         for g, group in self._windows:
-            facts.behind.update(
-                table[g][start // group.block_tokens : group.behind(end) // group.block_tokens].tolist()
-            )
+            there = group.behind(end) // UNIT * UNIT  # from this token on, any producer has them
+            facts.behind.update(table[g][start // group.block_tokens : group.blocks(there)].tolist())
         facts.behind.discard(NULL)
 
     def cached(self, facts: RequestFacts) -> None:
         """Take what a request's load has left unfilled out of the prefix cache, where it may be by now."""
         if facts.behind:
             self._manager.evict_blocks(facts.behind)
+            facts.unfilled |= facts.behind
             facts.behind = set()

@@ -205,7 +205,7 @@ class SchedulerHooks:
         last_of = self._batches.ended(facts)
         answer = self.side.offers.answer(name)
         if whole and facts.answers:
-            self._cached.keep_findable(request)
+            self._cached.keep_findable(request, facts.unfilled)
             self._kept.keep(facts.number, table_of(block_ids).ids())
         held = self.side.finished(name, table_of(block_ids), whole, good=aborted)
         if aborted and last_of is not None and not request.num_output_tokens:
