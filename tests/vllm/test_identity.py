@@ -276,6 +276,24 @@ def test_weights_that_cannot_be_found(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "cannot be read" in caplog.text and "'model'" in caplog.text
 
 
+def test_tensors_that_lie_elsewhere_than_the_model(tmp_path: Path) -> None:
+    """``--load-format tensorizer``: only the configuration is in the model's path."""
+    folder, uris = write(tmp_path / "a", drawn()), [tmp_path / name / "model.tensors" for name in "xyz"]
+    for uri, content in zip(uris, (b"one" * 4000, b"two" * 4000, b"one" * 4000), strict=True):
+        uri.parent.mkdir()
+        uri.write_bytes(content)
+
+    def found(told: Any) -> str:
+        asked = config(folder, load_format="tensorizer")
+        asked.load_config.model_loader_extra_config = told
+        facts = facts_of(asked, Config())
+        return facts.get("weights") or facts["model"]
+
+    one, other, again = (found({"tensorizer_config": {"tensorizer_uri": str(uri)}}) for uri in uris)
+    assert one == again == found(SimpleNamespace(tensorizer_uri=str(uris[0]))) and one != other
+    assert found({"tensorizer_config": {"tensorizer_uri": "s3://a/b.tensors"}}) == "s3://a/b.tensors"
+
+
 def test_weights_that_were_changed_in_place(tmp_path: Path) -> None:
     first = facts_of(config(tmp_path, load_format="dummy"), Config())
     second, third = updated(first), updated(updated(first))

@@ -60,7 +60,7 @@ def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
         return {"model": config.model}
     if load.load_format == "dummy":
         return {"weights": "dummy"}
-    name = getattr(model, "model_weights", "") or model.model
+    name = _tensorized(load) or getattr(model, "model_weights", "") or model.model
     try:
         found = fingerprint(checkpoint(name, model.revision, load.download_dir))
     except (OSError, ValueError) as e:
@@ -73,6 +73,16 @@ def _weights(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
         return {"model": _fitting(name), "revision": _fitting(model.revision or "none")}
     log.info("the weights of %r have the fingerprint %s", name, found)
     return {"weights": found}
+
+
+def _tensorized(load: Any) -> str | None:
+    """Return where the weights are if ``--load-format tensorizer`` takes them from elsewhere than the model's path."""
+    if load.load_format != "tensorizer":
+        return None
+    told = load.model_loader_extra_config
+    told = told.get("tensorizer_config", told) if isinstance(told, dict) else vars(told)
+    where: str | None = told.get("tensorizer_uri") or told.get("tensorizer_dir")
+    return where
 
 
 def checkpoint(name: str, revision: str | None, download_dir: str | None) -> Path:
