@@ -65,6 +65,7 @@ BY_SOMETHING_ELSE = {
     "Arrivals._warned": "adapter",
     "HintNotes._said": "key of a router's params",
     "LoadedAdapters.contents": "adapter",
+    "Media._doubted": "content",
     "Media._known": "content",
     "PrefixNews._asked": "who has named the sources",
     "PrefixNews._told": "name of a count",
