@@ -17,8 +17,8 @@ __all__ = ["TransferReceiver", "TransferSender"]
 
 log = logger("kvxfer.sglang")
 
-MAX_ROOM = (1 << 64) - 1
-"""The greatest room that SGLang's metadata have space for."""
+MAX_ROOM = (1 << 63) - 1
+"""The greatest room that SGLang can write into its metadata: they are unsigned, but torch takes signed numbers only."""
 
 
 class _Tenant:
