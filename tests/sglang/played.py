@@ -307,6 +307,12 @@ class Rank:
             return str(error)
         return ""
 
+    def weights(self, version: str) -> None:
+        """Name the weights otherwise, as SGLang does once they have been updated in place."""
+        from sglang.srt import runtime_context
+
+        runtime_context.get_context().override("scheduler.weight_version", weight_version=version)
+
     def close(self) -> None:
         """Stop."""
         self.manager.teardown()

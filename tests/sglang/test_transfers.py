@@ -121,6 +121,23 @@ def test_servers_that_disagree_on_a_request_fail_it(pair: tuple[PlayedRanks, Pla
     prefill.why(room=room)
 
 
+def test_kv_of_weights_that_the_other_server_no_longer_has_is_not_taken(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int
+) -> None:
+    """Weights are updated in place at one server after the other, while requests are under way."""
+    prefill, decode = pair
+    decode.weights(version="2")
+    begun(prefill, decode, room, [7, 1], 2)
+    sent(prefill, room, 1, [[3, 9]])
+    decode.until(room, FAILED)
+    assert "digest_differs" in decode.why(room=room)[0]
+    prefill.abort(room=room), prefill.why(room=room)
+    begun(prefill, decode, room + 1, [7, 1], 2)
+    prefill.weights(version="2")  # nothing is computed yet
+    sent(prefill, room + 1, 2, [[3], [9]])
+    delivered(prefill, decode, room + 1, 2, [7, 1])
+
+
 @pytest.mark.parametrize("chunks", [0, 1])
 def test_a_request_that_prefill_aborts_fails_at_decode(
     pair: tuple[PlayedRanks, PlayedRanks], room: int, chunks: int
