@@ -73,6 +73,17 @@ def test_a_room_may_be_used_again(pair: tuple[PlayedRanks, PlayedRanks], room: i
         moved(*pair, room, seed, [[3, 9, 4]], [7, 1, 30])
 
 
+def test_a_request_that_is_over_does_not_abort_the_next_one_in_its_room(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int
+) -> None:
+    prefill, decode = pair
+    moved(prefill, decode, room, 5, [[3, 9]], [7, 1])
+    begun(prefill, decode, room, [30, 31], 2)
+    decode.abort_late(), prefill.abort_late()
+    sent(prefill, room, 6, [[3], [9]])
+    delivered(prefill, decode, room, 6, [30, 31])
+
+
 def test_a_room_may_be_used_again_before_the_pages_of_the_former_request_are_free(
     pair: tuple[PlayedRanks, PlayedRanks], room: int
 ) -> None:
