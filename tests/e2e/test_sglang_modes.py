@@ -55,7 +55,28 @@ def test_two_ranks_prefill_and_one_decodes(stage: Stage, wanted: list[list[int]]
     pair = stage.pair(prefill=("--tp-size", "2"))
     ready(pair.prefill, pair.decode)
     answers(stage, pair, wanted)
+    retracted_requests_come_again(stage, pair)
     kill(pair)
+
+
+def retracted_requests_come_again(stage: Stage, pair: SglangPair) -> None:
+    """Decode gives up the KV of what it generates, and has prefill compute it again in the same room, twice."""
+    undisturbed = [ask_pair(stage.threads, pair, ids, 200).tokens() for ids in PROMPTS]
+    served = pair.prefill.log.read_text().count("POST /generate")
+    asked = [ask_pair(stage.threads, pair, ids, 200) for ids in PROMPTS]
+    for _ in range(2):
+        time.sleep(0.2)
+        for call in ("pause_generation", "continue_generation"):
+            told = json.dumps({"mode": "retract"} if call == "pause_generation" else {}).encode()
+            header = {"Content-Type": "application/json"}
+            urllib.request.urlopen(
+                urllib.request.Request(f"{pair.decode.url}/{call}", told, header), timeout=60
+            ).close()
+    assert [one.tokens() for one in asked] == undisturbed
+    for server in (pair.prefill, pair.decode):
+        is_idle(server)
+        assert not complaints(server)
+    assert pair.prefill.log.read_text().count("POST /generate") > served + len(PROMPTS), "nothing was retracted"
 
 
 def test_kv_is_received_in_host_memory(stage: Stage, wanted: list[list[int]]) -> None:

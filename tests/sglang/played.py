@@ -307,6 +307,16 @@ class Rank:
             return str(error)
         return ""
 
+    def abort_late(self) -> None:
+        """Abort the request that was let go of last, as SGLang does if a retracted one's answer from prefill is an error."""
+        self.over.abort()
+
+    def weights(self, version: str) -> None:
+        """Name the weights otherwise, as SGLang does once they have been updated in place."""
+        from sglang.srt import runtime_context
+
+        runtime_context.get_context().override("scheduler.weight_version", weight_version=version)
+
     def close(self) -> None:
         """Stop."""
         self.manager.teardown()
@@ -379,7 +389,8 @@ class Prefill(Rank):
 
     def clear(self, room: int) -> None:
         """Let go of a request that went well."""
-        self.requests.pop(room).clear()
+        self.over = self.requests.pop(room)
+        self.over.clear()
 
 
 class Decode(Rank):
@@ -446,7 +457,8 @@ class Decode(Rank):
 
     def clear(self, room: int) -> None:
         """Let go of a request that went well."""
-        self.requests.pop(room).clear()
+        self.over = self.requests.pop(room)
+        self.over.clear()
 
 
 class Scheduled(Rank):

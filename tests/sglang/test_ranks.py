@@ -51,6 +51,9 @@ class Manager:
         self.request_status[room] = status
         self.done.append(("state", status))
 
+    def weights(self) -> str:
+        return "default"
+
     def fail(self, room: int, reason: str) -> None:
         self.update_status(room, FAILED)
 
@@ -81,7 +84,7 @@ def prefilling(manager: Manager, pages: int = 2) -> tuple[PrefillRank, TransferI
     rank.begin(ROOM, pages)
     rank.add(ROOM, [3], False, None, None)
     offer = dict(manager.done)["offer"][0]
-    assert (offer.tokens, offer.final, offer.digest) == (PAGE, False, request_digest(ROOM, 32, pages))
+    assert (offer.tokens, offer.final, offer.digest) == (PAGE, False, request_digest(ROOM, 32, pages, "default"))
     note = dict(manager.done)["tell"]
     assert note.attempt == 9 and Ticket.read(note.ticket) == Ticket(offer.transfer, offer.digest, HERE)
     manager.done.clear()
@@ -178,7 +181,7 @@ def decoding(manager: Manager) -> tuple[DecodeRank, int, str]:
     attempt = rank.expect(ROOM, [[4, 5]], 0, 32, manager.others.append)
     rank.offered(offered(attempt))
     fetch = dict(manager.done)["fetch"][0]
-    assert (fetch.tokens, fetch.digest, fetch.own) == (2 * PAGE, request_digest(ROOM, 32, 2), HERE)
+    assert (fetch.tokens, fetch.digest, fetch.own) == (2 * PAGE, request_digest(ROOM, 32, 2, "default"), HERE)
     manager.done.clear()
     return rank, attempt, fetch.handle
 

@@ -73,6 +73,17 @@ def test_a_room_may_be_used_again(pair: tuple[PlayedRanks, PlayedRanks], room: i
         moved(*pair, room, seed, [[3, 9, 4]], [7, 1, 30])
 
 
+def test_a_request_that_is_over_does_not_abort_the_next_one_in_its_room(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int
+) -> None:
+    prefill, decode = pair
+    moved(prefill, decode, room, 5, [[3, 9]], [7, 1])
+    begun(prefill, decode, room, [30, 31], 2)
+    decode.abort_late(), prefill.abort_late()
+    sent(prefill, room, 6, [[3], [9]])
+    delivered(prefill, decode, room, 6, [30, 31])
+
+
 def test_a_room_may_be_used_again_before_the_pages_of_the_former_request_are_free(
     pair: tuple[PlayedRanks, PlayedRanks], room: int
 ) -> None:
@@ -86,7 +97,7 @@ def test_a_room_may_be_used_again_before_the_pages_of_the_former_request_are_fre
     delivered(prefill, decode, room, 8, [30, 31])
 
 
-@pytest.mark.parametrize("number", [-1, 0, 1 << 64])
+@pytest.mark.parametrize("number", [-1, 0, 1 << 63, 1 << 64])
 def test_a_room_that_has_no_place_in_sglang_s_metadata_fails_its_request(
     pair: tuple[PlayedRanks, PlayedRanks], number: int
 ) -> None:
@@ -119,6 +130,23 @@ def test_servers_that_disagree_on_a_request_fail_it(pair: tuple[PlayedRanks, Pla
     assert "digest_differs" in decode.why(room=room)[0]
     prefill.abort(room=room)
     prefill.why(room=room)
+
+
+def test_kv_of_weights_that_the_other_server_no_longer_has_is_not_taken(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int
+) -> None:
+    """Weights are updated in place at one server after the other, while requests are under way."""
+    prefill, decode = pair
+    decode.weights(version="2")
+    begun(prefill, decode, room, [7, 1], 2)
+    sent(prefill, room, 1, [[3, 9]])
+    decode.until(room, FAILED)
+    assert "digest_differs" in decode.why(room=room)[0]
+    prefill.abort(room=room), prefill.why(room=room)
+    begun(prefill, decode, room + 1, [7, 1], 2)
+    prefill.weights(version="2")  # nothing is computed yet
+    sent(prefill, room + 1, 2, [[3], [9]])
+    delivered(prefill, decode, room + 1, 2, [7, 1])
 
 
 @pytest.mark.parametrize("chunks", [0, 1])

@@ -1,6 +1,7 @@
 """What of the connector needs no SGLang: settings, pools, notes, metadata, digests."""
 
 import ctypes
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -177,7 +178,8 @@ def test_what_is_no_note_is_refused(frames: list[bytes]) -> None:
 
 
 def test_requests_have_digests_of_their_own() -> None:
-    assert len({request_digest(room, prefix, pages) for room in (1, 2) for prefix in (0, 16) for pages in (1, 2)}) == 8
+    told = itertools.product((1, 2), (0, 16), (1, 2), ("default", "2"))
+    assert len({request_digest(*one) for one in told}) == 16
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ class DecodeRank:
         """Begin the fetch, with a digest made here, so that the producer notices if requests are mixed up."""
         pages = len(receiving.rows[0])
         tokens = tokens_of(pages, self._manager.kv_args.page_size)
-        digest = request_digest(receiving.room, receiving.prefix, pages)
+        digest = request_digest(receiving.room, receiving.prefix, pages, self._manager.weights())
         table = BlockTable.of(receiving.rows)
         own = receiving.rank.source
         fetch = Fetch(receiving.handle, ticket.transfer, digest, ticket.source, table, 0, tokens, own)

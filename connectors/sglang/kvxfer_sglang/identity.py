@@ -33,10 +33,11 @@ def server_facts(model: Any, encoding: str, config: Config) -> dict[str, str]:
     }
 
 
-def request_digest(room: int, prefix: int, pages: int) -> bytes:
+def request_digest(room: int, prefix: int, pages: int, weights: str) -> bytes:
     """Return what both servers must mean when they speak of a request.
 
     SGLang gives its transfers no tokens to compare. A room, ``bootstrap_room``, is the router's name for one request, and both servers
     know it. ``prefix``: tokens that the decode server has cached. ``pages``: how many pages behind those are moved.
+    ``weights``: SGLang's name for the weights that the server has now.
     """
-    return hashlib.blake2b(key("sglang", room, prefix, pages), digest_size=16).digest()
+    return hashlib.blake2b(key("sglang", room, prefix, pages, weights), digest_size=16).digest()

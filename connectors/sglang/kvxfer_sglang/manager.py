@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_parallel, process_model_config
+from sglang.srt.runtime_context import get_device, get_parallel, get_serving, process_model_config
 from sglang.srt.utils.network import NetworkAddress
 
 from kvxfer import Cache, KvxferError, PeerError, Rank
@@ -174,6 +174,10 @@ class TransferManager(CommonKVManager):
         with self.failure_lock:
             self.failure_records.setdefault(room, reason)
         self.update_status(room, KVPoll.Failed)
+
+    def weights(self) -> str:
+        """Return SGLang's name for the weights, which changes when they are updated in place."""
+        return str(get_serving().weight_version)
 
     # --- notes -----------------------------------------------------------------------------------------------------
 

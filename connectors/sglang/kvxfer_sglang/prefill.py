@@ -47,8 +47,9 @@ class _Sending:
 
     room: int
     transfer: TransferId
-    digest: bytes
+    count: int  # of pages that are to be sent
     wanted: tuple[PagesWanted, ...]
+    digest: bytes = b""  # once the first pages are computed
     pages: list[int] = field(default_factory=list)
     states: Sequence[Any] | None = None  # SGLang's indices, once all is computed
     offered: bool = False
@@ -124,9 +125,8 @@ class PrefillRank:
         with self._lock:
             self._count += 1
             known = tuple(self._manager.transfer_infos.get(room, {}).values())
-            prefix = known[0].prefix if known else 0
             transfer = TransferId.mint(self._rank.source.epoch, f"sglang-{room}-{self._count}")
-            self._sendings[room] = _Sending(room, transfer, request_digest(room, prefix, pages), known)
+            self._sendings[room] = _Sending(room, transfer, pages, known)
 
     def add(
         self,
@@ -165,6 +165,9 @@ class PrefillRank:
                 manager.update_status(room, KVPoll.Success)
             else:
                 try:
+                    if not sending.offered:
+                        prefix = sending.wanted[0].prefix if sending.wanted else 0
+                        sending.digest = request_digest(room, prefix, sending.count, manager.weights())
                     self._offer(sending, last, aux, after)
                     ticket = Ticket(sending.transfer, sending.digest, self._rank.source).text
                     manager.update_status(room, KVPoll.Transferring)

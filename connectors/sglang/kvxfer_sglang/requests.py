@@ -17,8 +17,8 @@ __all__ = ["TransferReceiver", "TransferSender"]
 
 log = logger("kvxfer.sglang")
 
-MAX_ROOM = (1 << 64) - 1
-"""The greatest room that SGLang's metadata have space for."""
+MAX_ROOM = (1 << 63) - 1
+"""The greatest room that SGLang can write into its metadata: they are unsigned, but torch takes signed numbers only."""
 
 
 class _Tenant:
@@ -44,9 +44,12 @@ class _Tenant:
         if self.refusal:
             self.conclude_state = KVPoll.Failed
 
+    def _has_room(self) -> bool:
+        return self.kv_mgr.tenants.get(self.bootstrap_room) is self
+
     def _leave_room(self) -> bool:
         """Let another request have the room; return whether this one had it."""
-        had = self.kv_mgr.tenants.get(self.bootstrap_room) is self
+        had = self._has_room()
         if had:
             del self.kv_mgr.tenants[self.bootstrap_room]
         return had
@@ -84,8 +87,8 @@ class TransferSender(_Tenant, CommonKVSender):
         super().clear()
 
     def abort(self) -> None:
-        """Give the request up."""
-        if self.refusal:
+        """Give the request up, unless it is over: another one may have its room."""
+        if not self._has_room():
             return
         super().abort()
         self.kv_mgr.prefill.withdraw(self.bootstrap_room, "the request was aborted")
@@ -150,8 +153,8 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
             super().clear()
 
     def abort(self) -> None:
-        """Give the request up."""
-        if self.refusal:
+        """Give the request up, unless it is over: another one may have its room."""
+        if not self._has_room():
             return
         self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the request was aborted")
         super().abort()
