@@ -354,6 +354,16 @@ def test_heads_are_those_of_the_layer(model: str, sizes: tuple[int, int]) -> Non
     law(layers, p, d, whole, (32, 32), 70)
 
 
+@pytest.mark.parametrize("sizes", [(8, 2), (2, 8), (4, 2), (8, 4)])
+def test_heads_are_those_of_the_layer_where_all_layers_have_one_spec(sizes: tuple[int, int]) -> None:
+    """Without its hybrid manager vLLM merges specs that differ in their windows only: a full layer's names a window, too."""
+    merged = replace(attention(2, sliding_window=64), more=attention(2).more)
+    layers = {"model.layers.0.self_attn.attn": attention(1, sliding_window=64), "model.layers.1.self_attn.attn": merged}
+    p = engine(layers, 32, sizes[0], hf=mimo(2, 1))
+    d, whole = (engine(layers, 32, sizes[1], hf=mimo(2, 1)) for _ in range(2))
+    law(layers, p, d, whole, (32, 32), 70)
+
+
 def test_heads_of_no_certain_number_stay_with_their_rank(caplog: pytest.LogCaptureFixture) -> None:
     hf = {"num_key_value_heads": 4, "other": {"num_key_value_heads": 8}}
     layers = {"model.layers.0.self_attn.attn": attention(4)}

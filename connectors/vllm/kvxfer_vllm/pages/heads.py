@@ -40,7 +40,8 @@ def total_heads(name: str, layer: Any, spec: Any, config: VllmConfig) -> int | N
 
 
 def _sees_window(layer: Any, spec: Any) -> bool:
-    return bool(getattr(layer, "sliding_window", None) or getattr(spec, "sliding_window", None))
+    """Return whether a layer has a window. Without the hybrid manager all layers may have one spec, which names the window of some."""
+    return bool(getattr(layer, "sliding_window", getattr(spec, "sliding_window", None)))
 
 
 def _of_layer(name: str, config: VllmConfig) -> set[int]:
