@@ -23,6 +23,7 @@ from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry.overlap import Strided, first_overlap
 from kvxfer.geometry.region import Region, flat_starts
+from kvxfer.geometry.tensor import HOST
 from kvxfer.geometry.tensors import parts_of
 from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.view import MAX_LAYERS, View
@@ -157,6 +158,10 @@ class Cache(msgspec.Struct, frozen=True):
         for i, r in enumerate(self.regions):
             if r.address < 0 or not 0 < r.nbytes <= _MAX_BYTES:
                 raise ArgumentError(f"region {i}: {r.nbytes} bytes at {r.address} is not a piece of memory")
+            if r.device != HOST and (r.kind == HOST or not r.device.removeprefix(f"{r.kind}:").isdecimal()):
+                raise ArgumentError(
+                    f"region {i}: device must be {HOST!r}, or a kind of device and a number, not {arguments.describe(r.device)}"
+                )
         if sum(r.nbytes for r in self.regions) > _MAX_BYTES:
             raise ArgumentError("the regions together are larger than any memory")
         for g, group in enumerate(self.groups):

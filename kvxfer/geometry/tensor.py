@@ -49,9 +49,13 @@ def read_tensor(tensor: Any, what: str) -> Tensor:
     """Return what is known of a tensor.
 
     Raises:
-        ArgumentError: It is not a tensor, is empty or read-only, or has a stride that is not positive.
+        ArgumentError: It is not a tensor, is empty or read-only, lacks memory of its own for its elements, or has a stride that is
+            not positive.
     """
-    found = _torch(tensor, what) or _array(tensor, what) or _dlpack(tensor, what)
+    try:
+        found = _torch(tensor, what) or _array(tensor, what) or _dlpack(tensor, what)
+    except (RuntimeError, BufferError) as e:  # tensors without storage, or that their library does not give away
+        raise ArgumentError(f"{what} must have memory of its elements: {str(e).partition(chr(10))[0]}") from e
     if found is None:
         raise ArgumentError(
             f"{what} must be a tensor (of torch, or with __array_interface__, __cuda_array_interface__ or __dlpack__), not "
@@ -71,10 +75,21 @@ def _torch(tensor: Any, what: str) -> Tensor | None:
     layout = str(getattr(tensor, "layout", "torch.strided"))
     if layout != "torch.strided" or (prod(tensor.shape) and not tensor.data_ptr()):  # sparse, or on "meta"
         raise ArgumentError(f"{what} must have memory of its elements, not be {layout} on {device}")
+    if any(getattr(tensor, name, bool)() for name in ("is_conj", "is_neg")):
+        raise ArgumentError(f"{what} must not be a conjugate or negative view: its memory holds other values")
     where = HOST if device.type == HOST else f"{device.type}:{device.index or 0}"
     strides = tuple(int(s) * item for s in tensor.stride())
     name = str(tensor.dtype).rpartition(".")[2]
-    return Tensor(tensor, int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item, name, where)
+    owner = (
+        tensor.detach() if hasattr(tensor, "detach") else tensor
+    )  # keeps the memory even if ``tensor.data`` is assigned to
+    found = Tensor(owner, int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item, name, where)
+    storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else None
+    if storage is not None and found.address + found.nbytes > storage.data_ptr() + storage.nbytes():
+        raise ArgumentError(
+            f"{what} must have memory of its elements: it takes {found.nbytes} bytes as {name}, and its storage has {storage.nbytes()}"
+        )
+    return found
 
 
 def _array(tensor: Any, what: str) -> Tensor | None:
@@ -82,6 +97,8 @@ def _array(tensor: Any, what: str) -> Tensor | None:
     interface = on_cuda or getattr(tensor, "__array_interface__", None)
     if interface is None:
         return None
+    if isinstance(tensor, np.generic):  # the interface is of a copy, which is gone already
+        raise ArgumentError(f"{what} must be an array, not a single number of numpy")
     dtype, shape = np.dtype(interface["typestr"]), tuple(map(int, interface["shape"]))
     if dtype.hasobject:
         raise ArgumentError(f"{what} must hold numbers, not objects of Python")

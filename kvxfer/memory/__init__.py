@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from kvxfer import arguments
 from kvxfer.errors import ArgumentError, ConfigError
 from kvxfer.fence import Fence
 from kvxfer.geometry import HOST, Region
@@ -42,7 +43,7 @@ def space(regions: Sequence[Region]) -> Space:
     """Return a space over memory that this process has already, which the caller keeps alive.
 
     Raises:
-        ArgumentError: The regions are of more than one device, or of an unknown kind of device.
+        ArgumentError: The regions are of more than one device, or of an unknown kind of device, or no memory.
         ConfigError: The space for that kind cannot be loaded.
         KvxferError: The space cannot be made.
     """
@@ -50,6 +51,9 @@ def space(regions: Sequence[Region]) -> Space:
     if len(kinds) > 1:
         raise ArgumentError(f"regions must be of one device, not of {' and '.join(sorted(kinds))}")
     (device,) = kinds
+    for r in regions:
+        if min(r.address, r.nbytes) <= 0:
+            raise ArgumentError(f"regions must be pieces of memory: {r.nbytes} bytes at {r.address} are none")
     cls = _class(device)
     try:
         made = cls(tuple(regions), device)
@@ -69,12 +73,11 @@ def allocate(nbytes: int, device: str = HOST, *, beside: str = HOST) -> Space:
         beside: The device whose memory is packed into this one if it is the host's: such a space may want it page-locked.
 
     Raises:
-        ArgumentError: The size is not positive, or the kind of device unknown.
+        ArgumentError: The size is not a positive integer, or the kind of device unknown.
         ConfigError: The space for that kind cannot be loaded.
         KvxferError: The system or the device does not give that much memory, or page-locked memory cannot be had.
     """
-    if nbytes <= 0:
-        raise ArgumentError(f"cannot allocate {nbytes} bytes")
+    nbytes = arguments.integer("nbytes", nbytes, 1)
     owner = beside if device == HOST else device
     cls, call = _class(owner), "allocate_host" if device == HOST else "allocate"
     try:

@@ -178,7 +178,7 @@ def _bytes_of(region: Region) -> Any:
     if not isinstance(first, torch.Tensor):
         raise ArgumentError(
             f"memory of {region.device} is reached through tensors of torch, and a region of {region.nbytes} bytes there was made "
-            "of none: make it with kvxfer.Region.of or Cache.of_tensors, or install a distribution that has a space for it"
+            "of none: make it with kvxfer.geometry.Region.of or kvxfer.Cache.of_tensors, or install a distribution that has a space for it"
         )
     storage = first.untyped_storage()
     begin = first.storage_offset() * first.element_size()

@@ -160,6 +160,58 @@ def test_tensors_without_memory_are_refused() -> None:
             Cache.of_tensors(tensor, "block token unit")
 
 
+@pytest.mark.parametrize("kind", ["quint4x2", "quint2x4", "shrunk", "nested", "transformed", "functional", "dlpack"])
+def test_tensors_with_less_memory_than_elements_are_refused(kind: str) -> None:
+    """A region of such a tensor would be of bytes that are another's."""
+    torch = pytest.importorskip("torch")
+    dense, found = torch.zeros(4, 2, 3), []
+    if kind.startswith("quint"):
+        tensor = torch.empty(4, 2, 8, dtype=getattr(torch, kind))
+    elif kind == "shrunk":
+        dense.untyped_storage().resize_(16)
+        tensor = dense
+    elif kind == "nested":
+        tensor = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)])
+    elif kind == "transformed":
+        torch.vmap(lambda x: (found.append(x), x)[1])(dense)
+        (tensor,) = found
+    elif kind == "functional":
+        tensor = torch._to_functional_tensor(dense)
+    else:
+        tensor = Array(dense.requires_grad_(), "__dlpack__")
+    with pytest.raises(ArgumentError, match=r"^tensor must have memory of its elements"):
+        Region.of(tensor)
+
+
+def test_views_of_other_values_are_refused() -> None:
+    """What lies in memory is not what the engine reads there, and a peer would take it for that."""
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.zeros(4, 2, 3, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(4, 2, 3))):
+        with pytest.raises(ArgumentError, match="must not be a conjugate or negative view"):
+            Cache.of_tensors(tensor, "block token unit")
+
+
+def test_a_number_of_numpy_has_no_memory() -> None:
+    with pytest.raises(ArgumentError, match="must be an array, not a single number"):
+        Region.of(np.float32(3))
+
+
+def test_memory_stays_though_its_tensor_is_given_other() -> None:
+    """As by modules whose parameters are moved: ``tensor.data = other`` frees what the tensor held before."""
+    torch = pytest.importorskip("torch")
+    memory = np.full((4, 2, 3), 7, np.uint8)
+    watched = weakref.ref(memory)
+    tensor = torch.from_numpy(memory)
+    region = Region.of(tensor)
+    del memory
+    tensor.data = torch.zeros(1, dtype=torch.uint8)
+    gc.collect()
+    assert watched() is not None
+    del region
+    gc.collect()
+    assert watched() is None
+
+
 def test_what_has_other_bytes_has_another_encoding() -> None:
     def encoding(tensor: Any) -> str:
         return Cache.of_tensors(tensor, "block token unit").views[0].encoding
