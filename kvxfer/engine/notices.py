@@ -105,8 +105,10 @@ class Notices:
         self.directory.begins(transfer, digest)
 
     def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Return whether an offer of this engine has begun, or is over. Any thread."""
-        return self._schedule.producer.begun(transfer, digest) or self._over.get(transfer) == digest
+        """Return whether an offer of this engine has begun, or is over and none follows it. Any thread."""
+        producer = self._schedule.producer
+        over = self._over.get(transfer) == digest and not producer.offers(transfer, digest)
+        return over or producer.begun(transfer, digest)
 
     # --- once a step -------------------------------------------------------------------------------------------------
 

@@ -129,6 +129,17 @@ def declines(*named: Named, host: str = "d") -> Declined:
     return Declined(PeerIdentity(host), named, "not wanted", "")
 
 
+def test_an_offer_under_the_name_of_one_that_is_over_has_yet_to_begin() -> None:
+    """Whoever fetched at once would be told that the transfer is over."""
+    p = Played()
+    p.directory.begins = lambda transfer, digest: None
+    assert not p.directory.begun(X, b"d")
+    p.notices.over(X, b"d")
+    assert p.directory.begun(X, b"d"), "fetching tells the rest"
+    p.schedule.producer.arrive("again", X, b"d", 40)
+    assert not p.directory.begun(X, b"d")
+
+
 def test_one_host_s_early_refusals_do_not_push_out_another_s() -> None:
     """Neither by very many, nor by as many names of peers as it likes: of a host's names only its address is proved."""
     p = Played()

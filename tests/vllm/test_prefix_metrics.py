@@ -21,7 +21,8 @@ def test_what_has_grown_is_told_once() -> None:
 
 def test_stats_add_up() -> None:
     one, two = KVXferStats(), KVXferStats()
-    one.prefixes({"nixl/loaded": 16})
-    two.prefixes({"nixl/loaded": 32, "/held": 1})
+    one.count("prefixes", "nixl/loaded", 16)
+    two.count("prefixes", "nixl/loaded", 32)
+    two.count("prefixes", "/held")
     assert not one.is_empty()
     assert one.aggregate(two).data["prefixes"] == {"nixl/loaded": 48, "/held": 1}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.engine import loads, prefetch
+from kvxfer.engine import alone
 from kvxfer.identity import TransferId
 from kvxfer.testing.engine import until
 from kvxfer_bench.vllm.handover import MODES, measure
@@ -62,8 +62,7 @@ def seconds(engine: DecodeEngine) -> float:
 
 def wait_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a step that waits do so until the load ends, some five seconds later: no busy machine makes another one take so long."""
-    for module in (loads, prefetch):
-        monkeypatch.setattr(module, "LOOKS", 60_000)
+    monkeypatch.setattr(alone, "LOOKS", 60_000)
 
 
 def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
