@@ -53,9 +53,8 @@ class Notices:
         self.renewals = Renewals(config.lease, directory.tell, lambda: consumer)
         self._renewed: list[TransferId] = []  # that the workers have not heard of yet
         self._starts = Starts(config.start, directory.tell)
-        self._over: Recent[TransferId, bytes] = Recent(
-            config.lease, MAX_OVER
-        )  # digests of offers whose request is over
+        # Digests of offers whose request is over.
+        self._over: Recent[TransferId, bytes] = Recent(config.lease, MAX_OVER)
         # What consumers have declined before it was offered, if the router has told both engines at once: why, and how many have.
         self._early: IndexedExpiringMap[PeerIdentity, tuple[bytes, bytes], tuple[str, int]] = IndexedExpiringMap(
             config.lease, MAX_EARLY

@@ -80,9 +80,8 @@ def _torch(tensor: Any, what: str) -> Tensor | None:
     where = HOST if device.type == HOST else f"{device.type}:{device.index or 0}"
     strides = tuple(int(s) * item for s in tensor.stride())
     name = str(tensor.dtype).rpartition(".")[2]
-    owner = (
-        tensor.detach() if hasattr(tensor, "detach") else tensor
-    )  # keeps the memory even if ``tensor.data`` is assigned to
+    # It keeps the memory even if somebody assigns to ``tensor.data``.
+    owner = tensor.detach() if hasattr(tensor, "detach") else tensor
     found = Tensor(owner, int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item, name, where)
     storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else None
     if storage is not None and found.address + found.nbytes > storage.data_ptr() + storage.nbytes():

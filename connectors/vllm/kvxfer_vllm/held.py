@@ -118,9 +118,8 @@ class HeldPrefixes:
                 rows = [[b.block_id for b in row] for row in blocks]
                 self._fill_windows(rows, hashes, tokens)
                 return HeldPrefix(tokens, BlockTable.of(rows, self._null))
-            tokens = chain.floor(
-                min(cached, tokens - 1)
-            )  # what windows and states need for fewer tokens are other blocks
+            # What windows and states need for fewer tokens are other blocks.
+            tokens = chain.floor(min(cached, tokens - 1))
         return None
 
     def _changes(self, blocks: Sequence[Sequence[Any]]) -> bool:

@@ -109,9 +109,8 @@ class _Layer:
         inside = [each for each in steps if each[0] <= self._step]
         outside = [range(0, n * step, step) for step, n in steps if (step, n) not in inside]
         self._planes = [device.storage_offset() * unit + sum(offsets) for offsets in itertools.product(*outside)]
-        self._extent = unit + sum(
-            step * (n - 1) for step, n in inside
-        )  # from a block's first byte to its last, in a plane
+        # From a block's first byte to its last, in a plane.
+        self._extent = unit + sum(step * (n - 1) for step, n in inside)
 
     def touched(self, at: Ints, nbytes: int) -> tuple[list[int], bool]:
         """Return the blocks that have bytes in these rows, and whether the rows fill all of them."""

@@ -64,9 +64,8 @@ class RequestFacts:
     promised: int = 0  # how many tokens vLLM was last told that it can load
     end: int = 0  # up to which token its load is to bring its prompt
     into: BlockTable | None = None  # the blocks of its load, if that may be here in part
-    behind: set[int] = field(
-        default_factory=set
-    )  # blocks of its load that begin behind a window, and may be left unfilled
+    # blocks of its load that begin behind a window, and may be left unfilled
+    behind: set[int] = field(default_factory=set)
     unfilled: set[int] = field(default_factory=set)  # those of them that have been taken out of the prefix cache
     since: float | None = None  # when it came, if it is not known yet what becomes of its load
     key: bytes | None = None  # the key of the offer that its load takes
