@@ -121,13 +121,19 @@ def test_a_lease_that_was_too_short(make: Any) -> None:
     assert code == 1 and "its lease had ended" in verdict["says"] and "raise 'lease'" in verdict["do"]
 
 
-def test_a_producer_that_computes_it_after_the_consumer_gave_up_had_it_in_its_queue(make: Any) -> None:
+def computed_too_late(make: Any) -> Any:
+    """Engines of which the consumer gave a request up before the producer computed it."""
     pair = make(decode={"start_timeout": 0.5})
     ticket = pair.p.ask("q", TOKENS)
     pair.d.load("r", ticket, TOKENS)
     pair.d.until("r")
     pair.p.run("q", ticket.digest, 0, TOKENS)
     until(lambda: pair.p.step() and pair.story("r")[1]["requests"][0]["prefill"]["over"])
+    return pair
+
+
+def test_a_producer_that_computes_it_after_the_consumer_gave_up_had_it_in_its_queue(make: Any) -> None:
+    pair = computed_too_late(make)
     verdict = pair.story("r")[1]["requests"][0]["verdict"]
     assert "still had it in its queue" in verdict["says"] and "start_timeout" in verdict["do"]
 
@@ -307,12 +313,7 @@ def test_clocks_that_differ_change_neither_the_story_nor_the_verdict(
     make: Any, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     """Times are shown by the clock of the host on which `why` runs."""
-    pair = make(decode={"start_timeout": 0.5})
-    ticket = pair.p.ask("q", TOKENS)
-    pair.d.load("r", ticket, TOKENS)
-    pair.d.until("r")
-    pair.p.run("q", ticket.digest, 0, TOKENS)
-    until(lambda: pair.p.step() and pair.story("r")[1]["requests"][0]["prefill"]["over"])
+    pair = computed_too_late(make)
 
     def skewed(host: str, port: int, *more: Any) -> Any:
         found = lookup.explain(host, port, *more)
