@@ -43,7 +43,7 @@ log = logger("kvxfer.directory")
 ANY_EPOCH = 0
 """The epoch of a source that a router named without knowing the engine's. Only the transfer's id and digest can then tell the
 engine from one that had the same address before."""
-IDLE_S = 60.0
+IDLE_S = 600.0
 """Seconds after which an unused connection to another directory is closed."""
 SLICE_S = 0.005
 """Seconds of a turn that may be spent on incoming messages, and on outgoing ones."""

@@ -33,7 +33,7 @@ MAX_SOURCES = 16
 """The most sources that are asked for one request; the first of those that are named."""
 SILENT_S, MAX_SILENT = 5.0, 1024
 """Seconds for which no request waits for a source that has not answered one in time, unless it answers; and the most of them."""
-ANSWER_LOOK_S = 0.0005
+ANSWER_LOOK_S = 0.0002
 """Seconds from one look for answers to the next while nothing else is to be done."""
 MAX_SENT = 100_000
 """The most questions whose answers are awaited, or still declined when they come too late."""

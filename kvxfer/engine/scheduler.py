@@ -116,7 +116,8 @@ class SchedulerSide(Requests):
         loads = Loads(config, self._schedule, self._pins, tables, ranks, self._dispatch, notices, trace)
         self._benefit = Benefit()
         asks = Asks(config, self.directory, notices, consumer, loads, self._benefit)
-        loads.alone.queue = None if queue is None else arguments.instance("queue", queue, EngineQueue)
+        if queue is not None:
+            loads.alone.queue = self._with_inquiries(arguments.instance("queue", queue, EngineQueue))
         super().__init__(self.directory.source, tables, offers, loads, asks, stories)
         self._answers = PrefixAnswers(self.directory, offers, producer, groups, self._pins.limit)
         self.asked, self.answered = asks.counts, self._answers.counts
@@ -133,6 +134,10 @@ class SchedulerSide(Requests):
         Leave out steps that computed answers only. Without this, every load counts as faster than computing.
         """
         self._benefit.took(arguments.integer("tokens", tokens, 0, MAX_TOKENS), arguments.seconds("seconds", seconds))
+
+    def _with_inquiries(self, queue: EngineQueue) -> EngineQueue:
+        """Count as arriving what other engines ask, too."""
+        return replace(queue, arriving=lambda: queue.arriving() or bool(self.directory.inquiries))
 
     def _woken(self) -> None:
         """Have the engine make a step. The directory's thread."""

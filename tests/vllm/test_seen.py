@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.engine import EngineCoreRequestType
 
 from kvxfer.engine import alone
 from kvxfer.identity import TransferId
@@ -72,11 +73,17 @@ def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
     engine.add(slow_load(engine, producer))
     until(lambda: seconds(engine) >= 0.04)  # the load is on its way
     assert statistics.median(seconds(engine) for _ in range(5)) >= 0.04, "nothing else is to be done"
+    engine.core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+    assert statistics.median(seconds(engine) for _ in range(5)) >= 0.04, (
+        "the engine has been woken, and nobody has come"
+    )
+    engine.core.input_queue.get()
     wait_for_the_load(monkeypatch)
-    engine.core.input_queue.put(None)
+    arrival = EngineCoreRequestType.ADD, None
+    engine.core.input_queue.put(arrival)
     assert max(seconds(engine) for _ in range(9)) < 3.0, "somebody has come, who is not looked at yet"
     engine.core.input_queue.get()
-    threading.Timer(0.01, engine.core.input_queue.put, (None,)).start()
+    threading.Timer(0.01, engine.core.input_queue.put, (arrival,)).start()
     assert seconds(engine) < 3.0, "somebody comes during the wait"
 
 

@@ -34,12 +34,20 @@ class EngineLoop:
         alone = getattr(parallel, "data_parallel_size", 1) == 1
         if not (isinstance(inbox, queue.Queue) and alone):
             return None
-        return EngineQueue(unfinished, lambda: not inbox.empty())
+        return EngineQueue(unfinished, lambda: _arriving(inbox))
 
     @property
     def stopping(self) -> bool:
         """Whether it has been asked to stop, as by SIGTERM. vLLM then takes no more requests."""
         return bool(getattr(self._core, "shutdown_state", 0))
+
+
+def _arriving(inbox: queue.Queue[Any]) -> bool:
+    """Return whether anything but a call to wake is in the engine's queue: what that was for is no news to a step that waits for it."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    # Without its lock, which a signal handler may want on this thread; a copy is taken at one go.
+    return any(kind is not EngineCoreRequestType.WAKEUP for kind, _ in tuple(inbox.queue))
 
 
 def _waker(core: Any) -> Callable[[], None] | None:
