@@ -25,8 +25,11 @@ from kvxfer_nixl.link import Link, Peer
 __all__ = ["Flight"]
 
 PIECE_BYTES = 16 << 20
-"""Host memory in one piece: some milliseconds of copying, and of a slow link the time for which nothing is known, because NIXL tells
-nothing of a piece before it has ended. With half as much, 134 MB took some 5 % longer between two processes of one host."""
+"""Memory in one piece if posting copies it: some milliseconds of copying, and of a slow link the time for which nothing is known, because
+NIXL tells nothing of a piece before it has ended. With half as much, 134 MB took some 5 % longer between two processes of one host."""
+COPIED_BYTES, COPIED_S = 4 << 20, 250e-12
+"""Posting a piece of at least so many bytes copies it if it takes so many seconds a byte. It always does in host memory. In GPU memory it
+does where UCX has no better way than through the host, as within one process: at 0.6 GB/s, so that a call would take seconds."""
 PIECE_RUNS = 4096
 """Descriptors in one piece: at most some 20 ms of posting."""
 WINDOW = 4
@@ -64,7 +67,9 @@ class Flight:
     ) -> None:
         self.number, self.link = number, link
         self._operation, self._fence, self._pool = operation, fence, pool
-        self._local, self._remote, self._cuts = _pieces(local, remote, pool)
+        on_host = not (local[0] or remote[0])
+        copied = on_host or link.peer is None or link.peer.copies
+        self._local, self._remote, self._cuts = _pieces(local, remote, pool if on_host else None, copied)
         self._start = 0
         self._handles: dict[int, slice] = {}  # with the rows of each piece
         self._moved = 0
@@ -167,10 +172,14 @@ class Flight:
     def _post_one(self, result: _Posted) -> None:
         """On any thread. NIXL binds what is made to a worker of the thread that makes it."""
         peer = self._peer
+        nbytes = int(self._local[1][result.rows, 1].sum())
         here, there = ((kind, table[result.rows]) for kind, table in (self._local, self._remote))
         try:
             result.handle = peer.agent.prepare(self._operation, here, there, peer.name)
+            began = time.monotonic()
             result.done = peer.agent.post(result.handle)
+            if (here[0] or there[0]) and nbytes >= COPIED_BYTES:
+                peer.copies = time.monotonic() - began > nbytes * COPIED_S
         except TransportError as e:
             result.error = e
 
@@ -210,29 +219,28 @@ class Flight:
         self._earliest = now + SETTLE_S
 
 
-def _pieces(local: Side, remote: Side, pool: CopyPool) -> tuple[Side, Side, deque[int]]:
+def _pieces(local: Side, remote: Side, pool: CopyPool | None, copied: bool) -> tuple[Side, Side, deque[int]]:
     """Return the same bytes, and where to cut them: indices into the rows, the last one their number.
 
-    In host memory into shares for a pool, and none larger than ``PIECE_BYTES``; a longer run becomes several.
+    What is ``copied`` by posting into shares for a ``pool``, none larger than ``PIECE_BYTES``; a longer run becomes several.
     """
     sizes = local[1][:, 1]
     if not len(sizes):
         return local, remote, deque()
-    on_host = not (local[0] or remote[0])
-    nbytes = int(np.add.reduce(sizes)) if on_host else 0
-    shares = pool.shares(nbytes)
+    nbytes = int(np.add.reduce(sizes)) if copied else 0
+    shares = pool.shares(nbytes) if pool is not None else 1
     if len(sizes) <= PIECE_RUNS and nbytes <= PIECE_BYTES and shares == 1:
         return local, remote, deque([len(sizes)])
     longest = int(np.maximum.reduce(sizes))
     share = -(-nbytes // shares)
     most = min(PIECE_BYTES, share + (longest if longest < share // 8 else 0))  # no small piece is left over
-    if on_host and longest > most:
+    if copied and longest > most:
         local, remote = _shorten(local, remote, most)
     ends = np.cumsum(local[1][:, 1])
     cuts, start, n = deque[int](), 0, len(ends)
     while start < n:
         end = min(start + PIECE_RUNS, n)
-        if on_host:
+        if copied:
             before = ends[start - 1] if start else np.uint64(0)
             full = int(np.searchsorted(ends, before + np.uint64(most), side="right"))
             end = min(end, max(start + 1, full))

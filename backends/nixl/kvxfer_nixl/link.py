@@ -38,10 +38,11 @@ class Peer:
         here: Whether a socket tells of its end.
         agent: Ours, which knows it.
         error: Why the connection has failed; it never comes back.
+        copies: Whether posting GPU memory may copy it, as far as is known, so that it has to be cut into pieces.
     """
 
     def __init__(self, name: str, here: bool, agent: LibraryAgent) -> None:
-        self.name, self.here, self.agent = name, here, agent
+        self.name, self.here, self.agent, self.copies = name, here, agent, True
         self.error: TransportError | None = None
 
     def tell(self, message: str) -> None:
