@@ -13,7 +13,7 @@ import typer
 from kvxfer.cli.progress import progress
 from kvxfer.errors import ConfigError
 from kvxfer_bench.sglang.servers import SglangPair, SglangServer, started_pair
-from kvxfer_bench.sglang.turns import SglangTurns, expect, made_up
+from kvxfer_bench.sglang.turns import LONG, SglangTurns, expect, made_up
 from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape
 from kvxfer_vllm.demo.servers import Server, await_ready, ended_by_sigterm, ended_together
 
@@ -38,6 +38,7 @@ def measure_sglang(
     tokens: int = 32,
     rounds: int = 3,
     tie: float = TIES["bfloat16"],
+    aborted: int = LENGTHS[-1],
     kind: type[Server] = SglangServer,
 ) -> bool:
     """Start a plain server, then a pair for each back end, and measure the pairs in turns; return whether all went well.
@@ -54,6 +55,7 @@ def measure_sglang(
         tokens: Tokens behind each prompt.
         rounds: Rounds that count.
         tie: As for ``Expectation.verdict``.
+        aborted: Tokens of a prompt that is aborted.
         kind: What servers are started.
 
     Raises:
@@ -79,7 +81,7 @@ def measure_sglang(
         turns.tokens(expected, tie)
         for count in at_once:
             turns.load(count, prompt, tokens, rounds)
-        turns.aborts(LENGTHS[-1], 0.1)
+        turns.aborts(aborted)
         turns.tokens(expected, tie)  # after aborts
     return not turns.failed
 
@@ -116,8 +118,11 @@ def compare_sglang(
         raise ConfigError(
             f"--prompt {prompt} and --tokens {tokens} do not fit into the {shape.max_len} tokens of {model}"
         )
-    room = 2 * max(at_once) * (prompt + tokens) + sum(LENGTHS) + len(LENGTHS) * tokens + 4096
-    usual = ["--dtype", dtype, "--context-length", str(longest), "--max-total-tokens", str(room)]
+    context = (
+        longest if shape is None else min(4 * longest, shape.max_len)
+    )  # so that prefill takes long where one is aborted
+    room = 2 * max(at_once) * (prompt + tokens) + sum(LENGTHS) + len(LENGTHS) * tokens + 4096 + context
+    usual = ["--dtype", dtype, "--context-length", str(context), "--max-total-tokens", str(room)]
     usual += ["--max-running-requests", str(max(16, *at_once)), "--page-size", "16"]
     on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
     with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-sglang-") as folder:
@@ -135,5 +140,8 @@ def compare_sglang(
             typer.echo(json.dumps({"model": model, "gpus": on, **row}))
 
         told = [*usual, *flags.split()]
-        well = measure_sglang(backends, where, logs, tell, on, told, at_once, prompt, tokens, rounds, TIES[dtype])
+        aborted = context - LONG - 16  # SGLang keeps some of the context for itself
+        well = measure_sglang(
+            backends, where, logs, tell, on, told, at_once, prompt, tokens, rounds, TIES[dtype], aborted
+        )
     raise typer.Exit(int(not well))

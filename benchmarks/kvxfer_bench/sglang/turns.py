@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvxfer_bench.sglang.asking import abort, ask_pair, ask_streaming, generate,
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready
 
-__all__ = ["Expectation", "SglangTurns", "expect", "made_up"]
+__all__ = ["LONG", "Expectation", "SglangTurns", "expect", "made_up"]
 
 START_S, ABORT_S = 600.0, 60.0
 LONG = 200
@@ -133,21 +133,40 @@ class SglangTurns:
                 }
             )
 
-    def aborts(self, prompt: int, after: float) -> None:
-        """Tell how long both servers take to end a request that one of them aborts."""
+    def aborts(self, prompt: int) -> None:
+        """Tell how long both servers take to end a request that one of them aborts while prefill computes it.
+
+        Two other requests with as long a prompt tell how long prefill takes; the abort comes after half of that (``after_s``). If
+        the request was over all the same, nothing is told of that abort.
+
+        Args:
+            prompt: Tokens of the prompts.
+        """
 
         def one(name: str, pair: SglangPair) -> None:
+            after = min(self._prefill_s(pair, made_up(f"{name} whole {n}", prompt)) for n in range(2)) / 2
             took = {}
             for who, server, end in (("prefill", pair.prefill, "p"), ("decode", pair.decode, "d")):
                 asked = ask_pair(self._threads, pair, made_up(f"{name} {who}", prompt), LONG, ABORT_S)
                 time.sleep(after)
                 abort(server, f"{asked.rid}-{end}")
                 begun = time.monotonic()
-                wait([asked.prefill, asked.decode])  # with tokens, or an error
-                took[f"aborted_by_{who}_s"] = round(time.monotonic() - begun, 2)
-            self._tell({"backend": name, "after_s": after, **took})
+                answers = {"prefill": asked.prefill, "decode": asked.decode}
+                wait(answers.values())  # with tokens, or an error
+                if _aborted(answers[who]):
+                    took[f"aborted_by_{who}_s"] = round(time.monotonic() - begun, 2)
+            self._tell({"backend": name, "prompt": prompt, "after_s": round(after, 3), **took})
 
         self._each("aborts", one)
+
+    def _prefill_s(self, pair: SglangPair, ids: list[int]) -> float:
+        """Return the seconds until the prefill server has answered a request."""
+        begun = time.monotonic()
+        asked = ask_pair(self._threads, pair, ids, 1, ABORT_S)
+        generated(asked.prefill.result())
+        took = time.monotonic() - begun
+        asked.tokens()
+        return took
 
     def _each(self, what: str, do: Callable[[str, SglangPair], None]) -> None:
         for name, pair in list(self._pairs.items()):
@@ -158,3 +177,12 @@ class SglangTurns:
                 self.failed = True
                 del self._pairs[name]
                 self._tell({"backend": name, "error": f"{what}: {error}"})
+
+
+def _aborted(answer: Future[Any]) -> bool:
+    """Whether a server's answer says that the request was aborted, or is an error."""
+    try:
+        generated(answer.result())
+    except ServerError:
+        return True
+    return False
