@@ -28,8 +28,8 @@ PIECE_BYTES = 16 << 20
 """Memory in one piece if posting copies it: some milliseconds of copying, and of a slow link the time for which nothing is known, because
 NIXL tells nothing of a piece before it has ended. With half as much, 134 MB took some 5 % longer between two processes of one host."""
 COPIED_BYTES, COPIED_S = 4 << 20, 250e-12
-"""Posting a piece of at least so many bytes copies it if it takes so many seconds a byte. It always does in host memory. In GPU memory it
-does where UCX has no better way than through the host, as within one process: at 0.6 GB/s, so that a call would take seconds."""
+"""Posting copies if a piece of at least this many bytes takes this number of seconds a byte. It always does in host memory; in GPU memory
+where UCX has no better way than through the host, as within one process: at 0.6 GB/s, so that a call would take seconds."""
 PIECE_RUNS = 4096
 """Descriptors in one piece: at most some 20 ms of posting."""
 WINDOW = 4

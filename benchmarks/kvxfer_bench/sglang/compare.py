@@ -118,9 +118,7 @@ def compare_sglang(
         raise ConfigError(
             f"--prompt {prompt} and --tokens {tokens} do not fit into the {shape.max_len} tokens of {model}"
         )
-    context = (
-        longest if shape is None else min(4 * longest, shape.max_len)
-    )  # so that prefill takes long where one is aborted
+    context = longest if shape is None else min(4 * longest, shape.max_len)  # prefill of an aborted prompt takes long
     room = 2 * max(at_once) * (prompt + tokens) + sum(LENGTHS) + len(LENGTHS) * tokens + 4096 + context
     usual = ["--dtype", dtype, "--context-length", str(context), "--max-total-tokens", str(room)]
     usual += ["--max-running-requests", str(max(16, *at_once)), "--page-size", "16"]
