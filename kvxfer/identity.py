@@ -8,6 +8,7 @@ import re
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING, Any, NewType
 
@@ -280,6 +281,7 @@ def _named(argument: str, value: str) -> str:
     return value
 
 
+@lru_cache(1024)
 def canonical_host(text: str) -> str:
     """Return the canonical form of a host. Numbers that resolvers take for addresses (`127.1`, `0x7f000001`) are refused.
 
