@@ -86,7 +86,7 @@ class BlockPins:
             ArgumentError: ``pool`` is not a ``BlockPool``.
         """
         self._pool = arguments.instance("pool", pool, BlockPool)  # type: ignore[type-abstract]
-        self._lending = pool if isinstance(pool, LendingPool) else None  # once: it takes 30 µs, and each load asks
+        self._lending = pool if isinstance(pool, LendingPool) else None  # once: it takes 30 us, and each load asks
 
     def keep(self, holder: Hashable, blocks: Iterable[int]) -> bool:
         """Pin these blocks for ``holder``, in addition to those that it holds. They must be in use at the time.
