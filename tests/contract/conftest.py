@@ -14,7 +14,7 @@ from kvxfer_vllm.demo.servers import MODEL_NAME, Cluster, free_port, running
 from tests.conftest import require
 from tests.contract.router import SCHEMAS, Router
 from tests.e2e.forked import Forked
-from tests.e2e.models import EXACT_POSITIONS, write_mamba, write_mla, write_recurrent, write_window
+from tests.e2e.models import EXACT_POSITIONS, LATENTS, write_mamba, write_mla, write_recurrent, write_window
 
 LEASE_S = 60.0
 WITHIN_S = 8.0
@@ -23,7 +23,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "llama": (write_model, []),
     "window": (write_window, []),
-    "latent": (write_mla, ["--block-size", "16", *EXACT_POSITIONS]),
+    "latent": (write_mla, ["--block-size", "16", *LATENTS, *EXACT_POSITIONS]),
     "state": (write_recurrent, ["--no-enable-prefix-caching", *EXACT_POSITIONS]),
     "mamba": (write_mamba, ["--no-enable-prefix-caching"]),
 }

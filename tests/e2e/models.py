@@ -24,6 +24,9 @@ EXACT_POSITIONS = ["--compilation-config", '{"custom_ops": ["all", "-rotary_embe
 tensor for tokens, which LFM 2 and DeepSeek V2 give it: what attention computes then depends on how many heads a rank holds, or how
 many tokens a step has, and so do the tokens that come out, on servers without any connector."""
 
+LATENTS = ["--attention-backend", "CPU_MLA"]
+"""Server flags for latents. On a processor with AMX vLLM prefers an attention back end of its own, which is for bfloat16 alone."""
+
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 128, 256, 4, 2, 32
 WINDOW = 64
 """Tokens; two blocks of 32."""

@@ -12,7 +12,7 @@ from kvxfer_vllm.demo.servers import BLOCK, Cluster, running
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
-from tests.e2e.models import EXACT_POSITIONS, WINDOW, write_mla, write_recurrent, write_window
+from tests.e2e.models import EXACT_POSITIONS, LATENTS, WINDOW, write_mla, write_recurrent, write_window
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -29,7 +29,7 @@ MODELS = {
     "window": (write_window, []),
     "state": (write_recurrent, ["--no-enable-prefix-caching"]),
     "states and a prefix cache": (write_recurrent, []),
-    "latent": (write_mla, ["--block-size", "16", *EXACT_POSITIONS]),
+    "latent": (write_mla, ["--block-size", "16", *LATENTS, *EXACT_POSITIONS]),
 }
 UNCACHED = {"state", "latent"}
 """Where vLLM caches no prefixes: with MLA it does not on CPUs."""

@@ -16,7 +16,7 @@ from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked, Referenced
 from tests.e2e.hybrids import ALIGNED, write_delta_attention, write_delta_net, write_mamba_1
-from tests.e2e.models import EXACT_POSITIONS, write_mamba, write_recurrent
+from tests.e2e.models import EXACT_POSITIONS, LATENTS, write_mamba, write_recurrent
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -41,7 +41,7 @@ MODELS = {
     "gated delta nets, nothing cached": Kind(write_delta_net, NOTHING_CACHED, 0, Referenced),
     "Mamba 1": Kind(write_mamba_1, (), ALIGNED, Referenced),
     "Mamba 1, nothing cached": Kind(write_mamba_1, NOTHING_CACHED, 0, Referenced),
-    "Kimi's delta attention": Kind(write_delta_attention, NOTHING_CACHED, 0, Referenced),
+    "Kimi's delta attention": Kind(write_delta_attention, (*NOTHING_CACHED, *LATENTS), 0, Referenced),
 }
 LETTERS = "".join(chr(97 + n * n % 26) for n in range(700))
 PROMPTS = {"within a block": LETTERS[:20], "several blocks": LETTERS[:220], "many chunks": f"many chunks: {LETTERS}"}
