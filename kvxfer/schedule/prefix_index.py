@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
-from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
 from kvxfer import arguments
@@ -15,8 +13,8 @@ __all__ = ["KnownPrefix", "PrefixIndex"]
 
 T = TypeVar("T")
 
-ASKED_S = 600.0
-"""Seconds after a question in which what is computed is hashed at once."""
+EAGER = 256
+"""How many prefixes behind a question are hashed as soon as they come."""
 LISTED = 4
 """How often a token may be listed on average. Of more prompts that begin alike, the oldest is forgotten."""
 
@@ -32,8 +30,8 @@ class PrefixIndex(Generic[T]):
     """The tokens that an engine has computed recently, by their chains. One thread.
 
     It says what has been computed, not what is still cached; that the engine looks up by its own name. Hashing takes 2 us for 16 tokens.
-    An engine that has been asked in the last ``ASKED_S`` seconds hashes what it computes at once, so that no question waits for it. An
-    engine that nobody asks does not.
+    Behind a question, the next ``EAGER`` prefixes are hashed as they come, so that the next question need not wait for it. Where nobody
+    asks, nothing is hashed.
 
     Args:
         most: The most tokens that are remembered: as many as the cache has room for, say. Tokens that several have in common count once.
@@ -48,7 +46,7 @@ class PrefixIndex(Generic[T]):
         self._steps = 0  # how many steps that has
         self._names: OrderedDict[int, tuple[list[bytes], T]] = OrderedDict()  # by serial number, the oldest first
         self._numbers = 0
-        self._asked_at = -inf
+        self._unasked = EAGER  # how many have come since the last question
         self._listed = 0  # links of all of these, those included that a later one has as well
         # The latest that has each link. Since it also has all links in front, those are forgotten no sooner: ``find`` relies on it.
         self._latest: dict[bytes, int] = {}
@@ -62,12 +60,13 @@ class PrefixIndex(Generic[T]):
         self._steps += len(prefix) // STEP
         while self._steps > self._most and len(self._new) > 1:
             self._steps -= len(self._new.popleft()[0]) // STEP
-        if time.monotonic() < self._asked_at + ASKED_S:
+        self._unasked += 1
+        if self._unasked <= EAGER:
             self._hash()
 
     def find(self, chain: Chain) -> KnownPrefix[T] | None:
         """Return what has the longest common part with a chain; None if nothing has any."""
-        self._asked_at = time.monotonic()
+        self._unasked = 0
         self._hash()
         links = arguments.instance("chain", chain, Chain)
         known, unknown = 0, len(links) + 1

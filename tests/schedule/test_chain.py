@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from kvxfer.errors import ArgumentError
 from kvxfer.schedule import Chain, KnownPrefix, Prefix, PrefixIndex
 from kvxfer.schedule.chain import DIGEST, MAX_LINKS, STEP
-from kvxfer.schedule.prefix_index import ASKED_S
+from kvxfer.schedule.prefix_index import EAGER
 
 TOKEN = st.integers(0, 3)
 ROW = st.lists(TOKEN, max_size=6 * STEP)
@@ -186,13 +185,13 @@ def test_nothing_is_hashed_before_somebody_asks() -> None:
     assert index.find(prefixes[4].chain()) is None and len(index) == 0
 
 
-def test_after_a_question_nobody_waits_for_what_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_question_nobody_waits_for_what_is_hashed() -> None:
     index: PrefixIndex[str] = PrefixIndex(64 * STEP)
     index.find(Prefix([0] * STEP, model="m").chain())
     soon, late = (Prefix([i] * 4 * STEP, model="m") for i in (1, 2))
     index.add(soon, "x")
     assert soon._ids is None
-    now = time.monotonic() + ASKED_S
-    monkeypatch.setattr("kvxfer.schedule.prefix_index.time.monotonic", lambda: now)
+    for _ in range(EAGER - 1):
+        index.add(soon, "x")
     index.add(late, "x")
     assert late._ids is not None, "nobody has asked for a while"
