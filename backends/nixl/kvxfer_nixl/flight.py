@@ -172,14 +172,14 @@ class Flight:
     def _post_one(self, result: _Posted) -> None:
         """On any thread. NIXL binds what is made to a worker of the thread that makes it."""
         peer = self._peer
-        nbytes = int(self._local[1][result.rows, 1].sum())
         here, there = ((kind, table[result.rows]) for kind, table in (self._local, self._remote))
         try:
             result.handle = peer.agent.prepare(self._operation, here, there, peer.name)
             began = time.monotonic()
             result.done = peer.agent.post(result.handle)
-            if (here[0] or there[0]) and nbytes >= COPIED_BYTES:
-                peer.copies = time.monotonic() - began > nbytes * COPIED_S
+            took = time.monotonic() - began
+            if (here[0] or there[0]) and (nbytes := int(here[1][:, 1].sum())) >= COPIED_BYTES:
+                peer.copies = took > nbytes * COPIED_S
         except TransportError as e:
             result.error = e
 
