@@ -137,7 +137,7 @@ class Asks:
         others = [one for one in self._asks.values() if one.state in (_S.NEW, _S.OUT)]
         if any(one.state is _S.NEW for one in others):
             return  # those are to be sent first
-        self._loads.alone.wait(lambda: ask.done or time.monotonic() >= until, self._look, len(others))
+        self._loads.alone.wait(lambda: ask.done or time.monotonic() >= until, self._look, asking=len(others))
 
     def _look(self, seconds: float) -> None:
         time.sleep(min(seconds, ANSWER_LOOK_S))

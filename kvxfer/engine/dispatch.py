@@ -6,6 +6,7 @@ by which a worker recognises it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from kvxfer.engine.exchange import BlockCopy, Step
@@ -36,6 +37,7 @@ class Dispatch:
         self._steps = 0
         self._fetched = 0  # the number of the next step's first fetch
         self._sent = 0  # how many of that step's fetches have gone ahead
+        self._sent_at = 0.0
         self._lost = False  # whether some worker may not have got one of them
         self._prefetches: list[int] = []  # those of that step's fetches that are prefetches, by number
         self._revoked_in: int | None = None  # the last step with revocations
@@ -105,10 +107,11 @@ class Dispatch:
         """Record that the fetch that was queued last is a prefetch."""
         self._prefetches.append(self._schedule.consumer.fetched - 1)
 
-    def send_ahead(self) -> None:
-        """Send the workers at once what they are to fetch, if that may overtake the steps."""
+    def send_ahead(self, apart: float = 0.0) -> None:
+        """Send the workers at once what they are to fetch, if that may overtake the steps and the last message is ``apart`` seconds old."""
         fetches = self._schedule.consumer.fetches
-        if len(fetches) > self._sent and self.direct:
+        if len(fetches) > self._sent and self.direct and time.monotonic() >= self._sent_at + apart:
+            self._sent_at = time.monotonic()
             ahead = DirectFetches(self._fetched + self._sent, tuple(fetches[self._sent :]), tuple(self._prefetches))
             self._lost |= not self.channel.send(ahead)
             self._sent = len(fetches)

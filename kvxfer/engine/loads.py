@@ -24,6 +24,9 @@ __all__ = ["Loads"]
 
 _S, _E = LoadState, LoadEvent
 
+TOGETHER_S = 0.002
+"""Seconds between two messages to the workers while more requests come: sending one takes longer than all else that a request costs."""
+
 
 class Loads:
     """The requests that load; one thread. Calls about any other request do nothing.
@@ -83,8 +86,7 @@ class Loads:
         load = self.schedule.of(request)
         if load is not None:
             self._fetch_ahead(load, computed)
-            if not self.alone.coming:  # one message for all that come together: sending takes longer than all else here
-                self._dispatch.send_ahead()
+            self._dispatch.send_ahead(TOGETHER_S if self.alone.coming else 0.0)
 
     def _fetch_ahead(self, load: Load, computed: int) -> None:
         """Begin a load into lent blocks if it is offered whole and short; that is tried once."""

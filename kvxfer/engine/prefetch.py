@@ -12,6 +12,7 @@ never has to undo a load, however it handles those that fail.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -29,9 +30,6 @@ from kvxfer.values import NULL, BlockTable, Group, Rank, Stages
 __all__ = ["Prefetches"]
 
 _S, _E = LoadState, LoadEvent
-
-ASYNC_S = 0.002
-"""What an async load costs an idle engine besides its bytes, at most: vLLM sleeps for 1 ms after an empty step, and plans one more."""
 
 
 class Prefetches:
@@ -66,7 +64,7 @@ class Prefetches:
         """Borrow blocks and queue the fetch of a load's tokens from ``start`` on.
 
         Returns:
-            False if the load has to be async. It is long and the engine has more to do, or copying it would take too long. Or it begins
+            False if the load has to be async. It is long, and copying it would cost other requests more than it saves. Or it begins
             within a block, which would be copied whole, over the local tokens in front. Or its link has failed, or the pool has no
             blocks to lend.
 
@@ -79,10 +77,10 @@ class Prefetches:
         if any(start % group.block_tokens for group in self._groups):
             return False
         expected = self.paces.estimate(source, tokens - start)
-        alone = self._alone.with_load(load)
-        if expected is None or (expected > self._budget and not alone):
+        spare = self._alone.spare(load)
+        if expected is None or (expected > self._budget and not spare):
             return False  # async loads keep this estimate up to date too, but not that of copies
-        if not self._copying.fits(tokens - start, max(self._budget - expected, ASYNC_S if alone else 0.0)):
+        if not self._copying.fits(tokens - start, max(self._budget - expected, spare)):
             return False
         spans = [self._span(group, start, tokens) for group in self._groups]
         taken = self._pins.borrow(load.holder, sum(past - first for first, past in spans))
@@ -115,16 +113,19 @@ class Prefetches:
             return None
         if load.state is not _S.HERE or not load.start <= computed < load.end:
             return 0
-        if self._to_copy(load) > self._left < self._budget:
+        if self._to_copy(load) > max(self._left, self._alone.spare(load)) and self._left < self._budget:
             return None  # others have had the step's budget; the next one's is whole
         load.promised = load.end - computed
         return load.promised
 
     def _wait(self, load: Load) -> None:
         """Wait for a load, in one step only: one that has overrun its time may never end, and would delay all others."""
-        self._alone.wait(lambda: load.state is not _S.AHEAD, self._receive)
-        in_vain = load.waited or load.expected > self._budget
-        patience = granted = 0.0 if in_vain else max(0.0, self._left - self._to_copy(load))
+        rest = math.inf if load.waited else max(0.0, load.expected - (time.monotonic() - load.fetched_at))
+        granted = self._alone.wait(lambda: load.state is not _S.AHEAD, self._receive, expected=rest)
+        self._left = max(0.0, self._left - granted)
+        in_vain = granted or load.waited or load.expected > self._budget
+        patience = 0.0 if in_vain else max(0.0, self._left - self._to_copy(load))
+        granted = granted or patience
         while load.state is _S.AHEAD:
             begun = time.monotonic()
             news = self._receive(patience)
@@ -172,6 +173,7 @@ class Prefetches:
     def copies(self) -> tuple[BlockCopy, ...]:
         """Return what this step copies, and refill the budget; call it once a step."""
         drained, self._admitted, self._left = self._admitted, [], self._budget
+        self._alone.begin_step()
         for load, _ in drained:
             self._ledger.drop(("copy", load.number))
             self._schedule.on(load, _E.SHIPPED)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.engine import BlockPins, EngineQueue, Prefix, Report, SchedulerSide
-from kvxfer.engine.alone import LOOK_S, LOOKS, Alone
+from kvxfer.engine.alone import ASYNC_S, LOOK_S, LOOKS, STEP_S, Alone
+from kvxfer.engine.loads import TOGETHER_S
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.protocol.values import Stages
 from kvxfer.schedule import LoadState
 from kvxfer.values import BlockTable, Group, Rank
@@ -34,15 +35,15 @@ def test_an_engine_is_alone_if_all_its_requests_wait_for_loads_and_nobody_comes(
     working: list[Any] = [SimpleNamespace(state=state, over=over) for state, over in loads]
     schedule: Any = SimpleNamespace(working=working)
     alone = Alone(schedule)
-    assert not alone.now, "its requests are not known"
+    assert not alone.now and alone.spare(mock.Mock()) == 0, "its requests are not known"
+    assert alone.wait(mock.Mock(return_value=False), mock.Mock(side_effect=AssertionError), expected=0.0) == 0
     unfinished = others + sum(not over for _, over in loads)
     alone.queue = EngineQueue(lambda: unfinished, lambda: arriving)
     waits = all(state in MOVING for state, over in loads if not over)
     assert alone.now == (waits and not others and not arriving)
-    for load in working:
-        rest = [x for x in working if x is not load and not x.over]
-        if not load.over:
-            assert alone.with_load(load) == (not others and all(x.state in MOVING for x in rest))
+    for load in (x for x in working if not x.over):
+        run = others + sum(x.state not in MOVING for x in working if x is not load and not x.over)
+        assert alone.spare(load) == min(ASYNC_S, STEP_S / max(1, run)), "what it saves, shared by those that could run"
 
 
 class Consumer:
@@ -109,11 +110,49 @@ def test_a_load_of_any_length_is_taken_within_the_step(d: Consumer) -> None:
     assert d.looks == 7 and set(filter(None, d.board.waits)) == {LOOK_S}
 
 
-def test_beside_a_request_that_computes_a_long_load_is_not(d: Consumer) -> None:
+@pytest.mark.parametrize(
+    ("run", "copy_s", "sync"), [(1, 0.001, True), (1, 0.004, False), (9, 0.001, True), (20, 0.001, False)]
+)
+def test_beside_requests_that_compute_a_long_load_is_if_its_copy_costs_them_less_than_it_saves(
+    d: Consumer, run: int, copy_s: float, sync: bool
+) -> None:
     d.knows_a_long_one()
-    d.requests = 1
+    d.side.loads.prefetches._copying.took(TOKENS, copy_s)
+    d.requests = run
     d.load("a")
-    assert d.side.loadable("a", 0) == TOKENS and not d.side.is_prefetched("a"), "it is async"
+    assert d.waits("a") == [], "nobody waits for it"
+    assert d.side.loads.schedule.of(RequestId("a")).is_sync == sync  # type: ignore[union-attr]
+
+
+def test_those_that_could_run_wait_for_loads_that_come_one_after_the_other(d: Consumer) -> None:
+    """Each of them would else take a step more. What they may lose is theirs again with every load that comes, and in every step."""
+    d.requests = 1  # it computes
+    for name in "abcde":
+        d.load(name)
+    d.came, d.until = [result("a", 0)], 3
+    assert len(d.waits("a")) == 3 and d.side.is_prefetched("a")
+    d.came, d.until = [result("b", 1), result("c", 2)], d.looks + 2
+    assert len(d.waits("b")) == 2 and d.waits("c") == []
+    assert len(d.waits("d")) == 3, "four could run, and have lost 12 ms"
+    assert d.waits("e") == [], "in this step"
+    d.side.step()
+    assert d.waits("d") == [], "it has been waited for once"
+    d.came, d.until = [result("e", 4)], d.looks + 2
+    assert len(d.waits("e")) == 2
+
+
+@pytest.mark.parametrize(("ahead", "looks"), [(1, 0), (2, 2), (3, 2)])
+def test_those_that_could_run_do_not_wait_if_they_lose_more_than_the_loads_save(
+    d: Consumer, ahead: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five lose 20 ms by a load of 4 ms. Each of those that are ahead saves 10."""
+    monkeypatch.setattr("kvxfer.engine.prefetch.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("kvxfer.engine.loads.time.monotonic", lambda: 0.0)
+    d.side.loads.paces.delivered(SOURCE, TOKENS, 0.004)
+    d.requests = 5
+    for name in "abc"[:ahead]:
+        d.load(name)
+    assert d.waits("a").count(LOOK_S) == looks
 
 
 def test_whoever_comes_ends_the_wait_and_a_long_load_has_no_other(d: Consumer) -> None:
@@ -201,17 +240,23 @@ def test_what_comes_together_is_sent_together(d: Consumer) -> None:
     def sent() -> list[int]:
         return [len(call.args[0].fetches) for call in send.call_args_list if call.args[0].fetches]
 
-    with mock.patch.object(d.side._dispatch.channel, "send", send):
-        d.arriving = True
-        d.load("a"), d.load("b")
-        assert sent() == []
-        d.arriving = False
-        d.load("c")
-        assert sent() == [3]
-        d.arriving = True
+    clock = mock.patch("kvxfer.engine.dispatch.time.monotonic", lambda: now)
+    with clock, mock.patch.object(d.side._dispatch.channel, "send", send):
+        now, d.arriving = 1.0, True
+        for name in "abc":
+            d.load(name)
+        assert sent() == [1], "the first does not wait for the last"
+        now += TOGETHER_S
+        d.load("d")
+        assert sent() == [1, 3]
         d.load("e")
-        d.side.loadable("e", 0)
-        assert sent() == [3, 1], "it is sent before it is waited for"
+        d.arriving = False
+        d.load("f")
+        assert sent() == [1, 3, 2], "nothing more comes"
+        d.arriving = True
+        d.load("g")
+        d.side.loadable("g", 0)
+        assert sent() == [1, 3, 2, 1], "it is sent before it is waited for"
 
 
 class Asking:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockCopier"]
 
-DEVICE_BYTES = 64 << 20
+DEVICE_BYTES = 256 << 20
 """Bytes copied at a time on a GPU, which gathers them into a temporary buffer first; one block if that is larger."""
 
 HOST_BYTES = 256 << 10
