@@ -66,8 +66,8 @@ class SchedulerSide(Requests):
         wake: Called when another engine has asked, or answered, so that an engine without requests makes a step soon; until then
             ``waiting`` is true. It is called on a thread of kvxfer's, and must not block. It may be set later, as an attribute.
         queue: The engine's requests. With it, while all of them wait for loads, ``loadable`` and ``loads.wait_alone`` wait for up to 50 ms,
-            until a load ends or something arrives. While all wait for answers of ``ask``, ``loadable`` waits for up to 25 ms. None: they
-            do not.
+            until a load ends or something arrives; ``loadable`` waits also while that saves more than it costs the others. While all
+            wait for answers of ``ask``, ``loadable`` waits for up to 25 ms. None: they do not.
 
     Attributes:
         source: Where other engines find this one.
