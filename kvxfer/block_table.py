@@ -201,9 +201,9 @@ def _least(row: bytes) -> int:
 
 def _packed(g: int, row: Sequence[int] | NDArray[Any], null: int) -> bytes:
     """Return the ids of a row as bytes, in the form in which they are sent."""
-    if type(row) in (list, tuple, range) and len(row) <= _FEW and null == NULL:
+    if type(row) in (list, tuple, range) and (null == NULL or null not in row):
         try:
-            return _SHORT[len(row)].pack(*row)
+            return struct.pack(f"<{len(row)}i", *row)
         except struct.error:
             pass  # not integers, or too great: found below
     try:

@@ -260,7 +260,7 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         ids = np.asarray(_quickly(tokens))
     except (TypeError, ValueError):  # no sequence, or rows of several lengths
         raise IdentityError(f"token ids must be a row of integers, not {arguments.describe(tokens)}") from None
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.max()) > np.iinfo(np.int64).max:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids.dtype.str[1:] == "u8" and int(ids.max()) >> 63):
         raise IdentityError(f"token ids must be a row of integers, not {ids.dtype} of shape {ids.shape}")
     return ids.astype("<i8")
 

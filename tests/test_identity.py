@@ -184,7 +184,18 @@ class TestDigest:
 
     @pytest.mark.parametrize(
         "tokens",
-        [[1.0], [1, 2.0], [True], ["1"], [1, "1"], [[1, 2]], [2**63], np.array([2**63], "u8"), np.zeros((1, 1), "i8")],
+        [
+            [1.0],
+            [1, 2.0],
+            [True],
+            ["1"],
+            [1, "1"],
+            [[1, 2]],
+            [2**63],
+            np.array([2**63], "<u8"),
+            np.array([2**63], ">u8"),
+            np.zeros((1, 1), "i8"),
+        ],
     )
     def test_other_tokens_are_refused(self, tokens: Any) -> None:
         with pytest.raises(IdentityError, match="token ids must be"):

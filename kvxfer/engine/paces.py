@@ -39,9 +39,9 @@ class Pace:
         """
         if not self._seen:
             return None
-        sizes = [max(tokens / n, n / tokens) for n, _ in self._seen]
-        alike = [load for load, size in zip(self._seen, sizes, strict=True) if size <= ALIKE * min(sizes)]
-        took = [s * max(1.0, tokens / n) for n, s in alike]
+        sizes = [tokens / n if n < tokens else n / tokens for n, _ in self._seen]
+        farthest = ALIKE * min(sizes)
+        took = [s * max(1.0, tokens / n) for (n, s), size in zip(self._seen, sizes, strict=True) if size <= farthest]
         return min(took[-1], statistics.median(took))
 
     def fits(self, tokens: int, seconds: float) -> bool:

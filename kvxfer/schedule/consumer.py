@@ -6,7 +6,7 @@ from kvxfer.identity import Handle, RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.load import Load, LoadEvent, LoadNumber, LoadState, Wanted
-from kvxfer.values import NULL, BlockTable, Fetch, Group
+from kvxfer.values import BlockTable, Fetch, Group
 
 _S, _E = LoadState, LoadEvent
 
@@ -191,8 +191,7 @@ class FetchSchedule:
         spans = [self._span(group, start, end) for group in self._groups]
         filled = table.only(spans)
         for g, (group, (first, past)) in enumerate(zip(self._groups, spans, strict=True)):
-            lacks = group.kind in ("full", "state") and NULL in filled[g][first:]
-            if filled.count(g) < past or lacks:
+            if filled.count(g) < past or (group.kind in ("full", "state") and not filled.there(g, first, past)):
                 raise ScheduleError(f"no blocks for tokens {start} to {end} in a table of {table.count(g)} blocks")
         return filled
 
