@@ -47,7 +47,7 @@ class _Receiving:
 
 
 class DecodeRank:
-    """Asks for pages once prefill has told of them. Called by SGLang's scheduler, and by the two threads of the manager."""
+    """Asks for pages once prefill has told of them. Called by SGLang's scheduler, and by the thread of the manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

@@ -61,7 +61,7 @@ class _Sending:
 
 
 class PrefillRank:
-    """Offers pages as SGLang computes them. Called by SGLang's scheduler, and by the two threads of the manager."""
+    """Offers pages as SGLang computes them. Called by SGLang's scheduler, and by the thread of the manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
