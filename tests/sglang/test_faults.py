@@ -26,6 +26,32 @@ def test_pages_wait_for_their_event(pair: tuple[PlayedRanks, PlayedRanks], room:
 
 
 @pytest.mark.slow
+def test_a_request_may_queue_at_prefill_for_longer_than_a_transfer_may_take(
+    start: Callable[..., Any], room: int
+) -> None:
+    """Longer also than prefill keeps a question by its own settings: decode then asks again."""
+    hasty = {"transfer_timeout": 1.0, "peer_timeout": 1.0, "lease": 1.0}
+    with start(settings={"prefill": {**hasty, "start_timeout": 0.5}, "decode": hasty}) as (prefill, decode):
+        begun(prefill, decode, room, [7, 1], 2)
+        decode.until(room, TRANSFERRING)
+        time.sleep(5.0)
+        sent(prefill, room, 1, [[3], [9]])
+        delivered(prefill, decode, room, 1, [7, 1])
+
+
+@pytest.mark.slow
+def test_a_request_that_queues_at_prefill_for_too_long_fails_on_both_sides(
+    start: Callable[..., Any], room: int
+) -> None:
+    with start(settings={"decode": {"start_timeout": 1.0}}) as (prefill, decode):
+        begun(prefill, decode, room, [7, 1], 2)
+        decode.until(room, FAILED)
+        assert "raise 'start_timeout' if requests queue there" in decode.why(room=room)[0]
+        prefill.until(room, FAILED)
+        prefill.why(room=room), quiet(decode, room)
+
+
+@pytest.mark.slow
 def test_servers_of_different_models_say_so(start: Callable[..., Any], room: int) -> None:
     with start(settings={"decode": {"model": "another"}}) as (prefill, decode):
         begun(prefill, decode, room, [7, 1], 2)
@@ -42,7 +68,7 @@ def test_a_prefill_server_that_dies_fails_its_requests(start: Callable[..., Any]
         begun(prefill, decode, room + 1, [8, 2], 2)
         prefill.run(seed=1, ids=[3])
         prefill.send(room=room, ids=[3])
-        decode.until(room, TRANSFERRING)
+        decode.until(room, TRANSFERRING), decode.until(room + 1, TRANSFERRING)
         prefill.ranks[0].kill()
         for one in (room, room + 1):
             decode.until(one, FAILED)

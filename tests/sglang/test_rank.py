@@ -1,36 +1,49 @@
-"""The thread of a rank: it hears events, costs nothing once the agent is closed, and says nothing at the end of the program."""
+"""A rank hears of events only when it is asked to, leaves no thread, and says nothing at the end of the program."""
 
 import subprocess
 import sys
 import textwrap
-import time
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from kvxfer import Cache, Config
+from kvxfer import Cache, Config, Event, Generation, Released, TransferId
 from kvxfer_sglang.rank import EngineRank
 
 
 @pytest.fixture
-def rank() -> EngineRank:
+def heard() -> list[tuple[Event, str]]:
+    """The events, each with the thread on which it was heard."""
+    return []
+
+
+@pytest.fixture
+def rank(heard: list[tuple[Event, str]]) -> Iterator[EngineRank]:
+    def hear(event: Event) -> None:
+        heard.append((event, threading.current_thread().name))
+        raise ValueError("which keeps no other event from being heard")
+
     cache = Cache.of_tensors(np.zeros((2, 4, 16, 8), np.uint8), "layer block token unit", encoding="e")
     config = Config(backend="kvxfer.testing.fake:FakeTransport")
-    return EngineRank(cache, config, "e", {"model": "m"}, lambda own: [own], lambda event: None)
+    rank = EngineRank(cache, config, "e", {"model": "m"}, lambda own: [own], hear)
+    yield rank
+    rank.close()
 
 
-def test_a_closed_agent_costs_no_time(rank: EngineRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank.agent.close()  # by somebody else, before the rank is closed
-    calls, events = [], rank.agent.events
-    monkeypatch.setattr(rank.agent, "events", lambda timeout=0.0: calls.append(timeout) or events(timeout))
-    time.sleep(0.5)
-    assert len(calls) < 5, "a thread spins"
-    assert rank.close()
+def test_events_are_heard_on_the_thread_that_asks(rank: EngineRank, heard: list[tuple[Event, str]]) -> None:
+    rank.hear()
+    rank.agent.revoke(TransferId.mint(1, "x"), Generation(1), "it is not needed", gone=True)
+    assert rank._woken.wait(20) and not heard
+    while not any(isinstance(event, Released) for event, _ in heard):
+        rank.hear()
+    assert {name for _, name in heard} == {threading.current_thread().name} and len(heard) == 2
 
 
 def test_a_closed_rank_has_no_thread_left(rank: EngineRank) -> None:
     assert rank.close() and rank.close()
-    assert not rank._thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvxfer")]
 
 
 def test_a_program_that_ends_says_nothing() -> None:

@@ -46,13 +46,14 @@ class Manager:
         self.done: list[tuple[str, Any]] = []
         self.others: list[AttemptFailed] = []  # what a decode rank tells all prefill ranks
         self.rank: Any = SimpleNamespace(source=HERE, agent=self)
+        self.version = "default"
 
     def update_status(self, room: int, status: int) -> None:
         self.request_status[room] = status
         self.done.append(("state", status))
 
     def weights(self) -> str:
-        return "default"
+        return self.version
 
     def fail(self, room: int, reason: str) -> None:
         self.update_status(room, FAILED)
@@ -82,7 +83,9 @@ def prefilling(manager: Manager, pages: int = 2) -> tuple[PrefillRank, TransferI
     rank.wanted(PagesWanted(ROOM, 9, "10.0.0.2", 5000, 32, 1))
     assert manager.request_status[ROOM] == WAITING and manager.req_to_decode_prefix_len[ROOM] == 32
     rank.begin(ROOM, pages)
+    assert manager.called()[-1] == "tell"  # before anything is computed
     rank.add(ROOM, [3], False, None, None)
+    assert manager.called().count("tell") == 1
     offer = dict(manager.done)["offer"][0]
     assert (offer.tokens, offer.final, offer.digest) == (PAGE, False, request_digest(ROOM, 32, pages, "default"))
     note = dict(manager.done)["tell"]
@@ -123,6 +126,31 @@ def test_pages_are_given_up_before_anyone_hears_of_it(manager: Manager) -> None:
     manager.done.clear()
     rank.add(ROOM, [8], True, 0, None)  # SGLang goes on until it looks
     assert not manager.done
+
+
+def test_pages_are_given_up_that_decode_asks_for_before_they_are_offered(manager: Manager) -> None:
+    rank, _ = prefilling(manager)
+    rank.begin(ROOM, 2)
+    ticket = Ticket.read(manager.done.pop()[1].ticket)
+    rank.withdraw(ROOM, "no more")
+    assert manager.called() == ["revoke", "tell"] and manager.done[0][1][0] == ticket.transfer
+    rank.heard(Ended("producer", ticket.transfer, "", LOST, 0, 0.0))
+    rank.heard(Released("producer", ticket.transfer, ""))
+    assert manager.called() == ["revoke", "tell"]
+
+
+def test_an_offer_s_digest_is_that_of_the_weights_that_computed_it(manager: Manager) -> None:
+    rank, _ = prefilling(manager)
+    for versions in (["default", "2"], ["2", "3"]):  # when it begins, and when the first pages are there
+        manager.version = versions[0]
+        rank.begin(ROOM, 2)
+        manager.version = versions[1]
+        rank.add(ROOM, [3], False, None, None)
+        assert dict(manager.done)["offer"][0].digest == request_digest(ROOM, 32, 2, versions[1])
+        first = dict(manager.done)["offer"][0].digest
+        manager.version = "later"
+        rank.add(ROOM, [8], True, 0, None)
+        assert dict(manager.done)["offer"][0].digest == first
 
 
 def test_a_bounded_number_of_requests_is_remembered_that_decode_aborted_before_they_came(manager: Manager) -> None:
@@ -225,6 +253,40 @@ def test_a_request_that_is_dropped_is_cancelled_and_free_once_it_is_released(man
     assert not rank.quiet(ROOM)
     rank.heard(released(handle))
     assert rank.quiet(ROOM) and len(manager.done) == 1
+
+
+DIFFERS = Outcome(Failure(FailureKind.DIGEST_DIFFERS, "the digests differ"))
+
+
+def test_what_came_for_weights_that_are_no_longer_here_is_not_taken(manager: Manager) -> None:
+    rank, _, handle = decoding(manager)
+    manager.version = "2"
+    rank.heard(ended(handle, Outcome())), rank.heard(released(handle))
+    assert manager.done == [("state", FAILED)] and rank.quiet(ROOM)
+
+
+def test_prefill_is_asked_again_if_the_weights_here_have_become_others(manager: Manager) -> None:
+    """Both servers were updated while the request waited for its turn at prefill."""
+    rank, attempt, handle = decoding(manager)
+    for version in ("2", "3"):
+        manager.version = version
+        rank.heard(ended(handle, DIFFERS))
+        assert not manager.done and not rank.quiet(ROOM)
+        rank.heard(released(handle))
+        (fetch,) = dict(manager.done)["fetch"]
+        assert (fetch.handle, fetch.digest) == (handle, request_digest(ROOM, 32, 2, version))
+        manager.done.clear()
+    rank.heard(ended(handle, DIFFERS)), rank.heard(released(handle))  # prefill has others still
+    assert manager.done == [("state", FAILED)] and rank.quiet(ROOM)
+
+
+def test_nothing_is_asked_again_for_a_request_that_is_dropped(manager: Manager) -> None:
+    rank, attempt, handle = decoding(manager)
+    rank.drop(ROOM, attempt, "aborted")
+    manager.done.clear()
+    manager.version = "2"
+    rank.heard(ended(handle, DIFFERS)), rank.heard(released(handle))
+    assert not manager.done and rank.quiet(ROOM)
 
 
 def test_tickets_that_come_too_late_or_twice_fetch_nothing(manager: Manager) -> None:

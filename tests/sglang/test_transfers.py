@@ -61,6 +61,15 @@ def test_what_decode_has_cached_is_left_alone(pair: tuple[PlayedRanks, PlayedRan
     delivered(prefill, decode, room, 3, [8, 6], first=3)
 
 
+def test_decode_asks_for_pages_before_they_are_computed(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
+    prefill, decode = pair
+    begun(prefill, decode, room, [7, 1], 2)
+    decode.until(room, TRANSFERRING)
+    assert prefill.poll(room=room) == [WAITING] and decode.quiet(room=room) == [False]
+    sent(prefill, room, 1, [[3], [9]])
+    delivered(prefill, decode, room, 1, [7, 1])
+
+
 def test_without_pages_the_metadata_arrive(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     prefill, decode = pair
     begun(prefill, decode, room, [], 0, prefix=3 * PAGE)
@@ -149,6 +158,44 @@ def test_kv_of_weights_that_the_other_server_no_longer_has_is_not_taken(
     delivered(prefill, decode, room + 1, 2, [7, 1])
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_weights_may_be_updated_at_both_servers_before_a_request_has_its_turn(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int, first: int
+) -> None:
+    prefill, decode = pair
+    begun(prefill, decode, room, [7, 1], 2)
+    decode.until(room, TRANSFERRING)
+    for engine in pair[first], pair[1 - first]:
+        engine.weights(version=f"updated {room}")
+    sent(prefill, room, 1, [[3], [9]])
+    delivered(prefill, decode, room, 1, [7, 1])
+
+
+@pytest.mark.parametrize(
+    ("updated", "reason"), [(0, "digest_differs"), (1, "weights of the decode server were updated")]
+)
+def test_what_one_server_s_weights_have_computed_the_other_one_does_not_take(
+    pair: tuple[PlayedRanks, PlayedRanks], room: int, updated: int, reason: str
+) -> None:
+    """One server is updated after decode has asked, and before prefill computes."""
+    prefill, decode = pair
+    for engine in pair:
+        engine.weights(version="old")
+    begun(prefill, decode, room, [7, 1], 2)
+    decode.until(room, TRANSFERRING)
+    pair[updated].weights(version="new")
+    sent(prefill, room, 1, [[3, 9]])
+    decode.until(room, FAILED)
+    assert reason in decode.why(room=room)[0]
+    quiet(decode, room)
+    if prefill.until(room, FAILED, SUCCESS) == [FAILED]:
+        prefill.why(room=room)
+    else:
+        prefill.clear(room=room)
+    pair[1 - updated].weights(version="new")
+    moved(prefill, decode, room + 1, 2, [[3, 9]], [7, 1])
+
+
 @pytest.mark.parametrize("chunks", [0, 1])
 def test_a_request_that_prefill_aborts_fails_at_decode(
     pair: tuple[PlayedRanks, PlayedRanks], room: int, chunks: int
@@ -158,6 +205,7 @@ def test_a_request_that_prefill_aborts_fails_at_decode(
     if chunks:
         prefill.run(seed=1, ids=[3])
         prefill.send(room=room, ids=[3])
+    decode.until(room, TRANSFERRING)
     prefill.abort(room=room)
     prefill.why(room=room)
     decode.until(room, FAILED)
@@ -185,6 +233,7 @@ def test_a_request_that_decode_aborts_fails_at_prefill(
     if chunks:
         prefill.run(seed=1, ids=[3])
         prefill.send(room=room, ids=[3])
+    decode.until(room, TRANSFERRING)
     decode.abort(room=room)
     decode.until(room, FAILED)
     decode.why(room=room)

@@ -27,7 +27,7 @@ PAGE, PAGES, LAYERS, UNIT = 16, 8, 3, 32
 
 def test_settings_are_sglangs_where_nothing_is_said() -> None:
     config = settings("10.0.0.7", 300.0, {})
-    assert (config.listen, config.transfer_timeout) == ("10.0.0.7", 300.0)
+    assert (config.listen, config.transfer_timeout, config.start) == ("10.0.0.7", 300.0, 300.0)
 
 
 def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
@@ -36,6 +36,7 @@ def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
     for text in (json.dumps(told), str(tmp_path / "kvxfer.json")):
         config = settings("10.0.0.7", 300.0, {"KVXFER_SGLANG": text})
         assert (config.backend, config.listen, config.transfer_timeout) == ("tcp", "127.0.0.1", 5)
+        assert config.start == 300.0  # a request may queue at prefill for longer than a transfer may take
 
 
 def test_who_advertises_an_address_listens_where_kvxfer_does() -> None:

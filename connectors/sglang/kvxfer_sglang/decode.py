@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer import BlockTable, ClosedError, Ended, Event, Fetch, Handle, KvxferError, Released, Ticket
+from kvxfer import BlockTable, ClosedError, Ended, Event, FailureKind, Fetch, Handle, KvxferError, Released, Ticket
 from kvxfer.logs import logger
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.metadata import set_row
@@ -34,6 +34,8 @@ class _Receiving:
     prefix: int
     others: Callable[[AttemptFailed], None]
     rank: EngineRank  # in whose memory the pages are
+    ticket: Ticket | None = None  # once a prefill rank has told it
+    digest: bytes = b""  # of the fetch that is under way, or was last
     decided: bool = False  # it is being fetched, or never will be
     given_up: bool = False  # by a prefill rank
     ended: Ended | None = None
@@ -45,7 +47,7 @@ class _Receiving:
 
 
 class DecodeRank:
-    """Fetches pages once they are offered. Called by SGLang's scheduler, and by the two threads of the manager."""
+    """Asks for pages once prefill has told of them. Called by SGLang's scheduler, and by the thread of the manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -94,7 +96,7 @@ class DecodeRank:
         return self._receivings[room].attempt
 
     def offered(self, note: PagesOffered) -> None:
-        """Fetch what a prefill rank says is there. The other ranks of its engine say the same, and change nothing."""
+        """Fetch what a prefill rank offers, or will offer. The other ranks of its engine say the same, and change nothing."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         with self._lock:
@@ -104,13 +106,13 @@ class DecodeRank:
             receiving.decided = True
             try:
                 if note.ticket:
-                    self._fetch(receiving, Ticket.read(note.ticket))
+                    receiving.ticket = Ticket.read(note.ticket)
+                    self._fetch(receiving, receiving.ticket)
                     self._manager.update_status(note.room, KVPoll.Transferring)
                 else:
                     set_row(self._manager.kv_args, receiving.aux_index, note.aux)
                     self._manager.update_status(note.room, KVPoll.Success)
             except KvxferError as error:
-                self._fetches.pop(receiving.handle, None)
                 self._manager.fail(note.room, str(error))
 
     def failed(self, note: AttemptFailed) -> None:
@@ -141,8 +143,6 @@ class DecodeRank:
 
     def heard(self, event: Event) -> None:
         """Process an event of a fetch."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         with self._lock:
             receiving = self._fetches.get(event.handle)
             if receiving is None:
@@ -150,18 +150,33 @@ class DecodeRank:
             wanted = self._receivings.get(receiving.room) is receiving
             if isinstance(event, Ended):
                 receiving.ended = event
-                if wanted and not event.outcome.delivered:
+                if wanted and event.outcome.kind not in (None, FailureKind.DIGEST_DIFFERS):
                     self._manager.fail(receiving.room, str(event.outcome.failure))
             if not isinstance(event, Released):
                 return
             del self._fetches[event.handle]
-            ended = receiving.ended
-            if wanted and ended is not None and ended.outcome.delivered:
+            if wanted and receiving.ended is not None:
                 try:
-                    set_row(self._manager.kv_args, receiving.aux_index, ended.payload)
-                    self._manager.update_status(receiving.room, KVPoll.Success)
+                    self._over(receiving, receiving.ended)
                 except KvxferError as error:
                     self._manager.fail(receiving.room, str(error))
+
+    def _over(self, receiving: _Receiving, ended: Ended) -> None:
+        """Take what has come, if the weights are those for which it was asked.
+
+        If SGLang has updated them since, prefill may have computed with the new ones, and is asked for that.
+        """
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        same = receiving.digest == self._digest(receiving)
+        if ended.outcome.delivered and same:
+            set_row(self._manager.kv_args, receiving.aux_index, ended.payload)
+            self._manager.update_status(receiving.room, KVPoll.Success)
+        elif ended.outcome.kind is FailureKind.DIGEST_DIFFERS and not same and receiving.ticket is not None:
+            self._fetch(receiving, receiving.ticket)
+        else:
+            reason = ended.outcome.failure or "the weights of the decode server were updated before its KV had come"
+            self._manager.fail(receiving.room, str(reason))
 
     def _current(self, room: int, attempt: int) -> _Receiving | None:
         receiving = self._receivings.get(room)
@@ -172,14 +187,16 @@ class DecodeRank:
 
     def _fetch(self, receiving: _Receiving, ticket: Ticket) -> None:
         """Begin the fetch, with a digest made here, so that the producer notices if requests are mixed up."""
-        pages = len(receiving.rows[0])
-        tokens = tokens_of(pages, self._manager.kv_args.page_size)
-        digest = request_digest(receiving.room, receiving.prefix, pages, self._manager.weights())
+        tokens = tokens_of(len(receiving.rows[0]), self._manager.kv_args.page_size)
+        receiving.digest, receiving.ended = self._digest(receiving), None
         table = BlockTable.of(receiving.rows)
         own = receiving.rank.source
-        fetch = Fetch(receiving.handle, ticket.transfer, digest, ticket.source, table, 0, tokens, own)
-        self._fetches[receiving.handle] = receiving
+        fetch = Fetch(receiving.handle, ticket.transfer, receiving.digest, ticket.source, table, 0, tokens, own)
         receiving.rank.agent.fetch(fetch)
+        self._fetches[receiving.handle] = receiving
+
+    def _digest(self, receiving: _Receiving) -> bytes:
+        return request_digest(receiving.room, receiving.prefix, len(receiving.rows[0]), self._manager.weights())
 
     def _cancel(self, receiving: _Receiving, reason: str) -> None:
         if receiving.handle in self._fetches and receiving.ended is None:

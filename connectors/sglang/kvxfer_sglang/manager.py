@@ -134,6 +134,11 @@ class TransferManager(CommonKVManager):
             bootstrap_room, np.asarray(kv_indices).tolist(), is_last_chunk, aux_index, after, state_indices
         )
 
+    def check_status(self, bootstrap_room: int) -> Any:
+        """Return SGLang's state of a request; its scheduler asks for it in each of its turns."""
+        self._hear()
+        return super().check_status(bootstrap_room)
+
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, required_dst_info_num: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
@@ -148,6 +153,7 @@ class TransferManager(CommonKVManager):
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing writes into the pages of a failed request any more; kvxfer knows, so that no prefill rank is asked."""
+        self._hear()
         return self.decode.quiet(bootstrap_room)
 
     def teardown(self) -> None:
@@ -174,6 +180,10 @@ class TransferManager(CommonKVManager):
         with self.failure_lock:
             self.failure_records.setdefault(room, reason)
         self.update_status(room, KVPoll.Failed)
+
+    def _hear(self) -> None:
+        for rank in self._ranks:
+            rank.hear()
 
     def weights(self) -> str:
         """Return SGLang's name for the weights, which changes when they are updated in place."""

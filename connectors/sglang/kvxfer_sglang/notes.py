@@ -30,7 +30,7 @@ class PagesWanted(msgspec.Struct, frozen=True, tag=True):
 
 
 class PagesOffered(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: the first pages are computed."""
+    """Prefill to decode: a request has its turn, and its pages are offered as they are computed."""
 
     room: int  # the request's ``bootstrap_room``
     attempt: int  # the attempt of the ``PagesWanted``

@@ -43,7 +43,7 @@ MAX_REMEMBERED = 4096
 
 @dataclass
 class _Sending:
-    """A request whose pages are offered, or will be."""
+    """A request whose pages are offered, or will be; decode is told of it before they are computed."""
 
     room: int
     transfer: TransferId
@@ -52,7 +52,6 @@ class _Sending:
     digest: bytes = b""  # once the first pages are computed
     pages: list[int] = field(default_factory=list)
     states: Sequence[Any] | None = None  # SGLang's indices, once all is computed
-    offered: bool = False
     ended: Ended | None = None
 
     @property
@@ -62,7 +61,7 @@ class _Sending:
 
 
 class PrefillRank:
-    """Offers pages as SGLang computes them. Called by SGLang's scheduler, and by the two threads of the manager."""
+    """Offers pages as SGLang computes them. Called by SGLang's scheduler, and by the thread of the manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -118,15 +117,19 @@ class PrefillRank:
             _remember(self._dropped, room, reason)
 
     def begin(self, room: int, pages: int) -> None:
-        """Name the transfer of a request, of which ``pages`` pages are to be sent.
+        """Name the transfer of a request, of which ``pages`` pages are to be sent, and tell decode of it.
 
-        All ranks of an engine begin the same requests in the same order, as SGLang itself needs it; so they agree on names.
+        Decode then asks for the pages while they are computed, and need not be told once they are there. All ranks of an engine
+        begin the same requests in the same order, as SGLang itself needs it; so they agree on names.
         """
         with self._lock:
             self._count += 1
             known = tuple(self._manager.transfer_infos.get(room, {}).values())
             transfer = TransferId.mint(self._rank.source.epoch, f"sglang-{room}-{self._count}")
-            self._sendings[room] = _Sending(room, transfer, pages, known)
+            self._sendings[room] = sending = _Sending(room, transfer, pages, known)
+            moves, digest = self._moves(sending), self._digest(sending)
+        if moves:
+            self._tell(sending, ticket=Ticket(transfer, digest, self._rank.source).text)
 
     def add(
         self,
@@ -149,8 +152,7 @@ class PrefillRank:
         """
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        manager = self._manager
-        ticket, failure = "", ""
+        manager, failure = self._manager, ""
         with self._lock:
             sending = self._sendings.get(room)
             if sending is None or manager.request_status.get(room) in (None, KVPoll.Failed):
@@ -159,30 +161,20 @@ class PrefillRank:
             sending.states = (states or []) if last else None
             sampled = last and (manager.last_stage or sending.staged)
             aux = row_of(manager.kv_args, aux_index) if sampled and aux_index is not None else b""
-            tell = not sending.offered
-            if not sending.pages and MAMBA not in manager.states.kinds:  # the decode server has them all
-                tell = manager.last_stage or sending.staged
-                manager.update_status(room, KVPoll.Success)
-            else:
+            moves = self._moves(sending)
+            if moves:
                 try:
-                    if not sending.offered:
-                        prefix = sending.wanted[0].prefix if sending.wanted else 0
-                        sending.digest = request_digest(room, prefix, sending.count, manager.weights())
                     self._offer(sending, last, aux, after)
-                    ticket = Ticket(sending.transfer, sending.digest, self._rank.source).text
                     manager.update_status(room, KVPoll.Transferring)
                 except KvxferError as error:
                     failure = str(error)
-                    if not sending.offered:
-                        self._offered.pop(sending.transfer, None)
+            else:
+                manager.update_status(room, KVPoll.Success)
         if failure:
             manager.fail(room, failure)
             self.withdraw(room, failure)
-        elif tell:
-            for note in sending.wanted:
-                manager.tell(
-                    note.endpoint, note.dst_port, PagesOffered(room, note.attempt, ticket, b"" if ticket else aux)
-                )
+        elif not moves and sampled:
+            self._tell(sending, aux=aux)
 
     def withdraw(self, room: int, reason: str) -> None:
         """Give up a request's pages, before SGLang uses them for something else, and tell the decode ranks.
@@ -192,7 +184,7 @@ class PrefillRank:
         with self._lock:
             sending = self._sendings.pop(room, None)
             known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(room, {}).values())
-            if sending is not None and sending.offered and sending.ended is None:
+            if sending is not None and sending.ended is None:  # decode may ask for what is not offered yet
                 with suppress(ClosedError):  # its transfers have ended
                     self._rank.agent.revoke(sending.transfer, GENERATION, reason, gone=True)
         for note in known:
@@ -244,12 +236,25 @@ class PrefillRank:
         if not outcome.delivered:
             self._manager.fail(sending.room, str(outcome.failure))
 
+    def _moves(self, sending: _Sending) -> bool:
+        """Return whether there is something to move; decode may have all pages."""
+        return bool(sending.count or sending.pages) or MAMBA in self._manager.states.kinds
+
+    def _digest(self, sending: _Sending) -> bytes:
+        prefix = sending.wanted[0].prefix if sending.wanted else 0
+        return request_digest(sending.room, prefix, sending.count, self._manager.weights())
+
+    def _tell(self, sending: _Sending, ticket: str = "", aux: bytes = b"") -> None:
+        for note in sending.wanted:
+            self._manager.tell(note.endpoint, note.dst_port, PagesOffered(sending.room, note.attempt, ticket, aux))
+
     def _offer(self, sending: _Sending, last: bool, aux: bytes, after: Fence | None) -> None:
         tokens = tokens_of(len(sending.pages), self._manager.kv_args.page_size)
         rows = self._manager.states.rows(sending.pages, sending.states)
         if not sending.pages:
             rows = [[PADDING], *(row or [NULL] for row in rows[1:])]
         table = BlockTable.of(rows)
+        sending.digest = sending.digest or self._digest(sending)  # of the weights now, not of those when it began
         offer = Offer(
             sending.transfer,
             sending.digest,
@@ -260,9 +265,8 @@ class PrefillRank:
             payload=aux,
             handle=Handle(f"room {sending.room}"),
         )
-        self._offered[sending.transfer] = sending
         self._rank.agent.offer(offer, after)
-        sending.offered = True
+        self._offered[sending.transfer] = sending
 
 
 def _remember(rooms: dict[int, str], room: int, reason: str) -> None:

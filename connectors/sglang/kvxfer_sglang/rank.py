@@ -9,14 +9,10 @@ from typing import Any
 
 from kvxfer import Agent, Cache, Config, Directory, Event, Rank, Source
 from kvxfer.logs import logger
-from kvxfer.threads import NamedThread
 
 __all__ = ["EngineRank"]
 
 log = logger("kvxfer.sglang")
-
-JOIN_S = 2.0
-"""How long the thread may take to end, once it is told to."""
 
 
 class EngineRank:
@@ -28,7 +24,7 @@ class EngineRank:
         name: The engine's name, for the logs of other engines.
         facts: What all KV of the engine depends on.
         gather: Returns what every rank of the engine has passed to it, in the order of the ranks; all of them call it.
-        heard: Called with each event, on a thread that belongs to this object.
+        heard: Called with each event, by ``hear``.
     """
 
     def __init__(
@@ -40,8 +36,8 @@ class EngineRank:
         gather: Callable[[Any], list[Any]],
         heard: Callable[[Event], None],
     ) -> None:
-        self._heard, self._closed = heard, False
-        self._woken = threading.Event()  # there are events, or the thread is to end
+        self._heard, self._hearing = heard, threading.Lock()
+        self._woken = threading.Event()  # there are events
         with ExitStack() as opened:
             self.agent = Agent(cache, config, name, facts)
             opened.callback(self.agent.close)
@@ -53,13 +49,13 @@ class EngineRank:
             self.source: Source = next(source for _, source in told if source is not None)
             if self._directory is not None:
                 self._directory.publish(tuple(descriptor for descriptor, _ in told))
-            self._thread = NamedThread(target=self._run, name="kvxfer-sglang")
-            self._thread.start()
             opened.pop_all()  # all is well: ``close`` closes them
 
-    def _run(self) -> None:
-        while not self._closed:
-            self._woken.wait()
+    def hear(self) -> None:
+        """Process what has happened, on the caller's thread: a thread for it would have to wait for SGLang's scheduler."""
+        if not self._woken.is_set():
+            return
+        with self._hearing:  # in their order
             self._woken.clear()
             for event in self.agent.events():
                 try:
@@ -70,9 +66,6 @@ class EngineRank:
     def close(self) -> bool:
         """Stop; return whether the pool's memory is quiet (``kvxfer.Agent.close``)."""
         quiet = self.agent.close()
-        self._closed = True
-        self._woken.set()
-        self._thread.join(JOIN_S)
         if self._directory is not None:
             self._directory.close()
         return quiet

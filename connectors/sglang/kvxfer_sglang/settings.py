@@ -16,7 +16,7 @@ VARIABLE = "KVXFER_SGLANG"
 
 
 def settings(here: str, patience: float, environ: Mapping[str, str] = os.environ) -> Config:
-    """Return the settings; where they do not say otherwise, address and time limit are SGLang's own.
+    """Return the settings; where they do not say otherwise, address and time limits are SGLang's own.
 
     Args:
         here: The address by which SGLang's prefill and decode servers know this host.
@@ -27,7 +27,7 @@ def settings(here: str, patience: float, environ: Mapping[str, str] = os.environ
         ConfigError: The variable or a setting is wrong.
     """
     stated = _stated(environ.get(VARIABLE, ""))
-    own: dict[str, Any] = {"transfer_timeout": patience}
+    own: dict[str, Any] = {"transfer_timeout": patience, "start_timeout": patience}
     if not {"listen", "advertise"} & stated.keys():
         own["listen"] = here
     return Config.from_mapping({**own, **stated})
