@@ -49,7 +49,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             means as long as `transfer_timeout`.
         step_budget: Seconds that one engine step may spend waiting for short loads and copying in what they brought, so
             that their requests run in that same step. A load counts as short if both should fit, judging by the recent
-            speed of its link and of the copies. 0 turns this off.
+            speed of its link and of the copies. An engine that has little else to do waits longer. 0 turns this off.
         lease: Seconds for which a producer keeps offered blocks that nobody fetches or renews.
         control_ports: Ports for the control sockets of this host's workers, as in `20000-20099`: each worker takes the first that is
             free. None takes any free port.
