@@ -141,6 +141,21 @@ def test_those_that_could_run_wait_for_loads_that_come_one_after_the_other(d: Co
     assert len(d.waits("e")) == 2
 
 
+def test_those_that_could_run_wait_no_longer_than_anybody_does(d: Consumer) -> None:
+    """However many loads come one after the other."""
+    d.side.loads.alone.begin_step()
+    d.requests = 1  # it computes
+    names = [f"r{i}" for i in range(8)]
+    for name in names:
+        d.load(name)
+    looks = 0
+    for number, name in enumerate(names):
+        d.came, d.until = [result(name, number)], d.looks + 9
+        with mock.patch("kvxfer.engine.alone.STEP_S", 1.0):
+            looks += d.waits(name).count(LOOK_S)
+    assert looks == LOOKS
+
+
 @pytest.mark.parametrize(("ahead", "looks"), [(1, 0), (2, 2), (3, 2)])
 def test_those_that_could_run_do_not_wait_if_they_lose_more_than_the_loads_save(
     d: Consumer, ahead: int, looks: int, monkeypatch: pytest.MonkeyPatch
