@@ -92,12 +92,16 @@ class Alone:
         before = self._waited
         for _ in range(LOOKS if self.queue is not None else 0):
             others = self._others(asking or self._count(_MOVING))
-            saves = self._lost < STEP_S and others * expected <= STEP_S * self._count(_AHEAD) and self._waited < LOOKS
-            if over() or self.coming or (others and not saves):
+            if over() or self.coming or (others and not self._saves(others, expected)):
                 break
             self._waited += others > 0
             self._lost = 0.0 if look(LOOK_S) else self._lost + others * LOOK_S
         return (self._waited - before) * LOOK_S
+
+    def _saves(self, others: float, expected: float) -> bool:
+        """Return whether a wait of this many seconds costs those that could run less than it saves."""
+        pays = others * expected <= STEP_S * self._count(_AHEAD)
+        return pays and self._lost < STEP_S and self._waited < LOOKS
 
     def _others(self, waiting: int) -> float:
         """Return how many requests the engine has besides those that wait; ``inf`` if that is not known."""
