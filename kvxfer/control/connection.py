@@ -39,6 +39,9 @@ _UNTAKEN = 64 << 10
 """The bytes of answers that may wait for a peer that dialled. While there are more, nothing is received from it."""
 _QUEUE = 64 << 20
 """The most bytes that may wait for a slow peer; beyond, it counts as lost."""
+_GONE = "it closed the connection (its process ended, or it gave this side up)"
+"""Whether the end of a connection or its reset arrives depends on what was unread when its process ended."""
+_ENDS = ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError
 TRY_S = 0.25
 """Seconds after which an address that does not answer is left for the next of the same name, as RFC 8305 recommends."""
 _DREGS = 1 << 20
@@ -305,7 +308,7 @@ class ControlConnection:
             except (BlockingIOError, ssl.SSLWantReadError):
                 return False
             if not data:
-                self.lose(self._closed("it closed the connection (its process ended, or it gave this side up)"))
+                self.lose(self._closed(_GONE))
                 return False
             self.heard, self._met = time.monotonic(), True
             if self._finished:
@@ -360,6 +363,9 @@ class ControlConnection:
         why = mismatch(e, dialled=not self.dialled_us) or self._told()
         if why:
             self._deny(why, alert_for(e))
+            return
+        if self._open and isinstance(e, _ENDS):
+            self.lose(self._closed(_GONE))
             return
         why = getattr(e, "verify_message", "") or getattr(e, "reason", "") or e.strerror or str(e)
         self.lose(self._closed(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}"))

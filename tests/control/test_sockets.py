@@ -53,9 +53,13 @@ def pair(security: Security) -> Iterator[tuple[ControlSockets, ControlSockets, i
         theirs.close()
 
 
+@pytest.mark.parametrize("sends", [False, True], ids=["while it reads", "while it sends"])
 @pytest.mark.parametrize("keyed", [False, True])
-def test_a_connection_that_breaks_under_what_is_being_sent_is_lost_and_closed(keyed: bool, tmp_path: Path) -> None:
-    """The error of a failed send holds on to what could not be sent, which must not keep the connection from its end."""
+def test_a_connection_that_is_reset_is_lost_and_closed(keyed: bool, sends: bool, tmp_path: Path) -> None:
+    """The error of a failed send holds on to what could not be sent, which must not keep the connection from its end.
+
+    A process that ends with bytes unread resets its connections, so a reset is told as an end is.
+    """
     with pair(with_key(tmp_path) if keyed else OPEN) as (ours, theirs, port):
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
         polled(lambda: connection.opened, ours, theirs)
@@ -64,9 +68,12 @@ def test_a_connection_that_breaks_under_what_is_being_sent_is_lost_and_closed(ke
         assert peer._socket is not None
         reset(peer._socket)  # which our end has not looked at
         select.select([descriptor], [], [], 5.0)
-        connection.send(m.Ping(1))
-        ours.flush()
-        assert connection.lost is not None and "the connection broke" in connection.lost
+        if sends:
+            connection.send(m.Ping(1))
+            ours.flush()
+        else:
+            polled(lambda: connection.lost, ours)
+        assert connection.lost is not None and "process ended" in connection.lost
         assert connection.fileno() == -1 and not connection.unsent
 
 
