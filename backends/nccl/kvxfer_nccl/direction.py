@@ -30,7 +30,7 @@ NCCL a megabyte of work, before the next one blocks; and what is enqueued runs o
 POLL_S = (0.00005, 0.005)
 """How often a mark is asked: at first, and when it has been waited for long."""
 
-FENCE_S = 0.0003
+FENCE_S = 0.0005
 """How often a fence without a device event is asked."""
 
 LIBRARY_S = 0.1
