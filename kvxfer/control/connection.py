@@ -19,7 +19,7 @@ from typing import Any
 
 from kvxfer.control.frames import HEAD, FrameBuffer
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
-from kvxfer.control.wrong_place import AT_ONCE, HTTP
+from kvxfer.control.wrong_place import AT_ONCE, GONE, HTTP, why_broken
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
@@ -39,9 +39,6 @@ _UNTAKEN = 64 << 10
 """The bytes of answers that may wait for a peer that dialled. While there are more, nothing is received from it."""
 _QUEUE = 64 << 20
 """The most bytes that may wait for a slow peer; beyond, it counts as lost."""
-_GONE = "it closed the connection (its process ended, or it gave this side up)"
-"""Whether the end of a connection or its reset arrives depends on what was unread when its process ended."""
-_ENDS = ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError
 TRY_S = 0.25
 """Seconds after which an address that does not answer is left for the next of the same name, as RFC 8305 recommends."""
 _DREGS = 1 << 20
@@ -308,7 +305,7 @@ class ControlConnection:
             except (BlockingIOError, ssl.SSLWantReadError):
                 return False
             if not data:
-                self.lose(self._closed(_GONE))
+                self.lose(self._closed(GONE))
                 return False
             self.heard, self._met = time.monotonic(), True
             if self._finished:
@@ -364,11 +361,7 @@ class ControlConnection:
         if why:
             self._deny(why, alert_for(e))
             return
-        if self._open and isinstance(e, _ENDS):
-            self.lose(self._closed(_GONE))
-            return
-        why = getattr(e, "verify_message", "") or getattr(e, "reason", "") or e.strerror or str(e)
-        self.lose(self._closed(f"the connection broke: {why}" if self._open else f"it cannot be reached: {why}"))
+        self.lose(self._closed(why_broken(e, self._open)))
 
     def _closed(self, why: str) -> str:
         """Return why the connection is lost, if the peer has closed or reset it."""
