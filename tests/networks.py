@@ -119,7 +119,11 @@ def on_slow_link(program: str, mbit: int, folder: Path, mtu: int = 1500) -> str:
     done = subprocess.run(
         ["unshare", "--map-root-user", "--net", "sh", "-c", f"{link} && exec {sys.executable} slow.py"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])},
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]),  # where tc may be
+            "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]]),
+        },
         capture_output=True,
         text=True,
         timeout=300,
