@@ -123,9 +123,9 @@ class Prefetches:
         rest = math.inf if load.waited else max(0.0, load.expected - (time.monotonic() - load.fetched_at))
         granted = self._alone.wait(lambda: load.state is not _S.AHEAD, self._receive, expected=rest)
         self._left = max(0.0, self._left - granted)
-        in_vain = granted or load.waited or load.expected > self._budget
+        in_vain = load.waited or load.expected > self._budget
         patience = 0.0 if in_vain else max(0.0, self._left - self._to_copy(load))
-        granted = granted or patience
+        granted += patience
         while load.state is _S.AHEAD:
             begun = time.monotonic()
             news = self._receive(patience)

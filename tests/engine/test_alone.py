@@ -170,6 +170,19 @@ def test_those_that_could_run_do_not_wait_if_they_lose_more_than_the_loads_save(
     assert d.waits("a").count(LOOK_S) == looks
 
 
+def test_what_is_left_of_the_budget_is_waited_for_as_well(d: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight lose more than a load of 1 ms saves once 2 ms are over without news, and the operator has granted 5."""
+    monkeypatch.setattr("kvxfer.engine.prefetch.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("kvxfer.engine.loads.time.monotonic", lambda: 0.0)
+    d.side.loads.paces.delivered(SOURCE, TOKENS, 0.001)
+    d.requests = 8
+    d.load("a")
+    waits = d.waits("a")
+    assert waits.count(LOOK_S) == 2 and sum(waits) == pytest.approx(Config().step_budget)
+    d.load("b")
+    assert d.waits("b") == [], "nothing is left in this step"
+
+
 def test_whoever_comes_ends_the_wait_and_a_long_load_has_no_other(d: Consumer) -> None:
     d.knows_a_long_one()
     d.load("a")
