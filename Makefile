@@ -1,9 +1,10 @@
 # Everything runs in .venv/, which is built from scratch on first use: real engines in CPU builds, no CUDA needed.
 #   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server's
-#   make test        lint, types and all tests          make test-fast   without the tests that start engines
+#   make test        lint, types and tests              make test-fast   without the tests that start engines
+#   make test-all    every case of every test: also what measures, builds or starts much
 #   make fleet       vllm-router, two prefill and two decode servers, 200 requests, one server killed and one added
 #   make fleet-ray   Ray Serve LLM with prefill and decode replicas, one of them killed, and one added under load
-#   make bench       benchmarks                         make lint        ruff, mypy and the documentation's links
+#   make bench       benchmarks                         make lint        ruff and mypy
 #   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.30 and 0.31, and all tests without servers on Python 3.11 to 3.13
 #   make test-next   the connector's tests on vLLM 0.33, which has no build for CPUs: on the kernels of 0.32
@@ -38,12 +39,12 @@ COMMA := ,
 export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router$(if $(APT),$(COMMA)system_libraries)
 # Bytecode is kept, whatever the environment says: tests start hundreds of interpreters, which would each compile what they import.
 export PYTHONDONTWRITEBYTECODE :=
-# These tests run in processes of their own. UCX: the nixl and ucxx packages each bring a libucp, and with both in use in one process,
-# UCX has crashed. Mooncake: it needs a libibverbs, which not every system has; the one in nixl's wheel will do.
+# What runs which tests, layer by layer; its own page says how.
+LAYERS := $(BIN)/python -m tests.layers
+WITHOUT_SERVERS := core house control backends ucx vllm sglang
+# Mooncake needs a libibverbs, which not every system has; the one in nixl's wheel will do.
 IBVERBS := $(abspath $(VENV))/ibverbs
-UCX_TESTS := $(BIN)/python -m pytest -n 4 tests/backends/test_ucx.py
-MOONCAKE_TESTS := LD_LIBRARY_PATH=$(IBVERBS) $(BIN)/python -m pytest -n 4 tests/backends/test_mooncake.py
-OTHER_TESTS := $(BIN)/python -m pytest -n 4 --ignore=tests/backends/test_ucx.py --ignore=tests/backends/test_mooncake.py
+MOONCAKE_TESTS := LD_LIBRARY_PATH=$(IBVERBS) $(BIN)/python -m pytest -n 2 tests/backends/test_mooncake.py
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each installed
 # Python, each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Missing ones are listed at
@@ -95,48 +96,37 @@ test-next: $(AHEAD)/.ready
 	    tests/e2e/test_states.py $(ARGS)
 
 test-python: $(READY)
-	$(UCX_TESTS)
-	$(MOONCAKE_TESTS)
-	$(OTHER_TESTS) -m "not e2e" $(ARGS)
+	$(LAYERS) --all $(WITHOUT_SERVERS) -- $(ARGS)
 
 # The suite without servers, including its child processes. The report is made even if tests fail.
 coverage: $(READY)
 	rm -f .coverage .coverage.*
-	-$(UCX_TESTS) --cov --cov-report=
-	-$(MOONCAKE_TESTS) --cov --cov-append --cov-report=
-	-$(OTHER_TESTS) --cov --cov-append --cov-report= -m "not e2e" $(ARGS)
+	-$(LAYERS) --all $(WITHOUT_SERVERS) -- --cov --cov-append --cov-report= $(ARGS)
 	$(BIN)/python -m coverage report
 
-.PHONY: demo test test-system test-matrix test-next test-upgrade test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
+.PHONY: demo test test-all test-system test-matrix test-next test-upgrade test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(BIN)/kvxfer demo $(ARGS)
 
-# Tests that start engines keep all cores busy, so they run one at a time; most others wait for deadlines. A test that fails is tried
-# once more, since a machine that others use may stop for many seconds. The summary shows the first failure all the same.
-AGAIN := --reruns 1
-test: lint $(ROUTER)/.ready
-	$(UCX_TESTS) $(AGAIN)
-	$(MOONCAKE_TESTS) $(AGAIN)
-	$(OTHER_TESTS) -m "not e2e" $(AGAIN) $(ARGS)
-	$(BIN)/python -m pytest tests/e2e $(AGAIN) $(ARGS)
-	$(BIN)/python -m pytest tests/contract $(AGAIN) $(ARGS)
-	KVXFER_CONTRACT_MODEL=window $(BIN)/python -m pytest tests/contract -k nixl $(AGAIN) $(ARGS)
+test: $(READY) $(ROUTER)/.ready
+	$(LAYERS) -- $(ARGS)
+
+test-all: docs $(ROUTER)/.ready
+	$(LAYERS) --all -- $(ARGS)
+	$(MOONCAKE_TESTS) $(ARGS)
 
 # The tests of back ends whose libraries may meet those of the system, with the latter in reach.
 test-system: $(READY)
 	LD_LIBRARY_PATH=$(abspath $(VENV))/system $(BIN)/python -m pytest -n 4 tests/backends/test_nixl*.py tests/backends/test_zmq.py \
 	    tests/backends/test_tcp.py tests/backends/test_ports.py tests/control/test_endings.py tests/test_doctor.py $(ARGS)
 
-test-fast: lint
-	$(UCX_TESTS)
-	$(OTHER_TESTS) -m "not e2e and not slow" $(ARGS)
+test-fast: $(READY)
+	$(LAYERS) lint $(WITHOUT_SERVERS) -- $(ARGS)
 
-lint: docs
-	$(BIN)/ruff format --check --quiet .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+lint: $(READY)
+	$(LAYERS) lint
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
@@ -292,6 +282,6 @@ $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
 	$(INSTALL) '.[cli]' $(patsubst ./connectors/vllm,'./connectors/vllm[demo]',$(patsubst %/pyproject.toml,./%,$(SIBLINGS)))
 	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
 	@echo "== 7/7 test tools"
-	$(INSTALL) pytest pytest-cov pytest-rerunfailures pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
+	$(INSTALL) pytest pytest-cov pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
 	    mkdocs-material mkdocstrings-python kubernetes-validate grafana-foundation-sdk towncrier
 	@touch $@

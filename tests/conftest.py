@@ -21,6 +21,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.protocol.transitions import IllegalTransition
 from kvxfer.transport import registry
 from tests import networks, system_libraries
+from tests.selection import pytest_addoption, pytest_collection_modifyitems, pytest_itemcollected  # noqa: F401  hooks of pytest
 from tests.sglang import overlay
 from tests.vllm import kvcached, stacks
 
@@ -69,15 +70,6 @@ def _lack(name: str) -> str | None:
     return None if probe.usable else f"back end {name!r} is not usable here: {probe.reason}"
 
 
-@functools.cache
-def _has_cuda() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def pytest_report_header() -> str:
     """Which libraries of the system a back end's own copies may meet in this environment."""
     found = [name for name in ("efa", "ibverbs", "nl-route-3", "rdmacm", "ucp", "zmq") if find_library(name)]
@@ -85,15 +77,10 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show the failures of tests that were tried again: each may be a rare fault of the product, and has to be looked into."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"first try of {report.nodeid}", "-")
-        report.toterminal(terminalreporter._tw)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not _has_cuda():
-        pytest.skip("no CUDA device")
+    """Say how long the layers before this one took, where `tests/layers.py` runs them."""
+    if took := os.environ.get("KVXFER_LAYERS_TOOK"):
+        terminalreporter.section("seconds of the layers before this one", "-")
+        terminalreporter.write_line(took)
 
 
 class _IllegalTransitions(logging.Handler):

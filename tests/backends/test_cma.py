@@ -40,6 +40,7 @@ class TestDirect(ConformanceSuite):
     options: ClassVar[dict[str, Any]] = VM
 
 
+@pytest.mark.slow
 class TestSharedMemory(ConformanceSuite):
     backend = CmaTransport
     gigabytes = False

@@ -2,18 +2,23 @@
 
 from typing import Any, ClassVar
 
+import pytest
+
 from kvxfer.testing import FakeTransport, Network
 from tests.testing.on_fake import OnFake
 
 
+@pytest.mark.slow
 class TestFakeReads(OnFake):
     options: ClassVar[dict[str, Any]] = {"network": Network(), "verbs": ["read"]}
 
 
+@pytest.mark.slow
 class TestFakeWrites(OnFake):
     options: ClassVar[dict[str, Any]] = {"network": Network(), "verbs": ["write"]}
 
 
+@pytest.mark.slow
 class TestFakeSends(OnFake):
     options: ClassVar[dict[str, Any]] = {"network": Network(), "verbs": ["send", "recv"]}
 
@@ -22,12 +27,14 @@ class TestFakeWithEverything(OnFake):
     options: ClassVar[dict[str, Any]] = {"network": Network()}
 
 
+@pytest.mark.slow
 class TestFakeThatMustBePolled(OnFake):
     """No descriptor to wake by, an abort that takes the whole peer along, memory that is quiet only after closing."""
 
     options: ClassVar[dict[str, Any]] = {"network": Network(), "wakeup": False, "abort": "peer", "quiet": "peer_close"}
 
 
+@pytest.mark.slow
 class TestFakeThatGetsQuietLater(OnFake):
     """A failed batch goes on for a while, and then it is said that it has become quiet."""
 

@@ -58,6 +58,7 @@ class TestCuda(ConformanceSuite):
     revokes = False
 
 
+@pytest.mark.slow
 class TestThreads(Transfers, Histories):
     """Batches that the plugin spreads over threads of its own."""
 
@@ -66,6 +67,7 @@ class TestThreads(Transfers, Histories):
     options: ClassVar[dict[str, Any]] = {"num_threads": 2, "plugin_params": {"split_batch_size": 16}}
 
 
+@pytest.mark.slow
 class TestCrew(Endings, Deaths):
     """Every batch is posted by several threads, however small."""
 

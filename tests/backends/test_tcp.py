@@ -37,6 +37,7 @@ class TestOne(ConformanceSuite):
     rounds = 1000
 
 
+@pytest.mark.slow
 class TestSeveral(ConformanceSuite):
     backend = TcpTransport
     gigabytes = False

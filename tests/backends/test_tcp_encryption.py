@@ -29,6 +29,7 @@ N = 3_000_000
 """Bytes that are read in these tests: more than fit in one record, or in two."""
 
 
+@pytest.mark.slow
 class TestEncrypted(ConformanceSuite):
     backend = TcpTransport
     gigabytes = False

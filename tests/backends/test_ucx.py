@@ -38,6 +38,7 @@ class TestSharedMemory(ConformanceSuite):
     notice_s = NOTICE_S
 
 
+@pytest.mark.slow
 class TestTcp(ConformanceSuite):
     backend = UcxTransport
     gigabytes = False
@@ -58,6 +59,7 @@ class OneMessagePerPiece(UcxTransport):
         return False
 
 
+@pytest.mark.slow
 class TestOneMessagePerPiece(Transfers, Histories):
     backend = OneMessagePerPiece
 

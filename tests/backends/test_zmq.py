@@ -36,6 +36,7 @@ class TestTcp(ConformanceSuite):
     rounds = 1000
 
 
+@pytest.mark.slow
 class TestIpc(ConformanceSuite):
     backend = ZmqTransport
     gigabytes = False
@@ -43,6 +44,7 @@ class TestIpc(ConformanceSuite):
     rounds = 1000
 
 
+@pytest.mark.slow
 class TestEncrypted(ConformanceSuite):
     backend = ZmqTransport
     gigabytes = False

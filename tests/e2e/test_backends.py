@@ -11,7 +11,7 @@ from kvxfer.transport import registry
 from kvxfer_vllm.demo.prompts import PROMPTS, compare, objections
 from kvxfer_vllm.demo.servers import Cluster, running
 from tests.conftest import require
-from tests.e2e.conftest import PATIENT
+from tests.e2e.conftest import PATIENT, first_of
 from tests.e2e.forked import Forked, Fresh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -25,7 +25,9 @@ ELSEWHERE = {
 wants a library that `make` puts into a folder of its own."""
 
 
-@pytest.mark.parametrize("backend", sorted({*registry.available(), "cma", *ELSEWHERE} - {"tcp", "nixl"}))
+@pytest.mark.parametrize(
+    "backend", first_of(sorted({*registry.available(), "cma", *ELSEWHERE} - {"tcp", "nixl"}, reverse=True))
+)
 def test_tokens_are_those_of_a_plain_server(
     cluster: Cluster, model: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

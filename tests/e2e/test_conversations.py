@@ -174,6 +174,7 @@ def test_sources_that_are_not_there(servers: Cluster) -> None:
     assert "kv_hint names no engine to ask" in servers.prefill.log.read_text()
 
 
+@pytest.mark.slow
 def test_sources_of_two_ranks_and_with_longer_blocks(servers: Cluster, model: Path, tmp_path: Path) -> None:
     """On processors only blocks of one size fit each other: what the other engine holds cannot be loaded, and is computed."""
     with ended_together() as begun:
@@ -247,6 +248,7 @@ def test_a_source_that_has_lost_it_and_one_that_leaves(servers: Cluster, model: 
         assert turn.prefill.computed == ANSWER + 20
 
 
+@pytest.mark.slow
 def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> None:
     """It is killed amid the load; with vLLM's default policy, by which failed loads fail their requests."""
     with ended_together() as begun:
@@ -276,6 +278,7 @@ def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> No
         assert found.tokens == reply_of(servers.plain, texts[0] + ids(40, 5), 1).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "block"), [(write_window, BLOCK), (write_recurrent, None)], ids=["window", "recurrent"]
 )

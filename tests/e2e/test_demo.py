@@ -83,6 +83,7 @@ def test_settings_that_make_no_sense_are_refused_at_once(config: str, word: str)
     assert word in result.stderr and "Starting" not in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "processes"),
     [

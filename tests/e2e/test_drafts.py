@@ -14,7 +14,7 @@ from kvxfer_vllm.demo.servers import Cluster, Server, await_ready, connector, en
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 TOKENS, GUESSES = 24, 3
 TEXT = ", ".join(f"{n} plus {n + 5} is {2 * n + 5}" for n in range(1, 40))

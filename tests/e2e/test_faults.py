@@ -22,6 +22,7 @@ from tests.e2e.forked import Forked
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 
+@pytest.mark.slow
 def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of all other tests here: they compare tokens, and tokens do depend on the cache."""
     require("vllm")

@@ -10,7 +10,7 @@ from kvxfer_vllm.demo.model import LAYERS
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, Cluster, running
 from tests.conftest import require
-from tests.e2e.conftest import PATIENT
+from tests.e2e.conftest import PATIENT, first_of
 from tests.e2e.forked import Forked
 from tests.e2e.models import EXACT_POSITIONS, LATENTS, WINDOW, write_mla, write_recurrent, write_window
 
@@ -36,7 +36,7 @@ UNCACHED = {"state", "latent"}
 PREFIX = "".join(chr(97 + n * n % 26) for n in range(300))
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=first_of(MODELS))
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Plain, prefill and decode."""
     require("vllm")

@@ -15,7 +15,7 @@ from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
 from tests.e2e.models import write_unlike_heads
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TWO = ["--tensor-parallel-size", "2"]
 TEXT = ", ".join(f"{n} times {n + 3} is {n * (n + 3)}" for n in range(1, 60))

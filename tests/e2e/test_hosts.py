@@ -20,7 +20,7 @@ from tests.e2e.on_hosts import Told
 from tests.networks import Host, hosts
 from tests.vllm import stacks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 PROMPTS = [f"host {n}: " + "".join(chr(97 + (n + k * k) % 26) for k in range(40 + 70 * n)) for n in range(8)]
 ROUTED = [f"routed {prompt}" for prompt in PROMPTS]

@@ -25,7 +25,7 @@ from kvxfer_vllm.demo.servers import (
     free_port,
 )
 from tests.conftest import require
-from tests.e2e.conftest import PATIENT
+from tests.e2e.conftest import PATIENT, first_of
 from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -58,7 +58,7 @@ class Engines:
         return tokens
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["random ids", "plain ids"])
+@pytest.fixture(scope="module", params=first_of([True, False]), ids=["random ids", "plain ids"])
 def engines(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     require("vllm")
     require("nixl")

@@ -13,7 +13,7 @@ from tests.conftest import require
 from tests.e2e.models import write_mla, write_recurrent, write_unlike_heads
 from tests.e2e.sglang_pair import CHECKED, complaints, expected, is_idle, prompt, ready, staged
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENS = 12
 LENGTHS = (1, 16, 40, 70, 300, 700)

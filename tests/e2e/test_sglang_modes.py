@@ -17,7 +17,7 @@ from kvxfer_vllm.demo.servers import Server, free_port
 from tests.conftest import require
 from tests.e2e.sglang_pair import CpuServer, Stage, complaints, expected, is_idle, prompt, ready, staged
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENS = 8
 PROMPTS = [prompt(600 + n, n) for n in (1, 40, 600)]

@@ -13,7 +13,7 @@ from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, ended_together
 from tests.conftest import require
-from tests.e2e.conftest import PATIENT
+from tests.e2e.conftest import PATIENT, first_of
 from tests.e2e.forked import Forked, Referenced
 from tests.e2e.hybrids import ALIGNED, write_delta_attention, write_delta_net, write_mamba_1
 from tests.e2e.models import EXACT_POSITIONS, LATENTS, write_mamba, write_recurrent
@@ -48,7 +48,7 @@ PROMPTS = {"within a block": LETTERS[:20], "several blocks": LETTERS[:220], "man
 WAYS = pytest.mark.parametrize(("of", "to"), [("TP 2", "TP 1"), ("TP 1", "TP 2")], ids=["2-to-1", "1-to-2"])
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=first_of(MODELS))
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """One of each size, which gives and takes, and a plain one."""
     require("vllm")

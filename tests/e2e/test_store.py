@@ -13,7 +13,7 @@ from kvxfer_vllm.demo.metrics import loaded_tokens, total
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import BLOCK, Cluster, Server, await_ready, ended_together
 from tests.conftest import require
-from tests.e2e.conftest import PATIENT
+from tests.e2e.conftest import PATIENT, first_of
 from tests.e2e.forked import Forked
 from tests.e2e.host_offload import OFFLOADING
 
@@ -45,7 +45,9 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield begun[0]
 
 
-@pytest.fixture(scope="module", params=[(NAMED, True), (OURS, False)], ids=["NixlConnector first", "kvxfer last"])
+@pytest.fixture(
+    scope="module", params=first_of([(NAMED, True), (OURS, False)]), ids=["NixlConnector first", "kvxfer last"]
+)
 def servers(
     request: pytest.FixtureRequest, model: Path, plain: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, bool]]:

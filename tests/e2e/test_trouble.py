@@ -13,7 +13,7 @@ from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_together, free_port
 from tests.e2e.forked import Forked
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 SILENCE_S = 4.0
 STOP_S = 20.0

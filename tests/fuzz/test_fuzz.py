@@ -106,7 +106,7 @@ def test_an_agent_under_fire_lives_and_works(rig: agent.Rig, seed: int) -> None:
             rig.check()
 
 
-@pytest.mark.fuzz
+@pytest.mark.slow
 @pytest.mark.parametrize(("harness", "runs"), [("decoder", 200_000), ("agent", 100_000), ("machines", 100)])
 def test_guided_by_coverage(harness: str, runs: int, tmp_path: Path) -> None:
     """So many runs that three times as many reach hardly any code that these do not, however busy this machine is."""

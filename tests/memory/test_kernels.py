@@ -18,6 +18,7 @@ if any(importlib.util.find_spec(name) is None for name in ("torch", "triton")):
     pytest.skip("torch and Triton are not installed", allow_module_level=True)
 
 
+@pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "interpreted.py")],

@@ -19,12 +19,14 @@ FAKE = "kvxfer.testing.fake:FakeTransport"
 RUNS = Runs.of([0, 5000, 9000], [100, 2000, 60_000], [1000, 3000, 2000])
 
 
+@pytest.mark.slow
 class TestWithoutFaults(ConformanceSuite):
     backend = Faulty
     options: ClassVar[dict[str, Any]] = {"inner": "zmq"}
     rounds = 50
 
 
+@pytest.mark.slow
 class TestLate(ConformanceSuite):
     """A delay reorders nothing and hides nothing."""
 

@@ -1,0 +1,98 @@
+"""`python -m tests.layers [--all] [LAYER...] [-- OPTIONS]`: the suite, each layer a run of pytest that loads what its tests need.
+
+`make test` runs them all in this order, and ends at the first that fails. `make test-all` has every case: also those marked ``slow``, which
+measure, build, move or start much, and all cases of each function (`tests/selection.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+WORKERS = os.environ.get("WORKERS", "2")
+
+
+class Layer(NamedTuple):
+    """Where its tests are, how many cases of a function `make test` runs, and whether they may run side by side."""
+
+    paths: str
+    keep: int = 8
+    beside: bool = True
+
+    def command(self, every: bool) -> list[str]:
+        """Return what runs it, up to further options of pytest."""
+        workers = ["-n", WORKERS, "--dist", "loadscope"] if self.beside else []
+        chosen = [] if every else ["--keep", str(self.keep), "-m", "not slow"]
+        return [sys.executable, "-m", "pytest", *self.paths.split(), *workers, *chosen]
+
+
+ROOT_FILES = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py")))
+LAYERS = {
+    "core": Layer("tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine"),
+    "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples"),
+    "control": Layer("tests/control", keep=4),
+    "backends": Layer(
+        "tests/backend tests/backends --ignore tests/backends/test_ucx.py --ignore tests/backends/test_mooncake.py",
+        keep=12,
+    ),
+    # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
+    "ucx": Layer("tests/backends/test_ucx.py", keep=12),
+    "vllm": Layer("tests/vllm", keep=4),
+    "sglang": Layer("tests/sglang", keep=4),
+    # Its servers keep all cores busy.
+    "servers": Layer("tests/e2e", keep=0, beside=False),
+}
+
+
+def lint() -> int:
+    """Check form and types; return the status of the first check that fails, or 0."""
+    checks = (["ruff", "format", "--check", "--quiet", "."], ["ruff", "check", "."], ["mypy"])
+    return next(
+        filter(None, (subprocess.run([sys.executable, "-m", *check], cwd=ROOT).returncode for check in checks)), 0
+    )
+
+
+def run(names: Iterable[str], every: bool, options: Sequence[str], took: list[str]) -> int:
+    """Run layers, and write down how long each took; return the status of the first that fails, or 0."""
+    for name in names:
+        began = time.monotonic()
+        print(f"== {name}", flush=True)
+        if name == "lint":
+            status = lint()
+        else:
+            environment = {**os.environ, "KVXFER_LAYERS_TOOK": ", ".join(took)}
+            status = subprocess.run([*LAYERS[name].command(every), *options], cwd=ROOT, env=environment).returncode
+        took.append(f"{name} {time.monotonic() - began:.0f}")
+        if status:
+            print(f"{name} failed; seconds: {', '.join(took)}", file=sys.stderr)
+            return status
+    return 0
+
+
+def main() -> int:
+    """Run the layers that are named, or lint and all layers side by side."""
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    words, options = sys.argv[1:at], sys.argv[at + 1 :]
+    every, names = "--all" in words, [word for word in words if word != "--all"]
+    took: list[str] = []
+    if names:
+        return run(names, every, options, took)
+    with tempfile.TemporaryFile() as said:  # types take one core for a minute
+        beside = subprocess.Popen([sys.executable, "-m", "tests.layers", "lint"], cwd=ROOT, stdout=said, stderr=said)
+        first, *others = LAYERS
+        status = run([first], every, options, took)
+        linted = beside.wait()
+        said.seek(0)
+        print(said.read().decode(), flush=True)
+        return status or linted or run(others, every, options, took)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

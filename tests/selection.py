@@ -1,0 +1,65 @@
+"""Which of the collected cases a run is for: pytest's hooks, taken over by `tests/conftest.py`.
+
+* A case marked ``gpu`` is for a machine with a CUDA device.
+* Of a function with many cases, a run with ``--keep K`` takes K: always the same ones, drawn by their names. ``pytestmark =
+  pytest.mark.keep(N)`` says another number for a module, a class or a function; 0 is all of them.
+* A clause of the conformance suite that measures or moves gigabytes counts as ``slow``, as do all histories of a suite but the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections import defaultdict
+from ctypes import CDLL
+from zlib import crc32
+
+import pytest
+
+CLAUSES = "kvxfer.testing.conformance."
+DEAR = ("blocking", "resources", "volume")
+"""The files of clauses that are dear: they find faults only where a back end has changed."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep", type=int, default=0, metavar="K", help="run at most K cases of a function; 0 runs all")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if not isinstance(item, pytest.Function) or not item.function.__module__.startswith(CLAUSES):
+        return
+    chosen = item.callspec.params if hasattr(item, "callspec") else {}
+    if item.function.__module__.removeprefix(CLAUSES) in DEAR or chosen.get("seed"):
+        item.add_marker("slow")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if has_cuda() or not item.get_closest_marker("gpu"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    taken = {item for several in cases.values() for item in _some(several, config.getoption("keep"))}
+    if left := [item for item in items if item not in taken]:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item in taken]
+
+
+def _some(cases: list[pytest.Item], keep: int) -> list[pytest.Item]:
+    if keep and (mark := cases[0].get_closest_marker("keep")):
+        keep = mark.args[0]
+    return sorted(cases, key=lambda item: crc32(item.nodeid.encode()))[: keep or None]
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether a CUDA device is there; asked of torch only where there is a driver, since its import takes seconds."""
+    try:
+        CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
