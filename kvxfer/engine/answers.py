@@ -53,9 +53,10 @@ class HeldPrefix(msgspec.Struct, frozen=True):
     Attributes:
         tokens: How many of the first tokens; of what a ``state`` group holds, exactly those. They are cut to the last link of the
             chain before them (``Chain.floor``), with the blocks that they need.
-        table: Their blocks, one row for each group, as for ``SchedulerSide.offer_computed``. They must not be given to anybody
-            before the call that asked for them has returned; whether a request uses them does not matter.
-            Of a window it may list more blocks than ``tokens`` need, and must list those that fewer tokens need, if it can.
+        table: Their blocks, one row for each group. They must not be given to anybody before the call that asked for them has returned;
+            whether a request uses them does not matter. Of a window, the blocks that the token behind the last one attends to: it
+            may list more, and must list those that fewer tokens need, if it can. Of a state, the one that holds it after exactly
+            these tokens.
 
     Raises:
         ArgumentError: An argument has the wrong type or range.
@@ -173,7 +174,7 @@ class PrefixAnswers:
         if lacks_window(self._groups, table, tokens):
             return None
         blocks = self._blocks(tokens, table)
-        if self._offers.computed(transfer, digest, tokens, table, 1, self._directory.source) is None:
+        if not self._offers.computed(transfer, digest, tokens, table):
             self.counts.refused += 1
             return None
         self._shares.take(inquiry.peer, blocks)

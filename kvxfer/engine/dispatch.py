@@ -50,14 +50,8 @@ class Dispatch:
         """State with the next step what all KV depends on from now on; no fetch overtakes that step."""
         self._facts = facts
 
-    def step(
-        self,
-        commands: StepCommands,
-        renewals: tuple[TransferId, ...],
-        copies: tuple[BlockCopy, ...],
-        over: tuple[TransferId, ...],
-    ) -> Step:
-        """Return the next step, with these commands, renewals, copies and transfers that are over."""
+    def step(self, commands: StepCommands, renewals: tuple[TransferId, ...], copies: tuple[BlockCopy, ...]) -> Step:
+        """Return the next step, with these commands, renewals and copies."""
         ahead = self._sent >= len(commands.fetches) and not self._lost
         first, self._sent = self._fetched, 0
         self._fetched += len(commands.fetches)
@@ -66,11 +60,9 @@ class Dispatch:
         self._steps += 1
         if commands.revokes:
             self._revoked_in = self._steps
-        news = (
-            commands.offers or commands.revokes or commands.cancels or renewals or copies or over or facts is not None
-        )
+        news = commands.offers or commands.revokes or commands.cancels or renewals or copies or facts is not None
         self.told, self._lost = ahead and not news, False
-        return Step(commands, renewals, facts, self._steps, first, prefetches, copies, over)
+        return Step(commands, renewals, facts, self._steps, first, prefetches, copies)
 
     def begun(self, steps: Mapping[Rank, int]) -> None:
         """Record the last step with revocations that these ranks have begun."""

@@ -38,13 +38,10 @@ class Update:
     Attributes:
         free: Finished requests whose blocks are now to be freed.
         loaded: Requests whose load was delivered on all ranks: the tokens are in their blocks.
-        arrived: For loads that report progress, how many tokens of the prompt all ranks have so far. They are of use only
-            once the request is loaded.
         failed: Requests whose load has failed, and why. The engine computes the tokens or fails the request, as its
             policy says. If it no longer holds the request, it may free the blocks.
         disagreed: Those of the failed requests whose load was delivered on every rank, but of different generations, and
             the blocks of the load.
-        payloads: For loaded requests, what the producer sent along (``WorkerSide.after_forward``), if anything.
         short: For loaded requests that were delivered only in part because the producer gave up (``SchedulerSide.load``,
             ``enough``): up to which token. The engine computes the rest.
         repeated: Requests that an earlier update has named as ``loaded``, of which steps have only now told on all ranks.
@@ -55,9 +52,7 @@ class Update:
     free: frozenset[RequestId] = frozenset()
     loaded: frozenset[RequestId] = frozenset()
     failed: Mapping[RequestId, Failure] = field(default_factory=dict)
-    arrived: Mapping[RequestId, int] = field(default_factory=dict)
     disagreed: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
-    payloads: Mapping[RequestId, bytes] = field(default_factory=dict)
     short: Mapping[RequestId, int] = field(default_factory=dict)
     repeated: frozenset[RequestId] = frozenset()
 
@@ -118,7 +113,7 @@ class LoadEnds:
             if len(load.told_on) >= self._ranks and self._told(load):
                 repeated.add(request)
         ended = [load for load in seen if self._may_end(load)]
-        return replace(self._ended(ended), arrived=self._progress(report.arrived), repeated=frozenset(repeated))
+        return replace(self._ended(ended), repeated=frozenset(repeated))
 
     def confirm(self, load: Load) -> None:
         """Record without a report that a load is over on all ranks."""
@@ -131,8 +126,6 @@ class LoadEnds:
         """Note on each load what ranks report of it."""
         for load, generations in self._under_way(report.delivered):
             load.generations |= generations
-        for load, payload in self._under_way(report.payloads):
-            load.payload = load.payload or payload
         for load, tokens in self._under_way(report.short):
             load.short = tokens if load.short is None else min(tokens, load.short)
         for load, failure in self._under_way(report.failed):
@@ -183,7 +176,7 @@ class LoadEnds:
 
     def _ended(self, loads: Iterable[Load]) -> Update:
         """Return what the engine is told of the end of these loads."""
-        loaded, failed, disagreed, payloads, shorter = set(), {}, {}, {}, {}
+        loaded, failed, disagreed, shorter = set(), {}, {}, {}
         for load in loads:
             request, failure = load.request, load.failure
             if failure is None and len(load.generations) > 1:
@@ -197,8 +190,6 @@ class LoadEnds:
                 self._paces.failed(load.wanted.source)
             else:
                 loaded.add(request)
-                if load.payload:
-                    payloads[request] = load.payload
                 if load.short is not None:
                     shorter[request] = load.short
                     what = "request %s was loaded up to token %d, where its producer gave up"
@@ -208,13 +199,4 @@ class LoadEnds:
             self._trace.write(load, failure, stages)
             told = _E.ENDED if load.told else _E.ENDED_EARLY
             self._schedule.on(load, _E.ENDED_WRITTEN if load.writing else told)
-        return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, payloads=payloads, short=shorter)
-
-    def _progress(self, arrived: Mapping[RequestId, Mapping[Rank, int]]) -> dict[RequestId, int]:
-        """Return how many tokens all ranks have of those loads that have made progress."""
-        out = {}
-        for load, ranks in self._under_way(arrived):
-            load.arrived |= ranks
-            if len(load.arrived) == self._ranks:
-                out[load.request] = min(load.arrived.values())
-        return out
+        return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, short=shorter)

@@ -41,8 +41,6 @@ class Step:
             none can have.
         prefetches: The numbers of those fetches that are prefetches.
         copies: What is to be copied before this step's forward pass.
-        over: Transfers that had ended before the requests that offered them, which have ended now as well: workers forget what
-            they keep for them.
     """
 
     commands: StepCommands = StepCommands()
@@ -52,10 +50,9 @@ class Step:
     first: int | None = None
     prefetches: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    over: tuple[TransferId, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.commands or self.renewals or self.facts is not None or self.copies or self.over)
+        return bool(self.commands or self.renewals or self.facts is not None or self.copies)
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,6 @@ class Report:
         delivered: For each request whose load was delivered on some ranks, the generations that they got.
         over: For each request whose load has ended, the ranks on which it has.
         failed: For each request whose load has failed, why.
-        arrived: For loads that report progress (``SchedulerSide.load``), the tokens that each rank has so far.
-        payloads: For delivered requests, what the producer sent along.
         short: For requests that were delivered only in part, the token up to which they were.
         writing: For requests whose load is reported as failed although their blocks may still be written to, the ranks on
             which they may.
@@ -91,8 +86,6 @@ class Report:
     delivered: dict[RequestId, set[Generation]] = field(default_factory=dict)
     over: dict[RequestId, set[Rank]] = field(default_factory=dict)
     failed: dict[RequestId, Failure] = field(default_factory=dict)
-    arrived: dict[RequestId, dict[Rank, int]] = field(default_factory=dict)
-    payloads: dict[RequestId, bytes] = field(default_factory=dict)
     short: dict[RequestId, int] = field(default_factory=dict)
     writing: dict[RequestId, set[Rank]] = field(default_factory=dict)
     quiet: dict[RequestId, set[Rank]] = field(default_factory=dict)
@@ -108,12 +101,12 @@ class Report:
         """Return both reports as one. If both have a report of the same rank, that in ``later`` must be the later one."""
         arguments.instance("later", later, Report)
         merged = {name: _merged(news, getattr(later, name)) for name, news in vars(self).items()}
-        merged["failed"], merged["payloads"] = later.failed | self.failed, later.payloads | self.payloads
+        merged["failed"] = later.failed | self.failed
         merged["short"] |= {k: min(n, self.short[k]) for k, n in later.short.items() if k in self.short}
         return Report(**merged)
 
     def __bool__(self) -> bool:
-        ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet or self.arrived
+        ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet
         told = self.descriptors or self.channels or self.begun or self.prefetched or self.copied or self.offers_ended
         return bool(ends or told)
 

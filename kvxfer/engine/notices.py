@@ -55,8 +55,8 @@ class Notices:
         self._starts = Starts(config.start, directory.tell)
         # Digests of offers whose request is over.
         self._over: Recent[TransferId, bytes] = Recent(config.lease, MAX_OVER)
-        # What consumers have declined before it was offered, if the router has told both engines at once: why, and how many have.
-        self._early: IndexedExpiringMap[PeerIdentity, tuple[bytes, bytes], tuple[str, int]] = IndexedExpiringMap(
+        # Why consumers have declined what is not offered yet, if the router has told both engines at once.
+        self._early: IndexedExpiringMap[PeerIdentity, tuple[bytes, bytes], str] = IndexedExpiringMap(
             config.lease, MAX_EARLY
         )
         self._looked = 0.0  # when what comes about once in a while was last done
@@ -92,11 +92,10 @@ class Notices:
         """Record that an offer has been made, and what consumers have said about it before that."""
         named = transfer.brief, digest
         for peer in self._early.owners(named):
-            reason, count = self._early.get(peer, named) or ("", 0)
+            reason = self._early.get(peer, named) or ""
             self._early.pop(peer, named)
-            while count and self._schedule.producer.offers(transfer, digest):
+            if self._schedule.producer.offers(transfer, digest):
                 self._schedule.producer.decline(transfer, reason)
-                count -= 1
 
     def over(self, transfer: TransferId, digest: bytes) -> None:
         """Record that an offer's request is over. Engines that asked are told that it has begun; fetching tells them the rest."""
@@ -171,5 +170,4 @@ class Notices:
 
     def _declined_early(self, peer: PeerIdentity, named: Named, reason: str) -> None:
         known = named.transfer.brief, named.digest
-        _, count = self._early.get(peer, known) or ("", 0)
-        self._early.put(peer, known, (reason[:MAX_REASON_KEPT], count + 1), time.monotonic(), peer)
+        self._early.put(peer, known, reason[:MAX_REASON_KEPT], time.monotonic(), peer)

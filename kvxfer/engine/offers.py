@@ -59,7 +59,6 @@ class Offers:
         self._windows = any(group.window for group in self._groups)
         self.elastic = False
         self._leaving: list[Hashable] = []  # holders of blocks that the next step revokes
-        self._over: list[TransferId] = []  # ended before the requests that offered them, which are over now as well
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
@@ -106,10 +105,16 @@ class Offers:
         if found is not None:
             self.schedule.withdraw(found.transfer, reason)
 
-    def computed(
-        self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int, source: Source
-    ) -> Ticket | None:
-        """Offer KV that is in these blocks already; see ``SchedulerSide.offer_computed``.
+    def computed(self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable) -> bool:
+        """Offer KV that is in these blocks already: of the prefix cache, or of a request with what it has generated.
+
+        The blocks must be in use now. They are pinned for this transfer alone until it is read or given up, or its lease ends.
+
+        ``table`` has the blocks of all its tokens: of a window, those that the token behind the last one attends to; of a state, the
+        one that holds it after exactly these tokens. A step that computed them has been given to the workers.
+
+        Returns:
+            Whether it is offered. It is not if the name has other content, there is no pool to pin in, or no room in it.
 
         Raises:
             ScheduleError: The blocks cannot be offered.
@@ -119,17 +124,16 @@ class Offers:
         if known is None:
             blocks = kept_blocks(self._groups, table, tokens).ids()
             if not self._pins.hold(("computed", transfer), blocks):
-                return None
+                return False
             try:
-                known = self.schedule.computed(transfer, digest, tokens, table, consumers)
+                known = self.schedule.computed(transfer, digest, tokens, table)
                 if known is not None:
                     known.came_at = known.begun_at = known.whole_at = time.monotonic()
             except ScheduleError:
                 self._pins.drop(("computed", transfer))
                 raise
             self._notices.directory.begins(transfer, digest)
-        same = known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
-        return Ticket(transfer, digest, source, tokens) if same else None
+        return known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
 
     def follows(self, request: RequestId) -> bool:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
@@ -213,8 +217,6 @@ class Offers:
                 held.namesake = False
             return False
         self._notices.over(offering.transfer, offering.digest)
-        if not offering.tracked and self.schedule.current(offering.transfer) is None:
-            self._over.append(offering.transfer)
         if request in offering.sharers:
             return self.schedule.finish(request, table, complete)
         end = offering.end
@@ -293,11 +295,6 @@ class Offers:
         found = self.schedule.named(request)
         if found is not None and found.held:
             self._done(found, LAST)
-
-    def over(self) -> tuple[TransferId, ...]:
-        """Return the transfers since the last call that had ended before their requests, which are over, too."""
-        over, self._over = tuple(self._over), []
-        return over
 
     @property
     def unfinished(self) -> bool:

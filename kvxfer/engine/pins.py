@@ -36,10 +36,7 @@ class BlockPool(Protocol):
 
 @runtime_checkable
 class LendingPool(BlockPool, Protocol):
-    """A pool that lends unused blocks for prefetches (``SchedulerSide.prefetch``); an engine that wants none has no such pool.
-
-    A prefetch does not bring the producer's payload, so an engine that needs payloads must not lend.
-    """
+    """A pool that lends unused blocks for prefetches (``SchedulerSide.prefetch``); an engine that wants none has no such pool."""
 
     def lend(self, blocks: int) -> list[int] | None:
         """Return this many unused blocks, each with one reference, to be dropped by ``free``; None if the engine may need them."""

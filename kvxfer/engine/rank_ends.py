@@ -11,7 +11,7 @@ from kvxfer.engine.exchange import Report
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import Generation, RequestId, TransferId
-from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
+from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
 from kvxfer.values import Fetch, OfferEnd, Rank, Stages
 
 __all__ = ["RankEnds"]
@@ -25,7 +25,7 @@ class _RankLoad:
     prefetch: bool
     blocks: tuple[int, ...]  # the scheduler's blocks that it fills; none of a prefetch
     early: bool = False  # it has failed, and that was reported before its blocks were quiet
-    by_step: bool = False  # it has ended with what only a step can report
+    short: bool = False  # it was delivered in part, which only a step can report
 
 
 class RankEnds:
@@ -53,7 +53,7 @@ class RankEnds:
     def number(self, request: RequestId) -> int | None:
         """Return the number of a load that is under way; None if none of this name is."""
         load = self._loads.get(request)
-        return None if load is None or load.by_step else load.result.number
+        return None if load is None or load.short else load.result.number
 
     def refuse(self, fetch: Fetch, why: Failure) -> None:
         """End a load that the agent has refused."""
@@ -76,10 +76,6 @@ class RankEnds:
             self._load_ended(event)
         elif isinstance(event, Released):
             self._load_released(RequestId(event.handle))
-        elif isinstance(event, Progress):
-            request = RequestId(event.handle)
-            if (load := self._loads.get(request)) is None or not load.prefetch:
-                self.report.arrived.setdefault(request, {})[self._rank] = event.tokens
 
     @property
     def pending(self) -> bool:
@@ -123,12 +119,9 @@ class RankEnds:
             return
         if event.generation is not None:
             report.delivered.setdefault(request, set()).add(event.generation)
-        if event.payload:
-            report.payloads[request] = event.payload
         if event.short is not None:
             report.short[request] = event.short
-        if event.payload or event.short is not None:
-            load.by_step = True
+            load.short = True
             self._say(load.result)
 
     def _load_released(self, request: RequestId) -> None:
@@ -139,7 +132,7 @@ class RankEnds:
         if load.prefetch:
             self._prefetched(result)
             return
-        if result.failure is None and not load.by_step:
+        if result.failure is None and not load.short:
             self._say(result)
         if load.early:
             self._quarantine += len(load.blocks)

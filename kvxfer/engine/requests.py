@@ -15,7 +15,7 @@ from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import Prefix
 from kvxfer.ticket import Ticket
-from kvxfer.values import MAX_CONSUMERS, MAX_DIGEST, MAX_REASON, MAX_TOKENS, BlockTable, Rank
+from kvxfer.values import MAX_DIGEST, MAX_REASON, MAX_TOKENS, BlockTable, Rank
 
 __all__ = ["Requests"]
 
@@ -42,23 +42,21 @@ class Requests:
         digest: bytes,
         tokens: int,
         *,
-        consumers: int = 1,
         stops: bool = False,
         answer: str | None = None,
     ) -> bool:
         """Offer the first ``tokens`` tokens of this request's prompt to other engines, as they are computed.
 
-        The offer stands until ``consumers`` engines have fetched it or given it up, or its lease ends. A consumer that fails
-        does not affect the others.
+        The offer stands until another engine has fetched it or given it up, or its lease ends. Offered under several answers, it
+        has a consumer for each, and one that fails does not affect the others.
 
         Args:
             request: The engine's id of the request.
             transfer: The name under which consumers fetch it.
             digest: What its KV depends on (``kvxfer.identity.digest``).
             tokens: How many tokens to offer.
-            consumers: How many engines are to fetch it. Requests of one engine share one load, and count as one.
             answer: A name for what tells consumers of this offer, if that is one answer for several requests: samples of one prompt.
-                ``consumers`` counts once for each answer. None: each request has its own.
+                None: each request has its own.
             stops: Whether nothing is computed for the request after these tokens. A recurrent state is then offered with the
                 step that completes them, and otherwise once the request has finished.
 
@@ -73,48 +71,16 @@ class Requests:
             ScheduleError: The request offers another transfer, or another number of tokens.
         """
         _transfer(transfer, digest)
-        tokens, consumers = _count("tokens", tokens), arguments.integer("consumers", consumers, 1, MAX_CONSUMERS)
+        tokens = _count("tokens", tokens)
         stops = arguments.flag("stops", stops)
         self._check_open("offer")
         request = RequestId(arguments.string("request", request))
         if answer is not None:
             arguments.string("answer", answer)
-        arrived = self.offers.schedule.arrive(request, transfer, digest, tokens, consumers, stops, answer)
+        arrived = self.offers.schedule.arrive(request, transfer, digest, tokens, stops, answer)
         if arrived:
             self.offers.arrived(request)
         return arrived
-
-    def offer_computed(
-        self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, *, consumers: int = 1
-    ) -> Ticket | None:
-        """Offer KV that is in these blocks already: of the prefix cache, or of a request with what it has generated.
-
-        The blocks are taken for this transfer alone, out of the limit of ``pins``, until all consumers have fetched it or given it up,
-        its lease ends, or the engine stands still for want of blocks (``stands_still``). No ``report`` names it. To others it is an
-        offer like any other.
-
-        Args:
-            transfer: The name under which consumers fetch it.
-            digest: What its KV depends on (``kvxfer.identity.digest``).
-            tokens: How many tokens it has, all of them computed by a step that has been given to the workers.
-            table: Their blocks, which must be in use now; the engine may let go of them afterwards. Of a window, the blocks that the
-                token behind the last one attends to; of a state, the one that holds it after exactly these tokens.
-            consumers: How many engines are to fetch it.
-
-        Returns:
-            What a consumer must be told. The same for the same content under the same name; its ``consumers`` stay as they were. None:
-            the name has other content, ``pins`` has no pool, or what it may hold is used up.
-
-        Raises:
-            ArgumentError: An argument has the wrong type or range, or the table does not fit this engine's groups.
-            ClosedError: This side has been closed.
-            ScheduleError: The table lacks blocks for the tokens, or a load still fills one of them.
-        """
-        self._check_open("offer_computed")
-        _transfer(transfer, digest)
-        tokens = arguments.integer("tokens", tokens, 1, MAX_TOKENS)
-        consumers = arguments.integer("consumers", consumers, 1, MAX_CONSUMERS)
-        return self.offers.computed(transfer, digest, tokens, table, consumers, self.source)
 
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or nothing any more.
@@ -134,14 +100,12 @@ class Requests:
         *,
         begun: bool = True,
         offered: bool = False,
-        progress: int = 0,
         enough: int = 0,
         answer: str | None = None,
     ) -> bool:
         """Load from another engine what is not cached here of the first ``tokens`` tokens of this request's prompt.
 
-        From now on the producer's lease is renewed. Do not load the last token of a prompt, so that it is computed here,
-        unless the producer sends the token that it sampled after it (``Update.payloads``).
+        From now on the producer's lease is renewed. Do not load the last token of a prompt, so that it is computed here.
         Requests of one transfer (samples of one prompt) share it: one loads, the others find the blocks in the prefix cache.
 
         Args:
@@ -154,7 +118,6 @@ class Requests:
                 has, for ``start_timeout`` at the most.
             offered: Whether the producer is known to have offered all of the tokens, as when it has answered its request. If
                 it does not know them any more, the load then fails within about a second instead of at its deadline.
-            progress: A ``report`` tells of progress each time that this many more tokens are here; 0 for never.
             enough: The fewest tokens that are of use if the producer gives up before it has computed all (``Update.short``). 0:
                 all or none. At most ``tokens``. Only where all groups are ``full``.
             answer: The name of the answer that has told of the transfer, if the producer counts its consumers by answer
@@ -171,7 +134,7 @@ class Requests:
         """
         _transfer(transfer, digest)
         arguments.instance("source", source, Source)
-        tokens, progress = _count("tokens", tokens), _count("progress", progress)
+        tokens = _count("tokens", tokens)
         begun, offered = arguments.flag("begun", begun), arguments.flag("offered", offered)
         self._check_open("load")
         request = RequestId(arguments.string("request", request))
@@ -179,7 +142,7 @@ class Requests:
         if answer is not None:
             arguments.string("answer", answer)
         what = request, transfer, digest, source, tokens
-        arrived = self.loads.schedule.arrive(*what, progress, offered, enough, answer, begun)
+        arrived = self.loads.schedule.arrive(*what, offered, enough, answer, begun)
         if arrived:
             self.loads.arrived(request)
         return arrived

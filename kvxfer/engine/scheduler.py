@@ -150,7 +150,7 @@ class SchedulerSide(Requests):
         self._answers.answer(self.holds)
         commands = self._schedule.commands()
         self.offers.shipped()
-        return self._dispatch.step(commands, renewals, self.loads.prefetches.copies(), self.offers.over())
+        return self._dispatch.step(commands, renewals, self.loads.prefetches.copies())
 
     def short_of_blocks(self) -> None:
         """Record that the engine cannot admit or continue a request for want of blocks. Call it before ``step``.

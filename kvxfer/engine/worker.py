@@ -18,11 +18,11 @@ from kvxfer.engine.rank_ends import RankEnds
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure
-from kvxfer.identity import Handle, RequestId, TransferId
+from kvxfer.identity import Handle, RequestId
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
 from kvxfer.text import MAX_SHOWN, printable
-from kvxfer.values import MAX_PAYLOAD, BlockTable, Fetch, Rank
+from kvxfer.values import BlockTable, Fetch, Rank
 
 __all__ = ["WorkerSide"]
 
@@ -79,7 +79,6 @@ class WorkerSide:
         self.agent, self._table, self._before_load, self._on_ended = _agent(agent), table, before_load, on_ended
         self._rank, self._device = agent.cache.rank, agent.cache.regions[0].device
         self._copy = copy
-        self._payloads: dict[TransferId, bytes] = {}  # for offers that are still to come
         self._computed = ComputedBands(agent.cache)
         self._facts: Mapping[str, str] | None = None
         self._untold: list[DirectFetches] = []  # what has come before the first step, which says what our KV depends on
@@ -119,10 +118,7 @@ class WorkerSide:
                 untold, self._untold = self._untold, []
             for direct in untold:
                 self._take(direct)
-        for transfer in step.over:
-            self._payloads.pop(transfer, None)
         for revoke in step.commands.revokes:
-            self._payloads.pop(revoke.transfer, None)
             with _unless_closed:
                 self.agent.revoke(revoke.transfer, revoke.generation, revoke.reason, revoke.gone, kept=revoke.kept)
         if step.commands.revokes:
@@ -207,30 +203,21 @@ class WorkerSide:
                 some = replace(offer, blocks=self._own(offer.blocks), final=False, bands=bands)
                 self.agent.offer(some, after=fence())
 
-    def after_forward(self, step: Step, payloads: Mapping[TransferId, bytes] | None = None) -> None:
+    def after_forward(self, step: Step) -> None:
         """Offer what this step has computed, behind a fence on the device. Call it once all kernels of the step are launched.
 
         Args:
             step: The scheduler's step.
-            payloads: What goes along with the transfers whose prompts this step completes (``Offer.payload``), the same on all
-                ranks: the first token that was sampled, say. A prompt that is computed again after a preemption needs its
-                payload again. A payload for an offer that is over already is kept until its request is over,
-                too.
 
         Raises:
-            ArgumentError: A payload is not ``bytes`` or too long, or a key is not a ``TransferId``. Nothing has been offered;
-                call it again without that payload.
+            ArgumentError: An argument has the wrong type.
         """
         arguments.instance("step", step, Step)
-        for transfer, payload in arguments.mapping("payloads", payloads or {}, "bytes by transfer").items():
-            arguments.instance("payloads", transfer, TransferId)
-            self._payloads[transfer] = arguments.bytes_of(f"payloads[{transfer}]", payload, MAX_PAYLOAD, empty=True)
         if step.commands.offers:
             fence = cache(partial(memory.fence, self._device))  # one for all, unless the device fails
             for offer in step.commands.offers:
-                payload = self._payloads.pop(offer.transfer, b"")
                 try:
-                    self.agent.offer(replace(offer, blocks=self._own(offer.blocks), payload=payload), after=fence())
+                    self.agent.offer(replace(offer, blocks=self._own(offer.blocks)), after=fence())
                 except Exception as e:
                     log.error(
                         "transfer %s cannot be offered: %s",
@@ -253,7 +240,6 @@ class WorkerSide:
         arguments.instance("step", step, Step)
         arguments.string("reason", reason)
         for offer in step.commands.offers:
-            self._payloads.pop(offer.transfer, None)
             with _unless_closed:
                 self.agent.revoke(offer.transfer, offer.generation, reason, True)
 
@@ -339,7 +325,7 @@ class WorkerSide:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        return len(self._ends) + len(self._payloads)
+        return len(self._ends)
 
     def _listen(self, timeout: float = 0.0) -> None:
         """Process the agent's events; the lock must be held."""

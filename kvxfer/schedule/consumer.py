@@ -77,7 +77,6 @@ class FetchSchedule:
         digest: bytes,
         source: Source,
         tokens: int,
-        progress: int = 0,
         offered: bool = False,
         enough: int = 0,
         answer: str | None = None,
@@ -105,7 +104,7 @@ class FetchSchedule:
         state = _S.OPEN if begun else _S.WAITING
         if wanted is None:
             enough = 0 if offered else enough
-            wanted = self._wanted[transfer] = Wanted(transfer, digest, source, tokens, progress, offered, enough)
+            wanted = self._wanted[transfer] = Wanted(transfer, digest, source, tokens, offered, enough)
         else:
             if answer not in wanted.answers:
                 self.decline(wanted.transfer, digest, source, "another request of this engine loads it")
@@ -179,7 +178,7 @@ class FetchSchedule:
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
         names = Handle(request), wanted.transfer, wanted.digest, wanted.source
-        self.fetches.append(Fetch(*names, blocks, computed, end, self._own, wanted.progress, wanted.offered, enough))
+        self.fetches.append(Fetch(*names, blocks, computed, end, self._own, offered=wanted.offered, enough=enough))
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:
         """Return the blocks that a load of the tokens ``[start, end)`` fills; earlier ones may be shared with other requests.

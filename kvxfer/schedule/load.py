@@ -154,7 +154,6 @@ class Wanted:
     digest: bytes
     source: Source
     tokens: int
-    progress: int
     offered: bool
     enough: int
     # those whose requests are not over, and that of the request that fetches it until it is closed
@@ -191,9 +190,7 @@ class Load(Life[LoadState, LoadEvent]):
     generations: set[Generation] = field(default_factory=set)
     failure: Failure | None = None  # why it has failed on some rank
     short: int | None = None  # the token up to which it was delivered, if not whole
-    payload: bytes = b""  # what the producer sent along
     stages: dict[Rank, Stages] = field(default_factory=dict)  # when it reached each stage, by rank
-    arrived: dict[Rank, int] = field(default_factory=dict)  # how many tokens are there, by rank
 
     tried: bool = False  # sync: whether it has been considered
     results: dict[Rank, RankResult] = field(default_factory=dict)  # sync: how it has ended, by rank

@@ -99,7 +99,7 @@ class Offering(Life[OfferingState, OfferingEvent]):
     tokens: int = 0  # how many tokens are offered
     progress: int = 0  # how many tokens are computed after the last step; may exceed ``total``
     changed: bool = False  # whether the workers have to hear of it with the next step
-    answers: dict[str, int] = field(default_factory=dict)  # how many consumers each answer adds that tells of it
+    answers: set[str] = field(default_factory=set)  # those that tell of it: a consumer each
     sharers: dict[RequestId, str] = field(default_factory=dict)  # other requests that offer it, and their answers
 
     end: BlockTable | None = None  # the blocks that windows held of the end of the prompt, if they are pinned

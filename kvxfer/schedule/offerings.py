@@ -86,20 +86,13 @@ class Offerings:
         return len(self.transfers)
 
     def _add(
-        self,
-        request: RequestId,
-        transfer: TransferId,
-        digest: bytes,
-        tokens: int,
-        consumers: int,
-        stops: bool,
-        answer: str,
+        self, request: RequestId, transfer: TransferId, digest: bytes, tokens: int, stops: bool, answer: str
     ) -> Offering:
         self._numbers += 1
         number, born = OfferingNumber(self._numbers), self._next_generation()
-        what = transfer, digest, tokens, consumers, stops
+        what = transfer, digest, tokens, 1, stops
         new = Offering(number, request, answer, *what, born, born, self._nothing)
-        new.answers[answer] = consumers
+        new.answers.add(answer)
         if request:
             self._live[request] = new
         self._transfers.setdefault(transfer, []).append(new)

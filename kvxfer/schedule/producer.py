@@ -45,14 +45,13 @@ class OfferSchedule(Offerings):
         transfer: TransferId,
         digest: bytes,
         tokens: int,
-        consumers: int = 1,
         stops: bool = False,
         answer: str | None = None,
     ) -> bool:
         """Track a request that offers, and return whether it is tracked: see ``SchedulerSide.offer``.
 
-        Calling it again for a tracked request changes nothing. ``consumers``: how many engines its ``answer`` adds to those that will
-        fetch it. None are added to an offer whose request has finished: this one is then taken for a retry, whose answer replaces the
+        Calling it again for a tracked request changes nothing. Each ``answer`` adds one engine to those that will
+        fetch it. None is added to an offer whose request has finished: this one is then taken for a retry, whose answer replaces the
         earlier one.
 
         Raises:
@@ -75,27 +74,23 @@ class OfferSchedule(Offerings):
         if own is not None:  # its offering is over, and it may begin another
             self._leave(own, request)
         if known is not None:
-            return self._share(known, request, digest, tokens, consumers, answer or request)
-        self._add(request, transfer, digest, tokens, consumers, stops, answer or request)
+            return self._share(known, request, digest, tokens, answer or request)
+        self._add(request, transfer, digest, tokens, stops, answer or request)
         return True
 
-    def _share(
-        self, known: Offering, request: RequestId, digest: bytes, tokens: int, consumers: int, answer: str
-    ) -> bool:
+    def _share(self, known: Offering, request: RequestId, digest: bytes, tokens: int, answer: str) -> bool:
         """Let a request share what another offers, if it is the same content."""
         if not known.offered or (known.digest, known.total) != (digest, tokens):
             return False
         if known.state is _S.HELD:  # a retry: its answer says what the lost one did
             answer = known.answer
         elif answer not in known.answers:
-            known.answers[answer] = consumers
-            self._count(known, consumers)
+            known.answers.add(answer)
+            self._count(known, 1)
         known.sharers[request], self._live[request] = answer, known
         return True
 
-    def computed(
-        self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable, consumers: int = 1
-    ) -> Offering | None:
+    def computed(self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable) -> Offering | None:
         """Offer KV that no request computes, because it is in these blocks already, which stay until ``done`` says so.
 
         Returns:
@@ -109,7 +104,7 @@ class OfferSchedule(Offerings):
         if known is not None:
             same = known.offered and (known.digest, known.total) == (digest, tokens)
             return known if same else None
-        new = self._add(RequestId(""), transfer, digest, tokens, consumers, True, "")
+        new = self._add(RequestId(""), transfer, digest, tokens, True, "")
         new.progress, new.over = tokens, True
         reason = self._coverage.unusable(new, table)
         if reason is not None:
@@ -186,7 +181,8 @@ class OfferSchedule(Offerings):
         if request in found.sharers:
             answer = found.sharers.pop(request)
             if not complete and answer != found.answer and answer not in found.sharers.values():
-                self._count(found, -found.answers.pop(answer, 0))
+                found.answers.discard(answer)
+                self._count(found, -1)
             self._leave(found, request)
             return False
         found.over = True
@@ -239,7 +235,8 @@ class OfferSchedule(Offerings):
 
     def unanswered(self, answer: str, reason: str) -> None:
         """Record that an answer goes out to nobody: the consumers that it would have added will not come."""
-        for told in [told for told in self if told.tracked and told.answers.pop(answer, 0)]:
+        for told in [told for told in self if told.tracked and answer in told.answers]:
+            told.answers.remove(answer)
             self.decline(told.transfer, reason)
 
     def done(self, found: Offering, generation: Generation) -> bool:
@@ -351,5 +348,4 @@ class OfferSchedule(Offerings):
             self._live.pop(sharer, None)
         self.forget(failed)
         for sharer, answer in sharers.items():
-            consumers = failed.answers.get(answer, 1)
-            self.arrive(sharer, failed.transfer, failed.digest, failed.total, consumers, answer=answer)
+            self.arrive(sharer, failed.transfer, failed.digest, failed.total, answer=answer)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer import Agent, ArgumentError, BlockTable, FailureKind, KvxferError, Rank, Ticket, TransferId
+from kvxfer import Agent, FailureKind, KvxferError, Rank, Ticket, TransferId
 from kvxfer.geometry import Cache
 from kvxfer.testing.engine import PagedEngine, PagedMemory, until
 
@@ -68,39 +68,6 @@ def test_what_is_under_way_ends_and_says_so(pair: tuple[PagedEngine, PagedEngine
     d.worker.resume(*d.agents())
     assert d.until(q).failed[q].kind is FailureKind.CANCELLED
     move(p, d, "after")
-
-
-def test_wrong_numbers_and_payloads_are_refused_by_the_call(pair: tuple[PagedEngine, PagedEngine]) -> None:
-    p, d = pair
-    t = TransferId.mint(p.scheduler.source.epoch, "x")
-    with pytest.raises(ArgumentError, match="consumers"):
-        p.scheduler.offer("x", t, b"x", 4, consumers=0)
-    with pytest.raises(ArgumentError, match="progress"):
-        d.scheduler.load("x", t, b"x", p.scheduler.source, 4, progress=-1)
-    assert not len(p.scheduler) and not len(d.scheduler)
-    with pytest.raises(ArgumentError, match=r"payloads\[.*x#0\] must be bytes"):
-        p.worker.after_forward(p.scheduler.step(), {t: "a text"})  # type: ignore[dict-item]
-    move(p, d, "beside")
-
-
-def test_a_payload_for_an_offer_that_nobody_wants_any_more_is_forgotten_with_its_request(
-    pair: tuple[PagedEngine, PagedEngine],
-) -> None:
-    """The engine need not know that its only consumer has given up before the prompt was computed."""
-    p, d = pair
-    transfer = TransferId.mint(p.scheduler.source.epoch, "declined")
-    assert p.scheduler.offer("r", transfer, b"r", 2 * TOKENS)
-    p.scheduler.runs("r", 0, TOKENS, BlockTable.of([[1]]))
-    p.step()
-    assert d.scheduler.load("q", transfer, b"r", p.scheduler.source, 2 * TOKENS)
-    d.scheduler.finished("q", BlockTable.of([[]]), complete=False)
-    d.step()
-    until(lambda: p.step() is not None and p.scheduler.ticket("r") is None)
-    p.scheduler.runs("r", TOKENS, TOKENS, BlockTable.of([[1, 2]]))
-    p.worker.after_forward(p.scheduler.step(), {transfer: b"its first token"})
-    assert not p.scheduler.finished("r", BlockTable.of([[1, 2]]), complete=True)
-    p.step()
-    until(lambda: p.step() is not None and len(p.worker) == 0)
 
 
 def test_another_rank_is_refused(pair: tuple[PagedEngine, PagedEngine]) -> None:

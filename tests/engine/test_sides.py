@@ -16,6 +16,7 @@ from kvxfer.engine import BlockPins, Report, SchedulerSide, Step
 from kvxfer.failures import ADVICE, Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import ScheduleError
+from kvxfer.ticket import Ticket
 from kvxfer.values import BlockTable, Group, Rank
 from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, JUNK, Pool, Request, SmallEngine, Wire
@@ -76,10 +77,10 @@ class Machine(RuleBasedStateMachine):
         text = self.p.text(request)[:tokens]
         self.transfers += 1
         what = TransferId(f"own/{self.transfers}", 0), bytes(text), tokens, BlockTable.of(request.table)
-        ticket = self.p.side.offer_computed(*what)
-        assert self.p.side.offer_computed(*what) == ticket
-        if ticket is not None:
-            self.p.tickets.append((ticket, text))
+        offered = self.p.side.offers.computed(*what)
+        assert self.p.side.offers.computed(*what) == offered
+        if offered:
+            self.p.tickets.append((Ticket(*what[:2], self.p.side.source, tokens), text))
         self.step(0, 4, soon)
 
     @rule(which=st.integers(0, 1), budget=st.integers(1, 12), times=st.integers(1, 3))
@@ -376,20 +377,6 @@ def test_ranks_that_were_delivered_different_generations_have_not_loaded(pair: A
     update = d.side.report(Report(delivered={name: {2}}, over={name: {ranks[1]}}))
     assert update.disagreed.keys() == {name} and not update.loaded
     assert update.failed[name].kind is FailureKind.REVOKED
-
-
-def test_a_load_is_as_far_as_all_ranks_are(pair: Any) -> None:
-    _, p, d = pair
-    d.take(*offered(p))
-    d.step(4)
-    (name,) = d.loading
-    a, b = Rank(0, 0), Rank(0, 1)
-    assert d.side.report(Report(arrived={name: {a: 8}})).arrived == {}
-    both = Report(arrived={name: {b: 4}}).merge(Report(arrived={name: {b: 6}}))
-    assert both and d.side.report(both).arrived == {name: 6}
-    assert d.side.report(Report(arrived={name: {b: 8}})).arrived == {name: 8}
-    over = d.side.report(Report(delivered={name: {1}}, over={name: {a, b}}, arrived={name: {b: 8}}))
-    assert over.loaded == {name} and over.arrived == {}
 
 
 def test_what_the_side_channel_has_said_is_not_said_again(pair: Any) -> None:

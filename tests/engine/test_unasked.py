@@ -267,7 +267,13 @@ def test_a_client_that_leaves_while_the_link_is_made(make: Callable[..., PagedEn
 
 def test_an_offer_for_three_engines_needs_three(make: Callable[..., PagedEngine]) -> None:
     p, good, *others = make(), make(), make(facts=OTHER), make(facts=OTHER)
-    ticket = p.offer("x", 8, consumers=3)
+    ticket = p.ask("x", 8)
+    for sample in ("y", "z"):
+        assert p.scheduler.offer(sample, ticket.transfer, ticket.digest, 8)
+    p.run("x", ticket.digest, 0, 8)
+    p.step()
+    for request in ("x", "y", "z"):
+        p.finish(request)
     for d in others:
         d.load("x", ticket, 8)
         assert d.until("x").failed["x"].kind is FailureKind.INCOMPATIBLE

@@ -89,7 +89,6 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "offer tokens of text": (lambda s: offer(s, tokens="4"), "tokens must be an integer, not '4'"),
     "offer tokens by halves": (lambda s: offer(s, tokens=4.0), "tokens must be an integer, not 4.0"),
     "offer negative tokens": (lambda s: offer(s, tokens=-1), "tokens must be at least 0, not -1"),
-    "offer to nobody": (lambda s: offer(s, consumers=0), "consumers must be at least 1"),
     "an answer of a number": (lambda s: offer(s, answer=5), "answer must be a str, not 5"),
     "offer, and stop or not": (lambda s: offer(s, stops=None), "stops must be True or False"),
     "load a text": (lambda s: load(s, transfer="x"), "transfer must be a kvxfer TransferId"),
@@ -109,7 +108,6 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "enough is less than nothing": (lambda s: load(s, enough=-1), "enough must be at least 0"),
     "enough is more than all": (lambda s: load(s, enough=1000), "enough must be at most 4, not 1000"),
     "enough is a text": (lambda s: load(s, enough="4"), "enough must be an integer, not '4'"),
-    "load with negative progress": (lambda s: load(s, progress=-1), "progress must be at least 0"),
     "computed is a text": (lambda s: s.loadable(loading(s), "0"), "computed must be an integer"),  # type: ignore[arg-type]
     "computed is negative": (lambda s: s.loadable(loading(s), -1), "computed must be at least 0"),
     "prefetch behind nothing": (lambda s: s.prefetch(loading(s), -1), "computed must be at least 0"),
@@ -179,9 +177,6 @@ WORKER: dict[str, tuple[Callable[[WorkerSide], Any], str]] = {
     "a layer by its number": (lambda w: w.layer_done(Step(), 0), "layer must be a str, not 0"),  # type: ignore[arg-type]
     "load a report": (lambda w: w.load(Report()), "step must be a kvxfer Step"),  # type: ignore[arg-type]
     "after nothing": (lambda w: w.after_forward(None), "step must be a kvxfer Step"),  # type: ignore[arg-type]
-    "payloads by request": (lambda w: w.after_forward(Step(), {"r1": b"x"}), "payloads must be a kvxfer TransferId"),  # type: ignore[dict-item]
-    "payloads in a list": (lambda w: w.after_forward(Step(), [b"x"]), "payloads must be a mapping"),  # type: ignore[arg-type]
-    "a payload of a number": (lambda w: w.after_forward(Step(), {fresh()[1]: 5}), "must be bytes, not 5"),  # type: ignore[dict-item]
     "collect for a text": (lambda w: w.collect("x"), "timeout must be a number of seconds, not 'x'"),  # type: ignore[arg-type]
     "collect for ever": (lambda w: w.collect(None), "timeout must be a number of seconds"),  # type: ignore[arg-type]
     "resume with nothing": (lambda w: w.resume(None), "agent must be a kvxfer Agent, not None"),  # type: ignore[arg-type]

@@ -502,7 +502,8 @@ class TestWhatIsOffered:
 class TestConsumers:
     def test_each_decline_is_one_fewer_and_the_last_withdraws(self) -> None:
         tracker = OfferSchedule(FULL)
-        assert tracker.arrive("r", T, DIGEST, 40, consumers=3)
+        for request in "rst":
+            assert tracker.arrive(request, T, DIGEST, 40)
         tracker.decline(T, "not needed")
         assert tracker.commands() == StepCommands(), "nothing is offered yet that could be said again"
         tracker.step("r", 0, 20, table([5, 6]))
