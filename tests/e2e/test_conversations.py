@@ -31,7 +31,7 @@ from tests.e2e.models import EXACT_POSITIONS, write_recurrent, write_window
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(560)]
 
-SETTINGS = {**PATIENT, "ask_timeout": 10.0}
+SETTINGS = {**PATIENT, "ask_timeout": 10.0, "trust_sources": True}
 NIXL = {
     "kv_connector": "NixlConnector",
     "kv_connector_module_path": "kvxfer_vllm.nixl",

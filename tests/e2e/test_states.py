@@ -62,7 +62,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             begun.append(server)
             return server
 
-        both = connector("kv_both", PATIENT)
+        both = connector("kv_both", {**PATIENT, "trust_sources": True})
         started = {
             "plain": start("plain", None, []),
             "TP 1": start("tp-1", both, []),

@@ -53,7 +53,7 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
             kv_connector_module_path="kvxfer_vllm",
             kv_role=role,
             kv_load_failure_policy=policy,
-            kv_connector_extra_config=more.pop("extra", {}),
+            kv_connector_extra_config={"trust_sources": True, **more.pop("extra", {})},
         )
         if any(group.state and not group.aligned for group in groups):
             more["caching"] = False  # vLLM has no prefix caching where it keeps one state for a request

@@ -420,6 +420,21 @@ def test_a_hint_that_is_not_used_is_said_once_with_its_key(make: Make, caplog: p
     assert "the engine from which the whole prompt is loaded" in notes[0] and "kv_role does not allow" in notes[1]
 
 
+@SCHEMAS
+@pytest.mark.parametrize("who", [{}, {"peers": ("127.0.0.1",)}], ids=["anybody", "peers"])
+def test_sources_are_dialled_only_if_the_operator_says_who_they_may_be(
+    make: Make, schema: Schema, who: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a request names could be a client's own engine, whose KV this one would keep for all others."""
+    p, d = make(extra={"trust_sources": False, **who}), make()
+    text = prompt(60)
+    told = turn(p, d, text, OFFER)[1]
+    turn(p, d, text + answer(text, 20), schema(d, told))
+    assert bool(p.loaded) is bool(who)
+    assert bool(ours(d.scheduler.connector)._sched.side.answered.inquiries) is bool(who)
+    assert ("'trust_sources'" in caplog.text) is not bool(who)
+
+
 def test_whoever_does_not_want_to_be_told(make: Make) -> None:
     p, d = make(), make(extra={"decode_answers": False})
     text = prompt(60)

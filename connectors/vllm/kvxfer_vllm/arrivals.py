@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.arguments import describe
 from kvxfer.engine import Prefix, SchedulerSide, Ticket
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
@@ -60,6 +61,7 @@ class Arrivals:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
+        self._trusts = bool(config.key_file) or config.peers is not None or config.trust_sources
         self._recurrent = any(group.kind == "state" for group in groups)
         self._block_tokens, self._loaded_by = groups[0].block_tokens, whole_blocks(vllm_config, config, groups)
         self._warned: set[str] = set()  # of adapters
@@ -70,10 +72,24 @@ class Arrivals:
         self.partly = len(groups) == 1 and groups[0].kind == "full"  # where a table is of one row
 
     def take_in(self, facts: RequestFacts) -> None:
-        """Find out what a request offers, loads or asks for. What it is found to be it stays."""
+        """Find out what a request offers, loads or asks for. What it is found to be it stays.
+
+        A request is a stranger: whatever is raised because of what it says costs it its part in KV transfer, and nothing else.
+        """
+        try:
+            self._read(facts)
+        except Exception as e:
+            facts.refused, facts.naming, facts.asking, facts.answers = True, None, False, False
+            self._side.offers.withdraw(facts.name, "its request cannot be read")
+            self._no_part.unreadable(facts.name, e)
+
+    def _read(self, facts: RequestFacts) -> None:
         request = facts.request
         self.content.arrived(facts)
         said: Mapping[str, Any] = request.kv_transfer_params or {}
+        if not isinstance(said, Mapping):
+            request.kv_transfer_params = None  # of which vLLM, too, takes for granted that it is one
+            raise TypeError(f"kv_transfer_params is no mapping: {describe(said)}")
         params: Mapping[str, Any] = {}
         try:
             params = translated(said or self._legacy(facts.name) or {})
@@ -127,6 +143,11 @@ class Arrivals:
         """Return why no engine is asked that the hints of a request name; None if they are asked."""
         if p.is_load(params):
             return "stands beside a key that names the engine from which the whole prompt is loaded"
+        if not self._trusts:
+            return (
+                "names engines to ask, and any client could name one: set 'key_file' or 'peers', or 'trust_sources' if nobody else can "
+                "send this engine a request"
+            )
         if not self._consumes:
             return "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
         if self._replayed:

@@ -129,7 +129,8 @@ def _envelope(params: Mapping[str, Any]) -> Iterator[Address]:
     if not isinstance(actions, Sequence) or isinstance(actions, str | bytes):
         raise _UnreadableError(f"no list of actions: {describe(value)}")
     for action in actions[:MAX_SOURCES]:
-        if not isinstance(action, Mapping) or action.get("action_type") not in FETCHES:
+        kind = action.get("action_type") if isinstance(action, Mapping) else None
+        if not isinstance(kind, str) or kind not in FETCHES:
             continue
         if not str(action.get("action_version", "1"))[:8].startswith("1"):
             raise _UnreadableError(f"action_version is {describe(action['action_version'])}, and only 1 is known")

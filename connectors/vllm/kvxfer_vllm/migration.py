@@ -28,6 +28,8 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
         drain: Seconds since its last request and their last question for which others can still ask an engine that is shut down for what it
             holds, within vLLM's ``--shutdown-timeout``. 0: it ends with its last request, and what it has promised.
         blocks_outermost: Whether vLLM is asked for a cache in which the layers of a block lie side by side, where that is known to work.
+        trust_sources: Whether engines that a request names as sources of a prefix are asked although neither ``key_file`` nor ``peers``
+            says who they may be. Whoever may send such a request chooses what this engine loads, and caches for all others.
         secondary_tiers: Read by Dynamo alone, whose router then sends hints (``kv_hint``): where its workers say they can be asked.
     """
 
@@ -36,6 +38,7 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
     keep_answers: Annotated[float, Meta(ge=0, le=86400)] = 0.0
     blocks_outermost: bool = True
     drain: Annotated[float, Meta(ge=0, le=86400)] = 5.0
+    trust_sources: bool = False
     secondary_tiers: tuple[dict[str, Any], ...] = ()
 
 

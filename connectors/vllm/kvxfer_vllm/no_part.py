@@ -39,6 +39,13 @@ class NoPart:
         if (more := self._more("loaded", reason)) is not None:
             log.warning("request %s is computed here: %s%s", printable(request), why, more)
 
+    def unreadable(self, request: str, error: Exception) -> None:
+        """Record a request of which something cannot be read; the log has the place in the code, if another was not logged just now."""
+        self._remember(request, "it takes no part in KV transfer: what it says cannot be read")
+        if (more := self._more("read", Reason.INVALID)) is not None:
+            what = "request %s takes no part in KV transfer, because what it says cannot be read%s"
+            log.warning(what, printable(request), more, exc_info=error)
+
     def count(self, reason: Reason) -> None:
         """Count a request that is not offered and whose line is logged elsewhere."""
         self._outcomes.counts.count("not_offered", str(reason))

@@ -61,6 +61,7 @@ class RequestFacts:
     naming: Naming | None = None  # names its first tokens by content, until it is over
     asked_in: int = 0  # the step for which vLLM has asked about it, and has no blocks for it so far
     nothing: Ticket | None = None  # what is told of it although it has nothing to offer
+    refused: bool = False  # what it says cannot be read: it takes no part in KV transfer
     promised: int = 0  # how many tokens vLLM was last told that it can load
     end: int = 0  # up to which token its load is to bring its prompt
     into: BlockTable | None = None  # the blocks of its load, if that may be here in part
