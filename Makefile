@@ -39,15 +39,12 @@ APT := $(shell command -v apt-get)
 SYSTEM := libibverbs1 ibverbs-providers librdmacm1 libnl-3-200 libnl-route-3-200 libucx0 libzmq5 prometheus
 COMMA := ,
 # Components whose absence fails tests instead of skipping them (see tests/conftest.py).
-export KVXFER_REQUIRE ?= nixl,ucx,mooncake,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router$(if $(APT),$(COMMA)system_libraries)
+export KVXFER_REQUIRE ?= nixl,ucx,vllm,transformers,sglang,kvcached,stacks,cma,atheris,kubernetes_validate,grafana_foundation_sdk,networks,vllm_router$(if $(APT),$(COMMA)system_libraries)
 # Bytecode is kept, whatever the environment says: tests start hundreds of interpreters, which would each compile what they import.
 export PYTHONDONTWRITEBYTECODE :=
 # What runs which tests, layer by layer; its own page says how.
 LAYERS := $(BIN)/python -m tests.layers
 WITHOUT_SERVERS := core house control backends ucx vllm sglang
-# Mooncake needs a libibverbs, which not every system has; the one in nixl's wheel will do.
-IBVERBS := $(abspath $(VENV))/ibverbs
-MOONCAKE_TESTS := LD_LIBRARY_PATH=$(IBVERBS) $(BIN)/python -m pytest -n 2 tests/backends/test_mooncake.py
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each installed
 # Python, each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Missing ones are listed at
@@ -119,7 +116,6 @@ test: $(READY) $(ROUTER)/.ready
 
 test-all: docs $(ROUTER)/.ready
 	$(LAYERS) --all -- $(ARGS)
-	$(MOONCAKE_TESTS) $(ARGS)
 
 # The tests of back ends whose libraries may meet those of the system, with the latter in reach.
 test-system: $(READY)
@@ -275,11 +271,8 @@ $(DEMO): $(VLLM_IN) hatch_build.py pyproject.toml connectors/vllm/pyproject.toml
 	@touch $@
 
 $(ENGINES): $(VLLM_IN) Makefile
-	@echo "== for the tests: NIXL, UCX and Mooncake (one minute)"
-	$(INSTALL) nixl ucxx-cu13 mooncake-transfer-engine-non-cuda
-	rm -rf $(IBVERBS) && mkdir $(IBVERBS)
-	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libnl-* $(IBVERBS)
-	ln -s $(IBVERBS)/../lib/python3*/site-packages/nixl_cu12.libs/libibverbs-*.so.* $(IBVERBS)/libibverbs.so.1
+	@echo "== for the tests: NIXL and UCX (one minute)"
+	$(INSTALL) nixl ucxx-cu13
 	rm -rf $(VENV)/system && mkdir -p $(VENV)/system/packages
 	$(if $(APT),cd $(VENV)/system/packages && { apt-get download -qq $(SYSTEM) || { apt-get update -qq && apt-get download -qq $(SYSTEM); }; } \
 	    && for package in *.deb; do dpkg -x $$package . || exit 1; done && find $$PWD -path '*-gnu/lib*.so.*' -exec ln -st .. {} +)

@@ -38,10 +38,7 @@ LAYERS = {
     "core": Layer("tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine"),
     "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples"),
     "control": Layer("tests/control", keep=4),
-    "backends": Layer(
-        "tests/backend tests/backends --ignore tests/backends/test_ucx.py --ignore tests/backends/test_mooncake.py",
-        keep=12,
-    ),
+    "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),
     "vllm": Layer("tests/vllm", keep=4),

@@ -20,7 +20,7 @@ from tests.data.elastic_engine import Setup, Two, two_here
 from tests.data.elastic_pages import PAGE, ElasticPages
 
 BACKENDS = [("zmq", False), ("tcp", False), ("cma", False), ("nixl", True)]
-"""And whether they stage. ``ucx`` and ``mooncake`` in ``tests/backends``: they have processes of their own."""
+"""And whether they stage. ``ucx`` in ``tests/backends``: it has a process of its own."""
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 demo's (test_demo.py)."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,26 +16,19 @@ from tests.e2e.forked import Forked, Fresh
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {
-    "kvxfer_shm:ShmTransport": ("PYTHONPATH", ROOT / "examples" / "kvxfer-shm"),
-    "mooncake": ("LD_LIBRARY_PATH", Path(sys.prefix) / "ibverbs"),
-}
-"""Back ends that only the servers can load, and what they need for it: the example, which is not installed, and mooncake, which
-wants a library that `make` puts into a folder of its own."""
+EXAMPLE = "kvxfer_shm:ShmTransport"
+"""Only the servers can load it, because it is not installed."""
 
 
 @pytest.mark.parametrize(
-    "backend", first_of(sorted({*registry.available(), "cma", *ELSEWHERE} - {"tcp", "nixl"}, reverse=True))
+    "backend", first_of(sorted({*registry.available(), "cma", EXAMPLE} - {"tcp", "nixl"}, reverse=True))
 )
 def test_tokens_are_those_of_a_plain_server(
     cluster: Cluster, model: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = Fresh if backend in ELSEWHERE else Forked
-    if backend in ELSEWHERE:
-        variable, folder = ELSEWHERE[backend]
-        if not folder.is_dir():
-            pytest.skip(f"{folder} is not there, which back end {backend} needs")
-        monkeypatch.setenv(variable, str(folder), prepend=os.pathsep)
+    kind = Fresh if backend == EXAMPLE else Forked
+    if backend == EXAMPLE:
+        monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples" / "kvxfer-shm"), prepend=os.pathsep)
     else:
         require(backend)
         if "cpu" not in registry.load(backend).probe().memory:
