@@ -5,9 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -397,81 +395,6 @@ def test_a_stand_in_reports_nothing() -> None:
     for more in (["--json"], ["--peer", "127.0.0.1:1"]):
         result = run("doctor", "--stand-in", "cpu", *more)
         assert result.exit_code == 2 and "leave out --peer and --json" in " ".join(result.stderr.split())
-
-
-def test_top_waits_no_longer_than_a_day() -> None:
-    result = run("top", "127.0.0.1:1", "--every", "inf")
-    assert result.exit_code == 2 and "--every" in result.stderr
-
-
-def answering(answer: bytes) -> int:
-    """The port of a server that answers one connection with these bytes."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        with listener, listener.accept()[0] as met:
-            met.recv(4096)
-            met.sendall(answer)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return int(listener.getsockname()[1])
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
-    ids=["no HTTP", "HTTP that breaks off"],
-)
-def test_top_says_where_no_metrics_are(answer: bytes) -> None:
-    result = run("top", f"127.0.0.1:{answering(answer)}", "--once", "--json")
-    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-    assert "is this the engine's HTTP port?" in json.loads(result.stdout)["engines"][0]["error"]
-
-
-def trickling(first: bytes) -> int:
-    """The port of a server that never ends its answer, and sends a byte of it each tenth of a second."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve(met: socket.socket) -> None:
-        with met, suppress(OSError):
-            met.sendall(first)
-            while True:
-                met.sendall(b"x")
-                time.sleep(0.1)
-
-    def accept() -> None:
-        with listener:
-            while True:
-                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    return int(listener.getsockname()[1])
-
-
-def test_top_waits_for_no_server_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in its headers nor in its page, nor for several one after the other; the others are shown."""
-    monkeypatch.setattr("kvxfer.cli.top.ANSWER_S", 2.0)
-    page = b"kvxfer_offers_in_hand 3\n"
-    good = answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page) + page)
-    slow = [trickling(first) for first in (b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 200 OK\r\n\r\n") for _ in range(3)]
-    began = time.monotonic()
-    result = run("top", *[f"127.0.0.1:{port}" for port in (*slow, good)], "--once", "--json")
-    assert time.monotonic() - began < 20.0
-    rows = json.loads(result.stdout)["engines"]
-    assert rows[-1]["offers_in_hand"] == 3
-    assert all("it has not answered within 2 s" in row["error"] for row in rows[:-1])
-
-
-def test_top_shows_what_numbers_there_are() -> None:
-    page = (
-        b"kvxfer_loads_in_hand NaN\nkvxfer_offers_in_hand 3\nkvxfer_quarantined_bytes +Inf\nkvxfer_corrupt_total many\n"
-        b'kvxfer_loads_in_hand{engine="1"} 1e308\nkvxfer_loads_in_hand{engine="2"} 1e308\n'
-    )
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page)
-    result = run("top", f"127.0.0.1:{answering(head + page)}", "--once", "--json")
-    assert result.exit_code == 0, result.output
-    [row] = json.loads(result.stdout)["engines"]
-    assert (row["loads_in_hand"], row["offers_in_hand"], row["quarantined_bytes"]) == (0, 3, 0)
 
 
 def test_doctor_tells_where_auto_has_a_back_end_that_is_not_installed() -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's `/metrics` shows: our names, those of NixlConnector, the dashboard that reads them, and `kvxfer top`."""
+"""What vLLM's `/metrics` shows: our names, those of NixlConnector, and the dashboard that reads them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
-from kvxfer.cli.main import build
 from kvxfer.control.link import LinkStatus
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
+from kvxfer.prometheus import read_samples
 from kvxfer.protocol.messages import Explain
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer_vllm.stats import Gauges, KVXferPromMetrics, KVXferStats
@@ -341,81 +337,7 @@ def test_the_page_of_metrics_lists_what_is_exported(registry: CollectorRegistry)
     assert listed == ours
 
 
-@pytest.fixture
-def server(registry: CollectorRegistry) -> Iterator[str]:
-    """An engine's HTTP server, as far as `/metrics` goes."""
-    exported = metrics(registry)
-
-    class Pages(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            exported.observe(counted().data)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(generate_latest(REGISTRY) + generate_latest(registry))
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-    Thread(target=http.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{http.server_address[1]}"
-    http.shutdown()
-    http.server_close()
-
-
-def test_top_shows_an_engine(server: str) -> None:
-    result = CliRunner().invoke(build(), ["top", server, "--once", "--json"])
-    (row,) = json.loads(result.stdout)["engines"]
-    assert result.exit_code == 0
-    assert row == {
-        "engine": server,
-        "links": {"consumer/zmq": 2},
-        "loads_in_hand": 2,
-        "offers_in_hand": 3,
-        "quarantined_bytes": 7,
-        "loads": {"cancelled": 2, "delivered": 2, "timed_out": 2},
-        "offers": {"delivered": 2, "timed_out": 2, "unfetched": 2},
-        "corrupt": 0,
-        "failed": 6,
-        "loads_per_s": row["loads_per_s"],
-        "mb_per_s": row["mb_per_s"],
-        "failing_per_s": row["failing_per_s"],
-    }
-    assert row["loads_per_s"] > 0 and row["failing_per_s"].keys() == {
-        *("load timed_out from unknown", "offer timed_out", "offer unfetched")
-    }
-    shown = CliRunner().invoke(build(), ["top", server, "--once"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0 and "2 consumer/zmq" in shown.stdout and "load timed_out" in shown.stdout
-
-
-def test_top_does_not_take_what_is_over_for_what_is_now(registry: CollectorRegistry) -> None:
-    from kvxfer.cli.top import Seen, row
-
-    then = {
-        "kvxfer_transfers_total": [({"outcome": "timed_out"}, 7.0)],
-        "kvxfer_failures_total": [({"outcome": "timed_out", "peer": "h"}, 7.0)],
-    }
-    shown = row(Seen("e", 2.0, then), Seen("e", 1.0, then))
-    assert shown["failed"] == 7 and shown["failing_per_s"] == {}
-
-
-def test_top_takes_rates_between_two_looks(server: str) -> None:
-    from kvxfer.cli.top import look, row
-
-    first = look([server])[server]
-    second = row(look([server])[server], first)
-    assert second["loads_per_s"] > 0 and second["mb_per_s"] > 0
-
-
-def test_top_reads_the_page_of_ray() -> None:
-    from kvxfer.cli.top import read_samples
-
+def test_the_page_of_ray_is_read() -> None:
     page = 'ray_kvxfer_offers_total{ReplicaId="a1",outcome="delivered"} 5.0\nray_vllm_other 1.0\n'
+    page += "kvxfer_loads_in_hand NaN\nkvxfer_quarantined_bytes +Inf\nkvxfer_corrupt_total many\n"
     assert read_samples(page) == {"kvxfer_offers_total": [({"ReplicaId": "a1", "outcome": "delivered"}, 5.0)]}
-
-
-def test_top_where_there_is_nothing() -> None:
-    result = CliRunner().invoke(build(), ["top", "127.0.0.1:9", "--once", "--json"])
-    assert result.exit_code == 1 and "cannot read" in json.loads(result.stdout)["engines"][0]["error"]
-    for wrong in (["nowhere", "--once"], [], ["127.0.0.1:9", "--every", "0"]):
-        assert CliRunner().invoke(build(), ["top", *wrong]).exit_code == 2
