@@ -88,7 +88,7 @@ class UcxTransport(Base[Endpoint, Link]):
         super().__init__(agent, options)
         self._liveness = LivenessLinks("ucx", self.wakeup)
         self._connections: dict[int, Connection | None] = {}  # on the network, of endpoints not used yet, by their tags
-        self._on_host = True  # all memory registered so far
+        self._on_host = True  # all memory that was ever registered
         self._awake: set[Connection] = set()  # those that have to be driven; the descriptors of the others report
         self._ending: list[Link] = []
         self._busy = False
@@ -124,25 +124,25 @@ class UcxTransport(Base[Endpoint, Link]):
         return Capabilities(
             verbs=frozenset({Verb.SEND, Verb.RECV}),
             memory=self._kinds,
-            run_bytes=HOST_RUN_BYTES if self._plain() else DEVICE_RUN_BYTES,
+            run_bytes=HOST_RUN_BYTES if self._on_host else DEVICE_RUN_BYTES,
             abort="peer",
             quiet="later",
         )
 
     def add_memory(self, memory: int, regions: Sequence[Region]) -> None:
         devices = {r.device for r in regions if r.device != "cpu"}
-        if devices and self._plain() and (self.links or self.unused):
+        if devices and self._on_host and (self.links or self.unused):
             raise TransportError("the first memory of a GPU has to be registered before the first endpoint is made")
         for device in devices:
             cuda.use(int(device.partition(":")[2] or 0))
-        self._on_host = self._plain() and not devices
+        self._on_host = self._on_host and not devices
 
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         connection = None if self._network is None else Connection(self._library, self._network, self._news)
         self._uninherited.soon()
         self._uninherited.look()
         address = b"" if connection is None else connection.address
-        mine = Endpoint(self.agent, address, new_token(), self._liveness.name, secrets.randbits(64), self._plain())
+        mine = Endpoint(self.agent, address, new_token(), self._liveness.name, secrets.randbits(64), self._on_host)
         self._connections[mine.tag] = connection
         self._liveness.offer(mine.end)
         return mine
@@ -258,9 +258,6 @@ class UcxTransport(Base[Endpoint, Link]):
         pieces = np.empty((len(lengths), 2), np.int64)
         pieces[:, 0], pieces[:, 1] = addresses, lengths
         return pieces, int(lengths.sum())
-
-    def _plain(self) -> bool:
-        return all(r.device == "cpu" for m in self.memories for r in self.memories.regions(m))
 
     def _progress(self, until: float) -> bool:
         """Let UCX work; whether it had anything to do."""
