@@ -241,6 +241,22 @@ logging.getLogger("host").warning("still here")
 """
 
 
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_gpu_is_read_without_its_peer_unless_the_operator_says_otherwise(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that the peer has to serve never ends if it dies. UCX knows the setting only where there is CUDA; it starts all the same."""
+    monkeypatch.setattr("kvxfer_nixl.options.has_gpu", lambda: gpu)
+    name = "CUDA_IPC_ENABLE_GET_ZCOPY"
+    for listen in ("127.0.0.1", "0.0.0.0"):
+        host = Options(listen=listen).contexts.host
+        assert host is not None and host.get(name) == ("y" if gpu else None)
+        NixlTransport("agent", {"listen": listen}).close()
+    assert Options(ucx={name: "n"}).ucx_settings[name] == "n"
+    monkeypatch.setenv(f"UCX_{name}", "n")
+    assert name not in Options().ucx_settings
+
+
 def test_loading_leaves_no_trace(tmp_path: Any) -> None:
     """NIXL is loaded when a transport is made. Neither that nor the options change the environment, as Python or as C
     sees it; and the host's log files stay open (a plain ``import nixl`` closes them)."""

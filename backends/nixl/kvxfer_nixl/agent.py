@@ -66,7 +66,7 @@ class LibraryAgent:
         config.useProgThread, config.pthrDelay = True, PROGRESS_US
         config.useListenThread = False
         config.syncMode = getattr(nixl, f"NIXL_THREAD_SYNC_{options.locking.upper()}")
-        ucx.check(options.ucx_settings, library.ucp)
+        ucx.check(options.given_settings, library.ucp)
         with self._calling(lambda why: f"NIXL cannot make an agent: {why}"):
             agent = nixl.nixlAgent(name, config)
         self.plugins = tuple(agent.getAvailPlugins())

@@ -24,6 +24,13 @@ UCX_DEFAULTS = {
 }
 """What we set unless the operator does, in the options or with ``UCX_*`` in the environment."""
 
+GPU_DEFAULTS = {
+    # Without NVLink UCX has the peer copy what is read from its GPU, through host memory, at 0.2 GB/s. If the peer dies meanwhile, this
+    # side's worker never comes to rest, and its other peers wait with it.
+    "CUDA_IPC_ENABLE_GET_ZCOPY": "y"
+}
+"""The same where there is a GPU. UCX knows these settings only where it has loaded CUDA."""
+
 
 class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``nixl``.
@@ -82,6 +89,11 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.sync_mode or ("none" if self.posting == 1 else "rw")
 
     @property
+    def given_settings(self) -> dict[str, str]:
+        """``ucx``, without the prefix, as text."""
+        return {key.removeprefix("UCX_"): text(value) for key, value in self.ucx.items()}
+
+    @property
     def ucx_settings(self) -> dict[str, str]:
         """Without the prefix, as text: the options, and our defaults where neither they nor the environment say otherwise.
 
@@ -90,8 +102,8 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
         """
         if self.plugin != "UCX":
             return {}
-        given = {key.removeprefix("UCX_"): text(value) for key, value in self.ucx.items()}
-        ours = UCX_DEFAULTS | confined(self.listen, given, gpus=has_gpu())
+        given, gpus = self.given_settings, has_gpu()
+        ours = UCX_DEFAULTS | (GPU_DEFAULTS if gpus else {}) | confined(self.listen, given, gpus=gpus)
         ours["KEEPALIVE_INTERVAL"] = _keepalive(in_force(ours | given, "TLS"))
         return {key: value for key, value in ours.items() if f"UCX_{key}" not in os.environ} | given
 
