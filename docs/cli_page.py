@@ -29,7 +29,7 @@ def declared(group: str) -> Iterator[tuple[str, str, Any]]:
     """Yield name, distribution and function of every entry point of ``group`` in this checkout."""
     siblings = [
         file
-        for at in ("backends/*", "benchmarks", "connectors/*")
+        for at in ("backends/*", "benchmarks", "connectors/*", "testing")
         for file in sorted(ROOT.glob(f"{at}/pyproject.toml"))
     ]
     for file in (ROOT / "pyproject.toml", *siblings):

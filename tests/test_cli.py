@@ -417,31 +417,33 @@ def test_benchmarks_are_commands_whoever_brings_them() -> None:
         assert f" {name} " in listed
 
 
-def test_a_benchmark_that_is_not_installed_says_what_to_install() -> None:
-    """The program of an environment without `kvxfer-bench`, which still has `bench transfer`."""
+def test_a_command_that_is_not_installed_says_what_to_install() -> None:
+    """The program of an environment with neither `kvxfer-bench` nor `kvxfer-testing`."""
     bare = """
 import importlib.metadata as metadata
 
 distributions = metadata.Distribution.discover
-metadata.Distribution.discover = lambda **k: (d for d in distributions(**k) if d.metadata["Name"] != "kvxfer-bench")
+gone = "kvxfer-bench", "kvxfer-testing"
+metadata.Distribution.discover = lambda **k: (d for d in distributions(**k) if d.metadata["Name"] not in gone)
 from kvxfer.cli.main import app
 app(prog_name="kvxfer")
 """
 
     def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", bare, "bench", *arguments]
+        command = [sys.executable, "-c", bare, *arguments]
         return subprocess.run(
             command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "200"}
         )
 
-    for name in ("chaos", "control", "fleet", "no-such-benchmark"):
-        lacking = program(name, "--any", "option")
+    for name in ("chaos", "transfer", "no-such-benchmark"):
+        lacking = program("bench", name, "--any", "option")
         assert lacking.returncode == 2
-        assert f"benchmark '{name}' is not installed; pip install 'kvxfer[bench]' brings more" in lacking.stderr
-    listed = program("--help").stdout
-    assert " transfer " in listed and " chaos " not in listed
-    assert "pip install 'kvxfer[bench]' brings more benchmarks" in listed
-    assert program("transfer", "--help").returncode == 0
+        assert (
+            f"benchmark '{name}' is not installed; pip install 'kvxfer[bench]' brings the benchmarks" in lacking.stderr
+        )
+    assert "pip install 'kvxfer[bench]' brings the benchmarks" in program("bench", "--help").stdout
+    lacking = program("conformance", "tcp")
+    assert lacking.returncode == 2 and "pip install 'kvxfer[testing]'" in lacking.stderr
     with_them = run("bench", "no-such-benchmark")
     assert with_them.exit_code == 2 and "pip install" not in with_them.stderr
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
     file
-    for pattern in ("kvxfer", "backends/*/kvxfer_*", "connectors/*/kvxfer_*", "benchmarks/kvxfer_bench")
+    for pattern in ("kvxfer", "backends/*/kvxfer_*", "connectors/*/kvxfer_*", "benchmarks/kvxfer_bench", "testing")
     for top in ROOT.glob(pattern)
     for file in top.rglob("*.py")
     if "conformance" not in file.parts  # whose docstrings are the rules that its clauses prove

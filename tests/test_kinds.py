@@ -13,11 +13,7 @@ DEVICES = "cuda|rocm|hip|xpu|hpu|npu|tpu|mps|mtia|neuron|rbln|xla|musa|gaudi"
 _VALUE = re.compile(rf"\S*(\b|_)({DEVICES})(\b|_)\S*|cpu")
 _NAME = re.compile(rf"(^|_)({DEVICES})(s?_|s?$)", re.I)
 
-APART = {
-    "cli/transfer/command.py": "an instrument: compares what torch's CPU and CUDA memory give",
-    "cli/transfer/shapes.py": "an instrument: compares what torch's CPU and CUDA memory give",
-    "backend/ucx.py": "UCX's own names of its transports, as in its settings and its log",
-}
+APART = {"backend/ucx.py": "UCX's own names of its transports, as in its settings and its log"}
 """Folders and files that are not looked at, and why."""
 
 EXCEPTIONS = {

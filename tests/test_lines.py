@@ -130,7 +130,7 @@ def test_what_is_raised_and_how_it_ended_is_one_line(text: str) -> None:
 def test_every_logger_is_one_that_escapes() -> None:
     found = {
         str(file.relative_to(ROOT)): re.findall(r"getLogger\(.*\)", file.read_text())
-        for top in ("kvxfer", "backends", "benchmarks", "connectors")
+        for top in ("kvxfer", "backends", "benchmarks", "connectors", "testing")
         for file in (ROOT / top).rglob("*.py")
         if "getLogger(" in file.read_text()
     }

@@ -51,6 +51,7 @@ def _distributions() -> Iterator[Path]:
     yield from sorted(ROOT.glob("backends/*/kvxfer_*"))
     yield from sorted(ROOT.glob("connectors/*/kvxfer_*"))
     yield ROOT / "benchmarks" / "kvxfer_bench"
+    yield ROOT / "testing"
 
 
 @cache

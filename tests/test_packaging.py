@@ -17,7 +17,9 @@ import kvxfer
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = sorted(
-    path for folder in ("backends/*", "benchmarks", "connectors/*") for path in ROOT.glob(f"{folder}/pyproject.toml")
+    path
+    for folder in ("backends/*", "benchmarks", "connectors/*", "testing")
+    for path in ROOT.glob(f"{folder}/pyproject.toml")
 )
 HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "transformers", "sglang"}
 
@@ -38,16 +40,17 @@ LEVELS = [
     {"control"},
     {"engine"},
     {"kvxfer"},  # the package itself, which offers what users need under one name
-    {"testing"},
     {"cli"},
+    {"testing"},
     {"__main__"},
 ]
 
 
 def core_modules() -> dict[str, Path]:
     """Dotted name of every module of the core, and its file."""
-    files = [path.relative_to(ROOT) for path in (ROOT / "kvxfer").rglob("*.py")]
-    return {".".join(f.with_suffix("").parts).removesuffix(".__init__"): ROOT / f for f in files}
+    found = [(at, path) for at in (ROOT, ROOT / "testing") for path in (at / "kvxfer").rglob("*.py")]
+    files = {path.relative_to(at): path for at, path in found}
+    return {".".join(f.with_suffix("").parts).removesuffix(".__init__"): path for f, path in files.items()}
 
 
 def imports(path: Path) -> set[str]:
@@ -99,11 +102,7 @@ def test_the_program_loads_no_engine_before_it_is_asked_to() -> None:
 @pytest.mark.parametrize("name", sorted(core_modules()))
 def test_the_core_imports_no_engine_back_end_or_connector_even_lazily(name: str) -> None:
     packages = {imported.partition(".")[0] for imported in imports(core_modules()[name])}
-    allowed = (
-        {"torch"}
-        if name.startswith(("kvxfer.memory", "kvxfer.testing", "kvxfer.cli.transfer", "kvxfer.cli.devices"))
-        else set()
-    )
+    allowed = {"torch"} if name.startswith(("kvxfer.memory", "kvxfer.testing", "kvxfer.cli.devices")) else set()
     assert packages & HEAVY <= allowed
     assert not any(package.startswith("kvxfer_") for package in packages)
 
@@ -113,8 +112,6 @@ def test_what_goes_under_an_engine_knows_nothing_of_the_benchmarks() -> None:
     shipped = [path for folder in ("kvxfer", "backends", "connectors") for path in (ROOT / folder).rglob("*.py")]
     for path in shipped:
         assert not [name for name in imports(path) if name.partition(".")[0] == "kvxfer_bench"], path
-    brought = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["kvxfer.benchmarks"]
-    assert set(brought) == {"transfer"}, "which users are told to run when something is slow"
     for path in SIBLINGS:
         groups = tomllib.loads(path.read_text())["project"].get("entry-points", {})
         assert path.parent.name == "benchmarks" or not groups.keys() & {
@@ -166,6 +163,7 @@ def test_a_checkout_takes_siblings_from_their_folders_and_a_release_names_them(
     hatchling("build", "-t", "sdist", "-d", str(tmp_path), folder=ROOT)
     monkeypatch.delenv("KVXFER_RELEASE")  # what is built from the sdist needs no such care
     with tarfile.open(tmp_path / f"kvxfer-{kvxfer.__version__}.tar.gz") as sdist:
+        assert not [name for name in sdist.getnames() if "/kvxfer/testing" in name], "it is for kvxfer-testing"
         sdist.extractall(tmp_path)
     released = metadata(tmp_path / f"kvxfer-{kvxfer.__version__}")
     assert released["optional-dependencies"]["zmq"] == [f"kvxfer-zmq=={kvxfer.__version__}"]

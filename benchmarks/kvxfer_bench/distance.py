@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.transfer.shapes import MODELS
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
 from kvxfer_bench import turns
 from kvxfer_bench.slow_link import HERE, THERE, SlowLink, apart
+from kvxfer_bench.transfer.shapes import MODELS
 
 __all__ = ["distance", "measure"]
 

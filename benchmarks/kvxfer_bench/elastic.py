@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.transfer.pair import Pair, cache_devices, check_room, pair
-from kvxfer.cli.transfer.shapes import MODELS, Memory, Request
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
 from kvxfer_bench.sessions import Sessions
+from kvxfer_bench.transfer.pair import Pair, cache_devices, check_room, pair
+from kvxfer_bench.transfer.shapes import MODELS, Memory, Request
 
 __all__ = ["elastic", "measure"]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.cli.transfer.engine import BenchEngine
-from kvxfer.cli.transfer.meeting import Meeting
-from kvxfer.cli.transfer.pair import Pair, span
-from kvxfer.cli.transfer.shapes import Request
 from kvxfer.geometry.plan import Ints
 from kvxfer_bench.raw import GROUP, Raw, find
+from kvxfer_bench.transfer.engine import BenchEngine
+from kvxfer_bench.transfer.meeting import Meeting
+from kvxfer_bench.transfer.pair import Pair, span
+from kvxfer_bench.transfer.shapes import Request
 
 __all__ = ["ByLibrary", "LibraryPair", "CeilingEngine", "library_figures"]
 

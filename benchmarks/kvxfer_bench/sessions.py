@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvxfer.cli.transfer.pair import Pair
-from kvxfer.cli.transfer.shapes import Request
+from kvxfer_bench.transfer.pair import Pair
+from kvxfer_bench.transfer.shapes import Request
 
 __all__ = ["Sessions"]
 

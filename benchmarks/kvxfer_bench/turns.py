@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.transfer.pair import Pair, cache_devices, check_room, pair
-from kvxfer.cli.transfer.shapes import MODELS, Request
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
 from kvxfer_bench.library import CeilingEngine, LibraryPair
 from kvxfer_bench.raw import GROUP
 from kvxfer_bench.sessions import Sessions
+from kvxfer_bench.transfer.pair import Pair, cache_devices, check_room, pair
+from kvxfer_bench.transfer.shapes import MODELS, Request
 
 __all__ = ["measure", "turns"]
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvxfer.cli.transfer.pair import cache_devices
 from kvxfer.errors import KvxferError
 from kvxfer.identity import Source
 from kvxfer.testing.remote import Remote
 from kvxfer_bench.ranked import LoadResult, RankedEngine
+from kvxfer_bench.transfer.pair import cache_devices
 
 __all__ = ["TIMES", "TURN_S", "RankedWorld"]
 

@@ -1,18 +1,17 @@
 """`kvxfer bench`: the benchmarks, one command each, whichever distributions bring them."""
 
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import Any
 
 import typer
 from rich.markup import escape
 
 from kvxfer.cli.installed import InstalledCommands
 
-_MORE = "pip install 'kvxfer[bench]' brings more benchmarks"
+_MORE = "pip install 'kvxfer[bench]' brings the benchmarks"
 
 
 def _more() -> str | None:
-    """Return how to get the other benchmarks of this repository, or `None` if they are installed."""
+    """Return how to get the benchmarks of this repository, or `None` if they are installed."""
     try:
         distribution("kvxfer-bench")
     except PackageNotFoundError:
@@ -25,10 +24,9 @@ class _Benchmarks(InstalledCommands):
 
     entry_points = "kvxfer.benchmarks"
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if (more := _more()) and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"benchmark {args[0]!r} is not installed; {more}")
-        return super().resolve_command(ctx, args)
+    def lacking(self, name: str) -> str | None:
+        more = _more()
+        return more and f"benchmark {name!r} is not installed; {more}"
 
 
 bench = typer.Typer(

@@ -34,6 +34,15 @@ class InstalledCommands(TyperGroup):
             self.commands[cmd_name] = _made(point)
         return super().get_command(ctx, cmd_name)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (lack := self.lacking(args[0])) and self.get_command(ctx, args[0]) is None:
+            ctx.fail(lack)
+        return super().resolve_command(ctx, args)
+
+    def lacking(self, name: str) -> str | None:
+        """Return what to install for a command that is not there, if that is known."""
+        return None
+
     def _installed(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=self.entry_points)}
 

@@ -22,6 +22,9 @@ class _Program(InstalledCommands):
 
     entry_points = "kvxfer.commands"
 
+    def lacking(self, name: str) -> str | None:
+        return f"{name} comes with kvxfer-testing: pip install 'kvxfer[testing]'" if name == "conformance" else None
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.cli.transfer.command import measure
-from kvxfer.cli.transfer.meeting import Meeting
-from kvxfer.cli.transfer.pair import Pair, pair
-from kvxfer.cli.transfer.shapes import MODELS, Request
 from kvxfer.errors import KvxferError
 from kvxfer.testing.remote import Remote
 from kvxfer_bench import elastic, turns
+from kvxfer_bench.transfer.command import measure
+from kvxfer_bench.transfer.meeting import Meeting
+from kvxfer_bench.transfer.pair import Pair, pair
+from kvxfer_bench.transfer.shapes import MODELS, Request
 
 PAGES = MODELS["pages-of-16k"]
 STEPS = ("prepare", "post", "transfer")

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CODE = ("kvxfer", "backends", "connectors", "benchmarks", "examples")
+CODE = ("kvxfer", "backends", "connectors", "benchmarks", "examples", "testing")
 RECORDS = ROOT / "benchmarks" / "results"
 """What was measured on a day: left as it was written."""
 

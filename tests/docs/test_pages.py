@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
-PLACES = "kvxfer", "backends", "connectors", "tests", "docs", "benchmarks", "examples"
+PLACES = "kvxfer", "backends", "connectors", "tests", "docs", "benchmarks", "examples", "testing"
 PATH = re.compile(rf"`((?:{'|'.join(PLACES)})/[\w./-]+?)`")
 MODULE = re.compile(r"`(\w+\.py)`")
 MODULES = {path.name for place in PLACES for path in (ROOT / place).rglob("*.py")}

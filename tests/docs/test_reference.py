@@ -59,7 +59,7 @@ def test_the_map_of_the_tree_is_the_tree() -> None:
     ["walkthrough.md", "connect-an-engine.md", "architecture.md", "design.md", "protocol.md", "why-the-protocol.md"],
 )
 def test_what_a_page_names_in_the_code_is_there(page: str) -> None:
-    folders = ("kvxfer", "backends", "benchmarks", "connectors")
+    folders = ("kvxfer", "backends", "benchmarks", "connectors", "testing")
     code = "\n".join(file.read_text() for folder in folders for file in (DOCS.parent / folder).rglob("*.py"))
     identifiers = set(re.findall(r"\w+", code)) | {
         file.stem for folder in folders for file in (DOCS.parent / folder).rglob("*")

@@ -35,7 +35,9 @@ def _template(node: ast.AST) -> Iterator[str]:
 @cache
 def _texts() -> str:
     code = [
-        file for folder in ("kvxfer", "backends", "benchmarks", "connectors") for file in (ROOT / folder).rglob("*.py")
+        file
+        for folder in ("kvxfer", "backends", "benchmarks", "connectors", "testing")
+        for file in (ROOT / folder).rglob("*.py")
     ]
     trees = [ast.parse(file.read_text()) for file in code]
     return "\n".join(text.replace("\n", " ") for tree in trees for node in ast.walk(tree) for text in _template(node))

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvxfer.cli.transfer.engine import BenchEngine, Setup
-from kvxfer.cli.transfer.shapes import MODELS, Request
 from kvxfer.testing.remote import Remote
+from kvxfer_bench.transfer.engine import BenchEngine, Setup
+from kvxfer_bench.transfer.shapes import MODELS, Request
 from tests.conftest import require
 
 torch = pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvxfer.cli.conformance import conformance
+from kvxfer.testing.command.conformance import conformance
 from kvxfer.testing.mutant import Mutant
 from kvxfer.testing.mutants import MUTANTS, TellsTwice
 from kvxfer.transport import Probe

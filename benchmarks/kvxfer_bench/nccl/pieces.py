@@ -21,10 +21,10 @@ from cuda.bindings import runtime
 from nccl.bindings import nccl as bindings
 
 from kvxfer import memory
-from kvxfer.cli.transfer.shapes import MODELS, Pool, Request
 from kvxfer.geometry import CopyPlan, Planner, ShardAssignment
 from kvxfer.memory.cuda import launch
 from kvxfer.memory.fence import DeviceEvent
+from kvxfer_bench.transfer.shapes import MODELS, Pool, Request
 
 AHEAD = 40_000_000
 """Clock cycles for which the streams sleep first, some 20 ms, in which the host gets ahead."""

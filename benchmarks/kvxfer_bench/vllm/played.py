@@ -37,10 +37,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvxfer.cli.transfer.shapes import Pool
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import WorkerChannel
+from kvxfer_bench.transfer.shapes import Pool
 from kvxfer_bench.vllm.played_core import PlayedCore, PlayedWorker
 from kvxfer_bench.vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer
 from kvxfer_vllm.arrivals import Arrivals

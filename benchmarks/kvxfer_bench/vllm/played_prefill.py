@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvxfer.cli.transfer.shapes import Model, Pool
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.geometry import bands
 from kvxfer.identity import FIRST, Source, TransferId
 from kvxfer.values import BlockTable, Offer
+from kvxfer_bench.transfer.shapes import Model, Pool
 
 __all__ = ["BLOCK", "BLOCKS", "MODEL", "WAIT_S", "Producer", "Prompt", "sleep_until"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,11 +10,11 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvxfer.cli.router import try_router
 from kvxfer.errors import ArgumentError, ConfigError, TransportError
 from kvxfer.geometry import HOST
 from kvxfer.memory.registry import space_for
 from kvxfer.settings import json_object
+from kvxfer.testing.command.router import try_router
 from kvxfer.testing.mutant import Mutant
 from kvxfer.testing.report import ConformanceReport, run_mutants, run_suite
 from kvxfer.testing.spaces.mutants import SpaceMutant
@@ -107,7 +106,7 @@ def conformance(
 
     Exits with 0 if every clause or case that was tested is kept. Exits with 1 if one is broken, or if the process died or hung during
     its test. Exits with 2 if the arguments are wrong, and with 3 if it cannot be tested, as when a server does not answer. With
-    --mutants, exits with 1 if the suite does not find one of them. Testing a back end or a space needs pytest.
+    --mutants, exits with 1 if the suite does not find one of them.
     """
     if router:
         if backend or space or report or mutants:
@@ -136,8 +135,6 @@ def conformance(
     if mutants and (only or report):
         raise typer.BadParameter("each mutant has the clause that must find it, and no report", param_hint="--mutants")
     chosen = _object(options, "--options")
-    if importlib.util.find_spec("pytest") is None:
-        _cannot("the suite needs pytest: pip install pytest")
     if space:
         if attributes or chosen:
             raise typer.BadParameter("a space has no options, and its suite no attributes", param_hint="--space")

@@ -20,8 +20,6 @@ import msgspec
 import numpy as np
 
 from kvxfer.cli.costs import figures
-from kvxfer.cli.transfer.meeting import WAIT_S, Meeting
-from kvxfer.cli.transfer.shapes import Memory, Model, Pool
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -38,6 +36,8 @@ from kvxfer.protocol.parts import piece_bytes
 from kvxfer.protocol.values import Ended, Move, Moved, PartRef, Released, Role
 from kvxfer.transport import Verb, load
 from kvxfer.values import BlockTable, Fetch, Offer
+from kvxfer_bench.transfer.meeting import WAIT_S, Meeting
+from kvxfer_bench.transfer.shapes import Memory, Model, Pool
 
 __all__ = ["BenchEngine", "Setup"]
 

@@ -14,12 +14,12 @@ import numpy as np
 import typer
 
 from kvxfer.cli.progress import Say, progress, silent
-from kvxfer.cli.transfer.pair import Pair, cache_devices, check_room, pair
-from kvxfer.cli.transfer.shapes import MODELS, Model, Request
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source
 from kvxfer.settings import json_object
+from kvxfer_bench.transfer.pair import Pair, cache_devices, check_room, pair
+from kvxfer_bench.transfer.shapes import MODELS, Model, Request
 
 __all__ = ["CEILINGS", "measure", "transfer"]
 

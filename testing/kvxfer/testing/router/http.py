@@ -7,16 +7,19 @@ import json
 import socket
 import time
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer.errors import KvxferError
-from kvxfer.prometheus import Samples, read_samples
+from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["HttpAnswer", "HttpServer", "NoServerError"]
+from kvxfer.errors import KvxferError
+
+__all__ = ["HttpAnswer", "HttpServer", "NoServerError", "Samples", "read_samples"]
 
 MAX_BYTES = 64 << 20
+Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class NoServerError(KvxferError):
@@ -104,7 +107,10 @@ class HttpServer:
             NoServerError: It does not answer, or has none.
         """
         status, _, text = self._said("GET", "/metrics")
-        samples = read_samples(text.decode(errors="replace")) if status == 200 else {}
+        try:
+            samples = read_samples(text.decode(errors="replace")) if status == 200 else {}
+        except ValueError as e:
+            raise NoServerError(f"{self.url}/metrics cannot be read as Prometheus would: {e}") from None
         if not samples:
             raise NoServerError(
                 f"{self.url}/metrics has no metrics of kvxfer (status {status}); is kvxfer its connector?"
@@ -146,3 +152,17 @@ class HttpServer:
             pass  # it was faster
         finally:
             connection.close()
+
+
+def read_samples(page: str) -> Samples:
+    """Return the samples of kvxfer on a page in Prometheus's format, also where Ray has put its prefix before each name.
+
+    Raises:
+        ValueError: It is no such page.
+    """
+    found: Samples = defaultdict(list)
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if (name := sample.name.removeprefix("ray_")).startswith("kvxfer_"):
+                found[name].append((dict(sample.labels), sample.value))
+    return dict(found)
