@@ -61,6 +61,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         key_file: Path of the file with the key that this engine presents and those that it accepts (`kvxfer keys` makes one);
             None for no authentication. It is read again when it changes.
         peers: Who may connect to this engine and whom it may dial: networks, addresses, host names; None for everybody.
+        trust_network: Whether you trust every host that can reach this one with the contents of KV and with the engine's memory. Then
+            `auto` also uses back ends between hosts whose ports ask for no secret, as those for RDMA do.
         integrity: How much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
             part's blocks, or all. If two engines differ, the stricter setting applies.
         layout_check: Whether a connector checks at start that its engine writes KV where kvxfer would read it, and
@@ -96,6 +98,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     staging_bytes: Staging | None = None
     key_file: FilePath | None = None
     peers: tuple[NonEmpty, ...] | None = None
+    trust_network: bool = False
     integrity: Integrity = "off"
     layout_check: bool = True
     model: ModelName | None = None
@@ -122,6 +125,15 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 range (the message names key, value and what is expected).
         """
         return cls(**named(cls, mapping, NAMING))
+
+    @classmethod
+    def unwrapped(cls, mapping: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings inside an option of an engine that holds them; any other mapping unchanged. A connector overrides this.
+
+        Raises:
+            ConfigError: The option names another connector.
+        """
+        return mapping
 
     @property
     def start(self) -> float:

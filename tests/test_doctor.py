@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kvxfer.backend import ucx
 from kvxfer.backend.ports import listening
 from kvxfer.cli import stand_in
 from kvxfer.cli.encryption import encryption
@@ -248,6 +249,9 @@ def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
     put("sys/bus/pci/devices/0000:01:00.0/numa_node", "0\n")
     monkeypatch.setattr("kvxfer.cli.host._memlock", lambda: 65536)
+    put("proc/self/status", "CapEff:\t0000000000004000\n")
+    assert "limited to" not in str(host_facts(tmp_path)["advice"]), "IPC_LOCK lifts the limit"
+    put("proc/self/status", "CapEff:\t0000000000000000\n")
     facts = host_facts(tmp_path)
     assert facts["nics"] == [
         {"name": "mlx5_0", "infiniband": True, "state": "DOWN", "gbit_per_s": 400.0, "numa_node": 1}
@@ -256,6 +260,87 @@ def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert words in facts["advice"][i]
     put("proc/self/status", "CapEff:\t0000000000080000\n")
     assert "ptrace" not in host_facts(tmp_path)["advice"][0]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "settings", "told"),
+    [
+        ("", {}, []),
+        ("sys/class/infiniband/mlx5_0", {}, ["no RDMA device is visible"]),
+        ("dev/infiniband/uverbs0", {}, ["/dev/infiniband has no uverbs"]),
+        ("etc/libibverbs.d/mlx5.driver", {}, ["no drivers in /etc/libibverbs.d"]),
+        ("", {"TLS": "tcp,cuda_copy"}, ["option 'TLS' is 'tcp,cuda_copy', which leaves out mlx5_0"]),
+        ("", {"TLS": "^ib"}, ["leaves out mlx5_0"]),
+        ("", {"TLS": "rc_x,cuda"}, []),
+        ("", {"TLS": "^tcp"}, []),
+        ("", {"NET_DEVICES": "eth0"}, ["option 'NET_DEVICES' is 'eth0', which leaves out mlx5_0"]),
+        ("", {"NET_DEVICES": "eth0,mlx5_0:1"}, []),
+    ],
+)
+def test_what_keeps_ucx_from_rdma_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str, settings: dict[str, str], told: list[str]
+) -> None:
+    for path in ("sys/class/infiniband/mlx5_0", "dev/infiniband/uverbs0", "etc/libibverbs.d/mlx5.driver"):
+        if path != lacks:
+            (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "sys/class/infiniband").mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(ucx, "_loads", lambda library: True)
+    found = ucx.fallbacks("10.0.0.7", settings, tmp_path)
+    assert len(found) == len(told) and all(words in text for words, text in zip(told, found, strict=True))
+    assert not ucx.fallbacks("127.0.0.1", settings, tmp_path), "nothing leaves this host"
+
+
+def test_a_setting_in_the_environment_and_a_missing_library_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("sys/class/infiniband/mlx5_0", "dev/infiniband/uverbs0"):
+        (tmp_path / path).mkdir(parents=True)
+    monkeypatch.setattr(ucx, "_loads", lambda library: False)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert [text.partition(" ")[0] for text in ucx.fallbacks("10.0.0.7", {}, tmp_path)] == [
+        "UCX_TLS",
+        "libibverbs.so.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "network of 127.0.0.1: nothing leaves this host"),
+        ({"listen": "0.0.0.0", "advertise": "localhost"}, "not declared trusted, so auto leaves out nixl unless"),
+        (
+            {"listen": "0.0.0.0", "advertise": "localhost", "trust_network": True},
+            "declared trusted ('trust_network'), so auto also uses nixl",
+        ),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["settings", "vllm"])
+def test_it_says_whether_the_network_is_trusted_and_takes_vllms_option_whole(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str, whole: bool
+) -> None:
+    installed = registry.available()
+    monkeypatch.setattr(registry, "available", lambda: {name: installed[name] for name in ("tcp", "nixl")})
+    config: dict[str, Any] = {"backend": "auto", **settings}
+    if whole:
+        entry = {"kv_connector": "KVXferConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+        store = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [store, entry]},
+        }
+    told = CliRunner().invoke(build(), ["doctor", "--config", json.dumps(config)], env={"COLUMNS": "400"})
+    assert words in told.stdout
+    assert ("back end nixl: no RDMA device is visible" in told.stdout) is ("trust_network" in settings)
+
+
+@pytest.mark.parametrize(
+    "extra", ["{}", "[1]", '{"connectors": [3]}', '{"connectors": [{"kv_connector": "LMCacheConnectorV1"}]}']
+)
+def test_the_option_of_another_connector_is_refused(extra: str) -> None:
+    config = '{"kv_connector": "NixlConnector", "kv_connector_extra_config": ' + extra + "}"
+    told = CliRunner().invoke(build(), ["doctor", "--config", config])
+    assert told.exit_code != 0 and "kvxfer's is 'KVXferConnector'" in str(told.exception) + told.output
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,19 @@ Addresses of the other context are told over a Unix socket only (``introduction`
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from kvxfer.backend.ports import device_of
 from kvxfer.logs import logger
 from kvxfer.settings import everywhere, loopback
 
-__all__ = ["TELLS", "Split", "carried_by", "confined", "split"]
+__all__ = ["TELLS", "Split", "carried_by", "confined", "fallbacks", "split"]
 
 TELLS = {"UCX_LOG_LEVEL": "info"}
 """What makes UCX log which transports it has chosen."""
@@ -71,6 +72,64 @@ def confined(listen: str, given: Collection[str], gpus: bool) -> dict[str, str]:
     if loopback(listen) and "TLS" not in settled:
         return {"TLS": "self,sm,cuda" if gpus else "self,sm"}
     return {"NET_DEVICES": ",".join([device_of(listen), *_cards()])}
+
+
+def fallbacks(listen: str, given: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """Return why UCX would use TCP between hosts although the operator may expect RDMA; nothing if ``listen`` is a loopback address.
+
+    Args:
+        listen: As for ``confined``.
+        given: The operator's settings of UCX, without the prefix. Those in the environment are looked up here.
+        root: Where the file system of the host begins.
+    """
+    if loopback(listen):
+        return []
+    cards = sorted(card.name for card in (root / "sys/class/infiniband").glob("*"))
+    if not cards:
+        return [
+            "no RDMA device is visible in /sys/class/infiniband, so UCX has only TCP: give the container one, as with a resource rdma/..."
+        ]
+    out = []
+    doors = sorted((root / "dev/infiniband").glob("uverbs*"))
+    if not doors:
+        out.append(
+            f"{', '.join(cards)} cannot be opened, because /dev/infiniband has no uverbs: give the container that device"
+        )
+    elif not any(os.access(door, os.R_OK | os.W_OK) for door in doors):
+        out.append(f"{', '.join(cards)} cannot be opened, because this user may not write to /dev/infiniband/uverbs*")
+    for name, says in (("TLS", _allows_rdma), ("NET_DEVICES", partial(_names_card, cards))):
+        value = given.get(name) or os.environ.get(f"UCX_{name}")
+        if value is not None and not says(value):
+            where = f"option {name!r}" if name in given else f"UCX_{name} in the environment"
+            out.append(f"{where} is {value!r:.100}, which leaves out {', '.join(cards)}: UCX then has only TCP")
+    if not _loads("libibverbs.so.1"):
+        out.append(
+            "libibverbs.so.1 cannot be loaded: install libibverbs1 and ibverbs-providers (Debian) or rdma-core (Red Hat)"
+        )
+    elif not any((root / "etc/libibverbs.d").glob("*.driver")):
+        out.append(
+            "libibverbs has no drivers in /etc/libibverbs.d: install ibverbs-providers (Debian) or rdma-core (Red Hat)"
+        )
+    return out
+
+
+def _allows_rdma(tls: str) -> bool:
+    items = {item.strip().lstrip("\\").partition(":")[0] for item in tls.removeprefix("^").split(",")}
+    found = {item for item in items if item in ("all", "ib") or item.partition("_")[0] in ("rc", "dc", "ud", "srd")}
+    return not (found & {"all", "ib"}) if tls.startswith("^") else bool(found)
+
+
+def _names_card(cards: Collection[str], devices: str) -> bool:
+    named = {device.strip().partition(":")[0] for device in devices.removeprefix("^").split(",")}
+    return not named >= set(cards) if devices.startswith("^") else "all" in named or not named.isdisjoint(cards)
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

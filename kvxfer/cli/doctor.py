@@ -27,10 +27,10 @@ from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Address, IdentityError, parse_address
-from kvxfer.settings import json_object
+from kvxfer.settings import json_object, loopback
 from kvxfer.transport import Probe, Transport, registry
-from kvxfer.transport.auto import AUTO, choose
-from kvxfer.transport.guard import who
+from kvxfer.transport.auto import AUTO, choose, options_for
+from kvxfer.transport.guard import guarded, who
 
 # Versions that bug reports need in addition to what back ends report, with the names that each distribution may have.
 _VERSIONS: Mapping[str, Sequence[str]] = {
@@ -43,7 +43,12 @@ _VERSIONS: Mapping[str, Sequence[str]] = {
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    config: Annotated[str, typer.Option(help="Settings of an engine: JSON, or the path of a JSON file.")] = "{}",
+    config: Annotated[
+        str,
+        typer.Option(
+            help="Settings of an engine, or vLLM's whole --kv-transfer-config: JSON, or the path of a JSON file."
+        ),
+    ] = "{}",
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,6 +111,9 @@ def _report(settings: Config, peers: Sequence[Address], say: Say) -> dict[str, A
         "elastic": _elastic(found, settings),
         "encryption": encryption(settings, used, by_class),
         "unlisted": _unlisted(used, settings),
+        "fallbacks": _fallbacks(used, settings),
+        "listen": settings.listen,
+        "network": _network(classes.values(), settings),
         "ports": _ports(found, classes, settings),
     }
     say("looking for an engine that runs here ...")
@@ -206,6 +214,8 @@ def read_settings(config: str) -> Config:
         raise typer.BadParameter(str(e), param_hint="--config") from None
     # A connector may add settings of its own to kvxfer's.
     kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
+    for each in kinds:
+        values = each.unwrapped(values)
     # The one with the most settings, so that what is wrong is the setting that nobody has.
     kind: type[Config] = max(kinds, key=lambda kind: len(values.keys() & set(kind.__struct_fields__)))
     return kind.from_mapping(values).located()
@@ -254,6 +264,29 @@ def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], c
 def _unlisted(used: Iterable[type[Transport]], config: Config) -> list[str]:
     """Return the back ends that dial what the list of peers does not cover, if there is a list."""
     return [] if config.peers is None else [cls.name for cls in used if not cls.tells_hosts]
+
+
+def _fallbacks(used: Iterable[type[Transport]], config: Config) -> dict[str, list[str]]:
+    """Return why the library of a back end would use a slower way without saying so; only those for which there is a reason."""
+    out = {}
+    for cls in used:
+        with suppress(ConfigError):  # its probe reports that
+            if why := list(cls.fallbacks(options_for(cls, config))):
+                out[cls.name] = why
+    return out
+
+
+def _network(classes: Iterable[type[Transport]], config: Config) -> str:
+    """Return what the setting ``trust_network`` means here."""
+    loose = sorted(cls.name for cls in classes if cls.costs and not guarded(cls, config.listen))
+    if not loose or loopback(config.listen) and config.key_file is None:
+        return (
+            "nothing leaves this host" if loopback(config.listen) else "every back end here asks its peers for a secret"
+        )
+    names = ", ".join(loose)
+    if config.trust_network:
+        return f"declared trusted ('trust_network'), so auto also uses {names}, whose ports ask for no secret"
+    return f"not declared trusted, so auto leaves out {names} unless they are named; if every host on it is yours, set 'trust_network'"
 
 
 def _elastic(found: Mapping[str, Found], config: Config) -> str:
@@ -347,6 +380,7 @@ def _show(report: dict[str, Any]) -> None:
         console.print(f"engine {verbatim(repr(report['running']))} runs here with these settings", highlight=False)
     for memory, order in report["auto"].items():
         console.print(f"backend auto, {memory} memory: {verbatim(order)}", highlight=False)
+    console.print(f"network of {verbatim(report['listen'])}: {verbatim(report['network'])}", highlight=False)
     console.print(f"elastic caches: {verbatim(report['elastic'])}", highlight=False)
     for name, bulk in report["encryption"].items():
         whether = "encrypted" if bulk["encrypted"] else "not encrypted"
@@ -358,6 +392,9 @@ def _show(report: dict[str, Any]) -> None:
             "let a firewall keep it to the hosts of the list",
             highlight=False,
         )
+    for name, reasons in report["fallbacks"].items():
+        for why in reasons:
+            console.print(f"advice: back end {verbatim(name)}: {verbatim(why)}", highlight=False)
     for found in report["peers"]:
         show_visit(console, found)
     for advice in host["advice"]:

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["host_facts"]
 
-CAP_SYS_PTRACE = 19
+CAP_IPC_LOCK, CAP_SYS_PTRACE = 14, 19
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm in a container by default, which back ends and engines soon fill."""
 
@@ -27,7 +27,8 @@ def host_facts(root: Path = Path("/")) -> dict[str, Any]:
         "nvidia_gpus": _listed(root / "proc/driver/nvidia/gpus"),
         "infiniband": _listed(root / "sys/class/infiniband"),
         "ptrace_scope": _number(root / "proc/sys/kernel/yama/ptrace_scope"),
-        "cap_sys_ptrace": _capable(root / "proc/self/status"),
+        "cap_sys_ptrace": _capable(root / "proc/self/status", CAP_SYS_PTRACE),
+        "cap_ipc_lock": _capable(root / "proc/self/status", CAP_IPC_LOCK),
         "memlock_bytes": _memlock(),
         "shm_free_bytes": _free(root / "dev/shm"),
         "gpus": [_device(root, pci) for pci in _listed(root / "proc/driver/nvidia/gpus")],
@@ -44,10 +45,10 @@ def _advice(facts: dict[str, Any]) -> list[str]:
             f"kernel.yama.ptrace_scope is {facts['ptrace_scope']}, which keeps processes from copying each other's memory: set "
             "it to 1 or less, or give engines CAP_SYS_PTRACE"
         )
-    if facts["infiniband"] and facts["memlock_bytes"] is not None:
+    if facts["infiniband"] and facts["memlock_bytes"] is not None and not facts["cap_ipc_lock"]:
         out.append(
-            f"locked memory is limited to {facts['memlock_bytes']} bytes, but InfiniBand locks all memory that it moves: set "
-            "ulimit -l unlimited, or LimitMEMLOCK=infinity"
+            f"locked memory is limited to {facts['memlock_bytes']} bytes, but RDMA locks all memory that it moves: set ulimit "
+            "-l unlimited, or LimitMEMLOCK=infinity, or give the container the capability IPC_LOCK"
         )
     free = facts["shm_free_bytes"]
     if free is not None and free < SMALL_SHM:
@@ -118,10 +119,10 @@ def _number(path: Path) -> int | None:
     return None
 
 
-def _capable(status: Path) -> bool:
+def _capable(status: Path, capability: int) -> bool:
     for line in (_text(status) or "").splitlines():
         if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> CAP_SYS_PTRACE & 1)
+            return bool(int(line.split()[1], 16) >> capability & 1)
     return False
 
 

@@ -37,6 +37,7 @@ class Choice:
     backends: Mapping[str, Backend]
     reason: str  # what the probe of the first says
     passed: Mapping[str, str]  # those that do not work here, or must not be used, and why
+    barred: Sequence[str] = ()  # those of them that a trusted network would allow, cheaper ones first
 
     def __str__(self) -> str:
         first, *others = self.backends
@@ -58,6 +59,13 @@ def candidates(config: Config, devices: Iterable[str]) -> Mapping[str, Backend]:
     kinds = sorted({device.partition(":")[0] for device in devices} - {HOST})
     choice = choose(kinds[0] if kinds else HOST, config)
     _log.info("backend auto: %s", choice)
+    if kinds and choice.barred:
+        _log.warning(
+            "backend auto leaves out %s, so KV crosses hosts without RDMA, through host memory: if you trust every host on the network "
+            "of %s, set 'trust_network'",
+            ", ".join(choice.barred),
+            config.listen,
+        )
     return choice.backends
 
 
@@ -85,11 +93,17 @@ def choose(
         ConfigError: None works; the message has the reason for each.
     """
     config = config or Config(backend=AUTO)
-    objection = guard(config)
+    objects, barred = guard(config), list[str]()
     order, passed = _declared(memory, config)
 
     def probe(backend: Backend) -> Probe:
         return (probe_of and probe_of(backend)) or probed(backend)
+
+    def objection(backend: Backend) -> str | None:
+        why = objects(backend)
+        if why is not None:
+            barred.append(backend.name)
+        return why
 
     for i, backend in enumerate(order):
         if why := objection(backend):
@@ -98,7 +112,7 @@ def choose(
         found = probe(backend)
         if found.usable and (memory in found.memory or backend.last_resort):
             rest = _beside(backend, order[i + 1 :], objection, probe, passed)
-            return Choice({b.name: b for b in (backend, *rest)}, found.reason, passed)
+            return Choice({b.name: b for b in (backend, *rest)}, found.reason, passed, barred)
         passed[backend.name] = found.reason if not found.usable else f"it does not move {memory} memory"
     raise ConfigError(f"backend 'auto' found none that works here for {memory} memory: {passed}")
 

@@ -259,6 +259,17 @@ class Transport(ABC):
         """Return what moves the bytes, in the words of its library's log; ``None`` if the log does not say."""
         return None
 
+    @classmethod
+    def fallbacks(cls, options: Mapping[str, Any]) -> Collection[str]:
+        """Return what would make its library use a slower way on this host without saying so, for ``kvxfer doctor``.
+
+        That may be a missing device or library, a limit, or one of these options. Loads no library.
+
+        Raises:
+            ConfigError: An option is unknown or bad.
+        """
+        return ()
+
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities: ...

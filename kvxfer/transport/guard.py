@@ -1,6 +1,7 @@
 """Which back ends an engine may use if it has a key, or if other hosts can reach it.
 
-These are the back ends whose connections also demand a secret, and those that the operator has named.
+These are the back ends whose connections also demand a secret, and those that the operator has named. All others are used only if the
+operator trusts the network (``trust_network``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _ANYBODY = "anybody who reaches the ports that it opens {where} needs no key, an
 def guard(config: Config) -> Callable[[type[Transport]], str | None]:
     """Return a function that says why an engine with these settings must not use a back end, or ``None`` if it may.
 
-    A back end that the operator has named, as ``backend`` or in ``backend_options``, is allowed with a warning.
+    A back end that the operator has named, as ``backend`` or in ``backend_options``, is allowed with a warning. So is every one on a
+    trusted network.
     """
 
     def objection(backend: type[Transport]) -> str | None:
@@ -32,12 +34,12 @@ def guard(config: Config) -> Callable[[type[Transport]], str | None]:
         why = "a key is set" if config.key_file is not None else f"other hosts can reach {config.listen}"
         where = "" if backend.guarded == "never" else f"at {config.listen}"
         what = _ANYBODY.format(where=where).replace("  ", " ")
-        if any(called(backend, name) for name in (config.backend, *config.backend_options)):
-            _log.warning(
-                "back end %s is used although %s, because it was asked for by name: %s", backend.name, why, what
-            )
+        named = any(called(backend, name) for name in (config.backend, *config.backend_options))
+        if named or config.trust_network:
+            because = "it was asked for by name" if named else "'trust_network' is set"
+            _log.warning("back end %s may be used although %s, because %s: %s", backend.name, why, because, what)
             return None
-        return f"{why}, and {what} (name it in 'backend' or 'backend_options' to use it all the same)"
+        return f"{why}, and {what} (if you trust the network, set 'trust_network')"
 
     return objection
 

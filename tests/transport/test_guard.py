@@ -79,13 +79,36 @@ def test_what_auto_takes(key: bool, listen: str, options: dict[str, Any], left: 
         assert name in caplog.text and "needs no key" in caplog.text
     for name in options:
         why = "a key is set" if key else f"other hosts can reach {listen}"
-        assert f"back end {load(name).name} is used although {why}" in caplog.text
+        assert f"back end {load(name).name} may be used although {why}, because it was asked for by name" in caplog.text
+
+
+@pytest.mark.parametrize("key", [None, "key"])
+def test_a_trusted_network_lets_auto_take_all_and_says_so(key: str | None, caplog: Any) -> None:
+    config = Config(backend="auto", listen="10.0.0.7", key_file=key, trust_network=True)
+    assert tuple(candidates(config, ["cpu"])) == ("loose", "open", "near")
+    for name in ("loose", "open"):
+        assert f"back end {name} may be used although" in caplog.text
+    assert caplog.text.count("because 'trust_network' is set") == 2 and "near may be used" not in caplog.text
+
+
+def test_an_engine_with_gpus_is_told_once_what_its_network_would_allow(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for backend in (Near, Loose, Open):
+        monkeypatch.setattr(backend, "costs", {"cuda": backend.costs["cpu"]})
+        monkeypatch.setattr(backend, "last_resort", True)
+    candidates(Config(backend="auto", listen="10.0.0.7"), ["cuda:0"])
+    [told] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "leaves out loose, open" in told and "set 'trust_network'" in told
+    caplog.clear()
+    candidates(Config(backend="auto"), ["cuda:0"])
+    assert not [r for r in caplog.records if r.levelno == logging.WARNING], "nothing leaves this host"
 
 
 def test_who_names_one_has_it_and_is_warned(caplog: Any) -> None:
     config = Config(backend=OPEN, key_file="key")
     assert tuple(candidates(config, ["cpu"])) == ("open",)
-    assert "used although a key is set" in caplog.text
+    assert "may be used although a key is set" in caplog.text
 
 
 def test_an_engine_with_a_key_says_what_it_left_out(engine: Any, tmp_path: Path, caplog: Any) -> None:  # noqa: F811

@@ -92,6 +92,11 @@ class NixlTransport(Base[Endpoint, Link]):
         self._pool = CopyPool(self._options.posting, "kvxfer-nixl")
 
     @classmethod
+    def fallbacks(cls, options: Mapping[str, Any]) -> Collection[str]:
+        parsed = Options.parse(options)
+        return ucx.fallbacks(parsed.listen, parsed.given_settings) if parsed.plugin == "UCX" else ()
+
+    @classmethod
     def probe(cls) -> Probe:
         try:
             library = load()

@@ -17,6 +17,16 @@ __all__ = ["Library", "load"]
 
 PIP_LINE = "pip install 'kvxfer-ucx[cu12]' (or [cu13]; either works without a GPU)"
 
+NO_RDMA = (
+    "the UCX of the wheels libucx-cu12 and libucx-cu13 is built without RDMA, so it has only TCP: install a UCX with verbs, and set "
+    "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+)
+
+
+def prefers_system() -> bool:
+    """Return whether a UCX of the host is used instead of that of the wheels."""
+    return os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false"
+
 
 @dataclass(frozen=True)
 class Library:

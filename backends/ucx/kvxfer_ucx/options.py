@@ -53,13 +53,17 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
     connect_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     ucx: dict[str, str | int | float | bool] = {}
 
+    def given(self) -> dict[str, str]:
+        """Return the settings of UCX in the options, as text."""
+        return {k: _text(v) for k, v in self.ucx.items()}
+
     def settings(self) -> dict[str, str]:
         """Return what to tell UCX: the options, and our defaults where neither they nor the environment say otherwise.
 
         Raises:
             ConfigError: ``listen`` is no address of this host.
         """
-        given = {k: _text(v) for k, v in self.ucx.items()}
+        given = self.given()
         ours = UCX_DEFAULTS | confined(self.listen, given, gpus=cuda.devices() > 0)
         if self.ports is not None:
             ours["TCP_PORT_RANGE"] = self.ports

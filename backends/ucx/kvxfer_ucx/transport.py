@@ -19,11 +19,12 @@ from kvxfer.backend.introduction import Introduction
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.geometry.region import Region
 from kvxfer.logs import logger
+from kvxfer.settings import loopback
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_ucx import cuda
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.endpoint import Endpoint
-from kvxfer_ucx.library import load
+from kvxfer_ucx.library import NO_RDMA, load, prefers_system
 from kvxfer_ucx.link import Half, Link
 from kvxfer_ucx.messages import News, Pieces
 from kvxfer_ucx.options import Options, make_context
@@ -98,6 +99,14 @@ class UcxTransport(Base[Endpoint, Link]):
         self._news = News()
 
     @classmethod
+    def fallbacks(cls, options: Mapping[str, Any]) -> Collection[str]:
+        parsed = Options.parse(options)
+        found = ucx.fallbacks(parsed.listen, parsed.given())
+        if found or loopback(parsed.listen):
+            return found
+        return [] if prefers_system() else [NO_RDMA]
+
+    @classmethod
     def probe(cls) -> Probe:
         try:
             library = load()
@@ -112,7 +121,7 @@ class UcxTransport(Base[Endpoint, Link]):
         facts = {
             **library.versions,
             "transports": ", ".join(found),
-            "rdma": ", ".join(rdma) or "none; the UCX of the wheels is built without InfiniBand and RoCE",
+            "rdma": ", ".join(rdma) or "none",
             "cuda devices": str(cuda.devices()),
         }
         reason = f"UCX {library.versions['ucx']} over {', '.join(kinds)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -40,6 +41,20 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
     drain: Annotated[float, Meta(ge=0, le=86400)] = 5.0
     trust_sources: bool = False
     secondary_tiers: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def unwrapped(cls, mapping: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings in vLLM's ``--kv-transfer-config``, also if kvxfer is one of several there (``MultiConnector``)."""
+        if "kv_connector" not in mapping:
+            return mapping
+        found = [mapping]
+        with suppress(AttributeError, TypeError):  # whatever else it is, it lists no connectors
+            found += mapping["kv_connector_extra_config"].get("connectors", ())
+        for each in (one for one in found if isinstance(one, Mapping)):
+            ours = str(each.get("kv_connector_module_path") or "").startswith("kvxfer_vllm")
+            if each.get("kv_connector") == "KVXferConnector" or ours:
+                return each.get("kv_connector_extra_config") or {}
+        raise ConfigError(f"'kv_connector' is {mapping['kv_connector']!r:.100}; kvxfer's is 'KVXferConnector'")
 
 
 OLD_KEYS = (
