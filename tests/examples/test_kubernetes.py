@@ -15,7 +15,33 @@ from tests.conftest import require
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 RELEASES = ("1.29", "1.34")
-MANIFESTS = [(file, one) for file in sorted(FOLDER.glob("*/*.yaml")) for one in yaml.safe_load_all(file.read_text())]
+
+
+def kustomized(file: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """What `kubectl apply -k` makes of a folder: its resources, or a folder's, with patches of `add` and `replace`."""
+    made = yaml.safe_load(file.read_text())
+    found = []
+    for name in made["resources"]:
+        there = (file.parent / name).resolve()
+        if there.is_dir():
+            found += [one for _, one in kustomized(there / "kustomization.yaml")]
+        else:
+            found += list(yaml.safe_load_all(there.read_text()))
+    for patch in made.get("patches", ()):
+        kind, name = patch["target"]["kind"], patch["target"]["name"]
+        [target] = [one for one in found if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+        for step in yaml.safe_load(patch["patch"]):
+            *path, last = [part.replace("~1", "/") for part in step["path"].split("/")[1:]]
+            into: Any = target
+            for part in path:
+                into = into[int(part) if isinstance(into, list) else part]
+            key = int(last) if isinstance(into, list) else last
+            assert (step["op"] == "add") is not (isinstance(into, list) or key in into), step
+            into[key] = step["value"]
+    return [(file, one) for one in found]
+
+
+MANIFESTS = [one for file in sorted(FOLDER.glob("*/kustomization.yaml")) for one in kustomized(file)]
 ENGINES = [
     one for _, one in MANIFESTS if one["kind"] in ("StatefulSet", "Deployment") and one["metadata"]["name"] != "router"
 ]
@@ -47,7 +73,52 @@ def test_kubernetes_takes_it(manifest: tuple[Path, dict[str, Any]], release: str
 
 
 def test_there_are_engines_of_both_roles_for_both_stacks() -> None:
-    assert sorted(engine["metadata"]["name"] for engine in ENGINES) == ["decode", "decode", "prefill", "prefill"]
+    assert sorted(engine["metadata"]["name"] for engine in ENGINES) == ["decode"] * 3 + ["prefill"] * 3
+
+
+def test_over_rdma_the_network_is_trusted_and_pods_have_what_rdma_needs() -> None:
+    over = [one for file, one in MANIFESTS if file.parent.name == "rdma" and one["kind"] == "StatefulSet"]
+    for engine in over:
+        container = vllm(engine)
+        assert '"backend": "nixl", "trust_network": true' in " ".join(container["args"])
+        assert container["resources"]["limits"]["rdma/hca"] and container["securityContext"]["capabilities"]["add"] == [
+            "IPC_LOCK"
+        ]
+    assert len(over) == 2
+
+
+def test_the_sidecar_has_arguments_that_it_takes() -> None:
+    """Those of llm-d-router 0.10, whose former `--connector` ends the sidecar's start (read in its sources, August 2026)."""
+    taken = {
+        "--port",
+        "--model-server-port",
+        "--kv-connector",
+        "--secure-serving",
+        "--p2p-connector-port",
+        "--data-parallel-size",
+    }
+    sidecars = [c for engine in ENGINES for c in engine["spec"]["template"]["spec"].get("initContainers", ())]
+    assert sidecars and all(a.partition("=")[0] in taken for c in sidecars for a in c["args"])
+
+
+def test_the_compose_file_runs_engines_and_router_with_what_they_take() -> None:
+    compose = yaml.safe_load((FOLDER.parent / "container" / "compose.yaml").read_text())
+    for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        command = compose["services"][name]["command"]
+        transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+        assert (
+            transfer["kv_role"] == role
+            and Config.from_mapping(transfer["kv_connector_extra_config"]).advertise == "auto"
+        )
+    router = compose["services"]["router"]
+    assert set(router["depends_on"]) == {"prefill", "decode"} and "http://prefill:8000" in router["command"]
+    root = FOLDER.parents[1]
+    for engine in compose["services"].values():
+        if "build" in engine:
+            assert (root / engine["build"]["dockerfile"]).is_file()
+    for file in (FOLDER.parent / "container").glob("*Containerfile"):
+        for folder in re.findall(r" \./([\w/]+)", file.read_text()):
+            assert (root / folder / "pyproject.toml").is_file(), folder
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: f"{e['kind']} {e['metadata']['name']}")
@@ -75,12 +146,13 @@ def test_an_engine_has_time_to_be_fetched_from(engine: dict[str, Any]) -> None:
 
 
 def test_the_router_is_told_of_each_engine_by_its_name() -> None:
-    [router] = [one for _, one in MANIFESTS if one["metadata"]["name"] == "router" and one["kind"] == "Deployment"]
+    plain = [one for file, one in MANIFESTS if file.parent.name == "plain"]
+    [router] = [one for one in plain if one["metadata"]["name"] == "router" and one["kind"] == "Deployment"]
     urls = re.findall(
         r"http://(\w+)-(\d)\.(\w+):(\d+)", " ".join(router["spec"]["template"]["spec"]["containers"][0]["args"])
     )
     wanted = []
-    for engine in (e for e in ENGINES if e["kind"] == "StatefulSet"):
+    for engine in (e for e in plain if e["kind"] == "StatefulSet"):
         [port] = [row["containerPort"] for row in vllm(engine)["ports"] if row["name"] == "http"]
         name = engine["metadata"]["name"]
         wanted += [(name, str(n), engine["spec"]["serviceName"], str(port)) for n in range(engine["spec"]["replicas"])]
