@@ -29,9 +29,11 @@ def test_the_first_command_is_the_example() -> None:
     }
 
 
-def test_each_back_end_has_its_row() -> None:
-    rows = set(re.findall(r"^\| \[`(\w+)`\]", PAGE, re.M))
-    assert rows - {"auto"} == {path.parent.name for path in ROOT.glob("backends/*/pyproject.toml")}
+def test_it_names_each_back_end() -> None:
+    named = PAGE.partition("[back ends]")[2].partition("|")[0]
+    assert set(re.findall(r"`(\w+)`", named)) - {"auto"} == {
+        path.parent.name for path in ROOT.glob("backends/*/pyproject.toml")
+    }
 
 
 def test_the_readme_and_the_state_name_one_version_of_transformers() -> None:
@@ -41,7 +43,5 @@ def test_the_readme_and_the_state_name_one_version_of_transformers() -> None:
     assert {version for page in pages for version in re.findall(r"transformers (\d+\.\d+)", page)} == {needed}
 
 
-def test_the_state_has_five_rows_and_leads_to_the_rest() -> None:
-    section = PAGE.partition("## State")[2]
-    assert len(re.findall(r"^\| ", section, re.M)) == 1 + 5
-    assert "docs/status.md" in section
+def test_the_state_leads_to_the_rest() -> None:
+    assert "docs/status.md" in PAGE.partition("## State")[2]
