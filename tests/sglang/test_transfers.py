@@ -106,9 +106,9 @@ def test_a_room_may_be_used_again_before_the_pages_of_the_former_request_are_fre
     delivered(prefill, decode, room, 8, [30, 31])
 
 
-@pytest.mark.parametrize("number", [-1, 0, 1 << 63, 1 << 64])
+@pytest.mark.parametrize("number", [-1, 0, 1 << 63, 1 << 64, None, "7", 2.5])
 def test_a_room_that_has_no_place_in_sglang_s_metadata_fails_its_request(
-    pair: tuple[PlayedRanks, PlayedRanks], number: int
+    pair: tuple[PlayedRanks, PlayedRanks], number: Any
 ) -> None:
     for engine in pair:
         engine.request(room=number)

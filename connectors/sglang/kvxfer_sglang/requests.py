@@ -10,6 +10,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 
 from kvxfer import KvxferError
+from kvxfer.arguments import describe
 from kvxfer.logs import logger
 from kvxfer_sglang.notes import AttemptFailed, packed
 
@@ -39,8 +40,8 @@ class _Tenant:
         room = self.bootstrap_room
         if self.kv_mgr.tenants.setdefault(room, self) is not self:
             self.refusal = f"bootstrap_room {room} is that of another request that is under way"
-        elif not 1 <= room <= MAX_ROOM:  # SGLang's metadata say 0 until they are there
-            self.refusal = f"bootstrap_room must be from 1 to {MAX_ROOM}, not {room}"
+        elif not isinstance(room, int) or not 1 <= room <= MAX_ROOM:  # SGLang's metadata say 0 until they are there
+            self.refusal = f"bootstrap_room must be from 1 to {MAX_ROOM}, not {describe(room)}"
         if self.refusal:
             self.conclude_state = KVPoll.Failed
 
