@@ -20,10 +20,17 @@ from vllm.config import LoRAConfig, MultiModalConfig  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.multimodal.inputs import MultiModalFeatureSpec  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
+from vllm.v1.core.sched.output import NewRequestData  # noqa: E402
+from vllm.v1.worker import gpu_input_batch, gpu_model_runner  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "content.md").read_text()
-TABLE = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
+INPUTS, STATES = (
+    [line for line in part.splitlines() if line.startswith("| ")][1:]
+    for part in PAGE.split("## What is left beside KV")
+)
+TABLE = INPUTS
+KEPT = set(re.findall(r"`(\w+)`", "\n".join(STATES)))
 NAMED = set(re.findall(r"`(\w+)", "\n".join(TABLE)))
 ELSEWHERE = set(re.findall(r"`(\w+)`", PAGE.split("These inputs", 1)[1].split("##", 1)[0]))
 """Inputs that the page says do not count."""
@@ -76,7 +83,44 @@ def test_what_adapters_and_media_of_requests_have_is_on_the_page() -> None:
     assert fields <= NAMED | ELSEWHERE | INERT.keys(), f"lacks {sorted(fields - NAMED - ELSEWHERE - INERT.keys())}"
 
 
+BOOKKEEPING = {
+    *("req_id", "requests", "req_id_to_index", "index_to_req_id", "free_indices", "num_reqs", "device", "vocab_size"),
+    *("max_num_reqs", "max_model_len", "max_num_batched_tokens", "num_speculative_steps", "num_computed_tokens_np"),
+    *("shared_kv_cache_layers", "encoder_timing_registry", "num_accepted_tokens_event", "layer_to_kv_cache_group_idx"),
+}
+"""What runners keep for a request, or of layers, that no prompt leaves behind."""
+
+
+def assigned(function: Callable[..., Any]) -> dict[str, str]:
+    """The attributes of ``self`` that a method makes, with their annotations."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    found = {}
+    for node in ast.walk(tree):
+        for at in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]:
+            if isinstance(at, ast.Attribute) and isinstance(at.value, ast.Name) and at.value.id == "self":
+                found[at.attr] = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+    return found
+
+
+def test_what_vllm_s_runners_keep_of_a_request_is_on_the_page() -> None:
+    """A release that keeps something new is looked at before its prompts are moved."""
+    second = ROOT / Path(gpu_model_runner.__file__).parent / "gpu" / "states.py"
+    scope: dict[str, Any] = {}
+    tree = next(n for n in ast.parse(second.read_text()).body if isinstance(n, ast.ClassDef))
+    begins = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    for node in ast.walk(begins):
+        at = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(at, ast.Attribute):
+            scope[at.attr] = None
+    runner = assigned(gpu_model_runner.GPUModelRunner.__init__)
+    by_name = {name for name, kind in runner.items() if kind.startswith("dict[str,")}
+    first = set(gpu_input_batch.CachedRequestState.__dataclass_fields__)
+    assert {"mrope_positions", "pooling_states"} <= first and "encoder_cache" in by_name and "prompt_len" in scope
+    kept = first | by_name | scope.keys() | set(NewRequestData.__dataclass_fields__)
+    assert kept <= KEPT | BOOKKEEPING, f"docs/content.md lacks {sorted(kept - KEPT - BOOKKEEPING)}"
+
+
 def test_every_row_names_a_test() -> None:
-    for row in TABLE[1:]:
+    for row in [*INPUTS, *STATES]:
         tests = re.findall(r"`(tests/\S+\.py)`", row)
         assert tests and all((ROOT / test).is_file() for test in tests), row

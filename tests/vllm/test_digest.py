@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import ModelConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -18,13 +19,17 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.pooling_params import PoolingParams
 from vllm.renderers.base import BaseRenderer
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import Request
 
 from kvxfer_vllm import media
-from tests.vllm.cases import OFFER
+from kvxfer_vllm.beside import Beside
+from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import PlayedEngine, prompt
+from tests.vllm.engine import PlayedEngine, ours, prompt
 
 
 def lora(content: str, name: str = "a", path: str = "/nowhere") -> dict[str, Any]:
@@ -254,6 +259,60 @@ def test_how_media_are_processed_counts_for_requests_with_media(make: Make, sett
     p, d = engine(make, media=settings), engine(make)
     assert computed(p, d, image(1), image(1)) == 60 + 3
     assert computed(p, d, {}, {}, seed=1) == 1 + 3
+
+
+PRUNED = {"media": {"video_pruning_rate": 0.6}}
+VIDEO = image(1, modality="video")
+
+
+@pytest.fixture
+def mrope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelConfig, "uses_mrope", True)
+
+
+@pytest.mark.usefixtures("mrope")
+def test_behind_a_pruned_video_nothing_is_moved(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """The tower makes the positions of all that follows, and a decode engine that loads runs no tower."""
+    p, d, other = (engine(make, **PRUNED) for _ in range(3))
+    with caplog.at_level(logging.WARNING):
+        name = ask(p, OFFER, 1, VIDEO)
+        p.run(until=name)
+    assert p.done[name].params is None and "--video-pruning-rate" in caplog.text
+    here = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": p.address.host, "remote_port": p.address.port}
+    for said in (here, {"kvxfer_sources": [str(p.address)]}):
+        name = ask(d, said, 4, {**VIDEO, "tokens": [*prompt(60), 5]})
+        d.run(p, until=name)
+        assert d.computed[name] == 61 + 3 and not d.loaded
+        d.scheduler.reset_prefix_cache()
+    assert sum(stats["not_loaded"].get("state", 0) for stats in d.stats) == 1
+    assert not p.address == other.address
+    assert computed(p, other, image(1), image(1), seed=1) == 1 + 3, "the positions of images follow from the request"
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_whoever_computes_it(make: Make) -> None:
+    p, d = engine(make), engine(make)
+    text = prompt(60)
+    params, sampling = prefill(p, text), SamplingParams(max_tokens=4, prompt_logprobs=1)
+    sampling.extra_args = {"kv_transfer_params": params}
+    request = Request("r-deadbeef", text, sampling, None, block_hasher=d.hasher)
+    d.scheduler.add_request(request)
+    d.run(p, until=request.request_id)
+    assert not d.loaded and d.computed[request.request_id] == 60 + 3
+
+
+def test_what_is_pooled_of_a_prompt_is_that_of_whoever_computes_it(make: Make) -> None:
+    request = Request("r-deadbeef", prompt(60), None, PoolingParams(task="embed", skip_reading_prefix_cache=False))
+    assert "pooled" in (Beside(engine(make).config).no_part(request) or "")
+
+
+def test_an_engine_that_collects_hidden_states_loads_nothing(make: Make) -> None:
+    p, d = engine(make), engine(make)
+    ours(d.scheduler.connector)._sched._arrivals._beside._collects = True
+    text = prompt(60)
+    name = d.add(text, prefill(p, text))
+    d.run(p, until=name)
+    check(d, name, text)
+    assert not d.loaded
 
 
 def test_the_same_item_is_hashed_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

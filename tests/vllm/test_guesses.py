@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 
 from tests.vllm.cases import check, decode, load_that_fails, prefill
 from tests.vllm.conftest import Make
@@ -51,6 +52,18 @@ def test_a_prompt_of_any_length_and_a_decode_that_goes_on(
     name = decode(d, text, prefill(p, text), p, n=30)
     assert d.computed[name] == 1 + 29
     assert d.guessed >= 20 * to
+
+
+def test_what_the_producer_s_last_mtp_modules_guessed_is_computed_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the prompt's last tokens, all modules but the first keep KV of drafts, which nobody verifies."""
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", 4)
+    p, d = (engine(make, (FULL, DRAFT), 3) for _ in range(2))
+    for n in (2, 3, 4, 90):
+        text = prompt(n, seed=n)
+        name = decode(d, text, prefill(p, text), p, n=6)
+        assert d.computed[name] == min(n, 3) + 5
 
 
 @kinds

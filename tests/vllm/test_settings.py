@@ -69,6 +69,16 @@ def test_sleep_mode_that_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KVXferConnector.supports_sleep_mode(None)
 
 
+def test_experts_that_are_returned_are_known_to_who_computes() -> None:
+    returning = config()
+    returning.aux_output_config = SimpleNamespace(enable_return_routed_experts=True)
+    returning.kv_transfer_config.is_kv_consumer = True
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+        settings_of(returning)
+    returning.kv_transfer_config.is_kv_consumer = False
+    settings_of(returning)
+
+
 def test_a_mistyped_setting_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'backend'"):
         settings_of(config({"bakend": "zmq"}))

@@ -17,6 +17,7 @@ from kvxfer.values import Group
 from kvxfer_vllm import params as p
 from kvxfer_vllm.adapters import UnknownAdapterError
 from kvxfer_vllm.batches import Batches, spread_over_ranks
+from kvxfer_vllm.beside import Beside, computed_anyway
 from kvxfer_vllm.common import CommonPart, common_part
 from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.enclosing import loads_safely
@@ -63,6 +64,7 @@ class Arrivals:
         self._produces, self._consumes = transfer.is_kv_producer, loads_safely(vllm_config)
         self._trusts = bool(config.key_file) or config.peers is not None or config.trust_sources
         self._recurrent = any(group.kind == "state" for group in groups)
+        self._beside, self._computed = Beside(vllm_config), 1 if self._recurrent else computed_anyway(vllm_config)
         self._block_tokens, self._loaded_by = groups[0].block_tokens, whole_blocks(vllm_config, config, groups)
         self._warned: set[str] = set()  # of adapters
         self.content, self.hints = RequestContent(vllm_config), HintNotes()
@@ -91,6 +93,7 @@ class Arrivals:
             request.kv_transfer_params = None  # of which vLLM, too, takes for granted that it is one
             raise TypeError(f"kv_transfer_params is no mapping: {describe(said)}")
         params: Mapping[str, Any] = {}
+        facts.refused = (why := self._beside.no_load(request)) is not None
         try:
             params = translated(said or self._legacy(facts.name) or {})
             if params:
@@ -103,6 +106,8 @@ class Arrivals:
             self._takes_no_part(params, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(facts.name), e)
             self._side.takes_no_part(facts.name, f"it takes no part in KV transfer: {e}")
+        if why is not None and p.is_load(params):
+            self._no_part.not_loaded(facts.name, Reason.STATE, why)
         self._follow_prefix(facts, said, params)
 
     def drop_outdated(self, requests: Collection[RequestFacts]) -> None:
@@ -129,7 +134,7 @@ class Arrivals:
         hints = self.hints.read(said)
         try:
             named = self.content.named(facts)
-            if named is None:
+            if named is None or self._beside.no_part(request) is not None:
                 return
             self._cached.arrived(facts, lambda tokens: Prefix(tokens, model=self.model, **named))
             if hints.sources and (why := self._asks_nobody(facts, params)) is not None:
@@ -152,13 +157,13 @@ class Arrivals:
             return "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
         if self._replayed:
             return "asks this engine to load a prefix, but its model computes the window behind each prefix again"
-        if facts.request.skip_reading_prefix_cache:
-            return "asks for a prefix of a request whose whole prompt has to be computed"
+        if (why := self._beside.no_load(facts.request)) is not None:
+            return f"asks for a prefix of a request that loads nothing: {why}"
         return None
 
     def _ask(self, facts: RequestFacts, prompt: Prefix, hints: Hints) -> None:
         sources = [Source(where.host, where.port, 0) for where in hints.sources]
-        tokens = facts.request.num_prompt_tokens - 1
+        tokens = max(0, facts.request.num_prompt_tokens - self._computed)
         if self._side.ask(facts.name, prompt, sources, tokens, kind=hints.kind):
             facts.asking, facts.kind = True, hints.kind
 
@@ -191,13 +196,13 @@ class Arrivals:
         if offers:
             self._offer(facts, params, external, content)
         if loads:
-            # The last prompt token is computed here in any case, so its KV need not come. An engine that offers a state computes the one
-            # before it, too, and of the tokens before both P has no state.
+            # The last prompt token is computed here in any case. An engine that offers a state computes the one before it, too, and of the
+            # tokens before both P has no state.
             part = common_part(
                 p.told_of(params, external),
                 self.model,
                 whole=whole,
-                most=facts.request.num_prompt_tokens - 1,
+                most=max(0, facts.request.num_prompt_tokens - self._computed),
                 left=int(self._recurrent),
                 content=content,
                 digest=lambda tokens: self._digest(facts, tokens),
@@ -209,6 +214,9 @@ class Arrivals:
         request, name = facts.request, facts.name
         transfer = p.offered_id(params, self._side.source.epoch, external, content)
         ticket = Ticket(transfer, content, self._side.source)
+        if (unmoved := self._beside.no_part(request)) is not None:
+            self._no_part.not_offered(name, Reason.STATE, unmoved)
+            return
         if request.resumable:
             why = "vLLM tells nobody of it, because more of its prompt may come (streaming input)"
             self._no_part.not_offered(name, Reason.STREAMING_INPUT, why)

@@ -71,6 +71,12 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
             "kvxfer does not load into an engine with prefill context parallelism; set prefill_context_parallel_size to 1, or "
             "kv_role to kv_producer"
         )
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts", False):
+        if transfer.is_kv_consumer:
+            raise ConfigError(
+                "kvxfer does not load into an engine with --enable-return-routed-experts: which experts have computed a prompt is known "
+                "only where it was computed; drop the flag, or set kv_role to kv_producer"
+            )
     if getattr(model, "enable_sleep_mode", False) and not compat.FOLLOWS_SLEEP:
         raise ConfigError(
             "kvxfer does not support the sleep mode of this vLLM, which takes the cache's memory away without telling "

@@ -52,6 +52,7 @@ class Reason(enum.StrEnum):
     OTHER_CONTENT = "other_content"
     GIVEN_UP = "given_up"
     PARAMS = "params"
+    STATE = "state"
 
 
 class KVXferStats(KVConnectorStats):
@@ -224,7 +225,8 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 metric.labels(*values)
             for reason in Reason:
                 self._not_offered.labels(*values, str(reason))
-            self._not_loaded.labels(*values, str(Reason.PARAMS))
+            for reason in (Reason.PARAMS, Reason.STATE):
+                self._not_loaded.labels(*values, str(reason))
             for way in ("direct", "staged"):
                 self._parts.labels(*values, way)
             for outcome in (DELIVERED, COMPUTED, ELSEWHERE, *FailureKind):
