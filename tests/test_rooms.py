@@ -73,7 +73,7 @@ BY_SOMETHING_ELSE = {
 
 WORKERS = {"RankEnds", "WorkerSide", "WorkerChannel", "ComputedBands", "WorkerHooks"}
 """Classes of these rooms that live in a worker."""
-TOLD = {"Gauges", "KVXferStats", "KVXferPromMetrics"}
+TOLD = {"Gauges", "KVXferStats", "KVXferPromMetrics", "RankGauges"}
 """Classes that tell of what has been counted."""
 
 LIFE = {"close"}

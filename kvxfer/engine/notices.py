@@ -151,8 +151,7 @@ class Notices:
                     if (wanted.source.host, wanted.source.port) != (notice.host, notice.port):
                         continue
                     if wanted.transfer.unplaced:
-                        why = "the producer's directory cannot be reached"
-                        self._schedule.consumer.on(load, LoadEvent.GIVE_UP, why)
+                        self._give_up(load, FailureKind.PEER_UNREACHABLE, "the producer's directory cannot be reached")
                     else:
                         load.on(LoadEvent.BEGUN)
                 continue

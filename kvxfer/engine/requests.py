@@ -10,6 +10,7 @@ from kvxfer.engine.loads import Loads
 from kvxfer.engine.offers import Offers
 from kvxfer.engine.stories import Stories
 from kvxfer.errors import ClosedError
+from kvxfer.failures import Failure
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.protocol.messages import RankDescriptor
@@ -218,6 +219,11 @@ class Requests:
         if self._asks.awaits(request, computed):
             return None
         return self.loads.loadable(request, computed)
+
+    def failure(self, request: str) -> Failure | None:
+        """Return why nothing is loaded for a request, if its load was given up or has failed before the request had blocks."""
+        load = self.loads.schedule.of(_request(request))
+        return None if load is None else load.failure
 
     def is_prefetched(self, request: str) -> bool:
         """Return whether the tokens that ``loadable`` promised are already here, in prefetched blocks.

@@ -413,6 +413,7 @@ class PlayedEngine:
             SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
             None,
             block_hasher=self.hasher,
+            abort_immediately=True,
         )
         self.scheduler.add_request(request)
         self.abort(name)

@@ -54,7 +54,10 @@ def test_a_failed_load_fails_its_request(make: Make, wire: Wire, groups: Any, qu
     wire.fail(load, "the link broke", quiet=quiet)
     d.run(p, until=name)
     assert d.done[name].reason == "error" and d.done[name].tokens == []
+    d.reject(text, params, name)  # vLLM's front end makes one up for a request that has failed
     d.run(p, until=beside)
+    d.step()
+    assert [outcome for stats in d.stats for outcome, _ in stats["requests"]] == ["peer_lost"]
     check(d, beside, other)
     if not quiet:
         let_go(wire, load)

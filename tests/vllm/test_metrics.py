@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvxfer.control.link import LinkStatus
@@ -20,7 +22,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol.messages import Explain
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer.testing.router.http import read_samples
-from kvxfer_vllm.stats import Gauges, KVXferPromMetrics, KVXferStats
+from kvxfer_vllm.stats import Gauges, KVXferPromMetrics, KVXferStats, RankGauges
 from tests.conftest import require
 from tests.vllm.cases import decode, prefill
 from tests.vllm.conftest import Make
@@ -61,7 +63,9 @@ def counted() -> KVXferStats:
     ended("producer", FailureKind.UNFETCHED)
     ended("producer", FailureKind.TIMED_OUT)
     links = [LinkStatus("p", "consumer", "zmq", up, {}, None) for up in (True, True, False)]
-    stats.note("0.0", None, Gauges(Stats(2, 3, 7, 0, 5, 1), links))
+    now = Gauges(Stats(2, 3, 7, 0, 5, 1), links)
+    stats.note(None, now)
+    stats.data["gauges"] = RankGauges().heard({"0.0": now.values})
     return stats
 
 
@@ -115,14 +119,11 @@ def test_requests_by_what_became_of_their_loads(make: Make, wire: Wire) -> None:
 
 
 def test_gauges_are_sums_over_ranks_and_fall_again(registry: CollectorRegistry) -> None:
-    exported = metrics(registry)
-    said: dict[str, Gauges] = {}
+    exported, ranks = metrics(registry), RankGauges()
 
     def say(rank: str, n: int) -> None:
-        links = [LinkStatus("p", "producer", "cma", True, {}, None)] * n
-        stats, now = KVXferStats(), Gauges(Stats(n, n, n, 0, 0, 0), links)
-        stats.note(rank, said.get(rank), now)
-        said[rank] = now
+        stats = KVXferStats()
+        stats.data["gauges"] = ranks.heard({rank: held(n)})
         exported.observe(stats.data)
 
     for rank, n in (("0.0", 2), ("0.1", 3), ("0.0", 0)):
@@ -131,6 +132,52 @@ def test_gauges_are_sums_over_ranks_and_fall_again(registry: CollectorRegistry) 
     assert value(registry, "kvxfer_loads_in_hand") == 3
     say("0.1", 0)
     assert value(registry, "kvxfer_links", role="producer", backend="cma") == 0
+
+
+def held(n: int) -> dict[str, Any]:
+    """A rank's gauges."""
+    links = [LinkStatus("p", "producer", "cma", True, {}, None)] * n
+    return Gauges(Stats(n, n, n, 0, 0, 0), links).values
+
+
+FRONT_END = """
+import json, sys
+from types import SimpleNamespace
+from prometheus_client import Counter, Gauge, Histogram
+from kvxfer_vllm.stats import KVXferPromMetrics
+config = SimpleNamespace(kv_transfer_config=None)
+exported = KVXferPromMetrics(config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["engine"], {0: ["0"]})
+for line in sys.stdin:
+    exported.observe(json.loads(line))
+    print("done", flush=True)
+"""
+
+
+def test_gauges_of_several_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tells each change to one of its API servers; a page of any of them shows the last."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    command = [sys.executable, "-c", FRONT_END]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
+        ranks = RankGauges()
+        for front_end, rank, n in ((first, "0.0", 1), (second, "0.1", 2), (first, "0.0", 0), (second, "0.1", 0)):
+            stats = KVXferStats()
+            stats.data["gauges"] = ranks.heard({rank: held(n)})
+            front_end.stdin.write(json.dumps(stats.data) + "\n")
+            front_end.stdin.flush()
+            assert front_end.stdout.readline() == "done\n"
+            first_news = KVXferStats()
+            first_news.count("offers", "delivered")  # which changes no gauge
+            first.stdin.write(json.dumps(first_news.data) + "\n")
+            first.stdin.flush()
+            assert first.stdout.readline() == "done\n"
+            page = CollectorRegistry()
+            MultiProcessCollector(page)
+            total = {("0.0", 1): 1, ("0.1", 2): 3, ("0.0", 0): 2, ("0.1", 0): 0}[rank, n]
+            assert page.get_sample_value("kvxfer_loads_in_hand", {"engine": "0"}) == total
+            link = {"engine": "0", "role": "producer", "backend": "cma"}
+            assert page.get_sample_value("kvxfer_links", link) == total
+        first.stdin.close(), second.stdin.close()
 
 
 def failed(peer: str) -> KVXferStats:
@@ -170,7 +217,7 @@ def test_a_stranger_cannot_make_series_without_end(registry: CollectorRegistry) 
 def test_what_has_not_changed_is_not_sent() -> None:
     now = Gauges(Stats(1, 1, 0, 2, 3, 4), [])
     stats = KVXferStats()
-    stats.note("0.0", now, now)
+    stats.note(now, now)
     assert stats.is_empty()
 
 

@@ -71,6 +71,36 @@ def test_beside_one_that_saves(make: Make, wire: Wire, ours_first: bool, groups:
     assert (p.free == p.blocks - 1) == (patience < 30), "our word alone has freed what the sibling saves"
 
 
+@ORDERS
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("ends", ["aborted", "failed"])
+@pytest.mark.parametrize("patience", [0, 3, 30])
+def test_a_load_that_ends_its_request_beside_one_that_saves(
+    make: Make, wire: Wire, ours_first: bool, ends: str, policy: str, patience: int
+) -> None:
+    """vLLM would free the blocks at the end of the load, and again once the sibling is done with them."""
+    transfer = order(ours_first, sibling(patience=patience))
+    transfer.kv_load_failure_policy = policy
+    p, d = make(transfer=transfer), make(transfer=transfer)
+    params = prefill(p, prompt(90))
+    wire.paused = True
+    name = d.add(prompt(90), params)
+    d.steps(2)
+    (load,) = wire.loads(d)
+    wire.begin(load)
+    if ends == "aborted":
+        d.abort(name)
+        d.steps(patience // 5)
+    wire.fail(load, "the link broke", quiet=False)
+    d.steps(patience + 6)
+    assert ends == "failed" or d.free < d.blocks - 1, "blocks are free to which a load may still write"
+    wire.quiet(load)
+    wire.paused = False
+    d.run(p)
+    assert d.free == d.blocks - 1
+    p.lease_ends()
+
+
 def test_beside_the_example(make: Make, tmp_path: pathlib.Path) -> None:
     """vLLM's own `ExampleConnector`, which knows of one group only."""
     example = {

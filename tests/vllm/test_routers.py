@@ -13,7 +13,7 @@ from kvxfer.identity import IdentityError
 from kvxfer_vllm.ids import external_id
 from kvxfer_vllm.params import wanted
 from tests.control.conftest import until
-from tests.vllm.cases import CACHES, OFFER, both, check, parties, prefill
+from tests.vllm.cases import CACHES, OFFER, both, check, decode, parties, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, prompt
 from tests.vllm.wire import Wire
@@ -84,6 +84,40 @@ def test_a_router_that_mixes_up(make: Make) -> None:
     check(d, name, other)
     assert d.computed[name] == 60 + 3
     p.lease_ends()
+
+
+def test_a_load_that_came_too_late_is_counted_as_one(make: Make) -> None:
+    p, d = make(), make(extra={"start_timeout": 0.2})
+    text = prompt(90)
+    name = d.add(text, both(p, "job")[1])
+    d.run(p, until=name)
+    check(d, name, text)
+    assert [outcome for stats in d.stats for outcome, _ in stats["requests"]] == ["never_offered"]
+
+
+def test_a_producer_with_other_content_is_counted_as_one(make: Make) -> None:
+    p, d = make(), make(extra={"start_timeout": 30.0})
+    to_p, to_d = both(p, "job")
+    name = d.add(prompt(60, seed=1), to_d)
+    d.step()
+    p.run(until=p.add(prompt(60), to_p, n=1))
+    d.run(p, until=name)
+    check(d, name, prompt(60, seed=1))
+    assert [outcome for stats in d.stats for outcome, _ in stats["requests"]] == ["digest_differs"]
+    p.lease_ends()
+
+
+def test_a_client_that_hangs_up_is_no_router_that_mixes_up(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's front end then makes up a request of one token, under the params of the one that it gives up."""
+    p, d = make(), make()
+    text, (to_p, to_d) = prompt(60), both(p, "job")
+    kept = p.add(text, to_p, n=1)
+    p.run(until=kept)
+    d.reject(text, to_d, "cmpl-job-0")
+    d.steps(3)
+    decode(d, text, to_d, p)
+    assert "other content" not in caplog.text
+    assert [outcome for stats in d.stats for outcome, _ in stats["requests"]] == ["delivered"]
 
 
 @pytest.mark.parametrize("lost", ["kvxfer_transfer", "kvxfer_epoch", "do_remote_prefill"])

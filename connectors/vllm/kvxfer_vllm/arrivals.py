@@ -263,6 +263,8 @@ class Arrivals:
             self._side.loads.decline(transfer, part.digest, source, p.answer_of(params) or "")
             self._outcomes.expect(facts, request, str(transfer), None)
             return
+        if getattr(request, "abort_immediately", False):
+            return  # of the prompt vLLM has only told us that it refuses it, or that its client is gone
         key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
         if key is not None and self._outcomes.used.get(key):
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))

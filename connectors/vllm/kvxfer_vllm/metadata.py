@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -57,7 +58,10 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     report: Report
     # for each rank that has loaded adapters, how often it has replaced one, and the hashes of all of them by number
     adapters: dict[int, tuple[int, dict[int, str]]] = field(default_factory=dict)
+    # the gauges of each rank where one has changed (``stats.Gauges``)
+    gauges: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, ReportMetadata)
-        return ReportMetadata(self.report.merge(other.report), {**self.adapters, **other.adapters})
+        adapters, gauges = {**self.adapters, **other.adapters}, {**self.gauges, **other.gauges}
+        return ReportMetadata(self.report.merge(other.report), adapters, gauges)

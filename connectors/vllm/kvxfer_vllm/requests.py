@@ -62,6 +62,8 @@ class RequestFacts:
     asked_in: int = 0  # the step for which vLLM has asked about it, and has no blocks for it so far
     nothing: Ticket | None = None  # what is told of it although it has nothing to offer
     refused: bool = False  # what it says cannot be read: it takes no part in KV transfer
+    loading: bool = False  # whether vLLM waits for the end of its load
+    saves: bool = False  # it is over while it loads, and beside it other connectors may keep its blocks
     promised: int = 0  # how many tokens vLLM was last told that it can load
     end: int = 0  # up to which token its load is to bring its prompt
     into: BlockTable | None = None  # the blocks of its load, if that may be here in part
@@ -104,6 +106,8 @@ class LoadOutcomes:
 
     def expect(self, facts: RequestFacts, request: Request, transfer: str, key: bytes | None) -> None:
         """Record that a request has come whose KV is to be loaded, and the key of the offer that this takes, if it has one."""
+        if getattr(request, "abort_immediately", False):
+            return  # vLLM's front end makes one up, for a request that it has refused or whose client is gone
         facts.since, facts.key = time.monotonic(), key
         facts.span = self._spans.begin(LOAD, request, transfer)
 

@@ -38,7 +38,7 @@ from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.retained import RetainedBlocks
 from kvxfer_vllm.room import Room
 from kvxfer_vllm.settings import groups_of
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, RankGauges, Reason
 from kvxfer_vllm.stopping import Stopping
 from kvxfer_vllm.tables import NULL_BLOCK, step_tables, table_of
 from kvxfer_vllm.tracing import OFFER, RequestSpans
@@ -110,6 +110,9 @@ class SchedulerHooks:
         hear = self.side, self._hits, self._cached, self._outcomes, self._batches, self._no_part
         self._arrivals = Arrivals(outer, vllm_config, groups, self._replayed, *hear)
         self._adapters = self._arrivals.content.adapters
+        self._among_several = engine_transfer(vllm_config) is not transfer
+        self._broken: list[RequestFacts] = []  # vLLM has failed them, and their loads' failures are not heard yet
+        self._gauges = RankGauges()
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
         self._steps = 1
@@ -184,8 +187,12 @@ class SchedulerHooks:
                 self._next.asked += (name,)
             self._retained.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.is_prefetched(name):
-            self._outcomes.ended(facts, DELIVERED if external else ELSEWHERE if facts.promised else COMPUTED)
+            failure = self.side.failure(name)
+            computed = ELSEWHERE if facts.promised else COMPUTED if failure is None else str(failure.kind)
+            self._outcomes.ended(facts, DELIVERED if external else computed)
             self._retained.cached(facts)
+        else:
+            facts.loading = True
         try:
             self.side.allocated(name, table, external)
         except KvxferError as e:
@@ -205,7 +212,10 @@ class SchedulerHooks:
         self._cached.finished(facts)
         self._room.finished(facts)
         self._retained.cached(facts)
-        self._outcomes.ended(facts, CANCELLED)
+        if facts.loading and request.status == RequestStatus.FINISHED_ERROR:
+            self._broken.append(facts)  # why its load has failed is heard next
+        else:
+            self._outcomes.ended(facts, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         last_of = self._batches.ended(facts)
         answer = self.side.offers.answer(name)
@@ -213,6 +223,9 @@ class SchedulerHooks:
             self._cached.keep_findable(request, facts.unfilled)
             self._kept.keep(facts.number, table_of(block_ids).ids())
         held = self.side.finished(name, table_of(block_ids), whole, good=aborted)
+        if facts.loading and self._among_several and not held:
+            # vLLM frees its blocks at the end of the load, and again when a sibling lets go of them; so the load, too, counts as keeping.
+            held = facts.saves = True
         if aborted and last_of is not None and not request.num_output_tokens:
             # The client has hung up, because a stop string, which ends a request in the same way, needs output. vLLM answers once all
             # have ended, and so nobody hears of those that were done before.
@@ -269,6 +282,8 @@ class SchedulerHooks:
         ours = found if isinstance(found, ReportMetadata) else ReportMetadata(Report())
         for rank, (replacements, contents) in ours.adapters.items():
             self._adapters.learn(rank, contents, replacements)
+        if ours.gauges:
+            self._outcomes.counts.data["gauges"] = self._gauges.heard(ours.gauges)
         update = self.side.report(ours.report)
         self._next.freed += tuple(update.free)
         for name in update.free:
@@ -279,6 +294,8 @@ class SchedulerHooks:
         for name, outcome in ends.items():
             facts = self._running(name)
             if facts is None:
+                for one in (one for one in self._broken if one.name == name):
+                    self._outcomes.ended(one, outcome)
                 continue
             self._outcomes.ended(facts, outcome)
             if name in update.disagreed:
@@ -295,7 +312,15 @@ class SchedulerHooks:
         # What only we know to be wrong with a load vLLM hears of with the next step, from our workers. What the side channel has
         # said vLLM hears now, and not again when a step says so, too.
         wrong = self._next.doomed.keys() & update.disagreed.keys() | self._next.partial.keys() & update.short.keys()
-        compat.correct(output, over=update.loaded - over - wrong, still=wrong | (update.repeated & over))
+        saved = {name for name in over | update.loaded if (one := self._requests.get(name)) is not None and one.saves}
+        self._next.freed += tuple(saved)
+        compat.correct(output, over=update.loaded - over - wrong, still=wrong | saved | (update.repeated & over))
+        for name in saved | set(output.finished_recving or ()):
+            if (facts := self._requests.get(name)) is not None:
+                facts.loading = facts.saves = False
+        for one in self._broken:
+            self._outcomes.ended(one, CANCELLED)
+        self._broken.clear()
         for name in output.finished_sending or ():
             self.side.freed(name)
             self._let_held_go(name)

@@ -23,7 +23,7 @@ BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 
 
 DELIVERED, COMPUTED, CANCELLED, ELSEWHERE = "delivered", "computed", "cancelled", "elsewhere"
 """What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, because all was
-cached, or what was fetched ahead of its step failed. Of one that ends as ``elsewhere``, vLLM has loaded a part from another connector of
+cached or an earlier one had used the offer. Of one that ends as ``elsewhere``, vLLM has loaded a part from another connector of
 its ``MultiConnector``, and so nothing from here."""
 
 COUNTS = ("corrupt", "direct", "staged")
@@ -70,8 +70,8 @@ class KVXferStats(KVConnectorStats):
     - ``not_loaded``: how many requests were to load and do not, by reason; see ``Reason``.
     - ``prefixes``: by how much the counts of prefixes have grown; see ``prefix_metrics``.
     - ``counts``: by how much the agents' counts have grown.
-    - ``gauges``: for each rank where one of them has changed, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``,
-      and of ``links`` by ``"role/back end"``.
+    - ``gauges``: if one of them has changed on a rank, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``, and of
+      ``links`` by ``"role/back end"``, over all ranks. vLLM tells each change to one of its front ends, so each has all of it.
     """
 
     data: dict[str, Any]
@@ -98,12 +98,10 @@ class KVXferStats(KVConnectorStats):
         """Record that a request's load has ended, and how long after the request's arrival."""
         self.data["requests"].append([outcome, seconds])
 
-    def note(self, rank: str, before: Gauges | None, now: Gauges) -> None:
-        """Record how a rank's agent's numbers have changed since ``before``; None if there was nothing before."""
+    def note(self, before: Gauges | None, now: Gauges) -> None:
+        """Record how a rank's agent's counts have grown since ``before``; None if there was nothing before."""
         for name in COUNTS:
             self.count("counts", name, getattr(now.stats, name) - (getattr(before.stats, name) if before else 0))
-        if before.values != now.values if before else any(now.values.values()):
-            self.data["gauges"][rank] = now.values
 
     def count(self, of: str, name: str, n: int = 1) -> None:
         """Add to one of ``TALLIES``."""
@@ -119,7 +117,7 @@ class KVXferStats(KVConnectorStats):
         for of in TALLIES:
             for name, n in other.data[of].items():
                 self.count(of, name, n)
-        self.data["gauges"] |= other.data["gauges"]
+        self.data["gauges"] = other.data["gauges"] or self.data["gauges"]
         return self
 
     def is_empty(self) -> bool:
@@ -146,12 +144,28 @@ class KVXferStats(KVConnectorStats):
 
 
 class Gauges:
-    """The numbers of a rank's agent at one moment; ``values`` are those in ``KVXferStats.data["gauges"]``."""
+    """The numbers of a rank's agent at one moment; ``values`` are those that go up and down."""
 
     def __init__(self, stats: Stats, links: Iterable[LinkStatus]) -> None:
         self.stats = stats
         self.values: dict[str, Any] = {name: getattr(stats, field) for field, name in GAUGES.items()}
         self.values["links"] = dict(Counter(f"{link.role}/{link.backend}" for link in links if link.up))
+
+
+class RankGauges:
+    """The gauges of all ranks of an engine, as the scheduler's process has heard of them last."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[str, dict[str, Any]] = {}
+        self._links: set[str] = set()  # all kinds that there ever were
+
+    def heard(self, news: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Take in what has changed; return the sums over all ranks, with a 0 for each kind of link that there is no more."""
+        self._by_rank |= news
+        self._links.update(kind for rank in news.values() for kind in rank["links"])
+        ranks = self._by_rank.values()
+        links = {kind: sum(rank["links"].get(kind, 0) for rank in ranks) for kind in sorted(self._links)}
+        return {**{name: sum(rank[name] for rank in ranks) for name in GAUGES.values()}, "links": links}
 
 
 class KVXferPromMetrics(KVConnectorPromMetrics):
@@ -167,7 +181,8 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         def make(kind: str, name: str, documentation: str, *labels: str, **more: Any) -> Any:
             return kinds[kind](name=name, documentation=documentation, labelnames=[*labelnames, *labels], **more)
 
-        counter, gauge, histogram = (partial(make, kind) for kind in kinds)
+        counter, histogram = partial(make, "counter"), partial(make, "histogram")
+        gauge = partial(make, "gauge", multiprocess_mode="mostrecent")  # of several front ends, one hears each change
         self._bytes = counter("kvxfer_kv_bytes", "Bytes of KV cache that arrived.")
         self._wasted = counter("kvxfer_wasted_bytes", "Bytes of KV cache that arrived for loads that then failed.")
         self._failures = counter(
@@ -216,7 +231,6 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
             "leases": gauge("kvxfer_offers_in_hand", "Offers that are leased or being read, over all ranks."),
         }
         self._links = gauge("kvxfer_links", "Links that are up, over all ranks.", "role", "backend")
-        self._by_rank: dict[int, dict[str, dict[str, Any]]] = {}
         self._prefixes = PrefixMetrics(make)
         self._nixl = NixlNamedMetrics.of(vllm_config, make)
         for values in per_engine_labelvalues.values():
@@ -267,20 +281,13 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         for way in ("direct", "staged"):
             self._parts.labels(*values, way).inc(counts.get(way, 0))
         self._prefixes.observe(values, data["prefixes"])
-        self._gauge(engine_idx, values, data["gauges"])
+        if data["gauges"]:
+            for name, metric in self._gauges.items():
+                metric.labels(*values).set(data["gauges"][name])
+            for kind, n in data["gauges"]["links"].items():
+                self._links.labels(*values, *kind.split("/", 1)).set(n)
         if self._nixl is not None:
             self._nixl.observe(values, data)
-
-    def _gauge(self, engine: int, values: list[Any], news: dict[str, dict[str, Any]]) -> None:
-        ranks = self._by_rank.setdefault(engine, {})
-        seen = {kind for rank in ranks.values() for kind in rank["links"]}
-        ranks |= news
-        for name, metric in self._gauges.items():
-            metric.labels(*values).set(sum(rank[name] for rank in ranks.values()))
-        for kind in seen | {kind for rank in ranks.values() for kind in rank["links"]}:
-            self._links.labels(*values, *kind.split("/", 1)).set(
-                sum(rank["links"].get(kind, 0) for rank in ranks.values())
-            )
 
 
 def _host(peer: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
@@ -57,6 +57,7 @@ class WorkerHooks:
         self._missing: set[int] = set()  # of loads that are here in part
         self._stats = KVXferStats()
         self._noted: Gauges | None = None
+        self._gauges: dict[str, dict[str, Any]] = {}  # those that the scheduler side has yet to hear of, under our rank
         self._asleep = False
         # Of a step in two halves, each calls the hook of a layer when its own half is written.
         self._halved = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
@@ -230,9 +231,10 @@ class WorkerHooks:
         """
         out, self._report = self._report, Report()
         loaded = self._adapters.report()
-        if not out and not loaded and not self._idle:
+        gauges, self._gauges = self._gauges, {}
+        if not out and not loaded and not gauges and not self._idle:
             return None
-        return ReportMetadata(out, {self._rank: (self._adapters.replacements, loaded)} if loaded else {})
+        return ReportMetadata(out, {self._rank: (self._adapters.replacements, loaded)} if loaded else {}, gauges)
 
     def stats(self) -> KVXferStats | None:
         """Return what has been counted since the last call; None if that is nothing."""
@@ -246,7 +248,9 @@ class WorkerHooks:
         if self._side is not None:
             agent = self._side.agent
             before, self._noted = self._noted, Gauges(agent.stats(), agent.links())
-            self._stats.note(f"{agent.cache.rank.pp}.{agent.cache.rank.tp}", before, self._noted)
+            self._stats.note(before, self._noted)
+            if before is None or before.values != self._noted.values:
+                self._gauges[f"{agent.cache.rank.pp}.{agent.cache.rank.tp}"] = self._noted.values
 
     def close(self) -> None:
         """Close the agent, once consumers have what they are about to fetch, or soon."""
