@@ -13,7 +13,7 @@
 #   make gpu         on a machine with GPUs: tests, transfers, and first tokens on real servers, with tables in build/gpu
 #   make gpu-sglang  the same figures on real SGLang servers, beside SGLang's own transfers, where SGLang is installed
 #   make fuzz        random input for the decoder, for a live agent, and for the state machines in a simulated world
-#   make mutants     run the conformance suite on back ends that are broken on purpose, and show what finds each
+#   make mutants     break the product and back ends on purpose, and show which test finds each fault
 #   make news        the entry of CHANGELOG.md that the files in news/ would make
 #   make dist        sdists and wheels for a release    make clean       remove everything that was built
 PYTHON  ?= python3
@@ -229,8 +229,9 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.guided agent -runs=1000000 -verbosity=0
 	$(BIN)/python -m tests.fuzz.guided machines -max_total_time=300 -verbosity=0
 
-# Runs the conformance suite on back ends that are broken on purpose, and shows what finds each.
+# Puts faults into the product, and into back ends, and shows which test and which clause of the conformance suite finds each.
 mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 	$(BIN)/python -m tests.testing.mutants
 
 dist: $(READY)

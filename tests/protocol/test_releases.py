@@ -44,6 +44,7 @@ def test_an_offer_made_again_is_released_after_the_earlier_one(asked: str) -> No
     if asked in ("before it is offered again", "once its end is forgotten"):
         ask(2, 1, now)
     machine.offer(Offer(T, b"d", 1, 4, BlockTable.of([[2]]), True), now)
+    assert machine.offered == 2, "the offer of the next generation counts although the earlier one is over"
     if asked == "after that":
         ask(2, 1, now)
     again = machine.revoke(T, 1, GONE, True, now)
