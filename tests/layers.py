@@ -36,7 +36,7 @@ class Layer(NamedTuple):
 ROOT_FILES = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py")))
 LAYERS = {
     "core": Layer("tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine"),
-    "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples"),
+    "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples", keep=4),
     "control": Layer("tests/control", keep=4),
     "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.

@@ -53,12 +53,14 @@ def test_what_is_sent_arrives_late_and_from_afar() -> None:
     assert float(seconds) >= 20 * 0.02, "it was there sooner than the link is long"
 
 
+@pytest.mark.slow
 def test_some_of_it_is_lost() -> None:
     came, sent, *_ = apart("-c", PROBE, "0.001", "0.5")[0].split()
     assert int(came) < int(sent)
     assert apart("-c", PROBE, "0.001", "1")[0].split()[:2] == ["0", "500"]
 
 
+@pytest.mark.slow
 def test_the_benchmark_moves_a_request_over_it() -> None:
     link = (0.002, 0.0, 1e9, None)
     told = json.dumps(("tcp", [{"connections": 2}], link, "llama-3-8b", 1, 1))

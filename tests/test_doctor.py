@@ -455,6 +455,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mbit", [2, 20])
 def test_a_slow_link_is_measured_in_bounded_time(mbit: int, tmp_path: Path) -> None:
     require("networks")

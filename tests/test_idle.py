@@ -15,16 +15,10 @@ from kvxfer_bench.idle import measure_idle
 HEAVY = {"torch", "vllm", "asyncio", "email", "concurrent", "numba", "triton", "zmq", "numpy.typing"}
 
 
-def test_an_idle_agent_takes_little_memory_and_sleeps_and_importing_loads_little() -> None:
-    """Times are for `kvxfer bench idle`: here, what they follow from, and imports beside numpy's, which takes 40 to 70 ms of its thread.
-
-    The calmest of three measurements counts: a busy host may take long to start the threads, and other tests' threads take the GIL.
-    """
-    found = min((measure_idle("zmq", 2.0) for _ in range(3)), key=lambda one: max(one["wakeups_per_s"].values()))
+def test_an_idle_agent_sleeps_and_importing_loads_little() -> None:
+    """What time and memory this takes is for `kvxfer bench idle`: here, what they follow from."""
+    found = measure_idle("zmq", 2.0)
     assert not HEAVY & set(found["imports"])
-    assert found["import_ms"] < found["numpy_ms"] / 2
-    assert found["names_ms"] < 2.3 * found["numpy_ms"]
-    assert found["agent_MiB"] < 15
     assert {"kvxfer-control", "kvxfer-data", "kvxfer-dir"} <= set(found["wakeups_per_s"])
     assert all(rate <= 3 for rate in found["wakeups_per_s"].values())
 

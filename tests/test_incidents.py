@@ -265,7 +265,9 @@ def test_a_link_of_two_megabits_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mtu", [1500, 600])
-@pytest.mark.parametrize("backend", ["ucx", "nixl", "zmq", "tcp"])
+@pytest.mark.parametrize(
+    "backend", ["tcp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ucx", "nixl", "zmq"))]
+)
 def test_a_slow_link_says_so_whatever_moves_the_bytes(backend: str, mtu: int, tmp_path: Path) -> None:
     """Within one batch of 66 MB, of which a message of 8 MiB takes 2 s, and several if many packets are lost."""
     require("networks")

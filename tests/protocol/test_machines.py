@@ -47,6 +47,7 @@ def test_promises_hold_whatever_happens(setting: Setting, script: bytes) -> None
     World(setting, Script(script)).run()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # a minute of computing, and more where many tests share few cores
 def test_promises_hold_for_100_000_steps_that_take_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[Any] = set()

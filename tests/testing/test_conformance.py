@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance.transfers import LAYOUTS
 from kvxfer.transport import Transport
+from tests.selection import CLAUSES, DEAR
 from tests.testing.mutants import MUTANTS, SOUND, LeaksMemory, clean_up, complaint, complaint_of_sound
 
 
@@ -21,7 +23,23 @@ def nothing_kept() -> Iterator[None]:
     clean_up()
 
 
-@pytest.mark.parametrize("backend, clause, arguments", MUTANTS, ids=[f"{m[0].__name__}-{m[1]}" for m in MUTANTS])
+def each(mutants: list[tuple[type[Transport], str, dict[str, Any]]]) -> Any:
+    """Run a test for each mutant; in `make test` not for those that only dear clauses find."""
+    cases = [
+        pytest.param(
+            *mutant, id=f"{mutant[0].__name__}-{mutant[1]}", marks=[pytest.mark.slow] if dear(mutant[1]) else []
+        )
+        for mutant in mutants
+    ]
+    return pytest.mark.parametrize("backend, clause, arguments", cases)
+
+
+def dear(clause: str) -> bool:
+    return getattr(ConformanceSuite, clause).__module__.removeprefix(CLAUSES) in DEAR
+
+
+@pytest.mark.keep(24)
+@each(MUTANTS)
 def test_a_defect_is_found(backend: type[Transport], clause: str, arguments: dict[str, Any]) -> None:
     """It is found as what it is: by the rule that it breaks, not because the suite ran out of patience."""
     assert complaint_of_sound(backend, clause, arguments) is None, "the clause fails for a good back end as well"
@@ -29,7 +47,7 @@ def test_a_defect_is_found(backend: type[Transport], clause: str, arguments: dic
     assert found is not None and found.kind == "rule", found
 
 
-@pytest.mark.parametrize("backend, clause, arguments", SOUND, ids=[f"{s[0].__name__}-{s[1]}" for s in SOUND])
+@each(SOUND)
 def test_what_the_contract_leaves_is_let_pass(backend: type[Transport], clause: str, arguments: dict[str, Any]) -> None:
     assert complaint(backend, clause, arguments) is None
 

@@ -87,6 +87,7 @@ def test_a_broken_clause_is_named(tmp_path: Path) -> None:
     assert "## Broken" in page.read_text()
 
 
+@pytest.mark.slow
 def test_the_first_failure_may_be_the_last() -> None:
     options = "--options", json.dumps({"inner": GOOD})
     broken = "kvxfer.testing.mutants:RepeatsItsEndpoint", *options, "--only", "unknown_option or fresh_and_small"
@@ -112,6 +113,7 @@ def test_the_suite_finds_each_mutant_of_a_real_back_end(mutant: type[Mutant], mo
     assert ran.exit_code == 0 and "mutants of back end tcp: 1 found" in ran.output, ran.output
 
 
+@pytest.mark.slow
 def test_a_mutant_that_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.testing.report.MUTANTS", (TellsTwice,))
     monkeypatch.setattr(TellsTwice, "found_by", "test_endpoints_are_fresh_and_small")

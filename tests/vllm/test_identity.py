@@ -125,10 +125,8 @@ def test_a_large_checkpoint_costs_a_bounded_number_of_small_reads(
         return pread(descriptor, length, at)
 
     monkeypatch.setattr(weights.os, "pread", counted)
-    begun = time.process_time()
     fingerprint(tmp_path)
     assert len(reads) <= weights.READS + 2 * files and sum(reads) < 8 << 20, "of a terabyte"
-    assert time.process_time() - begun < 2.0
 
 
 @pytest.mark.parametrize("content", [b"", b"\x10", b"\xff" * 64, (8).to_bytes(8, "little") + b"not json"])

@@ -30,7 +30,7 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
             holds, within vLLM's ``--shutdown-timeout``. 0: it ends with its last request, and what it has promised.
         blocks_outermost: Whether vLLM is asked for a cache in which the layers of a block lie side by side, where that is known to work.
         trust_sources: Whether engines that a request names as sources of a prefix are asked although neither ``key_file`` nor ``peers``
-            says who they may be. Whoever may send such a request chooses what this engine loads, and caches for all others.
+            says who they may be. Any client that may send such a request chooses what this engine loads, and caches for all others.
         secondary_tiers: Read by Dynamo alone, whose router then sends hints (``kv_hint``): where its workers say they can be asked.
     """
 
