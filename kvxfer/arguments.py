@@ -26,6 +26,7 @@ __all__ = [
     "seconds",
     "sequence_of",
     "describe",
+    "duration",
     "string",
 ]
 
@@ -78,6 +79,18 @@ def seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
         raise ArgumentError(f"{name} must be a number of seconds, not {describe(value)}")
     return max(0.0, float(value))
+
+
+def duration(name: str, value: Any) -> float:
+    """Return a length of time as a ``float``.
+
+    Raises:
+        ArgumentError: The value is not a number, or negative.
+    """
+    found = seconds(name, value)
+    if value < 0:
+        raise ArgumentError(f"{name} must be at least 0, not {describe(value)}")
+    return found
 
 
 def flag(name: str, value: Any) -> bool:

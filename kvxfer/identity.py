@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,7 @@ RequestId = NewType("RequestId", str)
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[0-9]{1,5}")
+_QUESTION = re.compile(r"ask/[0-9a-f]{32}")
 _OWN, _ANY = "own/", f"own/{0:016x}/"
 _PLACE = len(_ANY) - 1
 """Where the name begins in an id that a producer has made, behind its epoch."""
@@ -54,7 +56,7 @@ class IdentityError(ArgumentError):
 class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=True):
     """The name of the KV of one prompt of one request, the same on both sides. Opaque.
 
-    Make one with `derived`, `routed` or `mint`. No two of these ever make the same id, because `base` begins with its origin.
+    Make one with `derived`, `routed`, `mint` or `asked`. No two of these ever make the same id, because `base` begins with its origin.
     """
 
     base: TransferBase
@@ -90,6 +92,16 @@ class TransferId(msgspec.Struct, frozen=True, gc=False, order=True, cache_hash=T
         """
         number = arguments.integer("epoch", epoch, 0)
         return cls(TransferBase(f"own/{number:016x}/{_named('base', base)}"), prompt)
+
+    @classmethod
+    def asked(cls) -> TransferId:
+        """Make one for what one engine may offer in answer to a question. It is random: nobody can ask under it before."""
+        return cls(TransferBase(f"ask/{secrets.token_hex(16)}"), 0)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it has the form of `asked`. Under no other name is a question answered."""
+        return self.prompt == 0 and _QUESTION.fullmatch(self.base) is not None
 
     @property
     def nbytes(self) -> int:
@@ -213,13 +225,24 @@ def digest(
     if embeds is not None:
         arguments.bytes_of("embeds", embeds, _MAX_EMBEDS, empty=True)
     ids = None if tokens is None else as_token_ids(tokens).tobytes()
+    items = media_items(media)
+    return hashlib.blake2b(key(ids, model, items, lora, salt, embeds), digest_size=16).digest()
+
+
+def media_items(media: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
+    """Return the hash, the first position and the length in tokens of each multimodal item.
+
+    Raises:
+        ArgumentError: They are something else, or a position or a length is negative.
+    """
     try:
         items = tuple((str(content), int(first), int(length)) for content, first, length in media)
     except (TypeError, ValueError):
-        raise ArgumentError(
-            f"media must be (hash, position, length) for each item, not {arguments.describe(media)}"
-        ) from None
-    return hashlib.blake2b(key(ids, model, items, lora, salt, embeds), digest_size=16).digest()
+        items = None
+    if items is None or any(first < 0 or length < 0 for _, first, length in items):
+        what = "a negative one" if items is not None else arguments.describe(media)
+        raise ArgumentError(f"media must be (hash, position, length) for each item, not {what}")
+    return items
 
 
 def key(*parts: Any) -> bytes:
@@ -254,6 +277,15 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     Raises:
         IdentityError: They are no row of integers of up to 63 bits.
     """
+    return token_row(tokens).astype("<i8")
+
+
+def token_row(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
+    """Return token ids as an array of the integer type in which they come.
+
+    Raises:
+        IdentityError: They are no row of integers of up to 63 bits.
+    """
     try:
         if len(tokens) == 0:
             return np.empty(0, "<i8")
@@ -262,7 +294,7 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         raise IdentityError(f"token ids must be a row of integers, not {arguments.describe(tokens)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids.dtype.str[1:] == "u8" and int(ids.max()) >> 63):
         raise IdentityError(f"token ids must be a row of integers, not {ids.dtype} of shape {ids.shape}")
-    return ids.astype("<i8")
+    return ids
 
 
 def _quickly(tokens: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[Any]:

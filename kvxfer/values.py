@@ -188,6 +188,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
             fetch then fails within about a second, instead of waiting for the offer until its deadline.
         enough: The fewest tokens that are of use if the producer gives up before all are computed: the fetch is then delivered
             with those that were offered (``Ended.short``). 0: all tokens or none. Only where all groups are ``full``.
+        patience: Seconds within which its first part must come. 0: ``Config.start_timeout``.
 
     Raises:
         ArgumentError: An argument has the wrong type or range. Numpy's integers are accepted.
@@ -204,6 +205,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
     progress: int = 0
     offered: bool = False
     enough: int = 0
+    patience: float = 0.0
 
     def __post_init__(self) -> None:
         arguments.string("handle", self.handle)
@@ -216,6 +218,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MAX_TOKENS))
         force_setattr(self, "offered", arguments.flag("offered", self.offered))
         force_setattr(self, "enough", arguments.integer("enough", self.enough, 0, self.tokens))
+        force_setattr(self, "patience", arguments.seconds("patience", self.patience))
 
 
 def _named(value: Offer | Fetch) -> None:

@@ -36,6 +36,7 @@ BY_REQUEST_OR_TRANSFER = {
 BY_SOMETHING_ELSE = {
     "Asks._alike": "what is asked, and of whom",
     "Asks._silent": "address",
+    "Asks._useless": "address",
     "Asks.counts": "who has named the sources",
     "BlockLedger._claims": "holder",
     "BlockLedger._filled": "block space",
@@ -48,6 +49,8 @@ BY_SOMETHING_ELSE = {
     "Dispatch._facts": "name of a fact",
     "Dispatch._prepared": "engine",
     "LinkPaces._links": "address",
+    "PrefixAnswers._held": "connection",
+    "PrefixAnswers._taken": "number of an offering",
     "PrefixIndex._latest": "link of a chain",
     "PrefixIndex._names": "prefix",
     "PrefixPool._held": "block",

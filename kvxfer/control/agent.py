@@ -373,10 +373,10 @@ class Agent:
             Whether all memory is quiet; see ``close``.
 
         Raises:
-            ArgumentError: ``timeout`` is not a number.
+            ArgumentError: ``timeout`` is not a number, or negative.
         """
         self._owner.check()
-        timeout = arguments.seconds("timeout", timeout)
+        timeout = arguments.duration("timeout", timeout)
         idle = threading.Event()
         self._loop.do(partial(self._runtime.when_idle, idle.set))  # what was called before this is known by then
         if self._loop.why is None and not idle.wait(min(timeout, threading.TIMEOUT_MAX)):

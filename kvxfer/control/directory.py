@@ -292,6 +292,8 @@ class Directory:
         self._sockets.drop(connection)  # and what it has sent that nobody will handle
         if not isinstance(key, Source):
             self._notices.leave(connection)
+            if self.inquiries is not None:
+                self.inquiries.hung_up = True
             self._awaited.leave(connection)
         elif self._peers.get(key) is connection:
             del self._peers[key]
@@ -345,6 +347,8 @@ class Directory:
         reason = ""
         if msg.epoch not in (self.epoch, ANY_EPOCH):
             reason = "another engine was here before"
+        elif not msg.transfer.is_asked:
+            reason = "it names no question"  # but, it may be, what another engine is to fetch
         elif self.inquiries is not None:
             if self.inquiries.put(PeerInquiry(msg, connection)):
                 self.wake()

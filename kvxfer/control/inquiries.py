@@ -38,9 +38,14 @@ class PeerInquiry:
 
 
 class Inquiries:
-    """The inquiries that wait. Any thread."""
+    """The inquiries that wait. Any thread.
+
+    Attributes:
+        hung_up: Set once some peer has hung up, whether or not it has asked anything.
+    """
 
     def __init__(self) -> None:
+        self.hung_up = False
         self._lock = threading.Lock()
         self._shares: NewcomerShares[Hashable] = NewcomerShares(MAX_INQUIRIES)
         self._turns: Turns[Hashable, PeerInquiry] = Turns()

@@ -80,7 +80,7 @@ class AgentRuntime(AgentPeers):
         self._waiting: list[Callable[[], None]] = []  # to be called once no transfer is under way
         self._stories = AgentStories(me.epoch)
         self._direct = self._staged = 0  # parts that were begun without packing, and packed
-        self._unclaimed = RateLimitedWarnings(log, every=10.0)  # about offers that nobody has asked for, or needs now
+        self._unclaimed = RateLimitedWarnings(log, every=10.0)  # about offers that nobody has asked for
 
     # --- what the engine says --------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class AgentRuntime(AgentPeers):
                     names = printable(event.handle), printable(event.transfer)
                     # Where no request of the engine stands for an offer, somebody has asked for it and needs it no more.
                     asked = event.handle == str(event.transfer) and why.kind is FailureKind.WITHDRAWN
-                    complain = self._unclaimed if event.unclaimed or asked else log.warning
+                    complain = log.info if asked else self._unclaimed if event.unclaimed else log.warning
                     complain("%s: request %s, transfer %s: %s", event.role, *names, why)
                     if why.kind is FailureKind.TIMED_OUT and event.role == "producer":
                         self._data.hangs()  # which says so in the log

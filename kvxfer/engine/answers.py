@@ -6,10 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 
 from kvxfer import arguments
+from kvxfer.control.connection import ControlConnection
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiries import PeerInquiry
 from kvxfer.engine.offers import Offers, kept_blocks, lacks_window
@@ -17,7 +19,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
-from kvxfer.schedule import Chain, Offering, OfferSchedule
+from kvxfer.schedule import Chain, Offering, OfferingNumber, OfferSchedule
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.shares import NewcomerShares
 from kvxfer.values import MAX_TOKENS, BlockTable, Group
@@ -30,6 +32,9 @@ ANSWER_S = 0.001
 """Seconds of a step that may be spent on inquiries."""
 YIELD_S = 0.5
 """Seconds for which blocks are held for a peer though the engine lacks some: most loads are over by then."""
+
+MAX_HELD = 4096
+"""The most answers for which blocks are held at a time; each peer may have three quarters of what the others leave."""
 
 REMEMBERED = 100
 """Of how many inquiries it is remembered how soon they were answered."""
@@ -96,8 +101,8 @@ class _Taken:
 class PrefixAnswers:
     """Answers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
 
-    What is held for them is bounded by the limit of ``BlockPins``. Each peer may have three quarters of what the others leave. It is
-    given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).
+    What is held for them is bounded by the limit of ``BlockPins``, and by ``MAX_HELD``. Each peer may have three quarters of what the
+    others leave. It is given up if the peer hangs up, and if the engine lacks blocks (``short_of_blocks``).
     """
 
     def __init__(
@@ -105,8 +110,12 @@ class PrefixAnswers:
     ) -> None:
         self._directory, self._offers, self._schedule, self._groups = directory, offers, schedule, tuple(groups)
         self._exact = any(group.kind == "state" for group in groups)
-        self._shares: NewcomerShares[Hashable] = NewcomerShares(limit)
-        self._taken: list[_Taken] = []
+        self._shares: NewcomerShares[Hashable] = NewcomerShares(limit)  # of the blocks
+        self._places: NewcomerShares[Hashable] = NewcomerShares(MAX_HELD)
+        self._taken: dict[OfferingNumber, _Taken] = {}  # what has a share
+        # Those that may be given up, the oldest first.
+        self._held: dict[ControlConnection, dict[OfferingNumber, _Taken]] = {}
+        offers.let_go = self._give_back
         self._complain = RateLimitedWarnings(log)
         self.counts = AnswerCounts()
         self.took: deque[float] = deque(maxlen=REMEMBERED)
@@ -114,8 +123,10 @@ class PrefixAnswers:
     def answer(self, holds: Holds | None) -> None:
         """Answer those that wait, for ``ANSWER_S`` at the most but for the first; the next call goes on."""
         waiting = self._directory.inquiries
-        if self._taken:
-            self._give_shares_back()
+        if waiting is not None and waiting.hung_up:
+            waiting.hung_up = False
+            for connection in [one for one in self._held if one.lost is not None]:
+                self._hung_up(connection)
         if not waiting:
             return
         until = time.monotonic() + ANSWER_S
@@ -135,6 +146,10 @@ class PrefixAnswers:
             return nothing
         try:
             chain = Chain(asked.step, asked.links)
+        except KvxferError as error:
+            self._complain("an inquiry of %s is answered with nothing: %s", inquiry.connection.host, error)
+            return nothing
+        try:
             held = holds(Inquiry(asked.transfer, chain))
             if held is None:
                 return nothing
@@ -148,7 +163,8 @@ class PrefixAnswers:
                     return m.InquiryAnswer(asked.transfer, epoch, reason="as much is held for this peer as may be")
             return self._offer(inquiry, chain, eligible, held.table) or nothing
         except KvxferError as error:
-            self._complain("an inquiry of %s is answered with nothing: %s", inquiry.connection.host, error)
+            what = "an inquiry of %s is answered with nothing: what the engine's 'holds' has returned cannot be offered: %s"
+            self._complain(what, inquiry.connection.host, error)
         except Exception:
             log.exception(
                 "an inquiry of %s is answered with nothing: the engine's 'holds' failed", inquiry.connection.host
@@ -157,6 +173,8 @@ class PrefixAnswers:
 
     def _eligible(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> int:
         """Return how many of the tokens the peer's share of the blocks has room for."""
+        if not self._places.room(inquiry.peer):
+            return 0
         room = self._shares.room(inquiry.peer)
         if self._blocks(tokens, table) <= room:
             return tokens
@@ -178,25 +196,39 @@ class PrefixAnswers:
             self.counts.refused += 1
             return None
         self._shares.take(inquiry.peer, blocks)
+        self._places.take(inquiry.peer, 1)
         offering = self._schedule.current(transfer)
         assert offering is not None
-        self._taken.append(_Taken(offering, inquiry, blocks))
+        taken = self._taken[offering.number] = _Taken(offering, inquiry, blocks)
+        self._held.setdefault(inquiry.connection, {})[offering.number] = taken
         self.counts.held += 1
         self.counts.tokens += tokens
         return m.InquiryAnswer(transfer, self._directory.epoch, tokens, digest)
 
-    def _give_shares_back(self) -> None:
-        """Give shares back whose offers are over, and give offers up whose peers have hung up."""
-        for taken in self._taken:
-            if not taken.offering.held:
-                self._shares.give(taken.inquiry.peer, taken.blocks)
-            elif taken.inquiry.gone:
-                self._schedule.withdraw(taken.offering.transfer, "its consumer has hung up")
-        self._taken = [taken for taken in self._taken if taken.offering.held]
+    def _give_back(self, offering: Offering) -> None:
+        """Give back the share of an answer whose blocks are let go of."""
+        taken = self._taken.pop(offering.number, None)
+        if taken is None:
+            return
+        self._shares.give(taken.inquiry.peer, taken.blocks)
+        self._places.give(taken.inquiry.peer, 1)
+        connection = taken.inquiry.connection
+        held = self._held.get(connection, {})
+        if held.pop(offering.number, None) is not None and not held:
+            del self._held[connection]
 
     def short_of_blocks(self) -> None:
         """Give up what has been held for a while: the engine's own requests go first."""
         now = time.monotonic()
-        for taken in self._taken:
-            if now - taken.offering.came_at >= YIELD_S:
+        for connection, held in list(self._held.items()):
+            old = list(takewhile(lambda one: now - one.offering.came_at >= YIELD_S, held.values()))
+            for taken in old:
+                del held[taken.offering.number]
                 self._schedule.withdraw(taken.offering.transfer, "the producer's own requests need the blocks")
+            if not held:
+                del self._held[connection]
+
+    def _hung_up(self, connection: ControlConnection) -> None:
+        """Give up what is held for a peer that has hung up."""
+        for taken in self._held.pop(connection).values():
+            self._schedule.withdraw(taken.offering.transfer, "its consumer has hung up")

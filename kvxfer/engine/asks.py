@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from itertools import count
 
 import msgspec
 
@@ -15,11 +14,13 @@ from kvxfer.engine.ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.paces import Benefit
+from kvxfer.errors import ArgumentError
+from kvxfer.failures import FailureKind
 from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Recent
-from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Load, Prefix, PrefixOffer
+from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Load, Prefix, PrefixOffer, ScheduleError
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 
@@ -30,9 +31,12 @@ log = logger("kvxfer.engine")
 _S, _E = AskState, AskEvent
 
 MAX_SOURCES = 16
-"""The most sources that are asked for one request; the first of those that are named."""
+"""The most sources that may be named for one request."""
 SILENT_S, MAX_SILENT = 5.0, 1024
-"""Seconds for which no request waits for a source that has not answered one in time, unless it answers; and the most of them."""
+"""Seconds for which no request waits for a source that has not answered one in time, unless it answers, and for which none asks one whose
+answer was good for nothing; and the most of each."""
+GAVE_UP = frozenset({FailureKind.CANCELLED, FailureKind.WITHDRAWN})
+"""How a load fails that one of the two engines has given up: that says nothing of others from the same source."""
 ANSWER_LOOK_S = 0.0002
 """Seconds from one look for answers to the next while nothing else is to be done."""
 MAX_SENT = 100_000
@@ -70,7 +74,8 @@ class Asks:
         self._sent: Recent[TransferId, tuple[Source, Ask | None]] = Recent(config.lease, MAX_SENT)
         # Addresses that have not answered in time.
         self._silent: Recent[tuple[str, int], bool] = Recent(SILENT_S, MAX_SILENT)
-        self._numbers = count(1)
+        # Addresses whose answers could not be loaded.
+        self._useless: Recent[tuple[str, int], bool] = Recent(SILENT_S, MAX_SILENT)
         self._complain = RateLimitedWarnings(log)
         self.counts: dict[str, AskCounts] = {}
         notices.answered, notices.unheard = self._answered, self._unheard
@@ -78,17 +83,28 @@ class Asks:
     def ask(
         self, request: RequestId, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
     ) -> bool:
-        """Accept a question; see ``SchedulerSide.ask``."""
-        if request in self._asks:
-            return True
+        """Accept a question; see ``SchedulerSide.ask``.
+
+        Raises:
+            ArgumentError: There are too many sources.
+            ScheduleError: The request has asked something else.
+        """
+        if len(sources) > MAX_SOURCES:
+            raise ArgumentError(f"sources must be at most {MAX_SOURCES}, not {len(sources)}")
         here = self._directory.source
         others = dict.fromkeys(one for one in sources if (one.host, one.port) != (here.host, here.port))
+        if (known := self._asks.get(request)) is not None:
+            if (known.chain, set(known.sources)) != (prefix.chain(tokens), set(others)):
+                raise ScheduleError(
+                    f"request {request} asks others already, and not about other tokens or of other engines too"
+                )
+            return True
         if self._config.ask == "never" or not others or tokens - computed < self._config.ask_tokens:
             return False
         chain = prefix.chain(tokens)
         if not len(chain) or self._schedule.named(request) is not None:
             return False
-        what = chain, tuple(others)[:MAX_SOURCES]
+        what = chain, tuple(others)
         ask = self._alike.get(what)
         if ask is None or ask.state is _S.CLOSED:
             ask = self._alike[what] = Ask(kind, *what)
@@ -151,9 +167,12 @@ class Asks:
     def _send(self, ask: Ask) -> None:
         ask.on(_E.SEND)
         ask.asked_at = time.monotonic()
+        self._useless.forget(ask.asked_at)
         for source in ask.sources:
-            name = TransferId.mint(self._directory.epoch, f"ask/{next(self._numbers)}")
-            ask.asked[name] = source
+            if self._useless.get((source.host, source.port)):
+                continue
+            name = TransferId.asked()
+            ask.asked[name], ask.sent = source, ask.sent + 1
             self._sent.put(name, (source, ask), ask.asked_at)
             self._directory.inquire(source, m.Inquire(source.epoch, name, ask.chain.step, ask.chain.links))
 
@@ -165,7 +184,7 @@ class Asks:
     def _decide(self, request: RequestId, ask: Ask, computed: int) -> None:
         ask.decided_at = time.monotonic()
         counts = self._counts(ask)
-        if not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
+        if ask.sent and not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
             counts.unanswered += 1
         most = max((one.tokens - computed for one in ask.answers), default=0)
         counts.found += max(most, 0)
@@ -197,6 +216,7 @@ class Asks:
         load = self._schedule.of(request)
         assert load is not None
         load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind
+        ask.wanted, load.wanted.patience = load.wanted, min(self._config.ask_timeout, self._config.start)
         return True
 
     def _close(self, ask: Ask, reason: str) -> None:
@@ -224,8 +244,7 @@ class Asks:
     def _leave(self, request: RequestId, ask: Ask) -> None:
         """Let a request have nothing to do with a question any more; that of the last one is given up."""
         ask.requests.discard(request)
-        load = self._schedule.named(request)
-        fetches = load is not None and load.fetched is not None
+        fetches = ask.loads(self._schedule.named(request))
         if (fetches or not ask.requests) and ask.on(_E.GIVE_UP):
             self._close(ask, "the consumer does not need it")
 
@@ -234,11 +253,11 @@ class Asks:
         ask, load = self._asks.get(request), self._schedule.of(request)
         if ask is None or ask.state is _S.CLOSED:
             return
-        if load is None:
+        if load is None or load.wanted is not ask.wanted:
             self._leave(request, ask)
         elif load.is_sync and external:
             self._end(ask, _E.DELIVERED, load, external)
-        elif not external and load.fetched is not None:
+        elif not external and ask.loads(load):
             self._end(ask, _E.FAILED, load, load.end - load.start)
 
     def withdraw_all(self, reason: str) -> None:
@@ -251,7 +270,7 @@ class Asks:
         """Count the loads whose end the engine is told."""
         for request in (update.loaded | update.failed.keys()) & self._asks.keys():
             ask, load = self._asks[request], self._schedule.named(request)
-            if ask.state is _S.LOADING and load is not None and load.fetched is not None:
+            if ask.state is _S.LOADING and load is not None and ask.loads(load):
                 event = _E.DELIVERED if request in update.loaded else _E.FAILED
                 self._end(ask, event, load, load.end - load.start)
 
@@ -263,6 +282,9 @@ class Asks:
             self._benefit.loaded(load.wanted.source, tokens, time.monotonic() - load.fetched_at)
         else:
             counts.recomputed += tokens
+            if load.failure is not None and load.failure.kind not in GAVE_UP:
+                source = load.wanted.source
+                self._useless.put((source.host, source.port), True, time.monotonic())
 
     # --- what directories answer -------------------------------------------------------------------------------------
 

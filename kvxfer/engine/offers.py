@@ -15,7 +15,7 @@ Others may be reading blocks when the engine lets go of them. They are kept unti
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from kvxfer import arguments
 from kvxfer.engine.notices import Notices
@@ -41,6 +41,7 @@ class Offers:
 
     Attributes:
         elastic: Whether a block may lose its memory when it is not in use.
+        let_go: Called once the blocks of an offering that no request computes are let go of.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Offers:
         self._groups = tables.groups
         self._windows = any(group.window for group in self._groups)
         self.elastic = False
+        self.let_go: Callable[[Offering], None] = lambda found: None
         self._leaving: list[Hashable] = []  # holders of blocks that the next step revokes
 
     # --- a request's way -----------------------------------------------------------------------------------------------
@@ -117,11 +119,16 @@ class Offers:
             Whether it is offered. It is not if the name has other content, there is no pool to pin in, or no room in it.
 
         Raises:
+            ArgumentError: The table does not fit this engine's groups, lacks a block or has one twice.
             ScheduleError: The blocks cannot be offered.
         """
         self._tables.check("table", table)
         known = self.schedule.current(transfer)
         if known is None:
+            for g, group in enumerate(self._groups):
+                first, past = _kept(group, tokens)
+                if table.count(g) >= past and not table.distinct(g, first, past):
+                    self._tables.lists("table", table, g, first, past * group.block_tokens)
             blocks = kept_blocks(self._groups, table, tokens).ids()
             if not self._pins.hold(("computed", transfer), blocks):
                 return False
@@ -288,6 +295,8 @@ class Offers:
                 (("kept", found.number), ("end", found.number)) if found.request else (("computed", found.transfer),)
             ):
                 self._pins.drop(holder)
+            if not found.request:
+                self.let_go(found)
         return freed
 
     def freed(self, request: RequestId) -> None:

@@ -74,7 +74,7 @@ class BlockPins:
         if pool is not None:
             self.bind(pool)
         self._pinned: defaultdict[Hashable, _Pinned] = defaultdict(_Pinned)
-        self._held = 0
+        self._held = self._references = 0
 
     def bind(self, pool: BlockPool) -> None:
         """Use this pool from now on.
@@ -96,6 +96,7 @@ class BlockPins:
         found = list(blocks)
         self._pool.touch(found)
         self._pinned[holder].blocks += found
+        self._references += len(found)
         return True
 
     def hold(self, holder: Hashable, blocks: Iterable[int]) -> bool:
@@ -125,6 +126,7 @@ class BlockPins:
         pinned = self._pinned.pop(holder, None)
         if pinned is not None:
             self._held -= pinned.held
+            self._references -= len(pinned.blocks)
             if pinned.blocks and self._pool is not None:
                 self._pool.free(pinned.blocks[::-1])
 
@@ -135,6 +137,7 @@ class BlockPins:
         found = self._lending.lend(blocks)
         if found is not None:
             self._pinned[holder].blocks += found
+            self._references += len(found)
         return None if found is None else list(found)
 
     @property
@@ -144,4 +147,4 @@ class BlockPins:
 
     def __len__(self) -> int:
         """Return how many references are held."""
-        return sum(len(pinned.blocks) for pinned in self._pinned.values())
+        return self._references

@@ -107,7 +107,8 @@ class RankEnds:
     def _load_ended(self, event: Ended) -> None:
         request, failure, report = RequestId(event.handle), event.outcome.failure, self.report
         self._ended.append(event)
-        load = self._loads[request]
+        if (load := self._loads.get(request)) is None:
+            return  # no load of the scheduler's: the engine has fetched it with the agent
         load.result = replace(load.result, generation=event.generation, failure=failure, stages=event.stages)
         if load.prefetch:
             self._prefetched(load.result)
@@ -126,7 +127,8 @@ class RankEnds:
 
     def _load_released(self, request: RequestId) -> None:
         """Report that nothing touches a load's blocks any more."""
-        load = self._loads.pop(request)
+        if (load := self._loads.pop(request, None)) is None:
+            return
         self._failing.pop(request, None)
         result = replace(load.result, quiet=True)
         if load.prefetch:

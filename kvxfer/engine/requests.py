@@ -131,7 +131,7 @@ class Requests:
         Raises:
             ArgumentError: An argument has the wrong type or range.
             ClosedError: This side has been closed.
-            ScheduleError: The request loads another transfer.
+            ScheduleError: The request loads another transfer, or other content under that name.
         """
         _transfer(transfer, digest)
         arguments.instance("source", source, Source)
@@ -161,9 +161,10 @@ class Requests:
         Args:
             request: The engine's id of the request.
             prefix: The prompt's tokens and what else its KV depends on.
-            sources: The directories of engines that may hold some of it. With the epoch 0 it is whichever engine is there. This engine
-                itself is left out.
-            tokens: How many tokens of the prompt are to be here: without the last one, if that is to be computed.
+            sources: The directories of engines that may hold some of it, 16 at most. With the epoch 0 it is whichever engine is there.
+                This engine itself is left out.
+            tokens: How many tokens of the prompt are to be here: without the last one, if that is to be computed. At most those of
+                ``prefix``.
             computed: The tokens that the request will find in the local prefix cache, as far as is known.
             kind: Who has named the sources, for the counts (``asked``): a router's schema, say.
 
@@ -174,10 +175,11 @@ class Requests:
         Raises:
             ArgumentError: An argument has the wrong type or range.
             ClosedError: This side has been closed.
+            ScheduleError: The request has asked for something else, or other engines.
         """
         arguments.instance("prefix", prefix, Prefix)
         sources = arguments.sequence_of("sources", sources, Source)
-        tokens = min(_count("tokens", tokens), len(prefix))
+        tokens = arguments.integer("tokens", tokens, 0, len(prefix))
         arguments.string("kind", kind, empty=True)
         self._check_open("ask")
         request = RequestId(arguments.string("request", request))

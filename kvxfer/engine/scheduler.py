@@ -33,11 +33,14 @@ from kvxfer.engine.trace import Trace
 from kvxfer.errors import ClosedError
 from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
+from kvxfer.logs import logger
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import Schedule
 from kvxfer.values import MAX_REASON, MAX_TOKENS, Group, Rank
 
 __all__ = ["SchedulerSide"]
+
+log = logger("kvxfer.engine")
 
 MAX_RANKS = 1 << 16
 
@@ -105,7 +108,8 @@ class SchedulerSide(Requests):
         self._pins = BlockPins(0) if pins is None else arguments.instance("pins", pins, BlockPins)
         stories = Stories(engine, lambda: self._schedule)
         trace, tables = Trace(config.trace, engine, stories), TableCheck(groups)
-        self.facts, self.holds, self.wake = f.check(facts), holds, wake
+        self.facts = f.check(facts)
+        self.holds, self.wake = arguments.function("holds", holds), arguments.function("wake", wake)
         self.directory = Directory(config, engine, self.facts)
         own = self.directory.source if ranks > 1 else None
         self._schedule = Schedule(groups, own)
@@ -142,7 +146,10 @@ class SchedulerSide(Requests):
     def _woken(self) -> None:
         """Have the engine make a step. The directory's thread."""
         if self.wake is not None:
-            self.wake()
+            try:
+                self.wake()
+            except Exception:
+                log.exception("the engine's 'wake' has failed, so what others have asked waits for its next step")
 
     def step(self) -> Step:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
@@ -206,9 +213,9 @@ class SchedulerSide(Requests):
         go on making steps while ``waiting`` is true, then drain the worker sides.
 
         Raises:
-            ArgumentError: ``timeout`` is not a number.
+            ArgumentError: ``timeout`` is not a number, or negative.
         """
-        timeout = arguments.seconds("timeout", timeout)
+        timeout = arguments.duration("timeout", timeout)
         if self.holds is not None:
             self._drains_until = time.monotonic() + timeout
 

@@ -162,21 +162,29 @@ class WorkerSide:
             try:
                 blocks = self._own(fetch.blocks)
                 if self._before_load is not None and not self._asleep:  # else there is no memory, and the agent says so
-                    self._before_load(blocks, fetch.start, fetch.tokens)
+                    try:
+                        self._before_load(blocks, fetch.start, fetch.tokens)
+                    except Exception as e:
+                        raise _EngineFault("before_load", e) from e
                 self.agent.fetch(replace(fetch, blocks=blocks))
-            except Exception as e:  # the engine's functions may raise what they like
-                log.error(
-                    "request %s cannot be loaded: %s",
-                    printable(fetch.handle),
-                    e,
-                    exc_info=not isinstance(e, KvxferError),
-                )
+            except Exception as e:
+                log.error("request %s cannot be loaded: %s", printable(fetch.handle), e, exc_info=_unexpected(e))
                 self._ends.refuse(fetch, Failure.of(e))
                 if self._channel is not None:
                     self._channel.wake()
 
     def _own(self, table: BlockTable) -> BlockTable:
-        return table if self._table is None else self._table(table)
+        """Return a table of the cache's blocks, as the engine's function says.
+
+        Raises:
+            KvxferError: It has raised, or returned something else.
+        """
+        if self._table is None:
+            return table
+        try:
+            return arguments.instance("what 'table' returns", self._table(table), BlockTable)
+        except Exception as e:
+            raise _EngineFault("table", e) from e
 
     def layer_done(self, step: Step, layer: str) -> None:
         """Offer the layers that this step has computed so far to consumers over slow links that wait for them.
@@ -220,10 +228,7 @@ class WorkerSide:
                     self.agent.offer(replace(offer, blocks=self._own(offer.blocks)), after=fence())
                 except Exception as e:
                     log.error(
-                        "transfer %s cannot be offered: %s",
-                        printable(offer.transfer),
-                        e,
-                        exc_info=not isinstance(e, KvxferError),
+                        "transfer %s cannot be offered: %s", printable(offer.transfer), e, exc_info=_unexpected(e)
                     )
                     with _unless_closed:
                         why = f"the producer could not offer it: {Failure.of(e).detail[:MAX_SHOWN]}"
@@ -351,6 +356,18 @@ class WorkerSide:
             self._listen()
             self._lock.notify_all()
             return self._ends.results()
+
+
+class _EngineFault(KvxferError):
+    """A function that the engine has given to its worker side has raised."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"the engine's own {name!r} has failed: {type(error).__name__}: {error}")
+
+
+def _unexpected(error: Exception) -> bool:
+    """Return whether the log is to say where an error comes from."""
+    return isinstance(error, _EngineFault) or not isinstance(error, KvxferError)
 
 
 def _agent(agent: Agent) -> Agent:

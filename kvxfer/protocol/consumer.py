@@ -84,7 +84,8 @@ class ConsumerMachine:
         if spec.handle in self._fetches:
             raise ValueError(f"a fetch named {spec.handle!r} is still alive")
         began = now if called is None else called
-        f = self._fetches[spec.handle] = FetchRecord(spec, began, began + self._start_s, began)
+        deadline = began + (spec.patience or self._start_s)
+        f = self._fetches[spec.handle] = FetchRecord(spec, began, deadline, began)
         if self._closed is not None:
             return self._fail(f, self._closed, now)
         self._deadlines.set(spec.handle, f.deadline)

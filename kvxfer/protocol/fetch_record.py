@@ -360,14 +360,14 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         return Ended("consumer", s.transfer, s.handle, self.outcome, nbytes, seconds, *more)
 
     def overdue(self, start: float, timeout: float) -> Failure:
-        """Return the failure if the deadline passes now: ``start`` seconds for the first part, then ``timeout`` for the outcome."""
+        """Return the failure if the deadline passes now: its patience or ``start`` for the first part, then ``timeout`` for the outcome."""
         states = ", ".join(sorted({str(rank) for rank in self.rank_fetches} or {f"looking for {self.spec.source}"}))
-        why = f"nothing came within {start:g} s (still {states})"
+        why = f"nothing came within {self.spec.patience or start:g} s (still {states})"
         if self.begun:
             why = f"no outcome within {timeout:g} s of the first part (still {states})"
         peers = ", ".join(link_name(rank.spec.link) for rank in self.rank_fetches) or str(self.spec.source)
         advice = ""
-        if self.late is FailureKind.NEVER_OFFERED:
+        if self.late is FailureKind.NEVER_OFFERED and not self.spec.patience:
             advice = "check that the producer's engine ran this request; raise 'start_timeout' if requests queue there for longer"
         return Failure(self.late, why, peers, advice)
 

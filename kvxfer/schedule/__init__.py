@@ -9,7 +9,7 @@ from kvxfer.schedule.chain import Chain, Prefix
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
 from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
-from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingState
+from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingNumber, OfferingState
 from kvxfer.schedule.prefix_index import KnownPrefix, PrefixIndex
 from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.values import Group
@@ -33,6 +33,7 @@ __all__ = [
     "PrefixOffer",
     "Offering",
     "OfferingEvent",
+    "OfferingNumber",
     "OfferingState",
     "Prefix",
     "PrefixIndex",

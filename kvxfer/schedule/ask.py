@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.schedule.chain import Chain
+from kvxfer.schedule.load import Load, Wanted
 from kvxfer.transitions import Life, Transitions, pairs
 
 __all__ = ["ASK", "Ask", "AskEvent", "AskState", "PrefixOffer"]
@@ -83,8 +84,10 @@ class Ask(Life[AskState, AskEvent]):
     asked: dict[TransferId, Source] = field(default_factory=dict)  # who has yet to answer, by the name that each got
     answers: list[PrefixOffer] = field(default_factory=list)  # what the others offer
     requests: set[RequestId] = field(default_factory=set)  # the engine's names of the requests that are not over
+    sent: int = 0  # how many have been asked
     heard: int = 0  # how many have answered, if only "nothing"
     taken: PrefixOffer | None = None  # the answer that is loaded
+    wanted: Wanted | None = None  # its transfer; any other that one of these requests loads is not the question's
     asked_at: float = 0.0
     decided_at: float = 0.0  # when it was decided what to do
 
@@ -100,6 +103,10 @@ class Ask(Life[AskState, AskEvent]):
         offered = PrefixOffer(transfer, Source(source.host, source.port, epoch), tokens, digest)
         self.answers.append(offered)
         return offered
+
+    def loads(self, load: Load | None) -> bool:
+        """Return whether a load fetches the answer that is taken."""
+        return load is not None and load.wanted is self.wanted and load.fetched is not None
 
     @property
     def done(self) -> bool:

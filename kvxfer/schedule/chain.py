@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
-from kvxfer.identity import as_token_ids, digest, key
+from kvxfer.identity import as_token_ids, digest, key, media_items, token_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # for annotations alone it takes too long to load
@@ -83,7 +83,7 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
 class Prefix:
     """The tokens of a prompt, or of a prompt with its answer, and all else that their KV depends on.
 
-    Nothing is hashed before a digest or a chain is asked for. The tokens must not be changed until then.
+    Nothing is hashed before a digest or a chain is asked for. An array of tokens must not be changed until then.
 
     Args:
         tokens: The ids of the tokens.
@@ -110,14 +110,9 @@ class Prefix:
         embeds: bytes | None = None,
     ) -> None:
         self._root = digest(tokens=(), model=model, lora=lora, salt=salt, embeds=embeds)
-        try:
-            self._media = tuple((str(content), int(first), int(length)) for content, first, length in media)
-            self._tokens = len(tokens)
-        except (TypeError, ValueError):
-            raise ArgumentError(
-                f"tokens must be a row of integers, and media (hash, position, length) for each item, not {arguments.describe(media)}"
-            ) from None
-        self._ids: Sequence[int] | NDArray[Any] | None = tokens
+        self._media = media_items(media)
+        self._ids: NDArray[Any] | None = token_row(tokens)
+        self._tokens = len(self._ids)
         self._links: list[bytes] = []
 
     def __len__(self) -> int:
@@ -145,7 +140,7 @@ class Prefix:
             every *= 2
         return Chain(STEP * every, b"".join(links[every - 1 :: every]))
 
-    def _hashed(self, tokens: Sequence[int] | NDArray[Any]) -> list[bytes]:
+    def _hashed(self, tokens: NDArray[Any]) -> list[bytes]:
         steps = self._tokens // STEP
         ids = as_token_ids(tokens[: steps * STEP])
         begun = _by_step(self._media)

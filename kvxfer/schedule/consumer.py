@@ -93,6 +93,10 @@ class FetchSchedule:
         if known is not None and not known.over:
             if known.wanted is not wanted:
                 raise ScheduleError(f"request {request} loads {known.wanted.transfer}, not {transfer} too")
+            if (wanted.digest, wanted.source, wanted.tokens) != (digest, source, tokens):
+                raise ScheduleError(
+                    f"request {request} loads {wanted.tokens} tokens of {transfer} from {wanted.source}, and nothing else under that name"
+                )
             return True
         if known is not None:
             return False
@@ -101,7 +105,7 @@ class FetchSchedule:
             or (wanted.digest, wanted.source, wanted.tokens) != (digest, source, tokens)
         ):
             return False
-        state = _S.OPEN if begun else _S.WAITING
+        state = _S.OPEN if begun or not tokens else _S.WAITING  # for nothing, nobody is asked
         if wanted is None:
             enough = 0 if offered else enough
             wanted = self._wanted[transfer] = Wanted(transfer, digest, source, tokens, offered, enough)
@@ -178,7 +182,8 @@ class FetchSchedule:
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
         names = Handle(request), wanted.transfer, wanted.digest, wanted.source
-        self.fetches.append(Fetch(*names, blocks, computed, end, self._own, offered=wanted.offered, enough=enough))
+        told = Fetch(*names, blocks, computed, end, self._own, 0, wanted.offered, enough, wanted.patience)
+        self.fetches.append(told)
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:
         """Return the blocks that a load of the tokens ``[start, end)`` fills; earlier ones may be shared with other requests.

@@ -156,6 +156,7 @@ class Wanted:
     tokens: int
     offered: bool
     enough: int
+    patience: float = 0.0  # seconds within which its first part must come; 0: the agent's setting
     # those whose requests are not over, and that of the request that fetches it until it is closed
     loads: list[Load] = field(default_factory=list)
     answers: set[str | None] = field(default_factory=set)  # the names of the answers that have told of it

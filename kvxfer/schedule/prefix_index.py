@@ -72,14 +72,29 @@ class PrefixIndex(Generic[T]):
         known, unknown = 0, len(links) + 1
         while unknown - known > 1:
             middle = (known + unknown) // 2
-            if links.digest(middle * links.step) in self._latest:
+            if self._with(links, middle) is not None:
                 known = middle
             else:
                 unknown = middle
-        if not known:
+        if (found := self._with(links, known)) is None:
             return None
-        tokens = known * links.step
-        return KnownPrefix(self._names[self._latest[links.digest(tokens)]][1], tokens)
+        own, name = found
+        every = links.step // STEP
+        # Of a chain that somebody has put together, an earlier link may be another one.
+        for at in range(known):
+            if own[(at + 1) * every - 1] != links.digest((at + 1) * links.step):
+                known = at
+                break
+        return KnownPrefix(name, known * links.step) if known else None
+
+    def _with(self, chain: Chain, at: int) -> tuple[list[bytes], T] | None:
+        """Return the latest prefix that has the link of a chain that is its ``at``-th, after as many tokens as there."""
+        link, place = chain.digest(at * chain.step), at * chain.step // STEP
+        number = self._latest.get(link)
+        if number is None:
+            return None
+        found = self._names[number]
+        return found if len(found[0]) >= place and found[0][place - 1] == link else None
 
     def clear(self) -> None:
         """Forget everything, as when the cache is dropped."""

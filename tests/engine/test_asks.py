@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvxfer.control.sockets import ControlSockets
-from kvxfer.engine import HeldPrefix, Inquiry, Prefix
+from kvxfer.engine import HeldPrefix, Inquiry, Prefix, ScheduleError
 from kvxfer.engine.paces import REMEMBERED, Benefit
 from kvxfer.errors import ArgumentError, ClosedError
 from kvxfer.failures import FailureKind
@@ -191,13 +192,27 @@ def test_an_answer_counts_from_whom_it_was_asked_of_only(world: World) -> None:
 
     def lie(asked: m.Inquire) -> m.Message:
         told.append(asked)
-        base = asked.transfer.base
-        number = int(base.rpartition("/")[2])
-        return m.InquiryAnswer(TransferId(f"{base.rpartition('/')[0]}/{number - 1}", 0), 7)
+        other = next(name for name in p.scheduler._asks._sent.keys() if name != asked.transfer)
+        return m.InquiryAnswer(other, 7)
 
     with closing(Liar(lie)) as liar:
         assert world.turn(p, d.scheduler.source, liar.source).loaded == WHOLE
         assert told
+        world.over()
+
+
+def test_a_source_that_offers_nothing_after_its_answer_costs_no_more_and_is_remembered(world: World) -> None:
+    """It takes connections, answers at once that it has everything, and that is all it ever says."""
+    p = world.engine({"ask_timeout": ASK_S, "peer_timeout": 600.0, "transfer_timeout": 600.0})
+    with closing(Liar(lambda q: m.InquiryAnswer(q.transfer, 7, 64, q.links[-16:]))) as liar:
+        assert not world.turn(p, liar.source).loaded and len(liar.asked) == 1
+        counts = p.scheduler.asked[""]
+        assert counts.recomputed == WHOLE and not counts.unanswered
+        assert not world.turn(p, liar.source, prompt=[7, *PROMPT]).loaded
+        assert len(liar.asked) == 1, "it is not asked again so soon"
+        assert not counts.unanswered
+        d = world.holder([8, *PROMPT])
+        assert world.turn(p, liar.source, d.scheduler.source, prompt=[8, *PROMPT]).loaded, "and another one is"
         world.over()
 
 
@@ -281,13 +296,14 @@ def test_an_engine_that_is_about_to_stop_is_asked_until_its_deadline(world: Worl
 # --- several sources ---------------------------------------------------------------------------------------------------
 
 
-def test_of_several_sources_the_longest_is_taken(world: World) -> None:
+def test_of_several_sources_the_longest_is_taken(world: World, caplog: pytest.LogCaptureFixture) -> None:
     short, long, none = world.holder(PROMPT[:32]), world.holder(), world.engine()
     p = world.engine()
     sources = [e.scheduler.source for e in (short, none, long)]
     assert world.turn(p, *sources, p.scheduler.source).loaded == WHOLE
     assert p.scheduler.asked[""].found == WHOLE
     world.over()  # what the others had offered is declined
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "nothing has gone wrong"
 
 
 def test_an_answer_that_comes_too_late_is_declined(world: World) -> None:
@@ -413,6 +429,11 @@ def test_nobody_is_asked_for_what_is_cached_or_loaded_already(world: World) -> N
     assert not side.ask("r", prefix, [side.source], 64), "it is asked of this engine itself"
     assert not side.ask("r", prefix, [], 64)
     assert side.ask("r", prefix, [there], 64) and side.ask("r", prefix, [there], 64), "once"
+    for other in (Prefix([*range(1000, 1064)], model="m"), Prefix(PROMPT, model="m", salt="s")):
+        with pytest.raises(ScheduleError, match="asks others already"):
+            side.ask("r", other, [there], 64)
+    with pytest.raises(ScheduleError, match="asks others already"):
+        side.ask("r", prefix, [there, Source("127.0.0.1", 1, 1)], 64)
     side.finished("r", BlockTable.of([[]]), complete=False)
     assert p.scheduler.asked[""].requests == 1
     assert side.load("s", TransferId("own/1", 0), b"d", there, 64)
@@ -453,6 +474,28 @@ def test_a_request_that_is_told_to_load_meanwhile_loads_that(world: World) -> No
     world.over()
 
 
+def test_a_load_of_its_own_is_not_that_of_the_question(world: World) -> None:
+    """Two samples have asked, the answer is taken, and one of them is told to load from a producer of its own."""
+    d, p = world.holder(), world.engine()
+    side, prefix = p.scheduler, p.prefix(Turn("", PROMPT, [0], "", ()))
+    for request in ("r1", "r2"):
+        assert side.ask(request, prefix, [d.scheduler.source], 64)
+        side.loadable(request, 0)
+    until(lambda: (d.step(timeout=0.001), side.directory.noticed)[1])
+    assert side.loadable("r1", 0) == WHOLE
+    assert side.load("r2", TransferId("own/1", 0), b"d", d.scheduler.source, 48)
+    for external in (48, 0):
+        side.allocated("r2", BlockTable.of([[*range(16)]]), external)
+    assert side.asked[""].recomputed == side.asked[""].loaded == 0
+    side.allocated("r1", BlockTable.of([[*range(20, 36)]]), WHOLE)
+    side.preempted("r2")
+    world.until(lambda: side.asked[""].loaded)
+    assert side.asked[""].loaded == WHOLE and not side.asked[""].recomputed
+    for request in ("r1", "r2"):
+        side.finished(request, BlockTable.of([[]]), complete=False)
+    world.until(lambda: not any(len(e.scheduler) or e.scheduler.waiting for e in world.engines))
+
+
 def test_questions_end_with_the_cache(world: World) -> None:
     """What is asked under earlier weights is of no use."""
     d, p = world.holder(), world.engine()
@@ -479,6 +522,11 @@ def test_wrong_calls(world: World) -> None:
         lambda: p.scheduler.ask("r", prefix, there, 64),  # type: ignore[arg-type]
         lambda: p.scheduler.ask("r", prefix, ["h:1"], 64),  # type: ignore[list-item]
         lambda: p.scheduler.ask("r", prefix, [there], -1),
+        lambda: p.scheduler.ask("r", prefix, [there], 65),
+        lambda: p.scheduler.ask("r", prefix, [Source("127.0.0.1", n, 1) for n in range(1, 18)], 64),
+        lambda: p.scheduler.drain(-1),
+        lambda: p.worker.drain(-1),
+        lambda: p.worker.agent.drain(-0.5),
         lambda: p.scheduler.ask("", prefix, [there], 64),
         lambda: p.scheduler.ask("r", prefix, [there], 64, kind=3),  # type: ignore[arg-type]
         lambda: p.scheduler.ask("r", prefix, [there], 64, computed=-1),

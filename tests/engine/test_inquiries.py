@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.control.inquiries import MAX_INQUIRIES, Inquiries, PeerInquiry
-from kvxfer.engine import BlockPins, HeldPrefix, Prefix, SchedulerSide
+from kvxfer.engine import BlockPins, HeldPrefix, Prefix, Report, SchedulerSide
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.security import make_key
 from kvxfer.shares import NewcomerShares
 from kvxfer.testing.engine import ConversationEngine, until
-from kvxfer.values import BlockTable, Group
+from kvxfer.values import BlockTable, Group, Rank
 from tests.control.stranger import Stranger
 from tests.engine.small import FACTS, Pool
 
@@ -32,7 +32,7 @@ CHAIN = Prefix(PROMPT, model="m").chain()
 
 
 def named(number: int) -> TransferId:
-    return TransferId(f"own/1/ask/{number}", 0)
+    return TransferId(f"ask/{number:032x}", 0)
 
 
 def inquire(number: int = 1, epoch: int = 0, step: int = 16, links: bytes = CHAIN.links) -> m.Inquire:
@@ -123,6 +123,40 @@ def test_what_is_no_question_is_answered_with_nothing(holder: Holder, wrong: m.I
         assert holder.answers(stranger).tokens == 64, "it costs nobody else anything"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [TransferId.routed("job"), TransferId.mint(7, "r"), TransferId.derived("r"), TransferId("ask/1", 0)]
+    + [TransferId(named(1).base, 1), TransferId(f"own/{0:016x}/ask/1", 0)],
+    ids=str,
+)
+def test_a_question_takes_no_other_name(holder: Holder, name: TransferId) -> None:
+    """It is the name of what a router, or an engine, is about to offer."""
+    with Stranger(holder.where) as stranger:
+        stranger.say(msgspec.structs.replace(inquire(), transfer=name))
+        answer = stranger.answer()
+        assert isinstance(answer, m.InquiryAnswer) and not answer.tokens and answer.reason
+    assert not holder.side.answered.inquiries
+    assert holder.side.offer("r", name, b"digest", 64), "the honest one"
+
+
+def test_the_names_of_questions_cannot_be_guessed() -> None:
+    names = {TransferId.asked() for _ in range(100)}
+    assert len(names) == 100 and all(one.is_asked for one in names)
+    assert len({one.base[:8] for one in names}) > 50
+
+
+@pytest.mark.parametrize("row", [[1, 1, 2, 3], [1, -1, 2, 3], [1, 2, 3, 2], [1, 2], [1, 2, 3, 999]], ids=str)
+def test_what_the_engine_says_wrongly_is_answered_with_nothing_and_told_as_its_own(
+    holder: Holder, row: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    holder.side._tables._blocks = [101]
+    holder.held = HeldPrefix(64, BlockTable.of([row]))
+    with Stranger(holder.where) as stranger:
+        stranger.say(inquire())
+        assert not holder.answers(stranger).tokens
+    assert "the engine's 'holds'" in caplog.text and not len(holder.side._pins)
+
+
 def test_a_chain_that_is_too_long_is_no_message(holder: Holder) -> None:
     frame = msgspec.msgpack.encode(["inquire", 0, named(1), 16, bytes((1 << 16) + 16)])
     with Stranger(holder.where) as stranger:
@@ -205,6 +239,30 @@ def test_what_is_held_for_a_peer_that_hangs_up_is_given_up(holder: Holder) -> No
         assert holder.answers(stranger).tokens == 64
         assert not holder.side.step().commands.revokes
     until(lambda: [r.gone for r in holder.side.step().commands.revokes] == [True])
+
+
+def test_only_so_many_answers_are_held_for_a_peer_however_small(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder.side._answers._places = NewcomerShares(4)
+    holder.held = HeldPrefix(16, BlockTable.of([holder.blocks[:1]]))
+    chain = Prefix(PROMPT[:16], model="m").chain().links
+    with Stranger(holder.where) as stranger:
+        for n in range(5):
+            stranger.say(inquire(n, links=chain))
+            assert bool(holder.answers(stranger).tokens) is (n < 3)
+
+
+def test_the_share_of_an_answer_comes_back_once_its_blocks_are_let_go_of(holder: Holder) -> None:
+    """With the report that says so: no step looks at what is held."""
+    with Stranger(holder.where) as stranger:
+        stranger.say(inquire())
+        assert holder.answers(stranger).tokens == 64
+        (offer,) = holder.side._schedule.producer
+        assert holder.side._answers._shares._all == 4
+        holder.side.report(Report(released={offer.transfer: {Rank(): offer.generation}}))
+        assert not holder.side._answers._shares._all and not holder.side._answers._places._all
+        assert not len(holder.side) and not holder.side._answers._held
 
 
 def test_the_engine_s_own_requests_go_first(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer import BlockTable, ClosedError, Config, ConfigError, Group, KvxferError, Rank, Source, Ticket, TransferId
+from kvxfer import (
+    BlockTable,
+    ClosedError,
+    Config,
+    ConfigError,
+    FailureKind,
+    Fetch,
+    Group,
+    Handle,
+    KvxferError,
+    Rank,
+    Source,
+    Ticket,
+    TransferId,
+)
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
 from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Named, Renew
@@ -103,6 +117,10 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "load tokens of text": (lambda s: load(s, tokens="4"), "tokens must be an integer"),
     "load half a token": (lambda s: load(s, tokens=4.5), "tokens must be an integer"),
     "load negative tokens": (lambda s: load(s, tokens=-3), "tokens must be at least 0"),
+    "load other content under one name": (
+        lambda s: s.load(loading(s), TransferId.mint(1, f"r{next(NAMES) - 1}"), b"other", s.source, 4),
+        "and nothing else under that name",
+    ),
     "load, offered or not": (lambda s: load(s, offered=None), "offered must be True or False"),
     "load, begun or not": (lambda s: load(s, begun=None), "begun must be True or False"),
     "enough is less than nothing": (lambda s: load(s, enough=-1), "enough must be at least 0"),
@@ -200,6 +218,8 @@ MADE: dict[str, tuple[Callable[[], Any], str]] = {
     "ranks of text": (lambda: made(ranks="2"), "ranks must be an integer"),
     "no facts": (lambda: made(facts=None), "facts must be a mapping"),
     "pins of a number": (lambda: made(pins=4), "pins must be a kvxfer BlockPins"),
+    "holds by a number": (lambda: made(holds=5), "holds must be a function or None, not 5"),
+    "woken by a number": (lambda: made(wake=5), "wake must be a function or None, not 5"),
     "a negative limit": (lambda: BlockPins(-1), "limit must be at least 0"),
     "a limit of text": (lambda: BlockPins("x"), "limit must be an integer"),  # type: ignore[arg-type]
     "no pool": (lambda: BlockPins(4, object()), "pool must be a kvxfer BlockPool, not a object"),  # type: ignore[arg-type]
@@ -315,9 +335,37 @@ def test_a_function_of_the_engine_s_that_fails_costs_its_own_load_only(function:
         while d.loaded | d.failed.keys() != set(requests) and time.monotonic() < until:
             p.step(), d.step()
         assert d.loaded == set(requests if function == "on_ended" else requests[1:])
-        assert all("not ours" in str(failure) for failure in d.failed.values())
+        for failure in d.failed.values():
+            assert "not ours" in str(failure) and (theirs or failure.kind is FailureKind.MISUSE)
+            assert f"the engine's own '{name}' has failed" in str(failure)
     finally:
         d.close(), p.close()
+
+
+def test_what_the_engine_fetches_with_the_agent_itself_costs_no_load_its_end() -> None:
+    with engine("p") as p, engine("d") as d:
+        p.step(), d.step()
+        (request, transfer), (own, _) = fresh(), fresh()
+        assert p.scheduler.offer(request, transfer, DIGEST, 4)
+        p.scheduler.runs(request, 0, 4, TABLE)
+        d.worker.agent.fetch(Fetch(Handle(own), fresh()[1], DIGEST, p.scheduler.source, BlockTable.of([[1, 2]]), 0, 4))
+        d.worker.agent.cancel(Handle(own), "not needed")
+        assert d.scheduler.load(request, transfer, DIGEST, p.scheduler.source, 4) and d.scheduler.loadable(request, 0)
+        d.scheduler.allocated(request, TABLE, 4)
+        until = time.monotonic() + 20.0
+        while request not in d.loaded and time.monotonic() < until:
+            p.step(), d.step()
+        assert d.loaded == {request} and not d.failed
+
+
+def test_what_wakes_the_engine_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise RuntimeError("a bug of the engine's")
+
+    with engine("d") as d:
+        d.scheduler.wake = fails
+        d.scheduler.directory.wake()
+        assert "the engine's 'wake' has failed" in caplog.text
 
 
 def test_a_renewal_that_cannot_be_sent_ends_no_other() -> None:

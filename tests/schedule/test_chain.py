@@ -120,6 +120,10 @@ def test_a_long_prompt_has_fewer_links(steps: int, every: int) -> None:
         lambda: Prefix(5, model="m"),  # type: ignore[arg-type]
         lambda: Prefix([1] * STEP, model="m", media=["x"]),  # type: ignore[list-item]
         lambda: Prefix([1.5] * STEP, model="m").chain(),  # type: ignore[list-item]
+        lambda: Prefix([1.5] * STEP, model="m"),  # type: ignore[list-item]
+        lambda: Prefix([[1] * STEP], model="m"),  # type: ignore[list-item]
+        lambda: Prefix([1] * STEP, model="m", media=[("a", -1, 3)]),
+        lambda: Prefix([1] * STEP, model="m", media=[("a", 1, -3)]),
         lambda: Prefix([1] * STEP, model=3),  # type: ignore[arg-type]
         lambda: PrefixIndex(-1),
         lambda: PrefixIndex(8).add([1], "x"),  # type: ignore[arg-type]
@@ -164,6 +168,57 @@ def test_the_index_is_bounded_and_forgets_the_oldest(rows: list[list[int]], most
     kept = min(len(last) // STEP, most // STEP) * STEP
     found = index.find(Prefix(last, model="m").chain())
     assert (found and found.tokens) == (kept or None)
+
+
+@given(
+    rows=st.lists(st.lists(TOKEN, min_size=STEP, max_size=6 * STEP), min_size=1, max_size=4),
+    links=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=8),
+    every=st.sampled_from([1, 2, 4]),
+)
+@settings(max_examples=300)
+def test_whoever_knows_some_links_is_given_no_more_than_stands_in_front_of_them(
+    rows: list[list[int]], links: list[tuple[int, int]], every: int
+) -> None:
+    """Chains are put together of known links: repeated, shuffled, cut, of several prompts, and with longer steps."""
+    index: PrefixIndex[int] = PrefixIndex(1 << 20)
+    prefixes = [Prefix(row, model="m") for row in rows]
+    for i, prefix in enumerate(prefixes):
+        index.add(prefix, i)
+    known = [prefixes[i % len(rows)].links for i, _ in links]
+    forged = Chain(STEP * every, b"".join(own[at % len(own)] for own, (_, at) in zip(known, links, strict=True)))
+    found = index.find(forged)
+    honest = max(common(prefix.chain(), forged) if every == 1 else _sparse(prefix, forged) for prefix in prefixes)
+    assert (0 if found is None else found.tokens) <= honest
+    if found is not None:
+        assert _sparse(prefixes[found.name], forged) >= found.tokens
+
+
+def _sparse(prefix: Prefix, chain: Chain) -> int:
+    """How many of the first tokens a prefix and a chain of any step have in common, looked at link by link."""
+    found = 0
+    while (one := chain.digest(found + chain.step)) and one == prefix.digest(found + chain.step):
+        found += chain.step
+    return found
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda links: Chain(STEP, links[0] * 10),
+        lambda links: Chain(4 * STEP, links[0]),
+        lambda links: Chain(2 * STEP, links[0] + links[1]),
+        lambda links: Chain(STEP, links[0] + links[2] + links[1]),
+        lambda links: Chain(STEP, links[1] + links[2] + links[3]),
+        lambda links: Chain(STEP, bytes(2 * DIGEST) + links[2]),
+    ],
+    ids=["repeated", "a long step", "a longer step", "shuffled", "cut", "the last of three"],
+)
+def test_the_first_link_does_not_give_the_rest(forge: Any) -> None:
+    index: PrefixIndex[str] = PrefixIndex(1 << 20)
+    prefix = Prefix(range(10 * STEP), model="m")
+    index.add(prefix, "of a stranger")
+    found = index.find(forge(prefix.links))
+    assert found is None or found == KnownPrefix("of a stranger", STEP)
 
 
 def test_a_chain_with_fewer_links_is_found_by_them() -> None:

@@ -56,4 +56,4 @@ class Stopping:
         elif not busy and asked == self._asked:
             return
         self._asked = asked
-        self._side.drain(min(self._quiet, self._until - now))
+        self._side.drain(max(0.0, min(self._quiet, self._until - now)))
