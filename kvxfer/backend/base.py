@@ -57,6 +57,7 @@ class Base(Transport, Generic[E, L]):
         completions: What the next ``poll`` returns.
         closed: Whether ``close`` was called.
         owner: During ``make_link``, the peer that the link counts for; empty if the caller has not said.
+        control: During ``make_link``, what names the control connection of the link (``Transport.connect_for``).
     """
 
     endpoint_type: type[E]
@@ -70,6 +71,7 @@ class Base(Transport, Generic[E, L]):
         self.completions: list[Completion | Quieted] = []
         self.closed = False
         self.owner = ""
+        self.control: bytes | None = b""
         self.wakeup = Wakeup()
         self._thread, self._ident = threading.current_thread(), threading.get_ident()
         self._numbers = 0
@@ -233,12 +235,12 @@ class Base(Transport, Generic[E, L]):
         self.wakeup.set()
         return number
 
-    def connect_for(self, mine: bytes, theirs: bytes, owner: str) -> int:
-        self.owner = owner
+    def connect_for(self, mine: bytes, theirs: bytes, owner: str, control: bytes | None = b"") -> int:
+        self.owner, self.control = owner, control
         try:
             return self.connect(mine, theirs)
         finally:
-            self.owner = ""
+            self.owner, self.control = "", b""
 
     def withdraw(self, endpoint: bytes) -> None:
         self.check()

@@ -7,6 +7,9 @@ once both ends have done so, and down as soon as either socket closes, which the
 The kernel also says which process an end belongs to (``Liveness.process``). What that process tells of itself over these sockets
 is therefore its own word, no matter who has carried the two endpoints from one end to the other.
 
+Each end also says which control connection the link belongs to (``Transport.connect_for``). If it is not the same for both, somebody
+has carried the endpoints of two others to each other, and both ends are down before either has told anything.
+
 Most ends stay silent after that. A back end can send messages, and descriptors of memory, by ``tell``.
 """
 
@@ -23,10 +26,15 @@ from kvxfer.backend.process import PeerProcess
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import TransportError
 
-__all__ = ["LINK_BYTES", "Liveness", "LivenessLinks"]
+__all__ = ["BINDING_BYTES", "LINK_BYTES", "Liveness", "LivenessLinks"]
 
 LINK_BYTES = 16
 """Length of the name of a link's end, which is random and known only to the peer."""
+
+BINDING_BYTES = 16
+"""Length of what names a control connection to both its ends."""
+
+_GREETING = 2 * LINK_BYTES + BINDING_BYTES
 
 MESSAGE_BYTES, MAX_HEARD = 256, 64
 """The most bytes of a message, and the most unread messages; an end that gets more goes down."""
@@ -42,8 +50,8 @@ class Liveness:
         heard: Messages of the peer, the oldest first, each with the descriptors that came with it, which the reader must close.
     """
 
-    def __init__(self, mine: bytes, theirs: bytes, peer: str, process: PeerProcess) -> None:
-        self.mine, self.theirs, self.peer, self.process = mine, theirs, peer, process
+    def __init__(self, mine: bytes, theirs: bytes, peer: str, process: PeerProcess, control: bytes) -> None:
+        self.mine, self.theirs, self.peer, self.process, self.control = mine, theirs, peer, process, control
         self.up = False
         self.down: str | None = None
         self.heard: deque[tuple[bytes, list[int]]] = deque()
@@ -92,7 +100,7 @@ class LivenessLinks:
         self.name = self._door.name
         self._wakeup = wakeup
         self._offered: dict[bytes, Liveness | None] = {}
-        self._early: dict[bytes, tuple[bytes, socket.socket]] = {}  # by our link: what was there before we connected
+        self._early: dict[bytes, tuple[bytes, bytes, socket.socket]] = {}  # by our link: what was there before we connected
 
     def offer(self, link: bytes) -> None:
         self._offered[link] = None
@@ -106,23 +114,29 @@ class LivenessLinks:
         if self.unused(link):
             del self._offered[link]
             if link in self._early:
-                self._early.pop(link)[1].close()
+                self._early.pop(link)[-1].close()
 
-    def connect(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Liveness:
+    def connect(self, mine: bytes, theirs: bytes, name: str, peer: str, control: bytes | None = b"") -> Liveness:
         """Connect end ``mine`` to the peer's end ``theirs``, whose listener is ``name``; return this end.
 
+        ``control`` is what the back end was given for the link (``Base.control``).
+
         Raises:
-            Elsewhere: The peer is not on this host and in this network namespace; nothing has changed.
-            TransportError: ``name`` is none that a peer can have; nothing has changed.
+            Elsewhere: The peer is not on this host and in this network namespace, or nothing shows that it is; nothing has changed.
+            TransportError: ``name`` is none that a peer can have, or the peer has said that its link belongs to another control
+                connection; nothing has changed.
             OSError: No descriptor is left, or the peer accepts nobody; nothing has changed.
         """
         if name == self.name:
             raise TransportError(f"{peer} sent the name of this side's own socket")
+        if control is None:
+            raise Elsewhere(f"{peer} runs on another host: its control connection comes from there, without a key")
+        control = control.ljust(BINDING_BYTES, b"\0")[:BINDING_BYTES]
         dialled = knock(name, peer)
         try:
-            end = Liveness(mine, theirs, peer, PeerProcess(dialled))
+            end = Liveness(mine, theirs, peer, PeerProcess(dialled), control)
             with suppress(ConnectionError):  # it has ended just now, and its socket will say so
-                dialled.send(theirs + mine)
+                dialled.send(theirs + mine + control)
         except BaseException:
             dialled.close()
             raise
@@ -130,12 +144,18 @@ class LivenessLinks:
         self._attach(end, dialled)
         if mine in self._early:
             self._announced(end, *self._early.pop(mine))
+            if end.down is not None:
+                self.hang_up(end)
+                self.offer(mine)
+                raise TransportError(end.down)
         return end
 
     @contextmanager
-    def connected(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Iterator[Liveness]:
+    def connected(
+        self, mine: bytes, theirs: bytes, name: str, peer: str, control: bytes | None = b""
+    ) -> Iterator[Liveness]:
         """Do as ``connect`` does, for a ``with`` block that makes the link; if the block fails, end ``mine`` is as unused as before."""
-        end = self.connect(mine, theirs, name, peer)
+        end = self.connect(mine, theirs, name, peer, control)
         try:
             yield end
         except BaseException:
@@ -144,11 +164,13 @@ class LivenessLinks:
             raise
 
     @contextmanager
-    def connected_if_here(self, mine: bytes, theirs: bytes, name: str, peer: str) -> Iterator[Liveness | None]:
+    def connected_if_here(
+        self, mine: bytes, theirs: bytes, name: str, peer: str, control: bytes | None = b""
+    ) -> Iterator[Liveness | None]:
         """Do as ``connected`` does; ``None`` if the peer is not on this host and in this network namespace."""
         with ExitStack() as undo:
             try:
-                end = undo.enter_context(self.connected(mine, theirs, name, peer))
+                end = undo.enter_context(self.connected(mine, theirs, name, peer, control))
             except Elsewhere:
                 end = None
             yield end
@@ -159,43 +181,55 @@ class LivenessLinks:
         end.down = end.down or f"the link to {end.peer} was closed on this side"
         self._detach(end)
 
-    def handle(self, readable: Iterable[object]) -> None:
-        """Handle the sockets that ``wakeup`` named: new connections, and messages or ends of others."""
+    def handle(self, readable: Iterable[object]) -> list[Liveness]:
+        """Handle the sockets that ``wakeup`` named: new connections, and messages or ends of others. Return the ends that came up."""
+        came: list[Liveness] = []
         for source in readable:
             stranger = self._door.answer(source)
             if stranger is not None:
-                self._hear(stranger)
+                end = self._hear(stranger)
+                if end is not None and end.up:
+                    came.append(end)
             elif isinstance(source, Liveness):
                 source.check()
                 if source.down is not None:
                     self._detach(source)
+        return came
 
     def close(self) -> None:
         for end in list(self._offered.values()):
             if end is not None:
                 self.hang_up(end)
-        for _, early in self._early.values():
+        for *_, early in self._early.values():
             early.close()
         self._door.close()
 
-    def _hear(self, stranger: socket.socket) -> None:
+    def _hear(self, stranger: socket.socket) -> Liveness | None:
         try:
-            said = stranger.recv(2 * LINK_BYTES + 1)
+            said = stranger.recv(_GREETING + 1)
         except OSError:
             said = b""
-        mine, theirs = said[:LINK_BYTES], said[LINK_BYTES:]
-        if len(said) != 2 * LINK_BYTES or mine not in self._offered or mine in self._early:
+        mine, theirs, control = said[:LINK_BYTES], said[LINK_BYTES : 2 * LINK_BYTES], said[2 * LINK_BYTES :]
+        if len(said) != _GREETING or mine not in self._offered or mine in self._early:
             stranger.close()  # no link of ours; it sees the socket close
-            return
+            return None
         end = self._offered[mine]
         if end is None:
-            self._early[mine] = theirs, stranger
+            self._early[mine] = theirs, control, stranger
         else:
-            self._announced(end, theirs, stranger)
+            self._announced(end, theirs, control, stranger)
+        return end
 
-    def _announced(self, end: Liveness, theirs: bytes, heard: socket.socket) -> None:
+    def _announced(self, end: Liveness, theirs: bytes, control: bytes, heard: socket.socket) -> None:
         if theirs != end.theirs or end.up or end.down is not None or not _comes_from(heard, end.process):
             heard.close()
+            return
+        if control != end.control:
+            heard.close()
+            end.down = (
+                f"{end.peer} does not belong to this link's control connection: who is at its other end has passed on the endpoint "
+                "of another process"
+            )
             return
         self._attach(end, heard)
         end.up = True

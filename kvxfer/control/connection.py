@@ -7,6 +7,7 @@ is kept. A connection is not read while a frame waits to be received, or while a
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import select
 import socket
@@ -17,6 +18,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from kvxfer.backend.liveness import BINDING_BYTES
 from kvxfer.control.frames import HEAD, FrameBuffer
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
 from kvxfer.control.wrong_place import AT_ONCE, GONE, HTTP, why_broken
@@ -48,6 +50,21 @@ _names = count(1)
 _plain = socket.socket  # whose methods pass by TLS
 _Secure = Callable[[socket.socket], socket.socket]
 _Proved = Callable[[ssl.SSLSocket], str]
+
+
+def _hash(said: bytes) -> bytes:
+    return hashlib.blake2b(said, digest_size=BINDING_BYTES).digest()
+
+
+def _on_this_host(connected: socket.socket) -> bool:
+    """Return whether a socket's peer has an address of this host and network namespace."""
+    host, _, *rest = connected.getpeername()
+    with socket.socket(connected.family, socket.SOCK_DGRAM) as trial:
+        try:
+            trial.bind((host, 0, *rest))
+        except OSError:
+            return False
+    return True
 
 
 class ControlConnection:
@@ -114,6 +131,19 @@ class ControlConnection:
             return "" if self._socket is None else plain(self._socket.getpeername()[0])
         except OSError:
             return ""
+
+    @property
+    def binding(self) -> bytes | None:
+        """What the two ends of this connection know alike; ``None`` if it comes from another host and has no key.
+
+        With a key it is made of the handshake: whoever holds the key and stands between two others has another one with each.
+        """
+        try:
+            if isinstance(self._socket, ssl.SSLSocket):
+                return _hash(self._socket.get_channel_binding("tls-unique") or b"")
+            return None if self._socket is None or not _on_this_host(self._socket) else _hash(b"no key")
+        except (OSError, ValueError):  # it has just broken
+            return None
 
     @property
     def peer(self) -> PeerIdentity:

@@ -320,10 +320,19 @@ class Transport(ABC):
                 completions of its batches.
         """
 
-    def connect_for(self, mine: bytes, theirs: bytes, owner: str) -> int:
-        """``connect``, for the peer that has proved to be ``owner``: its key and address. The agent calls this.
+    def connect_for(self, mine: bytes, theirs: bytes, owner: str, control: bytes | None = b"") -> int:
+        """``connect``, for the peer at the other end of a control connection. The agent calls this.
 
-        What links share, such as threads that look names up, is best shared by owner: the agent's name in an endpoint is only a claim.
+        Anybody may have carried the endpoints from one process to the other. So a back end that gives a peer of this host more than one
+        elsewhere has both sides compare ``control`` over a socket of this host before anything moves (``LivenessLinks`` does).
+
+        Args:
+            mine: This side's endpoint.
+            theirs: The peer's endpoint.
+            owner: The peer's key and address. What links share, such as threads that look names up, is best shared by owner: the
+                agent's name in an endpoint is only a claim.
+            control: The same for both ends of one control connection, and another for every other if there are keys; ``None``
+                if the connection comes from another host and proves nothing.
         """
         return self.connect(mine, theirs)
 

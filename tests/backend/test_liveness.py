@@ -9,6 +9,7 @@ import pytest
 
 from kvxfer.backend import Liveness, LivenessLinks, Wakeup
 from kvxfer.backend.liveness import LINK_BYTES, MAX_HEARD
+from kvxfer.errors import TransportError
 
 
 class Side:
@@ -101,3 +102,30 @@ def test_an_end_that_cannot_connect_can_still_be_withdrawn(
     here.links.withdraw(here.end)
     there.go_on()
     assert theirs.down is not None
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before we connect", "after"])
+def test_ends_of_two_control_connections_are_no_link(sides: tuple[Side, Side], early: bool) -> None:
+    """Somebody has carried the endpoints of two processes to each other."""
+    here, there = sides
+    if early:
+        here.links.connect(here.end, there.end, there.links.name, "the peer", b"one" * 5)
+        there.go_on()
+        with pytest.raises(TransportError, match="control connection"):
+            there.links.connect(there.end, here.end, here.links.name, "the peer", b"another")
+        assert there.links.unused(there.end)
+        return
+    mine = here.links.connect(here.end, there.end, there.links.name, "the peer", b"one" * 5)
+    theirs = there.links.connect(there.end, here.end, here.links.name, "the peer", b"another")
+    mine.tell(b"what is not for that peer")
+    for side in (here, there):
+        side.go_on()
+    for end in (mine, theirs):
+        assert not end.up and end.down is not None and not end.heard
+    assert "control connection" in f"{mine.down} {theirs.down}"  # the other may have heard first that its peer is gone
+
+
+def test_a_peer_elsewhere_without_a_key_is_not_here(sides: tuple[Side, Side]) -> None:
+    here, there = sides
+    with here.links.connected_if_here(here.end, there.end, there.links.name, "the peer", None) as found:
+        assert found is None

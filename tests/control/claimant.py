@@ -1,5 +1,7 @@
 """The programs of `test_claims.py`: an engine that has something to hide, and one on another host that claims to be on its host.
 
+Or one that passes on between two engines of that host what they say of themselves.
+
 Both hold the key. The claimant's endpoint is its own, in which every name and number is what the other's hello has told of itself, and
 each address that of the other's secret.
 """
@@ -8,16 +10,22 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import ssl
 import sys
+import threading
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from kvxfer.config import Config
 from kvxfer.control.link import LinkTable
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
+from kvxfer.security import Security
 from kvxfer.testing.forging import _put_together, _taken_apart
 from kvxfer_cma import CmaTransport
 from tests.control.node import NodeEngine, name
@@ -88,6 +96,40 @@ def claimant(settings: str, pid: str, address: str, theirs: str) -> None:
     e.close()
 
 
+def offerer(settings: str) -> None:
+    """Offer something to all who come by the address that is told."""
+    e = engine(1, settings)
+    e.offer(name("x"), [3], 4, 1, True)
+    say(address=e.address())
+    e.publish_at(json.loads(sys.stdin.readline())[0])
+    say(source=astuple(e.source))
+    sys.stdin.readline()
+    e.close()
+
+
+def carrier(settings: str, listen: str) -> None:
+    """Be the peer of two others, each of which has its control connection here, and pass on what they say."""
+    security = Security.of(Config.from_mapping(json.loads(settings)))
+    door = socket.create_server((listen, 0))
+    say(address=f"tcp://{listen}:{door.getsockname()[1]}")
+    host, _, port = json.loads(sys.stdin.readline())[0].removeprefix("tcp://").rpartition(":")
+
+    def passed(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        sink.close()
+
+    while True:
+        one, other = door.accept()[0], socket.create_connection((host, int(port)))
+        ends = security.accepted(one), security.dialled(other)
+        for end in ends:
+            if isinstance(end, ssl.SSLSocket):
+                end.do_handshake()
+        for ways in (ends, ends[::-1]):
+            threading.Thread(target=passed, args=ways, daemon=True).start()
+
+
 class Anything:
     """A link that nobody uses."""
 
@@ -119,4 +161,4 @@ def astuple(source: Source) -> tuple[str, int, int]:
 
 
 if __name__ == "__main__":
-    {"keeper": keeper, "claimant": claimant}[sys.argv[1]](*sys.argv[2:])
+    {"keeper": keeper, "claimant": claimant, "offerer": offerer, "carrier": carrier}[sys.argv[1]](*sys.argv[2:])

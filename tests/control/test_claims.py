@@ -59,3 +59,23 @@ def test_nothing_is_read_from_a_process_that_the_peer_is_not(apart: list[Host], 
             assert inode.to_bytes(4) not in one or inode < 1 << 16
         assert mine["pid"].to_bytes(4) not in one
         assert (mine["address"] >> 20).to_bytes(6)[2:] not in one, "part of an address"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("key", ["with a key, elsewhere", "with a key, on their host", "without a key, elsewhere"])
+def test_who_stands_between_two_engines_of_a_host_does_not_make_them_peers(
+    apart: list[Host], tmp_path: Path, key: str
+) -> None:
+    """Each has its control connection with the carrier, which may not have one copy from the other's memory for it."""
+    here, there = apart
+    said = settings(tmp_path, apart) if key.startswith("with a") else json.dumps({"listen": here.address})
+    at = there if key.endswith("elsewhere") else here
+    with claimant(here, "keeper", said) as reader, claimant(here, "offerer", said) as other:
+        reader.hear()
+        with claimant(at, "carrier", said, at.address) as between:
+            between_at = between.hear()["address"]
+            between.tell(other.hear()["address"])
+            other.tell(between_at)
+            reader.tell(*other.hear()["source"])
+            got = reader.hear()
+            assert got["by"] and "cma" not in got["by"], got

@@ -98,14 +98,18 @@ class CmaTransport(Base[Endpoint, Link]):
         self._retract(mine.link)
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        with self._lines.connected(mine.link, theirs.link, theirs.line, theirs.agent) as liveness:
+        with self._lines.connected(mine.link, theirs.link, theirs.line, theirs.agent, self.control) as liveness:
             link = Link(mine.link, liveness, self._lent[mine.link], self._asker(theirs, liveness))
         self._ends[mine.link] = link
         if link.asker is None:
             link.ask()
-        if self._relay is not None:
-            self._relay.open(mine.link)
+        self._open(link)
         return link
+
+    def _open(self, link: Link) -> None:
+        """Serve the peer through shared memory, once it has shown that the link is its own."""
+        if self._relay is not None and link.liveness.up:
+            self._relay.open(link.mine)
 
     def _asker(self, peer: Endpoint, liveness: Liveness) -> Asker | None:
         """Return what has copies made through shared memory, or ``None`` if they can be made directly.
@@ -183,7 +187,8 @@ class CmaTransport(Base[Endpoint, Link]):
 
     def _listen(self, readable: AbstractSet[Hashable]) -> None:
         """Take in what peers say of their memory, and answer those that ask for ours."""
-        self._lines.handle(readable)
+        for came in self._lines.handle(readable):
+            self._open(self._ends[came.mine])
         for source in readable:
             link = self._ends.get(source.mine) if isinstance(source, Liveness) else None
             if link is not None and link.broken is None:

@@ -100,7 +100,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
         lowerings: dict[int, Lowering] = {}
-        with self._liveness.connected(mine.link, theirs.link, theirs.socket, theirs.agent) as liveness:
+        with self._liveness.connected(mine.link, theirs.link, theirs.socket, theirs.agent, self.control) as liveness:
             own = liveness.process.pid == os.getpid()
             try:
                 for ordinal in self._gpus:

@@ -133,7 +133,7 @@ class ShmTransport(Base):
         self.lines.withdraw(mine.end)
 
     def make_link(self, number, mine, theirs):
-        return Link(self.lines.connect(mine.end, theirs.end, theirs.name, repr(theirs.agent)))
+        return Link(self.lines.connect(mine.end, theirs.end, theirs.name, repr(theirs.agent), self.control))
 
     def drop_link(self, number, link):
         self.fail(link, "the link was closed here")
