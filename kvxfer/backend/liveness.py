@@ -100,7 +100,9 @@ class LivenessLinks:
         self.name = self._door.name
         self._wakeup = wakeup
         self._offered: dict[bytes, Liveness | None] = {}
-        self._early: dict[bytes, tuple[bytes, bytes, socket.socket]] = {}  # by our link: what was there before we connected
+        self._early: dict[
+            bytes, tuple[bytes, bytes, socket.socket]
+        ] = {}  # by our link: what was there before we connected
 
     def offer(self, link: bytes) -> None:
         self._offered[link] = None
@@ -181,20 +183,16 @@ class LivenessLinks:
         end.down = end.down or f"the link to {end.peer} was closed on this side"
         self._detach(end)
 
-    def handle(self, readable: Iterable[object]) -> list[Liveness]:
-        """Handle the sockets that ``wakeup`` named: new connections, and messages or ends of others. Return the ends that came up."""
-        came: list[Liveness] = []
+    def handle(self, readable: Iterable[object]) -> None:
+        """Handle the sockets that ``wakeup`` named: new connections, and messages or ends of others."""
         for source in readable:
             stranger = self._door.answer(source)
             if stranger is not None:
-                end = self._hear(stranger)
-                if end is not None and end.up:
-                    came.append(end)
+                self._hear(stranger)
             elif isinstance(source, Liveness):
                 source.check()
                 if source.down is not None:
                     self._detach(source)
-        return came
 
     def close(self) -> None:
         for end in list(self._offered.values()):
@@ -204,7 +202,7 @@ class LivenessLinks:
             early.close()
         self._door.close()
 
-    def _hear(self, stranger: socket.socket) -> Liveness | None:
+    def _hear(self, stranger: socket.socket) -> None:
         try:
             said = stranger.recv(_GREETING + 1)
         except OSError:
@@ -212,13 +210,12 @@ class LivenessLinks:
         mine, theirs, control = said[:LINK_BYTES], said[LINK_BYTES : 2 * LINK_BYTES], said[2 * LINK_BYTES :]
         if len(said) != _GREETING or mine not in self._offered or mine in self._early:
             stranger.close()  # no link of ours; it sees the socket close
-            return None
+            return
         end = self._offered[mine]
         if end is None:
             self._early[mine] = theirs, control, stranger
         else:
             self._announced(end, theirs, control, stranger)
-        return end
 
     def _announced(self, end: Liveness, theirs: bytes, control: bytes, heard: socket.socket) -> None:
         if theirs != end.theirs or end.up or end.down is not None or not _comes_from(heard, end.process):

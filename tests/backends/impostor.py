@@ -92,7 +92,7 @@ def undivide(backend: str) -> None:
     options.split = lambda settings, gpus: Split(None, dict(settings))  # type: ignore[attr-defined]
 
 
-def victim(backend: str, listen: str, undivided: str = "") -> None:
+def victim(backend: str, listen: str, undivided: str = "", control: str = "") -> None:
     """Receive, or read, what the peer has; tell what has come. ``undivided``: as if UCX's transports were not divided."""
     if undivided:
         undivide(backend)
@@ -104,7 +104,7 @@ def victim(backend: str, listen: str, undivided: str = "") -> None:
     theirs = bytes.fromhex(hear()["endpoint"])
     error = None
     try:
-        peer = side.connect(mine, theirs)
+        peer = side.connect_for(mine, theirs, "", control.encode())
         verb = Verb.RECV if backend == "ucx" else Verb.READ
         lengths, zero = np.array([NBYTES]), np.array([0])
         side.submit(Batch(verb, peer, number, lengths, zero, 0, None if backend == "ucx" else zero))
@@ -112,7 +112,10 @@ def victim(backend: str, listen: str, undivided: str = "") -> None:
         while not done and time.monotonic() < until:
             done += side.poll()
             time.sleep(0.001)
-        error = str(done[0].error) if done and done[0].error else None if done else "nothing came"
+        lost = side.lost(peer)
+        error = (
+            lost.detail if lost else str(done[0].error) if done and done[0].error else None if done else "nothing came"
+        )
     except Exception as e:
         error = f"{type(e).__name__}: {e}"
     found = memory.tobytes()

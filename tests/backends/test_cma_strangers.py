@@ -1,21 +1,21 @@
-"""Strangers at the ring of shared memory that the cma back end answers requests from."""
+"""A peer that breaks the rules of the shared memory through which the cma back end copies."""
 
 import fcntl
 import mmap
 import os
-import socket
 import struct
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 
-from kvxfer.backend.door import MAX_STRANGERS
+from kvxfer.backend import LivenessLinks, Wakeup
+from kvxfer.backend.endpoint import new_token
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
 from tests.conftest import require
-from tests.descriptors import open_files, sockets
+from tests.descriptors import open_files
 
 require("cma")
 
@@ -39,45 +39,58 @@ def shared() -> Iterator[World]:
 
 
 class Stranger:
-    """Speaks to a transport's socket, knowing or not knowing a link; everything else is up to the test."""
+    """The peer of a link; what it says over the link's socket is up to the test."""
 
-    def __init__(self, victim: LocalParticipant, link: bytes, sealed: bool = True, size: int | None = None) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(5)
-        self.socket.connect(f"\0{Endpoint.decode(victim.endpoint()).socket}")
-        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    def __init__(self, world: World, victim: LocalParticipant, sealed: bool = True, size: int | None = None) -> None:
+        self.world, self.wakeup = world, Wakeup()
+        self.lines = LivenessLinks("cma", self.wakeup)
+        mine, theirs = Endpoint("a stranger", new_token(), self.lines.name, True), victim.endpoint()
+        self.lines.offer(mine.link)
+        self.victim, self.link = victim, victim.connect(theirs, mine.encode())
+        there = Endpoint.decode(theirs)
+        self.line = self.lines.connect(mine.link, there.link, there.line, there.agent)
         whole = ring.SLOTS * ring.SLOT_BYTES
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, whole if size is None else size)
         self.memory = mmap.mmap(fd, whole if size is None else size)
         if sealed:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        socket.send_fds(self.socket, [link], [fd])
+        self.line.tell(ring.LEND, fd)
         os.close(fd)
 
-    def ask(self, world: World, runs: list[tuple[int, int]], request: tuple[int, int, int, int]) -> bytes:
+    def say(self, message: bytes) -> bytes:
         """What comes back; nothing when the other side hangs up."""
+        try:
+            self.line.tell(message)
+        except OSError:
+            return b""
+        self.world.run(0.05)
+        for _ in range(3):  # the victim's connection, its greeting, its answer
+            self.lines.handle(self.wakeup.clear())
+        while self.line.heard:
+            said, descriptors = self.line.heard.popleft()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if said.startswith(ring.ANSWERED):
+                return said[1:]
+        return b""
+
+    def ask(self, runs: list[tuple[int, int]], request: tuple[int, int, int, int]) -> bytes:
         table = b"".join(struct.pack("<qq", *run) for run in runs)
         self.memory[:8] = struct.pack("<q", 1)
         self.memory[ring.HEAD_BYTES : ring.HEAD_BYTES + len(table)] = table
-        try:
-            self.socket.send(ring.REQUEST.pack(*request, 1))
-        except BrokenPipeError:
-            return b""
-        world.run(0.05)
-        try:
-            return self.socket.recv(64)
-        except ConnectionResetError:
-            return b""
+        return self.say(ring.ASK + ring.REQUEST.pack(*request, 1))
+
+    def close(self) -> None:
+        self.lines.close()
+        self.wakeup.close()
 
 
 @pytest.fixture
-def victim(shared: World) -> tuple[LocalParticipant, bytes]:
-    """A participant, and a link that it has offered and opened."""
-    a, b = shared.local(), shared.local()
-    a.allocate([N], 1)
-    mine, theirs = a.endpoint(), b.endpoint()
-    a.connect(mine, theirs)
-    return a, Endpoint.decode(mine).link
+def victim(shared: World) -> LocalParticipant:
+    participant = shared.local()
+    participant.allocate([N], 1)
+    return participant
 
 
 @pytest.mark.parametrize(
@@ -94,99 +107,70 @@ def victim(shared: World) -> tuple[LocalParticipant, bytes]:
     ],
 )
 def test_requests_outside_are_refused(
-    shared: World, victim: tuple[LocalParticipant, bytes], runs: list[tuple[int, int]], asked: tuple[int, int, int, int]
+    shared: World, victim: LocalParticipant, runs: list[tuple[int, int]], asked: tuple[int, int, int, int]
 ) -> None:
     """Too long, before the beginning, of negative length, far off, of unknown memory, more than a slot holds, for a
     slot that is not there, too many."""
-    participant, link = victim
-    before = participant.content(0)
-    answer = Stranger(participant, link).ask(shared, runs, asked)
+    before, stranger = victim.content(0), Stranger(shared, victim)
+    answer = stranger.ask(runs, asked)
     assert answer == b"" or struct.unpack("<II", answer)[1] != 0
-    assert_equal(participant.content(0), before, "the victim's memory")
+    assert_equal(victim.content(0), before, "the victim's memory")
+    stranger.close()
 
 
-def test_requests_inside_are_answered(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
+def test_requests_inside_are_answered(shared: World, victim: LocalParticipant) -> None:
     """What the tests around break: so that they fail for the reason they name."""
-    participant, link = victim
-    stranger = Stranger(participant, link)
-    assert struct.unpack("<II", stranger.ask(shared, [(16, 8)], (0, 0, 0, 1))) == (0, 0)
-    assert participant.content(0)[16:24].tobytes() in bytes(stranger.memory)
+    stranger = Stranger(shared, victim)
+    assert struct.unpack("<II", stranger.ask([(16, 8)], (0, 0, 0, 1))) == (0, 0)
+    assert victim.content(0)[16:24].tobytes() in bytes(stranger.memory)
+    stranger.close()
 
 
-def test_a_link_whose_socket_alone_has_died_is_lost(shared: World) -> None:
-    """Both processes live, so that nothing else would tell: the link would fail all batches and never be made anew."""
-    a, b = shared.local(), shared.local()
-    shared.allocate(a, b)
-    mine, theirs = a.endpoint(), b.endpoint()
-    a.connect(mine, theirs)
-    peer = b.connect(theirs, mine)
-    shared.run(0.05)
-    assert b.transport.lost(peer) is None
-    taken = Stranger(a, Endpoint.decode(mine).link)  # takes the place of b
-    shared.run(0.05)
-    assert b.transport.lost(peer) is not None
-    taken.socket.close()
-
-
-def test_a_request_that_was_given_up_is_not_served(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
+def test_a_request_that_was_given_up_is_not_served(shared: World, victim: LocalParticipant) -> None:
     """Whoever stood still meanwhile must not write into memory that is another request's by now."""
-    participant, link = victim
-    before = participant.content(0)
-    stranger = Stranger(participant, link)
+    before, stranger = victim.content(0), Stranger(shared, victim)
     table = struct.pack("<qq", 16, 8)
     stranger.memory[ring.HEAD_BYTES : ring.HEAD_BYTES + len(table)] = table
-    stranger.socket.send(ring.REQUEST.pack(0, 1, 0, 1, 5))
-    shared.run(0.05)
-    assert struct.unpack("<II", stranger.socket.recv(64)) == (0, ring.GIVEN_UP)
-    assert_equal(participant.content(0), before, "the victim's memory")
+    answer = stranger.say(ring.ASK + ring.REQUEST.pack(0, 1, 0, 1, 5))
+    assert struct.unpack("<II", answer) == (0, ring.GIVEN_UP)
+    assert_equal(victim.content(0), before, "the victim's memory")
+    stranger.close()
 
 
 @pytest.mark.parametrize("number", [0, -1, -(1 << 63), (1 << 63) - 1])
-def test_any_number_of_a_request_is_borne(shared: World, victim: tuple[LocalParticipant, bytes], number: int) -> None:
+def test_any_number_of_a_request_is_borne(shared: World, victim: LocalParticipant, number: int) -> None:
     """Whatever eight bytes a peer sends as a number cost it an answer, and its victim nothing."""
-    participant, link = victim
-    stranger = Stranger(participant, link)
-    stranger.socket.send(struct.pack("<IIII", 0, 0, 0, 1) + struct.pack("<q", number))
-    shared.run(0.05)
-    slot, status = struct.unpack("<II", stranger.socket.recv(64))
+    stranger = Stranger(shared, victim)
+    slot, status = struct.unpack("<II", stranger.say(ring.ASK + struct.pack("<IIIIq", 0, 0, 0, 1, number)))
     assert slot == 0 and (status == ring.GIVEN_UP or number == 0)
-    stranger.memory[:8] = struct.pack("<q", 1)
-    assert struct.unpack("<II", Stranger(participant, link).ask(shared, [(16, 8)], (0, 0, 0, 1))) == (0, 0)
+    assert struct.unpack("<II", stranger.ask([(16, 8)], (0, 0, 0, 1))) == (0, 0)
+    stranger.close()
 
 
-def test_strangers_are_hung_up_on(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
-    participant, link = victim
-    for stranger in (
-        Stranger(participant, b"x" * 16),
-        Stranger(participant, b""),
-        Stranger(participant, link, sealed=False),
-        Stranger(participant, link, size=4096),
-    ):
-        assert stranger.ask(shared, [(0, 8)], (0, 0, 0, 1)) == b""
+@pytest.mark.parametrize("wrong", [{"sealed": False}, {"size": 4096}, {}], ids=str)
+def test_a_peer_that_breaks_the_rules_is_hung_up_on(
+    shared: World, victim: LocalParticipant, wrong: dict[str, Any]
+) -> None:
+    """Other shared memory than agreed, and slots sent twice. Nothing of it is kept."""
+    before, stranger = open_files().count("/memfd:test (deleted)"), Stranger(shared, victim, **wrong)
+    if not wrong:
+        with open("/proc/self/exe", "rb") as file:
+            stranger.line.tell(ring.LEND, file.fileno())
+    shared.run(0.05)
+    assert stranger.ask([(0, 8)], (0, 0, 0, 1)) == b""
+    assert victim.transport.lost(stranger.link) is not None
+    victim.disconnect(stranger.link)
+    stranger.memory.close()
+    shared.run(0.05)
+    assert open_files().count("/memfd:test (deleted)") == before
+    stranger.close()
 
 
-def test_strangers_take_a_bounded_number_of_descriptors(shared: World, victim: tuple[LocalParticipant, bytes]) -> None:
-    """Those who say nothing, and those who name the same link again and again."""
-    participant, link = victim
-    name = Endpoint.decode(participant.endpoint()).socket
-    before = open_files().count("/memfd:test (deleted)")
-    silent = []
-    for _ in range(MAX_STRANGERS + 50):
-        silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        silent[-1].connect(f"\0{name}")
-        shared.turn(0)
-    named = [Stranger(participant, link) for _ in range(20)]
-    assert struct.unpack("<II", named[-1].ask(shared, [(16, 8)], (0, 0, 0, 1))) == (
-        0,
-        0,
-    )  # the last: all have been heard
-    taken, maps = (
-        sum(s.getsockname() == b"\0" + name.encode() for s in sockets()),
-        open_files().count("/memfd:test (deleted)"),
-    )
-    assert MAX_STRANGERS // 2 < taken <= 1 + 1 + MAX_STRANGERS, (
-        "its door, who named the link last, and who says nothing"
-    )
-    assert maps - before == len(named) + 1, "of what the victim has mapped, only the last is left"
-    for stranger in silent:
-        stranger.close()
+def test_a_peer_of_another_control_connection_is_served_nothing(shared: World) -> None:
+    """Its endpoint was passed on by the one that this side has its connection with."""
+    a, b = shared.local(), shared.local()
+    shared.allocate(a, b)
+    mine, theirs = a.endpoint(), b.endpoint()
+    links = a.transport.connect_for(mine, theirs, "", b"one"), b.transport.connect_for(theirs, mine, "", b"two")
+    shared.run(0.1)
+    assert a.transport.lost(links[0]) is not None and b.transport.lost(links[1]) is not None

@@ -59,24 +59,30 @@ def test_the_claim_is_believed_by_ucx_itself(apart: list[Host]) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("where", ["here", "in another pid namespace"])
+@pytest.mark.parametrize("where", ["here", "in another pid namespace", "at another control connection"])
 @pytest.mark.parametrize("listen", ["an address", "loopback"])
 @pytest.mark.parametrize("backend", ["ucx", "nixl"])
 def test_an_honest_peer_of_this_host(apart: list[Host], backend: str, listen: str, where: str) -> None:
-    """One in a container of its own, as of a pod, is reached by the network only, and on loopback by nothing, which is said."""
+    """One in a container of its own, as of a pod, is reached by the network only, and on loopback by nothing, which is said.
+
+    One whose endpoint another has passed on is reached by nothing at all.
+    """
     require(backend)
     host = apart[0]
     address = host.address if listen == "an address" else "127.0.0.1"
-    within = [] if where == "here" else ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    within = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if "namespace" in where else []
+    control = ["", "another"] if "control" in where else []
     with (
-        impostor(host, "victim", backend, address) as reader,
+        impostor(host, "victim", backend, address, *control) as reader,
         impostor(host, "honest", backend, address, within=within) as peer,
     ):
         mine = reader.hear()
         reader.tell(endpoint=peer.hear()["endpoint"])
         peer.tell(endpoint=mine["endpoint"])
         got = reader.hear()
-        if listen == "loopback" and where != "here":
+        if control:
+            assert not got["own"] and ("control connection" in got["error"] or "is gone" in got["error"]), got
+        elif listen == "loopback" and where != "here":
             assert (
                 not got["own"] and "namespace" in got["error"] and "'listen' is a loopback address" in got["error"]
             ), got

@@ -14,12 +14,12 @@ __all__ = ["Endpoint"]
 class Endpoint(EndpointBase, frozen=True):
     """``link``: this end of a link. ``line``: the Unix socket on which this side awaits the other end.
 
-    ``socket``: the one for copies through shared memory, or ``None`` if this side makes none.
+    ``shares``: whether this side copies through shared memory if it is asked to.
     """
 
     backend = "cma"
-    format = 4
+    format = 5
 
     link: Token
     line: DoorName
-    socket: DoorName | None
+    shares: bool

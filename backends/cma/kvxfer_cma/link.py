@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvxfer.backend import Liveness, Memories
 from kvxfer.errors import PeerError, TransportError
 from kvxfer_cma import exported, vm
-from kvxfer_cma.ring import Asker
+from kvxfer_cma.ring import ANSWERED, ASK, LEND, Asker, Server
 
 __all__ = ["Lent", "Link"]
 
@@ -29,7 +29,8 @@ _SHOW, _PLACES = b"K", b"P"
 class Lent:
     """What the peer of one link may reach, and in each of these memories the key for it, which is zeros once that is over."""
 
-    numbers: frozenset[int]  # the memories; ``None`` in ``keys`` until the peer asks
+    numbers: frozenset[int]  # the memories
+    writable: bool
     keys: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     def show(self, key: bytes, memories: Memories) -> list[exported.Exported]:
@@ -40,6 +41,9 @@ class Lent:
             exported.Exported(n, shown.ctypes.data, tuple((r.address, r.nbytes) for r in memories.regions(n)))
             for n, shown in self.keys.items()
         ]
+
+    def lends(self, memory: int, write: bool) -> bool:
+        return memory in self.numbers and (self.writable or not write)
 
     def take_back(self, memory: int) -> None:
         """Lend a memory no more."""
@@ -61,6 +65,8 @@ class Link:
     liveness: Liveness  # the peer's process, and what it says
     lent: Lent  # what it may reach here
     asker: Asker | None  # has copies made through shared memory; ``None`` if the kernel copies
+    shares: bool  # whether copies are made so for the peer
+    server: Server | None = None  # makes them, once the peer has sent its slots
     remote: Memories | None = None  # the peer's memories, at their addresses there, once it has told them
     processes: Mapping[int, vm.Process] = field(default_factory=dict)  # a way into each of them
     _key: bytes = field(default_factory=lambda: os.urandom(vm.KEY_BYTES))
@@ -72,9 +78,7 @@ class Link:
     @property
     def broken(self) -> PeerError | None:
         """Why no batch can move any more."""
-        if self.liveness.down is not None:
-            return PeerError(self.liveness.down)
-        return None if self.asker is None else self.asker.broken
+        return None if self.liveness.down is None else PeerError(self.liveness.down)
 
     def ask(self) -> None:
         """Ask the peer where its memories are."""
@@ -94,6 +98,13 @@ class Link:
             try:
                 if message[:1] == _SHOW and len(message) == 1 + vm.KEY_BYTES and not descriptors:
                     self._answer(message[1:], memories)
+                elif message == LEND and len(descriptors) == 1 and self.shares and self.server is None:
+                    self.server = Server(descriptors[0], memories, self.lent.lends)
+                elif message[:1] == ASK and self.server is not None:
+                    with suppress(OSError):  # it is gone, as its socket will say
+                        self.liveness.tell(ANSWERED + self.server.answer(message[1:]))
+                elif message[:1] == ANSWERED and self.asker is not None:
+                    self.asker.answered(message[1:])
                 elif message == _PLACES and len(descriptors) == 1 and self.asker is None and self.remote is None:
                     self._take(exported.read_back(descriptors[0]))
                 else:

@@ -1,10 +1,9 @@
 """Copies through shared memory, for two processes that may not touch each other's memory.
 
-The side that has batches (the *asker*) owns a few slots of anonymous shared memory, connects to the Unix socket of
-the other side (the *server*) and hands the memory over with its first message. Each further message names one slot:
-to read, the server gathers the runs listed in the slot into it and answers, and the asker scatters them; to write,
-the asker gathers first and the server scatters. Slots keep both sides busy at once and bound the memory; when either
-process ends, the other sees the socket close.
+The side that has batches (the *asker*) owns a few slots of anonymous shared memory, and hands them to the other side (the *server*)
+over the socket of the link (``Liveness``). Each further message names one slot: to read, the server gathers the runs listed in the slot
+into it and answers, and the asker scatters them; to write, the asker gathers first and the server scatters. Slots keep both sides busy
+at once and bound the memory; when either process ends, the other sees the socket close.
 
 A request that was aborted must not be served later, when the server's memory may belong to another request: two words of each slot
 see to that. The asker writes the request's number into the one, and 0 when it gives the request up; the server writes the
@@ -16,16 +15,15 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import numpy as np
 
-from kvxfer.backend.door import knock
-from kvxfer.backend.endpoint import TOKEN_BYTES
+from kvxfer.backend.liveness import Liveness
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.runs import split_long
 from kvxfer.errors import PeerError, TransportError
@@ -33,7 +31,10 @@ from kvxfer.geometry.plan import Ints
 from kvxfer_cma.copy import CopyStep
 from kvxfer_cma.vm import IOV_MAX, Pieces, copy_own
 
-__all__ = ["Asker", "Relayed", "Server"]
+__all__ = ["ANSWERED", "ASK", "LEND", "Asker", "Relayed", "Server"]
+
+LEND, ASK, ANSWERED = b"S", b"R", b"A"
+"""How messages begin: with the slots, of the asker, of the server."""
 
 SLOTS = 8
 HEAD_BYTES = 64
@@ -100,53 +101,38 @@ class Slots:
 
 
 class Asker:
-    """This side's end of the slots. ``Relayed`` batches share it.
+    """This side's end of the slots. ``Relayed`` batches share it."""
 
-    Raises:
-        TransportError: The peer's slots cannot be opened.
-    """
-
-    def __init__(self, name: str, link: bytes, peer: str) -> None:
-        self.peer = peer
+    def __init__(self, liveness: Liveness) -> None:
+        """Hand the slots to the peer."""
+        self.peer = liveness.peer
         self.free = list(range(SLOTS))
+        self._liveness = liveness
         self._lent: dict[int, Relayed] = {}
-        self._broken = False
         self._requests = 0
         fd = os.memfd_create("kvxfer-cma", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, SLOTS * SLOT_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # the server relies on its size
             self.slots = Slots(fd)
-            self._socket = knock(name, peer)
-            try:
-                socket.send_fds(self._socket, [link], [fd])
-            except OSError as e:
-                self._socket.close()
-                raise TransportError(f"cannot reach {peer} for copies through shared memory ({e}): it has ended") from e
+            with suppress(OSError):  # it is gone, as its socket will say
+                liveness.tell(LEND, fd)
         finally:
             os.close(fd)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    @property
-    def broken(self) -> PeerError | None:
-        """Why nobody answers any more."""
-        return PeerError(f"{self.peer} is gone, or has closed this link; connect again") if self._broken else None
-
-    def check(self) -> None:
-        if (error := self.broken) is not None:
-            raise error
-
     def ask(self, slot: int, copy: Relayed, write: bool, memory: int, runs: int) -> None:
+        """Ask for a copy.
+
+        Raises:
+            PeerError: The peer is gone.
+        """
         self._lent[slot] = copy
         self._requests += 1
         self.slots.wanted(slot)[0] = self._requests
         try:
-            self._socket.send(REQUEST.pack(slot, write, memory, runs, self._requests))
-        except OSError:
-            self._broken = True
-        self.check()
+            self._liveness.tell(ASK + REQUEST.pack(slot, write, memory, runs, self._requests))
+        except OSError as e:
+            raise PeerError(f"{self.peer} does not take requests for copies: {e}") from e
 
     def give_up(self, slots: Iterable[int]) -> None:
         """Have the server touch nothing for the requests in these slots any more."""
@@ -159,25 +145,18 @@ class Asker:
         while any(self.slots.copying(slot)[0] for slot in left) and time.monotonic() < until:
             time.sleep(0.0001)
 
-    def receive(self) -> bool:
-        """Hand all answers that have come to their batches, and take the slots back. False when the server is gone."""
-        while True:
-            try:
-                message = self._socket.recv(ANSWER.size)
-            except BlockingIOError:
-                return True
-            except ConnectionError:
-                return False
-            slot, status = ANSWER.unpack(message) if len(message) == ANSWER.size else (-1, 0)
-            copy = self._lent.pop(slot, None)
-            if copy is None:
-                return False  # closed, or not what was agreed
-            copy.answered(slot, status)
-            self.free.append(slot)
+    def answered(self, answer: bytes) -> None:
+        """Hand an answer to its batch, and take the slot back.
 
-    def close(self) -> None:
-        self._broken = True
-        self._socket.close()
+        Raises:
+            PeerError: It makes no sense.
+        """
+        slot, status = ANSWER.unpack(answer) if len(answer) == ANSWER.size else (-1, 0)
+        copy = self._lent.pop(slot, None)
+        if copy is None:
+            raise PeerError("it answered what nobody has asked")
+        copy.answered(slot, status)
+        self.free.append(slot)
 
 
 class Relayed:
@@ -197,7 +176,6 @@ class Relayed:
     def step(self) -> CopyStep:
         if self._error is not None:
             raise self._error
-        self._asker.check()
         free = self._asker.free
         if self._at < self._end and free:
             slot, lo, hi = free[-1], self._at, min(self._at + self._runs_a_slot, self._end)
@@ -235,71 +213,45 @@ class Relayed:
 
 
 class Server:
-    """The other end: answers what one asker asks for, within the registered memory."""
+    """The other end: copies what the asker asks for, within the memory that is lent to it."""
 
-    def __init__(self, accepted: socket.socket, memories: Memories) -> None:
-        self._socket, self._memories = accepted, memories
-        self._slots: Slots | None = None
-        self._lent, self._writable = frozenset[int](), False
-
-    def lend(self, memories: frozenset[int], writable: bool) -> None:
-        """Let the asker read these memories, or read and write; before this is called it may do neither."""
-        self._lent, self._writable = memories, writable
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def open(self) -> bytes:
-        """Take the first message, which brings the shared memory; returns the link that it names.
+    def __init__(self, fd: int, memories: Memories, lends: Callable[[int, bool], bool]) -> None:
+        """Take the slots. ``lends``: whether the asker may read a memory, or write to it.
 
         Raises:
-            OSError: The asker is gone or broke the protocol, as does ``serve``.
+            PeerError: They are not what they should be.
         """
-        link, fds, _, _ = socket.recv_fds(self._socket, TOKEN_BYTES, 1)
+        self._memories, self._lends = memories, lends
         try:
-            if len(fds) != 1:
-                raise OSError("no shared memory came")
-            sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not sealed or os.fstat(fds[0]).st_size != SLOTS * SLOT_BYTES:
-                raise OSError("not the shared memory that was expected")
-            self._slots = Slots(fds[0])
-        finally:
-            for fd in fds:
-                os.close(fd)
-        return link
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fd).st_size != SLOTS * SLOT_BYTES:
+                raise PeerError("it sent another shared memory than expected")
+            self._slots = Slots(fd)
+        except (OSError, ValueError) as e:
+            raise PeerError(f"its shared memory cannot be used ({e})") from e
 
-    def serve(self, most: int) -> None:
-        """Answer up to ``most`` requests, without waiting for any.
+    def answer(self, request: bytes) -> bytes:
+        """Make a copy, and return the answer.
 
         Raises:
-            OSError: The asker has closed, or does not keep to the protocol.
+            PeerError: The request makes no sense.
         """
-        if self._slots is None:
-            raise OSError("a request before the shared memory")
-        for _ in range(most):
-            try:
-                message = self._socket.recv(REQUEST.size)
-            except BlockingIOError:
-                return
-            if len(message) != REQUEST.size:
-                raise OSError("the asker has closed")
-            slot, write, memory, runs, number = REQUEST.unpack(message)
-            if slot >= SLOTS or runs > IOV_MAX:
-                raise OSError("a request outside the shared memory")
-            self._slots.copying(slot)[0] = number
-            self._slots.settle()
-            if self._slots.wanted(slot)[0] == number:
-                status = self._copy(self._slots, slot, bool(write), memory, runs)
-            else:
-                status = GIVEN_UP
-            self._slots.copying(slot)[0] = 0
-            self._socket.send(ANSWER.pack(slot, status))
-
-    def close(self) -> None:
-        self._socket.close()
+        if len(request) != REQUEST.size:
+            raise PeerError("it sent a request that makes no sense")
+        slot, write, memory, runs, number = REQUEST.unpack(request)
+        if slot >= SLOTS or runs > IOV_MAX:
+            raise PeerError("it sent a request outside the shared memory")
+        self._slots.copying(slot)[0] = number
+        self._slots.settle()
+        if self._slots.wanted(slot)[0] == number:
+            status = self._copy(self._slots, slot, bool(write), memory, runs)
+        else:
+            status = GIVEN_UP
+        self._slots.copying(slot)[0] = 0
+        return ANSWER.pack(slot, status)
 
     def _copy(self, slots: Slots, slot: int, write: bool, memory: int, runs: int) -> int:
-        if memory not in self._memories or memory not in self._lent or (write and not self._writable):
+        if memory not in self._memories or not self._lends(memory, write):
             return UNKNOWN_MEMORY
         # Taken out first: the asker could change the table after it was checked.
         offsets, lengths = slots.table(slot, runs).T.copy()

@@ -17,7 +17,6 @@ from kvxfer_cma.copy import Copy, CopyStep, DirectCopy
 from kvxfer_cma.endpoint import Endpoint
 from kvxfer_cma.link import Lent, Link
 from kvxfer_cma.options import Options
-from kvxfer_cma.relay import Relay
 from kvxfer_cma.ring import Asker, Relayed
 
 __all__ = ["CmaTransport"]
@@ -71,7 +70,7 @@ class CmaTransport(Base[Endpoint, Link]):
         self._ends: dict[bytes, Link] = {}
         self._jobs: dict[int, _Job] = {}
         self._pool = CopyPool(self._options.threads, "kvxfer-cma")
-        self._relay = None if self._options.mode == "vm" else Relay(self.wakeup, self.memories)
+        self._shares = self._options.mode != "vm"
 
     @classmethod
     def probe(cls) -> Probe:
@@ -87,10 +86,8 @@ class CmaTransport(Base[Endpoint, Link]):
     def make_endpoint(self, memories: Collection[int], writable: bool) -> Endpoint:
         link = new_token()
         self._lines.offer(link)
-        self._lent[link] = Lent(frozenset(memories))
-        if self._relay is not None:
-            self._relay.offer(link, memories, writable)
-        return Endpoint(self.agent, link, self._lines.name, None if self._relay is None else self._relay.name)
+        self._lent[link] = Lent(frozenset(memories), writable)
+        return Endpoint(self.agent, link, self._lines.name, self._shares)
 
     def drop_endpoint(self, mine: Endpoint) -> None:
         """Nobody gets in by this end of a link any more."""
@@ -99,17 +96,12 @@ class CmaTransport(Base[Endpoint, Link]):
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
         with self._lines.connected(mine.link, theirs.link, theirs.line, theirs.agent, self.control) as liveness:
-            link = Link(mine.link, liveness, self._lent[mine.link], self._asker(theirs, liveness))
+            asker = self._asker(theirs, liveness)
+            link = Link(mine.link, liveness, self._lent[mine.link], asker, self._shares)
         self._ends[mine.link] = link
         if link.asker is None:
             link.ask()
-        self._open(link)
         return link
-
-    def _open(self, link: Link) -> None:
-        """Serve the peer through shared memory, once it has shown that the link is its own."""
-        if self._relay is not None and link.liveness.up:
-            self._relay.open(link.mine)
 
     def _asker(self, peer: Endpoint, liveness: Liveness) -> Asker | None:
         """Return what has copies made through shared memory, or ``None`` if they can be made directly.
@@ -117,13 +109,18 @@ class CmaTransport(Base[Endpoint, Link]):
         Raises:
             TransportError: They cannot, and the options of either side allow no others.
         """
-        if self._relay is None or self._options.mode == "auto":
+        if not self._shares or self._options.mode == "auto":
             refused = vm.refusal(liveness.process, peer.agent)
             if refused is None:
                 return None
-            if self._relay is None:
+            if not self._shares:
                 raise TransportError(refused)
-        return self._relay.dial(peer)
+        if not peer.shares:
+            raise TransportError(
+                f"{peer.agent} runs with `mode: vm`, and this side cannot, or is set not to, copy from its "
+                "memory directly; set `mode: auto` there"
+            )
+        return Asker(liveness)
 
     def drop_link(self, number: int, link: Link) -> None:
         self._hang_up(link)
@@ -135,13 +132,9 @@ class CmaTransport(Base[Endpoint, Link]):
     def _hang_up(self, link: Link, why: str | None = None) -> None:
         link.liveness.down = link.liveness.down or why
         self._lines.hang_up(link.liveness)
-        if self._relay is not None and link.asker is not None:
-            self._relay.hang_up(link.asker)
 
     def _retract(self, link: bytes) -> None:
         self._lent.pop(link).wipe()
-        if self._relay is not None:
-            self._relay.withdraw(link)
 
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         assert batch.remote_offsets is not None  # it is one-sided
@@ -176,33 +169,32 @@ class CmaTransport(Base[Endpoint, Link]):
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         until = time.monotonic() + BUDGET_S
         while True:
-            served = self._relay is not None and self._relay.handle(readable)
-            self._listen(readable)
-            more = self._steps(until) or served
+            heard = self._listen(readable)
+            more = self._steps(until) or heard
             if not more or time.monotonic() >= until:
                 break
             readable = self.wakeup.clear()
         if more:
             self.wakeup.set()
 
-    def _listen(self, readable: AbstractSet[Hashable]) -> None:
-        """Take in what peers say of their memory, and answer those that ask for ours."""
-        for came in self._lines.handle(readable):
-            self._open(self._ends[came.mine])
+    def _listen(self, readable: AbstractSet[Hashable]) -> bool:
+        """Take in what peers say, and answer those that ask for our memory; return whether any has said something."""
+        self._lines.handle(readable)
+        heard = False
         for source in readable:
             link = self._ends.get(source.mine) if isinstance(source, Liveness) else None
             if link is not None and link.broken is None:
+                heard |= bool(link.liveness.heard)
                 try:
                     link.hear(self.memories)
                 except (PeerError, OSError) as e:
                     self._hang_up(link, f"{link.peer} cannot be talked to: {e}")
+        return heard
 
     def shut_down(self) -> None:
         for lent in self._lent.values():
             lent.wipe()
         self._lines.close()
-        if self._relay is not None:
-            self._relay.close()
         self._pool.close()
         self._jobs.clear()
 

@@ -174,7 +174,9 @@ class NixlTransport(Base[Endpoint, Link]):
             raise TransportError(
                 f"the endpoint of peer {theirs.agent!r} is in use; it must call endpoint() for every link"
             )
-        with self._liveness.connected_if_here(mine.end, theirs.end, theirs.line, repr(theirs.agent), self.control) as liveness:
+        with self._liveness.connected_if_here(
+            mine.end, theirs.end, theirs.line, repr(theirs.agent), self.control
+        ) as liveness:
             link = self._make_link(number, mine, theirs, liveness)
         self._ends[link.end] = link
         del self._shown[link.end]

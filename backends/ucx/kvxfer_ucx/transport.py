@@ -163,7 +163,9 @@ class UcxTransport(Base[Endpoint, Link]):
             connection.destroy()  # it never was connected to anybody
 
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
-        with self._liveness.connected_if_here(mine.end, theirs.end, theirs.line, repr(theirs.agent), self.control) as liveness:
+        with self._liveness.connected_if_here(
+            mine.end, theirs.end, theirs.line, repr(theirs.agent), self.control
+        ) as liveness:
             ways = self._ways(mine, theirs, liveness)
             link = Link(ways, mine, theirs, time.monotonic(), self._options.connect_timeout_s)
         del self._connections[mine.tag]
