@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -49,6 +50,7 @@ class Trace:
             except OSError as e:
                 raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e
         self._path, self._engine, self._stories = path, engine, stories
+        self._torn = False  # the last line of the file is not whole
         self._repeats = Repeats(LOG_EVERY_S)
 
     def write(self, load: Load, failure: Failure | None, stages: Stages | None) -> None:
@@ -93,9 +95,16 @@ class Trace:
             "at": round(time.time() - (now - load.came_at), 6),
             "us": {stage: round(1e6 * (t - load.came_at)) for stage, t in times.items() if t},
         }
+        line = b"\n" * self._torn + json.dumps(record).encode() + b"\n"
         try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            with open(path, "ab", buffering=0) as file:
+                written = file.write(line)
+                self._torn = 0 < written < len(line) or (self._torn and not written)
+                if written < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
-            log.warning("trace: no more lines are written to %s: %s", path, e)
-            self._path = None
+            if (held := self._repeats.logged(path)) is not None:
+                more = f" ({held} more lines were lost)" if held else ""
+                log.warning(
+                    "trace: no more lines are written to %s: %s; later ones are tried again%s", path, e.strerror, more
+                )

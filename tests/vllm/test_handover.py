@@ -328,7 +328,7 @@ def test_a_prefetch_that_is_refused_frees_the_producer_s_blocks(make: Make, boar
         p.step()
 
 
-def test_a_trace_that_can_no_longer_be_written_is_no_matter(
+def test_a_trace_that_cannot_be_written_for_a_while_is_no_matter_and_goes_on(
     make: Make, board: Switchboard, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "folder" / "trace"
@@ -339,6 +339,10 @@ def test_a_trace_that_can_no_longer_be_written_is_no_matter(
     for i in range(2):
         right(d, p, d.add(prompt(N, i), offered(p, i)), prompt(N, i))
     assert len([r for r in caplog.records if "no more lines are written" in r.message]) == 1
+    path.parent.mkdir()
+    right(d, p, d.add(prompt(N, 2), offered(p, 2)), prompt(N, 2))
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["failure"] is None
 
 
 def _then(result: Any, call: Any) -> Any:

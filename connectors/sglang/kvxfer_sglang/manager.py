@@ -61,6 +61,9 @@ class TransferManager(CommonKVManager):
         check_setup(args, decodes)
         check_adapters(server_args)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if self.system_dp_size > 1:
+            # SGLang's senders tell decode this one, which is 0 on every rank of plain data parallelism.
+            self.attn_dp_rank = self.system_dp_rank
         config = settings(self.local_ip, self.waiting_timeout if decodes else self.bootstrap_timeout)
         model = process_model_config()
         heads = heads_of(self.attn_tp_rank, self.attn_tp_size, model.get_total_num_kv_heads())
@@ -85,7 +88,7 @@ class TransferManager(CommonKVManager):
             )
         if args.num_draft_entries:
             facts["draft"] = str(server_args.speculative_draft_model_path)[-MAX_TEXT:]
-        name = f"sglang-{disaggregation_mode.value}-dp{self.system_dp_rank or self.attn_dp_rank}"
+        name = f"sglang-{disaggregation_mode.value}-dp{self.attn_dp_rank}"
         with ExitStack() as opened:
             self._ranks = [EngineRank(cache, config, name, facts, self._gather, side.heard)]
             opened.callback(self._ranks[0].close)
