@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
@@ -40,7 +42,7 @@ from kvxfer.identity import Generation, Handle, Source, TransferId, new_epoch
 from kvxfer.logs import logger
 from kvxfer.memory import with_elastic
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.values import Event, Hashed, Stats
+from kvxfer.protocol.values import Event, Stats
 from kvxfer.security import Security
 from kvxfer.transport import Capabilities, Fence, Transport
 from kvxfer.transport.auto import candidates, options_for
@@ -51,6 +53,41 @@ __all__ = ["Agent"]
 log = logger("kvxfer.agent")
 
 START_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Starting:
+    """What the data threads are started with. It outlives an agent that is dropped, and must not hold on to it."""
+
+    name: str
+    cache: Cache
+    config: Config
+    backends: Mapping[str, type[Transport]]
+    security: Security
+    post: Callable[[Result], None]
+
+    def policy(self, name: str, caps: Capabilities, staging: Staging) -> LinkPolicy:
+        """Return how a back end that has started is used."""
+        if self.cache.elastic:
+            how = "straight" if all(map(caps.moves, self.cache.regions)) else "staged"
+            log.info("the cache of %s is elastic: back end %s moves it %s", self.name, name, how)
+        return LinkPolicy.of(name, caps, staging, self.cache.told(), self.config.integrity)
+
+    def data_thread(self, name: str) -> DataThread:
+        return DataThread(
+            name,
+            partial(self._transport, name),
+            self.cache.regions,
+            stager(self.cache, self.config.staging_bytes),
+            self.post,
+            Limits(grace=self.config.abort_timeout, quarantine=sum(r.nbytes for r in self.cache.regions) // 4),
+            self.security,
+        )
+
+    def _transport(self, name: str) -> Transport:
+        """Make a back end; called on its data thread, because that may take seconds."""
+        backend = self.backends[name]
+        return backend(self.name, options_for(backend, self.config))
 
 
 class Agent:
@@ -89,17 +126,18 @@ class Agent:
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         self._owner, self.followed = ProcessGuard("this agent"), False
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        self._backends = candidates(config, (r.device for r in cache.regions))
+        backends = candidates(config, (r.device for r in cache.regions))
         self._events = EventQueue()
         self._revocations = SharedRevocationCounter()
         with ExitStack() as undo:
             undo.callback(self._revocations.close)
-            self._security = Security.of(config)
-            self._loop = ControlLoop(self._security, self._revocations.close)
+            security = Security.of(config)
+            self._loop = ControlLoop(security, self._revocations.close)
             undo.callback(self._loop.sockets.close)
-            self._hasher = Hasher(cache, self._post)
+            self._hasher = Hasher(cache, self._loop.post)
             undo.callback(self._hasher.close, CLOSE_S)
-            self._data = DataPlane(tuple(self._backends), self._data_thread, self._policy)
+            starting = _Starting(self._name, cache, config, backends, security, self._loop.post)
+            self._data = DataPlane(tuple(backends), starting.data_thread, starting.policy)
             undo.callback(self._data.close, CLOSE_S)
             if config.integrity != "off":
                 self._hasher.get_ready(START_S)
@@ -124,6 +162,14 @@ class Agent:
             undo.pop_all()
         close_at_exit(self)
 
+    def __del__(self) -> None:
+        """Warn and begin to close, if it was dropped while open. Its threads keep the cache's memory until they have ended."""
+        loop = getattr(self, "_loop", None)
+        if loop is None or loop.why is not None or not self._owner.same_process or not loop.thread.is_alive():
+            return
+        warnings.warn("an agent was dropped without being closed", ResourceWarning, stacklevel=1)
+        loop.begin_close(Failure(FailureKind.CANCELLED, "the agent was dropped without being closed"))
+
     def __reduce__(self) -> str:
         raise KvxferError(
             "an agent belongs to the process that made it, and cannot be copied or pickled: make a new one"
@@ -134,29 +180,6 @@ class Agent:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _policy(self, name: str, caps: Capabilities, staging: Staging) -> LinkPolicy:
-        """Return how a back end that has started is used."""
-        if self.cache.elastic:
-            how = "straight" if all(map(caps.moves, self.cache.regions)) else "staged"
-            log.info("the cache of %s is elastic: back end %s moves it %s", self._name, name, how)
-        return LinkPolicy.of(name, caps, staging, self.cache.told(), self.config.integrity)
-
-    def _data_thread(self, name: str) -> DataThread:
-        return DataThread(
-            name,
-            partial(self._transport, name),
-            self.cache.regions,
-            stager(self.cache, self.config.staging_bytes),
-            self._post,
-            Limits(grace=self.config.abort_timeout, quarantine=sum(r.nbytes for r in self.cache.regions) // 4),
-            self._security,
-        )
-
-    def _transport(self, name: str) -> Transport:
-        """Make a back end; called on its data thread, because that may take seconds."""
-        backend = self._backends[name]
-        return backend(self._name, options_for(backend, self.config))
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
@@ -393,8 +416,3 @@ class Agent:
         self._owner.check()
         if self._loop.why is not None and self._loop.why.kind is FailureKind.CANCELLED:
             raise ClosedError(f"this agent has been closed: call {call!r} before that, or make a new one")
-
-    # --- control and data threads ----------------------------------------------------------------------------------
-
-    def _post(self, result: Result | Hashed) -> None:  # the runtime is made after the threads that post
-        self._loop.do(lambda now: self._runtime.result(result, now))

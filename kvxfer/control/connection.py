@@ -84,6 +84,7 @@ class ControlConnection:
         key_id: The short name of the key that the peer has proved to hold; ``None`` before that, and if there are no keys.
         short: Whether it is lost because this process has too few descriptors left for it.
         heard: When something last came, by ``time.monotonic``.
+        answered: Whether anything ever has.
         after: How much of its inbox the owner must handle before it receives.
         waits: Whether the owner does not want to receive from it now.
     """
@@ -103,7 +104,7 @@ class ControlConnection:
         self.host, self.destination, self.limit, self.guest = host, destination, limit, guest
         self.dialled_us = guest
         self.lost: str | None = None
-        self.refused = self.denied = self.short = False
+        self.refused = self.denied = self.short = self.answered = False
         self.key_id: str | None = None
         self.heard = time.monotonic()
         self.after, self.waits = 0, False
@@ -337,7 +338,7 @@ class ControlConnection:
             if not data:
                 self.lose(self._closed(GONE))
                 return False
-            self.heard, self._met = time.monotonic(), True
+            self.heard, self.answered, self._met = time.monotonic(), True, True
             if self._finished:
                 self._dregs += len(data)
                 if self._dregs > _DREGS:

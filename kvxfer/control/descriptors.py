@@ -10,6 +10,7 @@ __all__ = ["DescriptorLimits"]
 
 _SHARE, _MIN = 8, 32
 """The part of all descriptors that is left to others, and the fewest that are."""
+_MAX_UNHEARD = 1024
 
 
 class DescriptorLimits:
@@ -18,7 +19,11 @@ class DescriptorLimits:
     Attributes:
         accepted: The number from which on a newcomer takes the place of another.
         dialled: The number from which on nobody is dialled any more.
+        unheard: The most connections of one thread that were dialled and over which nothing has come. Whoever names addresses in
+            requests can have that many made.
     """
+
+    unheard = _MAX_UNHEARD
 
     def __init__(self) -> None:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -27,6 +32,7 @@ class DescriptorLimits:
         reserve = max(soft // _SHARE, _MIN)
         self.accepted = max(soft - reserve, soft // 2)
         self.dialled = max(soft - reserve // 2, soft // 2)
+        self.unheard = min(max(soft // 4, _MIN), _MAX_UNHEARD)
 
     @property
     def short(self) -> bool:

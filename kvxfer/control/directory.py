@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -108,9 +111,9 @@ class Directory:
         ] = deque(maxlen=MAX_TOLD)
         self.begun: Callable[[TransferId, bytes], bool] = lambda transfer, digest: True
         self.differs: Callable[[TransferId, bytes], bool] = lambda transfer, digest: False
-        self.explain: Callable[[m.Explain], m.Explained] = lambda asked: explain_locally(
-            self.engine, [rank.epoch for rank in self._ranks], asked
-        )
+        # Neither this nor the thread may hold on to the directory, or it would never be known to be dropped.
+        me = weakref.ref(self)
+        self.explain: Callable[[m.Explain], m.Explained] = partial(_explain, me)
         self._explainer = Explainer()
         self.inquiries: Inquiries | None = None
         self.wake: Callable[[], None] = lambda: None
@@ -118,20 +121,27 @@ class Directory:
         self._notices = NoticeBox()
         self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
         self._beyond: dict[PeerIdentity, float] = {}  # the latest of these, by peer
-        self._peers: dict[Source, sockets.ControlConnection] = {}
+        self._peers: dict[Source, sockets.ControlConnection] = {}  # the one that was told something last is the last
         self._idle: Timers[Source] = Timers()
         self._complain = RateLimitedWarnings(log)
         self._closing = False
-        self._thread = NamedThread(target=self._run, name="kvxfer-dir")
         self._sockets = sockets.ControlSockets(Security.of(config), self._outbox, config.peer_timeout)
         try:
             bound = self._sockets.listen(config.listen, config.port)
             self.source = Source(config.advertise or config.listen, bound, self.epoch)
+            self._thread = NamedThread(target=_run, name="kvxfer-dir", args=(me, self._sockets))
             self._thread.start()
         except BaseException:
             self._sockets.close()
             raise
         close_at_exit(self)
+
+    def __del__(self) -> None:
+        """Warn if it was dropped while open; its thread ends within a second."""
+        thread = getattr(self, "_thread", None)  # there is none if it could not be made
+        if thread is not None and not self._closing and self._owner.same_process:
+            self._closing = True
+            warnings.warn("a directory was dropped without being closed", ResourceWarning, stacklevel=1)
 
     def __reduce__(self) -> str:
         raise KvxferError(
@@ -238,16 +248,6 @@ class Directory:
         if self._owner.same_process:
             self._closing = True
             self._sockets.wake()
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                try:
-                    self._turn()
-                except BaseException:
-                    log.exception("directory: a message could not be handled and is dropped")
-        finally:
-            self._sockets.close()
 
     def _turn(self) -> None:
         due = min([*self._paused.values(), *([] if (idle := self._idle.next()) is None else [idle])], default=None)
@@ -392,12 +392,41 @@ class Directory:
         connection = self._peers.get(key)
         try:
             if connection is None:
+                self._make_room()
                 connection = self._peers[key] = self._sockets.dial(
                     sockets.address(key.host, key.port), key, sockets.GUEST_FRAME
                 )
         except PeerError as e:
             self._unheard(key, e)
             return
+        self._peers[key] = self._peers.pop(key)
         self._idle.set(key, time.monotonic() + IDLE_S)
         if not connection.send(message):
             self._complain("directory: %s does not read the notices sent to it", source)
+
+    def _make_room(self) -> None:
+        """Hang up on the directory that was told something longest ago, if there are too many; it is dialled again when it is needed."""
+        if len(self._peers) >= self._sockets.unheard:
+            key = next(iter(self._peers))
+            self._idle.cancel(key)
+            self._sockets.drop(self._peers.pop(key))
+
+
+def _run(directory: weakref.ref[Directory], its: sockets.ControlSockets) -> None:
+    """Serve until the directory is closed, or dropped."""
+    try:
+        while (served := directory()) is not None and not served._closing:
+            try:
+                served._turn()
+            except BaseException:
+                log.exception("directory: a message could not be handled and is dropped")
+            del served
+    finally:
+        its.close()
+
+
+def _explain(directory: weakref.ref[Directory], asked: m.Explain) -> m.Explained:
+    """Tell of the transfers of those of its ranks' agents that are in this process."""
+    served = directory()
+    ranks = () if served is None else served._ranks
+    return explain_locally("" if served is None else served.engine, [rank.epoch for rank in ranks], asked)

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Protocol
 
 from kvxfer.control.sockets import ControlConnection, ControlSockets
+from kvxfer.data.commands import Result
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
-from kvxfer.protocol.values import Action
+from kvxfer.protocol.values import Action, Hashed
 from kvxfer.security import RateLimitedWarnings, Security
 from kvxfer.threads import NamedThread
 
@@ -65,6 +66,9 @@ class Work(Protocol):
 
     def discount_stall(self, seconds: float, now: float) -> None:
         """Do not count the ``seconds`` up to ``now`` as peers' silence."""
+
+    def result(self, result: Result | Hashed, now: float) -> list[Action]:
+        """Process what another thread of the agent has done."""
 
     def ends(self, why: Failure) -> Iterator[Step]:
         """Yield the steps that end all transfers."""
@@ -121,6 +125,10 @@ class ControlLoop:
             self._drain_late()
         else:
             self.sockets.wake()
+
+    def post(self, result: Result | Hashed) -> None:
+        """Have a result processed. The work is known by then: threads that post may be made before it."""
+        self.do(lambda now: self._work.result(result, now))
 
     def begin_close(self, why: Failure = CLOSED) -> None:
         """Begin to end all transfers for this reason, and then the thread; the first reason counts."""

@@ -82,6 +82,7 @@ class ControlSockets:
         self._to_busy = True  # whose turn was the last
         self._more: set[ControlConnection] = set()
         self._undecided: set[ControlConnection] = set()  # those with other addresses to try
+        self._unheard: dict[ControlConnection, None] = {}  # dialled, the earliest first; some may have answered since
         self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._handshakes = Handshakes()
         self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
@@ -128,6 +129,11 @@ class ControlSockets:
         """No longer count a connection as a guest; its peer may send frames of ``limit`` bytes from now on."""
         self._guests.discard(conn)
         conn.guest, conn.limit = False, limit
+
+    @property
+    def unheard(self) -> int:
+        """The most connections that may be dialled and silent; beyond, the earliest goes."""
+        return self._limits.unheard
 
     @property
     def short(self) -> bool:
@@ -378,10 +384,22 @@ class ControlSockets:
         elif self._limits.spent:
             conn.lack()
         else:
+            self._unheard[conn] = None
+            if len(self._unheard) > self._limits.unheard:
+                self._give_up_unheard()
             conn.connect(targets)
         if conn.undecided:
             self._undecided.add(conn)
         self._settle(conn)
+
+    def _give_up_unheard(self) -> None:
+        """Close the connection that has gone without an answer for longest, if there are too many."""
+        self._unheard = {conn: None for conn in self._unheard if conn.lost is None and not conn.answered}
+        if len(self._unheard) > self._limits.unheard:
+            oldest = next(iter(self._unheard))
+            del self._unheard[oldest]
+            oldest.short = True
+            self._lose(oldest, f"{self._limits.unheard} others were dialled since and have not answered either")
 
     def _look_up(self, conn: ControlConnection, target: Address) -> Addresses | OSError:
         """Look a name up, unless nobody wants it any more, and at the keys if they have changed; on a thread for names."""

@@ -14,7 +14,7 @@ from kvxfer.config import Config
 from kvxfer.control import outbound
 from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.failures import FailureKind
-from kvxfer.identity import TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer_bench.hostile import Hostile
 from tests.control.conftest import SeededEngine, fetch, until
@@ -114,6 +114,28 @@ def test_who_connects_when_descriptors_are_short_takes_the_place_of_the_silent(
         until(lambda: _closed(silent[0]))
         honest(p, engine({"verbs": ["read"]}))
         assert sum(map(_closed, silent)) >= 24 and not _closed(silent[-1])
+
+
+def test_addresses_that_requests_name_take_a_part_of_the_descriptors(
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By notices, as for sources that are asked, and by loads. Who is dialled takes the connection and says nothing."""
+    monkeypatch.setattr(DescriptorLimits, "unheard", 20)
+    d = engine({"verbs": ["read"]}, blocks=256, peer_timeout=3.0)
+    for sockets in (d.directory._sockets, d.agents[0]._loop.sockets):
+        monkeypatch.setattr(sockets._limits, "unheard", 20)
+    with socket.create_server(("0.0.0.0", 0), backlog=512) as silent:
+        port, before = silent.getsockname()[1], len(os.listdir("/proc/self/fd"))
+        most = 0
+        for i in range(200):
+            source = Source(f"127.0.{1 + i // 200}.{1 + i % 200}", port, 7)
+            d.directory.tell(source, m.Decline(7, (m.Named(BAIT, b"d"),), "not wanted"))
+            d.agents[0].fetch(fetch(source, [i], 4, transfer=TransferId(f"own/7/{i}", 0), handle=f"bait {i}"))
+            most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        d.over("bait 199")
+        assert 20 <= max(most, len(os.listdir("/proc/self/fd")) - before) <= 60
+    p = engine({"verbs": ["read"]}, seed=1)
+    honest(p, d, TransferId("own/1/after", 0))
 
 
 def _closed(sock: socket.socket) -> bool:

@@ -4,6 +4,7 @@ Whatever engines and back ends raise, no thread of ours dies of it; should one d
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from kvxfer.testing.engine import PagedMemory
 from kvxfer.testing.fake import FakeTransport
 from tests.conftest import require
 from tests.control.conftest import SeededEngine, fetch, meet, offered, until
+from tests.descriptors import descriptors_kept
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE = "kvxfer.testing.fake:FakeTransport"
@@ -635,3 +637,23 @@ def test_if_a_thread_dies_nothing_waits_for_it(
     assert set(ended) == {name(0), name(1), name(2)}
     for e in ended.values():
         assert e.outcome.kind is FailureKind.BACKEND_FAILED and who in e.outcome.failure.detail
+
+
+def test_an_agent_and_a_directory_that_are_dropped_let_everything_go() -> None:
+    """With a warning, which names what was dropped."""
+    memory, config = PagedMemory(blocks=4), Config(backend="kvxfer.testing.fake:FakeTransport")
+    others = set(threading.enumerate())
+
+    def drop() -> None:
+        agent = Agent(memory.caches[0], config)
+        directory = Directory(config)
+        directory.publish((agent.descriptor,))
+        with pytest.warns(ResourceWarning, match="agent was dropped without being closed"):
+            del agent
+            gc.collect()
+        with pytest.warns(ResourceWarning, match="directory was dropped without being closed"):
+            del directory
+            until(lambda: gc.collect() >= 0 and not set(threading.enumerate()) - others)
+
+    drop()  # what is made once
+    assert not descriptors_kept(drop, 2)
