@@ -15,7 +15,7 @@ from pathlib import Path
 from kvxfer.errors import ConfigError
 from kvxfer.settings import bare, unmapped
 
-__all__ = ["Port", "device_of", "listening"]
+__all__ = ["Port", "device_of", "listening", "own_addresses"]
 
 _LISTEN = "0A"
 _IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -53,6 +53,13 @@ def device_of(address: str) -> str:
         if found in wanted or (found.is_loopback and any(w.is_loopback for w in wanted)):
             return device
     raise ConfigError(f"'listen' is {address!r}, which no network device of this host has")
+
+
+def own_addresses() -> dict[str, str]:
+    """Return the addresses by which other hosts may reach this one, each with its network device; none of the link alone."""
+    with suppress(OSError):
+        return {str(a): device for device, a in _addresses() if not (a.is_loopback or a.is_link_local)}
+    return {}
 
 
 def listening() -> set[Port]:

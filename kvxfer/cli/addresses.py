@@ -6,6 +6,7 @@ import socket
 
 import msgspec
 
+from kvxfer.backend.ports import own_addresses
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.lookup import look_up
@@ -14,10 +15,23 @@ from kvxfer.identity import Address
 from kvxfer.security import Security
 from kvxfer.settings import everywhere
 
-__all__ = ["address_problems", "directory_address", "running_engine"]
+__all__ = ["address_problems", "told_address", "directory_address", "running_engine"]
 
 ANSWER_S = 2.0
 """Seconds in which an engine on this host answers."""
+
+
+def told_address(config: Config, automatic: bool) -> str:
+    """Return where peers dial an engine with these settings; with the host's other addresses, if it was found ``automatic``ally."""
+    told = config.advertise or config.listen
+    if not automatic:
+        return told
+    own = own_addresses()
+    how = f"{told}, which 'advertise': 'auto' has found" + (f" ({own[told]})" if told in own else "")
+    others = [f"{address} ({device})" for address, device in own.items() if address != told]
+    if not others:
+        return how
+    return f"{how}; this host also has {', '.join(others)}: set 'advertise' to one of them if peers should use it"
 
 
 def address_problems(config: Config) -> list[str]:

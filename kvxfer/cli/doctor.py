@@ -13,7 +13,7 @@ import typer
 from rich.table import Column, Table
 
 import kvxfer
-from kvxfer.cli.addresses import address_problems, directory_address, running_engine
+from kvxfer.cli.addresses import address_problems, directory_address, running_engine, told_address
 from kvxfer.cli.compare import differences
 from kvxfer.cli.devices import check_device
 from kvxfer.cli.encryption import encryption
@@ -27,7 +27,7 @@ from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Address, IdentityError, parse_address
-from kvxfer.settings import json_object, loopback
+from kvxfer.settings import AUTO_ADDRESS, json_object, loopback
 from kvxfer.transport import Probe, Transport, registry
 from kvxfer.transport.auto import AUTO, choose, options_for
 from kvxfer.transport.guard import guarded, who
@@ -74,7 +74,8 @@ def doctor(
 
     Exits with 1 if these settings will not work, 2 if the arguments are wrong.
     """
-    settings = read_settings(config)
+    said = _settings_said(config)
+    settings = said.located()
     peers = _peers(peer or [])
     if stand_in and (peers or as_json):
         raise typer.BadParameter(
@@ -85,6 +86,7 @@ def doctor(
         return
     with status() as say:
         report = _report(settings, peers, say)
+        report["address"] = told_address(settings, said.advertise == AUTO_ADDRESS)
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -207,7 +209,11 @@ def _facts(probe: Probe) -> dict[str, Any]:
 
 
 def read_settings(config: str) -> Config:
-    """Return the settings in a JSON text or file, of whichever connector has most of them."""
+    """Return the settings in a JSON text or file, of whichever connector has most of them, with this host's address."""
+    return _settings_said(config).located()
+
+
+def _settings_said(config: str) -> Config:
     try:
         values = json_object(config, f"{config!r:.300}", or_file=True)
     except ConfigError as e:
@@ -218,7 +224,7 @@ def read_settings(config: str) -> Config:
         values = each.unwrapped(values)
     # The one with the most settings, so that what is wrong is the setting that nobody has.
     kind: type[Config] = max(kinds, key=lambda kind: len(values.keys() & set(kind.__struct_fields__)))
-    return kind.from_mapping(values).located()
+    return kind.from_mapping(values)
 
 
 def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], config: Config) -> list[dict[str, str]]:
@@ -378,6 +384,7 @@ def _show(report: dict[str, Any]) -> None:
     console.print(ports)
     if report["running"] is not None:
         console.print(f"engine {verbatim(repr(report['running']))} runs here with these settings", highlight=False)
+    console.print(f"peers dial {verbatim(report['address'])}", highlight=False)
     for memory, order in report["auto"].items():
         console.print(f"backend auto, {memory} memory: {verbatim(order)}", highlight=False)
     console.print(f"network of {verbatim(report['listen'])}: {verbatim(report['network'])}", highlight=False)

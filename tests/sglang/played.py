@@ -77,7 +77,7 @@ class Rank:
             (a file by which ranks meet), `model` (a folder), and `args`, further arguments of the server by name; `latent` for
             a pool of latents; `pool` for one with states (`swa`, `mamba`, `dsa`); `draft` for a draft model of one layer and
             two heads; `host` for a second pool, in host memory, at decode; `chunk`, tokens of a forward pass, for a rank with
-            a scheduler.
+            a scheduler; `dp_rank` for one of several data-parallel ranks.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -91,6 +91,7 @@ class Rank:
         load_plugins()
         self.role, self.tp, self.port, stages = setup["role"], setup["tp"], setup["port"], setup.get("stages", 1)
         self.stage, self.rank = divmod(setup["rank"], self.tp)
+        self.dp_rank = setup.get("dp_rank")
         self.layers = range(*get_pp_indices(LAYERS, self.stage, stages))
         self.server_args = ServerArgs(
             model_path=setup["model"],
@@ -106,7 +107,7 @@ class Rank:
             disaggregation_bootstrap_port=self.port,
             **setup.get("args", {}),
         )
-        ranks = runtime_context.SpawnRanks(world_rank=setup["rank"], dp_rank=None, gpu_id=0)
+        ranks = runtime_context.SpawnRanks(world_rank=setup["rank"], dp_rank=setup.get("dp_rank"), gpu_id=0)
         runtime_context.publish(self.server_args, role="scheduler", ranks=ranks)
         ranks, world = range(self.tp * stages), setup["rank"]
         group = _Group.world(len(ranks), world, setup["store"])
@@ -177,7 +178,7 @@ class Rank:
         from sglang.srt.disaggregation import utils
 
         args = self.classes[utils.KVClassType.KVARGS]()
-        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = self.rank, self.stage, None, 0
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = self.rank, self.stage, self.dp_rank, 0
         args.prefill_start_layer = self.layers.start
         args.kv_cache_dtype_str, args.kv_layout, args.page_size = "bfloat16", None, self.page
         args.kv_layer_ids = utils.build_kv_layer_ids(

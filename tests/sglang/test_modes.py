@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.sglang.conftest import FAILED, SUCCESS, TRANSFERRING, WAITING, PlayedRanks
+from tests.sglang.conftest import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, PlayedRanks
 from tests.sglang.test_transfers import begun, moved, sent
 
 
@@ -88,3 +88,13 @@ def test_a_server_that_switches_amid_a_request_ends_it_at_the_other(start: Calla
         prefill.switch()
         decode.until(room, FAILED)
         assert decode.why(room=room) != [""]
+
+
+@pytest.mark.parametrize("dp_rank", [0, 1])
+def test_a_rank_of_plain_data_parallelism_takes_the_requests_that_are_its_own(
+    start: Callable[..., Any], dp_rank: int
+) -> None:
+    """SGLang takes every such rank for number 0, and would refuse the requests of all others."""
+    with start(dp_rank=dp_rank, args={"dp_size": 2}) as (prefill, _):
+        prefill.request(room=2 + dp_rank)
+        assert prefill.poll(room=2 + dp_rank) == [BOOTSTRAPPING]
