@@ -137,7 +137,7 @@ class ControlConnection:
     def binding(self) -> bytes | None:
         """What the two ends of this connection know alike; ``None`` if it comes from another host and has no key.
 
-        With a key it is made of the handshake: whoever holds the key and stands between two others has another one with each.
+        With a key it is made of the handshake: a peer that has the key and stands between two others has another one with each.
         """
         try:
             if isinstance(self._socket, ssl.SSLSocket):

@@ -19,8 +19,8 @@ class DescriptorLimits:
     Attributes:
         accepted: The number from which on a newcomer takes the place of another.
         dialled: The number from which on nobody is dialled any more.
-        unheard: The most connections of one thread that were dialled and over which nothing has come. Whoever names addresses in
-            requests can have that many made.
+        unheard: The most connections of one thread that were dialled and over which nothing has come. Requests that name addresses
+            can have that many made.
     """
 
     unheard = _MAX_UNHEARD

@@ -132,7 +132,7 @@ class Asker:
         try:
             self._liveness.tell(ASK + REQUEST.pack(slot, write, memory, runs, self._requests))
         except OSError as e:
-            raise PeerError(f"{self.peer} does not take requests for copies: {e}") from e
+            raise PeerError(f"{self.peer} is gone, or has closed this link; connect again") from e
 
     def give_up(self, slots: Iterable[int]) -> None:
         """Have the server touch nothing for the requests in these slots any more."""
@@ -154,7 +154,7 @@ class Asker:
         slot, status = ANSWER.unpack(answer) if len(answer) == ANSWER.size else (-1, 0)
         copy = self._lent.pop(slot, None)
         if copy is None:
-            raise PeerError("it answered what nobody has asked")
+            raise PeerError("it sent a message that makes no sense")
         copy.answered(slot, status)
         self.free.append(slot)
 
@@ -225,10 +225,10 @@ class Server:
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(fd).st_size != SLOTS * SLOT_BYTES:
-                raise PeerError("it sent another shared memory than expected")
+                raise PeerError("it sent a message that makes no sense")
             self._slots = Slots(fd)
         except (OSError, ValueError) as e:
-            raise PeerError(f"its shared memory cannot be used ({e})") from e
+            raise PeerError("it sent a message that makes no sense") from e
 
     def answer(self, request: bytes) -> bytes:
         """Make a copy, and return the answer.
@@ -237,10 +237,10 @@ class Server:
             PeerError: The request makes no sense.
         """
         if len(request) != REQUEST.size:
-            raise PeerError("it sent a request that makes no sense")
+            raise PeerError("it sent a message that makes no sense")
         slot, write, memory, runs, number = REQUEST.unpack(request)
         if slot >= SLOTS or runs > IOV_MAX:
-            raise PeerError("it sent a request outside the shared memory")
+            raise PeerError("it sent a message that makes no sense")
         self._slots.copying(slot)[0] = number
         self._slots.settle()
         if self._slots.wanted(slot)[0] == number:
