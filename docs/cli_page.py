@@ -20,7 +20,7 @@ PAGE = Path(__file__).parent / "reference" / "cli.md"
 HEAD = """# Command line
 
 The program `kvxfer` comes with the extra `kvxfer[cli]`. Most benchmarks come with `kvxfer[bench]`. Other distributions add commands of
-their own through the entry-point groups `kvxfer.commands`, `kvxfer.demos` and `kvxfer.benchmarks`; this page lists those of the
+their own through the entry-point groups `kvxfer.commands` and `kvxfer.benchmarks`; this page lists those of the
 distributions in this repository. It is generated from the code by `python docs/cli_page.py`.
 """
 
@@ -69,9 +69,6 @@ def page() -> str:
     for name, distribution, function in sorted(declared("kvxfer.commands"), key=lambda entry: entry[0]):
         if not isinstance(function, typer.Typer):
             parts.append(section(2, f"kvxfer {name}", distribution, function))
-        if name == "demo":
-            for engine, connector, found in sorted(declared("kvxfer.demos"), key=lambda entry: entry[0]):
-                parts.append(section(3, f"kvxfer demo --engine {engine}", connector, found.command))
     parts.append("## `kvxfer bench`\n\nMeasure what this machine and a back end can do.\n")
     for name, distribution, function in sorted(declared("kvxfer.benchmarks"), key=lambda entry: entry[0]):
         parts.append(section(3, f"kvxfer bench {name}", distribution, function))

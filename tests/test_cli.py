@@ -6,18 +6,15 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import kvxfer
 from kvxfer.cli.addresses import address_problems
-from kvxfer.cli.demo import demo
-from kvxfer.cli.main import _Program, build
+from kvxfer.cli.main import build
 from kvxfer.cli.probing import probe_all
 from kvxfer.config import Config
 from kvxfer.security import make_key
@@ -116,8 +113,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "family = third_party_commands:family\n"
         "lost = third_party_nowhere:command\n"
         "mistaken = third_party_mistake:command\n"
-        "[kvxfer.demos]\n"
-        "mistaken = third_party_mistake:demo\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -139,79 +134,6 @@ def test_another_distribution_brings_commands() -> None:
     assert run("family", "hello", "world").stdout == "hello world\n"
 
 
-DEMOS = """
-from kvxfer.cli.demo import Demo
-import typer
-
-def says(word: str):
-    def demo(backend: str = "zmq", as_json: bool = typer.Option(False, "--json")) -> None:
-        "Tells its name."
-        typer.echo(f"{word} {backend} {as_json}")
-        raise typer.Exit(3)
-    return demo
-
-A = Demo(says("quick"), lambda: None)
-Z = Demo(says("serving"), lambda: None, serves=True)
-LACKS = Demo(says("lacking"), lambda: "it needs an engine: pip install engine", serves=True)
-"""
-
-
-def with_demos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **demos: str) -> None:
-    """Let these be the demos that are installed, by engine."""
-    (tmp_path / "third_party_demos.py").write_text(DEMOS)
-    monkeypatch.syspath_prepend(tmp_path)
-    points = [EntryPoint(name, f"third_party_demos:{attribute}", "kvxfer.demos") for name, attribute in demos.items()]
-    monkeypatch.setattr("kvxfer.cli.demo.entry_points", lambda group: points)
-
-
-def run_demo(*arguments: str):
-    """`kvxfer demo`, whatever the installed distributions declare."""
-    program = typer.Typer(cls=_Program)
-    program.callback()(lambda: None)
-    program.command("demo", context_settings=demo.context_settings)(demo)
-    return CliRunner().invoke(program, ["demo", *arguments])
-
-
-def test_the_demo_is_that_of_the_engine_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with_demos(monkeypatch, tmp_path, a="A", z="Z")
-    result = run_demo("--engine", "a", "--backend", "tcp", "--json")
-    assert (result.exit_code, result.stdout) == (3, "quick tcp True\n")
-    assert run_demo("--backend", "cma", "--engine", "z").stdout == "serving cma False\n"
-    shown = run_demo("--engine", "a", "--help")
-    assert shown.exit_code == 0 and "Tells its name." in shown.stdout and "--backend" in shown.stdout
-
-
-def test_without_an_engine_it_is_one_that_serves_and_lacks_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with_demos(monkeypatch, tmp_path, a="A", z="Z")
-    assert run_demo().stdout == "serving zmq False\n"
-    with_demos(monkeypatch, tmp_path, a="A", z="LACKS")
-    assert run_demo().stdout == "quick zmq False\n"
-
-
-def test_a_demo_that_cannot_run_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with_demos(monkeypatch, tmp_path, z="LACKS")
-    for arguments in ([], ["--engine", "z"]):
-        result = run_demo(*arguments)
-        assert result.exit_code == 1 and "pip install engine" in result.stderr
-    result = run_demo("--engine", "y")
-    assert result.exit_code == 1 and "--engine can be z" in result.stderr
-    with_demos(monkeypatch, tmp_path, x="NOWHERE", z="LACKS")
-    result = run_demo()
-    assert result.exit_code == 1 and "NOWHERE" in result.stderr and "pip install engine" in result.stderr
-    with_demos(monkeypatch, tmp_path)
-    result = run_demo()
-    assert result.exit_code == 1
-    assert "pip install 'kvxfer-transformers[demo]'" in result.stderr and "'kvxfer-vllm[demo]'" in result.stderr
-
-
-def test_an_option_that_the_demo_has_not_is_an_error_of_usage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with_demos(monkeypatch, tmp_path, a="A")
-    result = run_demo("--bakend", "tcp")
-    assert result.exit_code == 2 and "--bakend" in result.stderr and "Traceback" not in result.stderr
-
-
 @pytest.mark.usefixtures("installed")
 def test_a_command_that_cannot_be_imported_harms_no_other() -> None:
     result = run("lost")
@@ -227,9 +149,8 @@ def test_errors_of_kvxfer_are_told_without_a_traceback(command: list[str]) -> No
     assert (result.exit_code, result.stderr) == (1, "kvxfer: what happened, and what to do\n")
 
 
-@pytest.mark.parametrize("kind", [["transfer"], ["elastic"], ["turns", "tcp", "{}"]])
-def test_a_benchmark_for_which_there_is_no_memory_does_not_begin(kind: list[str]) -> None:
-    result = run("bench", *kind, "--tokens", "99999999999")
+def test_a_benchmark_for_which_there_is_no_memory_does_not_begin() -> None:
+    result = run("bench", "transfer", "--tokens", "99999999999")
     assert result.exit_code == 1 and not result.stdout
     assert "--tokens 99999999999 is too great" in result.stderr and "are available" in result.stderr
 
@@ -387,8 +308,6 @@ def test_what_raises_when_it_is_imported_costs_nothing_else() -> None:
     assert "RuntimeError: built for another driver" in found["mistaken"]["reason"] and found["tcp"]["usable"]
     told = run("mistaken")
     assert told.exit_code == 1 and "RuntimeError: built for another driver" in told.stderr
-    shown = run("demo", "--engine", "mistaken")
-    assert shown.exit_code == 1 and "RuntimeError: built for another driver" in " ".join(shown.stderr.split())
 
 
 def test_a_stand_in_reports_nothing() -> None:
@@ -413,17 +332,17 @@ def test_doctor_lists_what_ships_with_kvxfer_and_where_it_runs() -> None:
 
 def test_benchmarks_are_commands_whoever_brings_them() -> None:
     listed = run("bench", "--help").stdout
-    for name in ("chaos", "control", "cuda-ipc", "mixed-load", "pack", "pieces", "plan", "soak", "transfer", "turns"):
+    for name in ("chaos", "control", "engines", "plan", "soak", "transfer"):
         assert f" {name} " in listed
 
 
 def test_a_command_that_is_not_installed_says_what_to_install() -> None:
-    """The program of an environment with neither `kvxfer-bench` nor `kvxfer-testing`."""
+    """The program of an environment without the distributions that bring more."""
     bare = """
 import importlib.metadata as metadata
 
 distributions = metadata.Distribution.discover
-gone = "kvxfer-bench", "kvxfer-testing"
+gone = "kvxfer-bench", "kvxfer-testing", "kvxfer-vllm"
 metadata.Distribution.discover = lambda **k: (d for d in distributions(**k) if d.metadata["Name"] not in gone)
 from kvxfer.cli.main import app
 app(prog_name="kvxfer")
@@ -442,17 +361,8 @@ app(prog_name="kvxfer")
             f"benchmark '{name}' is not installed; pip install 'kvxfer[bench]' brings the benchmarks" in lacking.stderr
         )
     assert "pip install 'kvxfer[bench]' brings the benchmarks" in program("bench", "--help").stdout
-    lacking = program("conformance", "tcp")
-    assert lacking.returncode == 2 and "pip install 'kvxfer[testing]'" in lacking.stderr
+    for command, brings in (("conformance", "'kvxfer[testing]'"), ("demo", "'kvxfer-vllm[demo]'")):
+        lacking = program(command, "tcp")
+        assert lacking.returncode == 2 and f"pip install {brings}" in lacking.stderr
     with_them = run("bench", "no-such-benchmark")
     assert with_them.exit_code == 2 and "pip install" not in with_them.stderr
-
-
-def test_a_benchmark_says_what_is_wrong_with_its_arguments() -> None:
-    for wrong in (["turns", "zmq", "{"], ["turns", "zmq", "{}", "--device", "tape"], ["pieces", "--by", "post"]):
-        result = run("bench", *wrong)
-        assert result.exit_code == 1 and result.stderr.startswith("kvxfer: ")
-    for few in ("-1", "0", "1"):
-        assert run("bench", "pack", "--mib", few).exit_code == 2
-    far = run("bench", "pack", "--device", "cuda:99")
-    assert far.exit_code == 1 and far.stderr.startswith("kvxfer: --device cuda:99: ")

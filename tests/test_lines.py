@@ -16,9 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
 
-from kvxfer.cli.main import app
 from kvxfer.cli.terminal import verbatim
 from kvxfer.cli.visit import show_visit
 from kvxfer.errors import KvxferError, PeerError, TransportError
@@ -136,7 +134,6 @@ def test_every_logger_is_one_that_escapes() -> None:
     }
     configured = {
         "benchmarks/kvxfer_bench/scale.py",
-        "benchmarks/kvxfer_bench/honest.py",
         "connectors/vllm/kvxfer_vllm/logs.py",
     }  # they log nothing themselves
     assert found.keys() == configured | {"kvxfer/logs.py"}, "use kvxfer.logs.logger"
@@ -220,25 +217,3 @@ def test_what_is_shown_in_a_terminal() -> None:
     lines = written.getvalue().splitlines()
     assert all(line.isprintable() for line in lines), "neither an escape nor a colour"
     assert sum(TOLD in line for line in lines) == 7
-
-
-def test_what_top_shows() -> None:
-    label = EVIL.removesuffix("\udcff").replace("\n", "\\n").replace("\r", "\\r").replace("\u2028", " ")
-    page = (
-        f'kvxfer_transfers_total{{outcome="{label}"}} 3\nkvxfer_links{{backend="{label}",role="x",state="{label}"}} 1\n'
-    )
-    body = page.encode()
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        with listener, listener.accept()[0] as met:
-            met.recv(4096)
-            met.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-
-    threading.Thread(target=serve, daemon=True).start()
-    result = CliRunner().invoke(
-        app, ["top", f"127.0.0.1:{listener.getsockname()[1]}", "--once"], env={"COLUMNS": "900"}
-    )
-    assert result.exit_code == 0, result.output
-    assert all(line.isprintable() for line in result.stdout.split("\n"))
-    assert r"\x1b[2J" in result.stdout and "[red]x[/red]" in result.stdout

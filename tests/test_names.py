@@ -28,7 +28,6 @@ FILE_PLAN = {
 FUNCTIONS = {
     "check": "called as a function of its module, which says what is checked",
     "decode": "called as a function of a module that is one codec",
-    "demo": "the command, and the body of each connector's demo, named to it by an entry point",
     "encode": "called as a function of a module that is one codec",
     "load": "called as a function of its module, which says what is loaded",
     "measure": "the body of a benchmark, one a module",

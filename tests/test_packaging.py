@@ -90,8 +90,8 @@ def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
     assert not loads([name for name in core_modules() if not name.startswith(on_demand)])
 
 
-def test_which_demo_is_run_is_found_out_without_an_engine() -> None:
-    assert not loads([point.module for point in entry_points(group="kvxfer.demos")])
+def test_commands_are_listed_without_an_engine() -> None:
+    assert not loads([point.module for point in entry_points(group="kvxfer.commands")])
 
 
 def test_the_program_loads_no_engine_before_it_is_asked_to() -> None:

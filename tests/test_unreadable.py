@@ -23,7 +23,6 @@ from kvxfer.protocol import messages as m
 from kvxfer_cma import exported
 from kvxfer_nccl import wire
 from kvxfer_sglang import notes
-from kvxfer_transformers.ticket import BatchTicket
 
 ROOT = Path(__file__).parents[1]
 DEPTH = 1500
@@ -67,18 +66,12 @@ def ticket(garbled: bytes) -> object:
     return Ticket.read(begins + base64.urlsafe_b64encode(zlib.crc32(garbled).to_bytes(4) + garbled).decode())
 
 
-def batch_ticket(garbled: bytes) -> object:
-    begins = BatchTicket.read.__globals__["_BEGINS"]
-    return BatchTicket.read(begins + base64.urlsafe_b64encode(garbled).decode())
-
-
 DECODERS: dict[str, Callable[[bytes], object]] = {
     "a message": m.decode,
     "an endpoint": endpoint,
     "a message of nccl": lambda garbled: wire.decode(bytearray(len(garbled).to_bytes(4) + garbled)),
     "the regions of cma": regions,
     "a ticket": ticket,
-    "a ticket of transformers": batch_ticket,
     "a note of sglang": lambda garbled: notes.unpacked([notes.TAG, garbled]),
     "a field of a note of sglang": lambda garbled: notes.unpacked(
         [notes.TAG, b"\x82\xa4type\xadAttemptFailed\xa1x" + garbled]

@@ -16,6 +16,9 @@ import kvxfer
 from kvxfer.cli.installed import InstalledCommands
 from kvxfer.errors import KvxferError
 
+_ELSEWHERE = {"conformance": "'kvxfer[testing]'", "demo": "'kvxfer-vllm[demo]' beside a vLLM"}
+"""What brings commands that are not the core's."""
+
 
 class _Program(InstalledCommands):
     """Reports the errors that kvxfer raises on purpose without a traceback, whichever command they come from."""
@@ -23,7 +26,7 @@ class _Program(InstalledCommands):
     entry_points = "kvxfer.commands"
 
     def lacking(self, name: str) -> str | None:
-        return f"{name} comes with kvxfer-testing: pip install 'kvxfer[testing]'" if name == "conformance" else None
+        return f"{name} is not installed: pip install {_ELSEWHERE[name]}" if name in _ELSEWHERE else None
 
     def invoke(self, ctx: Any) -> Any:
         try:

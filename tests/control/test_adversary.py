@@ -1,4 +1,4 @@
-"""Greedy peers that have the key, and fleets, by real processes: the short form of `kvxfer bench adversary`."""
+"""Greedy peers that have the key, and fleets, by real processes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.security import make_key
 from kvxfer.testing.remote import Remote
-from kvxfer_bench.adversary import measure_adversary, measure_fleet
-from kvxfer_bench.honest import BAIT, Fleet, Prefill, limited
-from kvxfer_bench.hostile import Hostile
+from tests.control.adversary import CASES, measure_attack, measure_fleet
+from tests.control.honest import BAIT, Fleet, Prefill, limited
+from tests.control.hostile import Hostile
 
-SHORT = [
-    "1,100 idle connections at the directory",
-    "100 connections from another address, each made again after its handshake",
-    "40 links that take no piece, each under its own name",
-    "the same for five seconds, then beside consumers that come new",
-    "a directory of 3,000 ranks",
-    "another producer that is cut off during a load",
-]
+LONG = {
+    "600 half handshakes at the directory",
+    "40 links that take no piece",
+    "a directory of 200 ranks that do not answer",
+    "notices without end, over 40 connections",
+    "questions whose answers are not read, over 100 connections",
+}
 LOADS = 5
 
 
-@pytest.mark.parametrize("case", SHORT)
+@pytest.mark.keep(6)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in LONG else ()) for case in CASES])
 def test_loads_beside_a_greedy_peer_take_at_most_twice_their_time_alone(case: str) -> None:
-    found = measure_adversary("tcp", True, LOADS, 0, [case])
-    assert found["wrong"] == []
-    assert set(found["cases"][case]["outcomes"]) == {"delivered"}
+    found = measure_attack(case, "tcp", True, LOADS)
+    assert set(found["outcomes"]) == {"delivered"} and not found["slow"], found
 
 
 def test_without_a_key_and_staged_by_sending() -> None:
-    case = "40 links that take no piece"
-    assert measure_adversary("zmq", False, LOADS, 0, [case])["wrong"] == []
+    found = measure_attack("40 links that take no piece", "zmq", False, LOADS)
+    assert set(found["outcomes"]) == {"delivered"} and not found["slow"], found
 
 
 def test_600_engines_wait_at_one_directory_from_one_address_with_1024_descriptors(tmp_path: Path) -> None:

@@ -1,30 +1,26 @@
-"""``kvxfer bench transfer`` between two processes, beside the library by itself."""
+"""``kvxfer bench transfer`` between two processes."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer.errors import KvxferError
 from kvxfer.testing.remote import Remote
-from kvxfer_bench import elastic, turns
 from kvxfer_bench.transfer.command import measure
 from kvxfer_bench.transfer.meeting import Meeting
-from kvxfer_bench.transfer.pair import Pair, pair
+from kvxfer_bench.transfer.pair import pair
 from kvxfer_bench.transfer.shapes import MODELS, Request
 
 PAGES = MODELS["pages-of-16k"]
-STEPS = ("prepare", "post", "transfer")
-"""What NIXL's own benchmark tells apart."""
 
 
-@pytest.mark.parametrize(("backend", "library"), [("zmq", False), ("cma", True), ("nixl", True), ("ucx", True)])
-def test_what_is_measured(backend: str, library: bool) -> None:
+@pytest.mark.parametrize("backend", ["zmq", "cma", "nixl"])
+def test_what_is_measured(backend: str) -> None:
     out = measure(backend, {}, "cpu", 16 * 64, "pages-of-16k", 2, 16 << 20, "sample", at_once=3)
     assert out["kv_bytes"] == 64 << 14
     timed = {k: v for k, v in out.items() if k.endswith(("_ms", "_GB_per_s", "_us"))}
@@ -40,42 +36,6 @@ def test_what_is_measured(backend: str, library: bool) -> None:
     assert out["at_once"] == 3 and out["at_once_GB_per_s"] == pytest.approx(
         3 * out["kv_bytes"] / out["at_once_ms"] / 1e6, rel=0.01
     )
-    assert ("raw_one_message_GB_per_s" in timed) == ("transport_to_raw_runs" in out) == library
-    steps = {
-        f"raw_{way}_{step}{which}_us" for way in ("one_message", "runs") for step in STEPS for which in ("", "_p99")
-    }
-    assert {key for key in timed if key.startswith("raw_") and key.endswith("_us")} == (
-        steps if backend == "nixl" else set()
-    )
-
-
-@pytest.mark.parametrize(("backend", "library"), [("zmq", False), ("tcp", True)])
-def test_what_takes_turns(backend: str, library: bool) -> None:
-    rows = list(turns.measure(backend, [{}, {"port": 0}], "cpu", "pages-of-16k", 16 * 8, 2, 16 << 20))
-    ceilings = ["library", "library in one message"] if library else []
-    assert [row["what"] for row in rows] == [*ceilings, "transport", "transport", "session", "session"]
-    assert [row["options"] for row in rows if "options" in row] == [{}, {"port": 0}] * 2
-    assert all(row["ms"] > 0 and row["GB_per_s"] > 0 for row in rows)
-    assert all(("to_one_message" in row) == (library and "options" in row) for row in rows)
-
-
-def test_elastic_caches_take_turns_with_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bytes, right in both; only the elastic ones are staged, since rows of 16 KiB need not be."""
-    compared: list[str] = []
-    expect = Pair.expect
-
-    def noted(both: Pair, dst: Any, src: Any, what: str) -> None:
-        compared.append(what)
-        expect(both, dst, src, what)
-
-    monkeypatch.setattr(Pair, "expect", noted)
-    out = elastic.measure("nixl", {}, "cpu", 16 * 8, "pages-of-16k", 2, 16 << 20)
-    assert (out["elastic_staged"], out["plain_staged"]) == (True, False)
-    assert {k for k, v in out.items() if k.startswith("elastic_to_plain_") and v > 0} == {
-        "elastic_to_plain_transport",
-        "elastic_to_plain_session",
-    }
-    assert compared == ["transport"] * 2 + ["session"] * 2
 
 
 def test_each_round_is_timed_and_wrong_bytes_are_told() -> None:

@@ -16,8 +16,8 @@ from kvxfer.control.descriptors import DescriptorLimits
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
-from kvxfer_bench.hostile import Hostile
 from tests.control.conftest import SeededEngine, fetch, until
+from tests.control.hostile import Hostile
 from tests.control.test_strangers import honest
 
 K = FailureKind

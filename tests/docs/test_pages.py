@@ -48,4 +48,4 @@ def test_the_tutorial_shows_what_the_demo_prints() -> None:
     lines = re.findall(r"^[┃│].*$", (ROOT / "docs/tutorial/vllm.md").read_text(), re.M)
     head, *rows = ([cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines)
     assert [row[0] for row in rows] == re.findall(r'^    "([^"]+)": ', prompts.partition("}")[0], re.M)
-    assert all(f'"{column}"' in (ROOT / "kvxfer/cli/demo_report.py").read_text() for column in head)
+    assert all(f'"{column}"' in (ROOT / "connectors/vllm/kvxfer_vllm/demo/report.py").read_text() for column in head)

@@ -27,7 +27,6 @@ def _script(name: str) -> ModuleType:
 
 def test_the_command_line_page_is_what_the_commands_say() -> None:
     pytest.importorskip("kvxfer_vllm.demo.command")
-    pytest.importorskip("kvxfer_transformers.demo.command")
     script = _script("cli_page")
     assert script.PAGE.read_text() == script.page(), "run python docs/cli_page.py"
 

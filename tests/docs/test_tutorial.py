@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import require
-
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial"
 BLOCK = re.compile(r"```(\w+)(?: title=\"(.*?)\")?\n(.*?)```", re.DOTALL)
@@ -54,18 +52,6 @@ def test_two_engines_connect_as_the_page_says() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "loaded 39 tokens\n"
-
-
-def test_transformers_goes_on_as_the_page_says() -> None:
-    require("transformers")
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.DOTALL)
-    assert len(programs) == 2
-    for program in programs:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == "identical\n"
 
 
 def test_the_commands_for_vllm_are_there() -> None:

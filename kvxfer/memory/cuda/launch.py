@@ -34,7 +34,7 @@ _TILE, _WARPS = 1 << 12, 16
 
 _SHARE = 2
 """Multiprocessors for each program that moves. Half of them pack faster than a link moves. On all of them, packing
-would slow what brings packed pieces to another GPU meanwhile: NCCL's kernels and copy engines (``kvxfer bench pieces``)."""
+would slow what brings packed pieces to another GPU meanwhile: NCCL's kernels and copy engines."""
 
 _HASHED, _HASHED_WARPS, _HASHERS = 1 << 11, 2, 8
 """Words and warps of a program that hashes, and how many of those a multiprocessor gets."""

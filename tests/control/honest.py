@@ -18,8 +18,6 @@ from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.engine import AgentEngine, PagedMemory
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["BAIT", "Fleet", "HonestEngine", "Prefill", "limited"]
-
 DESCRIPTORS = 1024
 """The soft limit of descriptors in each process, as is usual."""
 BLOCKS, ROW = 1024, 256

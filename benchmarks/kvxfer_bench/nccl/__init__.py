@@ -1,1 +1,0 @@
-"""What two GPUs do at best with packed pieces, and ``kvxfer bench pieces``."""

@@ -1,1 +1,0 @@
-"""A demo that prefills in one process, decodes in another, and proves that KV moved between them."""
