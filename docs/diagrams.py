@@ -1,7 +1,7 @@
-"""Draw the tables of states and events into the pages that explain them: ``python docs/diagrams.py``.
+"""Write the tables of states and events into the pages that explain them: ``python docs/diagrams.py``.
 
-In ``docs/protocol.md`` it replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` by a diagram of
-all moves and a table of what is ignored, and why; and the same for the other tables and pages.
+In ``docs/protocol.md`` it replaces what stands between ``<!-- rank fetch -->`` and ``<!-- end rank fetch -->`` by a table of
+all moves and one of what is ignored, and why; and the same for the other tables and pages.
 """
 
 from __future__ import annotations
@@ -43,23 +43,19 @@ ROOM_TABLES: dict[str, Table] = {
 }
 
 
-def diagram(life: Transitions[Any, Any], states: Any) -> str:
-    """Return a Mermaid diagram; stimuli that lead from one state to the same other share an arrow."""
-    arrows: dict[tuple[str, str], list[str]] = defaultdict(list)
+def moves(life: Transitions[Any, Any], states: Any) -> str:
+    """Return a table of all moves; stimuli that lead from one state to the same other share a row."""
+    rows: dict[tuple[Any, Any], list[Any]] = defaultdict(list)
     for (before, stimulus), after in life.moves.items():
-        arrows[before.name, after.name].append(stimulus)
-    lines = ["```mermaid", "stateDiagram-v2"]
-    lines += [f"    {s.name} : {s}" for s in states]
-    lines += [f"    [*] --> {next(iter(states)).name}"]
-    lines += [f"    {a} --> {b} : {'<br/>'.join(stimuli)}" for (a, b), stimuli in arrows.items()]
-    left = {before for before, _ in life.moves}
-    lines += [f"    {s.name} --> [*]" for s in states if s not in left]
-    return "\n".join([*lines, "```"])
+        rows[before, after].append(stimulus)
+    lines = ["| state | on | becomes |", "| --- | --- | --- |"]
+    lines += [f"| {a} | {'<br/>'.join(rows[a, b])} | {b} |" for a in states for b in states if (a, b) in rows]
+    return "\n".join(lines)
 
 
 def ignored(life: Transitions[Any, Any], states: Any, events: Any) -> str:
     """Return a table of the pairs that change nothing."""
-    lines = ["| What changes nothing | in state | because |", "| --- | --- | --- |"]
+    lines = ["| what changes nothing | in state | because |", "| --- | --- | --- |"]
     for reason, pairs in life.ignored.items():
         by_states: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
         for stimulus in events:
@@ -72,12 +68,12 @@ def ignored(life: Transitions[Any, Any], states: Any, events: Any) -> str:
 
 
 def drawn(page: str, tables: dict[str, Table] = TABLES) -> str:
-    """Return a page with the diagrams of these tables as they are now."""
+    """Return a page with these tables as they are now."""
     for name, (life, states, events) in tables.items():
-        body = f"<!-- {name} -->\n{diagram(life, states)}\n\n{ignored(life, states, events)}\n<!-- end {name} -->"
+        body = f"<!-- {name} -->\n{moves(life, states)}\n\n{ignored(life, states, events)}\n<!-- end {name} -->"
         page, found = re.subn(f"<!-- {name} -->.*?<!-- end {name} -->", lambda _, b=body: b, page, flags=re.DOTALL)
         if found != 1:
-            raise SystemExit(f"the page has no place for the diagram {name!r}")
+            raise SystemExit(f"the page has no place for the table {name!r}")
     return page
 
 

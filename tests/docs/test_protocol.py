@@ -117,8 +117,9 @@ def test_each_message_has_its_row() -> None:
     assert {kind.__name__ for kind in get_args(m.Message)} == {row[0].strip("`") for row in rows("Messages")}
 
 
-def test_the_states_of_the_example_are_those_of_the_diagrams() -> None:
-    states = set(re.findall(r"^    [A-Z]+ : (\w+)$", PAGE, re.M))
+def test_the_states_of_the_example_are_those_of_the_tables() -> None:
+    generated = "".join(re.findall(r"^\| state \| on \| becomes \|$.*?\n\n", PAGE, re.M | re.S))
+    states = {word for row in re.findall(r"^\| (\w+) \|.*\| (\w+) \|$", generated, re.M) for word in row}
     cells = [cell for row in rows("One transfer, followed to its end") for cell in row[3:]]
     named = {state.strip() for cell in cells for state in cell.split(", then")}
     assert named - {""} <= states

@@ -55,7 +55,7 @@ def test_the_map_of_the_tree_is_the_tree() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["walkthrough.md", "connect-an-engine.md", "architecture.md", "design.md", "protocol.md", "why-the-protocol.md"],
+    ["engine-room.md", "connect-an-engine.md", "architecture.md", "design.md", "protocol.md"],
 )
 def test_what_a_page_names_in_the_code_is_there(page: str) -> None:
     folders = ("kvxfer", "backends", "benchmarks", "connectors", "testing")
