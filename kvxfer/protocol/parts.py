@@ -32,7 +32,7 @@ these only. (Reads and writes are cut by the side that submits them; for sends b
 HOST_DEPTHS, DEVICE_DEPTHS = (2, 1), (1, 2)
 """The numbers of pieces that a small part may be cut into, by where it lies; the first is the first guess. In host memory two, so that
 packing, moving and unpacking overlap. A device packs a part in a fraction of the time that a piece costs threads on both sides
-(docs/decisions/0016)."""
+(docs/decisions.md, 0016)."""
 IN_DOUBT = 64
 """Whether a part goes straight or staged is open to measurement while its rows are at most this number of times longer or shorter than
 the first guess of the length at which both cost the same."""
