@@ -11,7 +11,7 @@ from pathlib import Path
 from kvxfer.testing.router import CASES, RouterCase
 
 PAGE = Path(__file__).with_name("router-contract.md")
-MARKS = re.compile(r"(<!-- cases -->\n).*?(<!-- end of cases -->)", re.S)
+MARKS = re.compile(r"(<!-- cases -->\n).*?(<!-- end cases -->)", re.S)
 
 
 def table() -> str:
