@@ -20,6 +20,7 @@ GIVEN_UP = {
     " ".join(re.findall("[A-Z]?[a-z]+", word)).lower() for row in ROWS for word in re.findall(r"`(\w+)`", row[3])
 }
 ORDINARY = {
+    "member",
     "card",
     "check",
     "claim",
