@@ -20,8 +20,6 @@ from kvxfer.identity import FIRST, Handle, TransferBase, TransferId
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["thread_us"]
-
 TOKENS, BLOCK_TOKENS = 1024, 16
 BLOCKS = TOKENS // BLOCK_TOKENS
 CALLS = 200

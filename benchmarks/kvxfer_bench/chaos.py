@@ -22,8 +22,6 @@ from kvxfer.errors import ConfigError
 from kvxfer_bench.ranked import LoadResult
 from kvxfer_bench.world import RankedWorld
 
-__all__ = ["chaos", "measure"]
-
 PRODUCERS = {"producer-1": 1, "producer-2": 2}
 CONSUMERS = {"consumer-1": 1, "consumer-2": 2}
 """Names of the engines, and the number of ranks of each."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from kvxfer.geometry import Cache, Group, Heads, Region, View
 
-__all__ = ["HEADS", "HEAD_BYTES", "layout_cache"]
-
 HEADS, HEAD_BYTES = 8, 256
 """KV heads of a model, and the bytes of one of K, or of V: 128 values."""
 

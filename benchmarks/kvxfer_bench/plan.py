@@ -17,8 +17,6 @@ from kvxfer.geometry.strided_copy import materialise
 from kvxfer.values import BlockTable
 from kvxfer_bench.layouts import HEAD_BYTES, HEADS, layout_cache
 
-__all__ = ["measure", "plan"]
-
 LAYERS = 80
 
 _MAX_RUNS = 4 << 20

@@ -29,8 +29,6 @@ from kvxfer.testing.usage import resident
 from kvxfer.values import BlockTable, Fetch, Offer
 from kvxfer_bench.words import Words, device_mib, words
 
-__all__ = ["LoadResult", "RankedEngine"]
-
 LAYERS, HEADS, BLOCK_TOKENS, HEAD_WORDS = 2, 4, 16, 8
 EACH = 6
 """Blocks of a transfer."""

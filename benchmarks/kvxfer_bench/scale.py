@@ -29,8 +29,6 @@ from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.remote import Remote
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["ScaleEngine", "measure_scale", "scale"]
-
 BLOCKS, BLOCK = 1 << 16, 256
 QUIET_S = 3.0
 """How long to watch what loads or links cost while nothing happens."""

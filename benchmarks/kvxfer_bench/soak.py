@@ -23,8 +23,6 @@ from kvxfer.settings import json_object
 from kvxfer_bench.ranked import LoadResult
 from kvxfer_bench.world import TIMES, TURN_S, RankedWorld
 
-__all__ = ["complaints", "measure", "soak"]
-
 WATCHED = ("producer", "consumer")
 MORTAL = ("mortal producer", "mortal consumer")
 PAIRS = (WATCHED, ("mortal producer", "consumer"), ("producer", "mortal consumer"))

@@ -22,8 +22,6 @@ from kvxfer.protocol.revocations import RevocationCounter
 from kvxfer.protocol.values import LinkInfo, Move, Moved, RankRoute, Resolved, Send
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["calls", "microseconds"]
-
 BLOCKS, BLOCK = 200, 4096
 ROUND = 150
 """Transfers whose times are added up in each of the rounds of which the least counts."""

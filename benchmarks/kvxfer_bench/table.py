@@ -12,8 +12,6 @@ import typer
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
 
-__all__ = ["table", "tables"]
-
 
 def tables(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return Markdown tables with a column for each key. Consecutive rows with the same keys share a table."""

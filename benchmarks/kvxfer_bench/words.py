@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["DeviceWords", "HostWords", "Words", "device_mib", "words"]
-
 Array = np.ndarray[Any, Any]
 
 

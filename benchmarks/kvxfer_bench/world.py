@@ -18,8 +18,6 @@ from kvxfer.testing.remote import Remote
 from kvxfer_bench.ranked import LoadResult, RankedEngine
 from kvxfer_bench.transfer.pair import cache_devices
 
-__all__ = ["TIMES", "TURN_S", "RankedWorld"]
-
 TIMES = {"transfer_timeout": 6.0, "lease": 6.0, "peer_timeout": 2.0}
 TURN_S = 0.05
 """How long a turn takes, unless an engine answers late."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.errors import TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer.geometry.region import Region, flat_starts
 from kvxfer.geometry.tensor import HOST
 

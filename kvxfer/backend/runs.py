@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvxfer.geometry.plan import Ints
+from kvxfer.block_table import Ints
 
 __all__ = ["split_long"]
 

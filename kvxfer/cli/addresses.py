@@ -15,8 +15,6 @@ from kvxfer.identity import Address
 from kvxfer.security import Security
 from kvxfer.settings import everywhere
 
-__all__ = ["address_problems", "told_address", "directory_address", "running_engine"]
-
 ANSWER_S = 2.0
 """Seconds in which an engine on this host answers."""
 

@@ -11,8 +11,6 @@ from kvxfer.identity import Address
 from kvxfer.protocol.messages import EngineDescriptor
 from kvxfer.security import Security
 
-__all__ = ["differences"]
-
 
 def differences(consumer: Address, producer: Address, config: Config) -> list[str]:
     """Return why the engine whose directory is at one address cannot load from the one at the other; empty if it can. Blocks.

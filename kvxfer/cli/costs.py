@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from kvxfer.protocol.cost import LinkCost
 
-__all__ = ["figures", "in_words"]
-
 
 def figures(cost: LinkCost | None) -> dict[str, float]:
     """Return what has been measured, in microseconds, and in picoseconds for a byte; nothing of what has not."""

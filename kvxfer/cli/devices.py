@@ -12,8 +12,6 @@ import typer
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import HOST
 
-__all__ = ["check_device", "check_memory"]
-
 
 def check_device(device: str, option: str) -> None:
     """Refuse what is not one device.

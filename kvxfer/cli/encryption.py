@@ -11,8 +11,6 @@ from kvxfer.errors import ConfigError
 from kvxfer.transport import Transport
 from kvxfer.transport.auto import AUTO, options_for
 
-__all__ = ["encryption"]
-
 
 def encryption(config: Config, used: Iterable[type[Transport]], known: Iterable[type[Transport]]) -> dict[str, Any]:
     """Tell for each back end that such an engine uses whether it encrypts KV; ``known`` are those to suggest instead.

@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["host_facts"]
-
 CAP_IPC_LOCK, CAP_SYS_PTRACE = 14, 19
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm in a container by default, which back ends and engines soon fill."""

@@ -13,8 +13,6 @@ from typer.core import TyperGroup
 
 from kvxfer.errors import why_not_loaded
 
-__all__ = ["InstalledCommands", "help_of"]
-
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 

@@ -26,8 +26,6 @@ from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.transport import Probe, registry
 from kvxfer.transport.auto import AUTO, options_for
 
-__all__ = ["PATIENCE_S", "Found", "probe_all"]
-
 PATIENCE_S = 60.0
 """Time for all probes together, which run at the same time. They take a few seconds, most of it for imports."""
 GRACE_S = 30.0

@@ -11,8 +11,6 @@ from rich.console import Console
 
 from kvxfer.cli.terminal import verbatim
 
-__all__ = ["Say", "progress", "silent", "status"]
-
 Say = Callable[[str], None]
 
 

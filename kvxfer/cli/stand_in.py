@@ -31,8 +31,6 @@ from kvxfer.protocol.values import Ended, Released
 from kvxfer.settings import loopback
 from kvxfer.values import BlockTable, Fetch, Offer
 
-__all__ = ["NAME", "StandIn", "measure"]
-
 log = logger("kvxfer.doctor")
 
 NAME = "kvxfer-stand-in"

@@ -10,8 +10,6 @@ from rich.markup import escape
 
 from kvxfer.text import escaped
 
-__all__ = ["make_console", "verbatim"]
-
 PIPED_WIDTH = 1000
 """Columns of output that goes to a file or a pipe, where a wrapped line would hide its end from `grep`."""
 

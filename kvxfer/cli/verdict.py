@@ -8,8 +8,6 @@ from kvxfer.failures import ADVICE, FailureKind
 from kvxfer.protocol.messages import Story
 from kvxfer.text import size
 
-__all__ = ["Finding", "judge", "tale"]
-
 K = FailureKind
 
 WORDS = {

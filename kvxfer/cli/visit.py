@@ -44,8 +44,6 @@ from kvxfer.transport import registry
 from kvxfer.transport.auto import AUTO, choose
 from kvxfer.values import BlockTable, Fetch
 
-__all__ = ["show_visit", "visit"]
-
 ASKED = 50
 """Questions to the directory, of which the round-trip time is the median."""
 LINK_S = 15.0

@@ -21,8 +21,6 @@ from kvxfer.identity import Address, IdentityError, parse_address
 from kvxfer.protocol.messages import MAX_STORIES, Explain, Explained, Story
 from kvxfer.security import Security
 
-__all__ = ["why"]
-
 ANSWER_S = 5.0
 """Seconds in which a directory answers."""
 NOT_FOUND = 3

@@ -4,9 +4,11 @@ from kvxfer.geometry.assignment import Incompatible, ShardAssignment
 from kvxfer.geometry.bands import bands
 from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.pattern import CopyPattern
-from kvxfer.geometry.plan import CopyPlan, PlanError, Planner, Runs, StridedCopy
+from kvxfer.geometry.plan import CopyPlan, Planner
 from kvxfer.geometry.region import Region
 from kvxfer.geometry.route import Route, route
+from kvxfer.geometry.segments import PlanError
+from kvxfer.geometry.strided_copy import Runs, StridedCopy
 from kvxfer.geometry.tensor import HOST
 from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.uncovered import UncoveredBytes, uncovered

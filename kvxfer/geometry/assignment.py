@@ -16,8 +16,6 @@ from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.turns import Shared
 from kvxfer.geometry.view import View
 
-__all__ = ["ShardAssignment", "Incompatible", "check_assignments", "check_pair", "head_range", "name"]
-
 
 class Incompatible(KvxferError, ValueError):
     """The contents of two caches cannot be converted into one another; the message names both sides and the axis."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from kvxfer.geometry.cache import Cache
 from kvxfer.values import MAX_BANDS
 
-__all__ = ["bands"]
-
 
 def bands(cache: Cache) -> tuple[frozenset[str], ...]:
     """Divide the layers of all ``full`` groups, in the order of the cache, into up to eight ranges of about equal length.

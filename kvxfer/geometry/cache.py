@@ -29,8 +29,6 @@ from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.view import MAX_LAYERS, View
 from kvxfer.values import Group, Rank
 
-__all__ = ["Cache"]
-
 _MAX_BYTES = 1 << 60
 
 # The cost of planning grows with these, and a description may come from a peer. A model has some hundred layers of a handful of

@@ -24,8 +24,6 @@ import numpy as np
 from kvxfer.errors import ArgumentError
 from kvxfer.geometry.pattern import CopyPattern, merge
 
-__all__ = ["Strided", "first_overlap"]
-
 _MAX_PIECES, _MAX_SLICES = 1 << 13, 1 << 16
 """The most pieces, and parts of their rectangles, that are compared exactly: some 10 ms and 10 MB of work."""
 

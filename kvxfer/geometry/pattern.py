@@ -17,8 +17,6 @@ import numpy as np
 
 from kvxfer.values import Ints
 
-__all__ = ["Axis", "Ints", "CopyPattern", "merge"]
-
 Axis = tuple[int, int, int]
 """Length, stride in the source, stride in the destination (bytes)."""
 

@@ -27,9 +27,7 @@ from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states,
 from kvxfer.geometry.strided_copy import Runs, StridedCopy, joined, materialise
 from kvxfer.geometry.turns import Shared
 from kvxfer.geometry.view_group import LogicalCopy, ViewGroup, view_groups
-from kvxfer.values import BlockTable, Ints
-
-__all__ = ["CopyPlan", "Ints", "PlanError", "Planner", "Runs", "StridedCopy"]
+from kvxfer.values import BlockTable
 
 _Key = tuple[int, int, bool, Shared | None]
 """Groups of the source and the destination, whether tokens are opaque, and which tokens both ranks hold; ``None`` for all."""

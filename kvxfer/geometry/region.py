@@ -11,8 +11,6 @@ from msgspec.structs import force_setattr
 from kvxfer import arguments
 from kvxfer.geometry.tensor import HOST, read_tensor
 
-__all__ = ["GAP", "Region", "flat_starts", "take_integers"]
-
 GAP = 4096
 """Bytes between two regions in the flat offset space, so that no run can span both."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvxfer.geometry.assignment import Incompatible, ShardAssignment, check_assignments, check_pair, head_range, name
+from kvxfer.geometry.assignment import Incompatible, ShardAssignment, check_pair, head_range, name
 from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.turns import ALL, Shared, TokenTurns
 from kvxfer.geometry.view import View
@@ -24,8 +24,6 @@ from kvxfer.values import Rank
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = ["ShardAssignment", "Incompatible", "Route", "check_assignments", "route"]
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -12,8 +12,6 @@ from kvxfer.errors import KvxferError
 from kvxfer.geometry.turns import Shared
 from kvxfer.values import BlockTable, Ints
 
-__all__ = ["Cut", "PlanError", "Rows", "Segments", "cut_states", "cut_tokens", "cut_turns", "greatest", "join", "least"]
-
 Rows = BlockTable | Sequence[Sequence[int] | Ints]
 """A block table, or its rows as any sequences of ids."""
 

@@ -13,8 +13,6 @@ from kvxfer.errors import ArgumentError
 from kvxfer.geometry.cache import Cache
 from kvxfer.geometry.overlap import Strided, first_overlap
 
-__all__ = ["block_spaces"]
-
 _Piece = tuple[int, int, int, Strided]
 """First byte of a layer's block 0, the byte after its last, its group, and the layer with block 0 alone."""
 

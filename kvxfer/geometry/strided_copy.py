@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from kvxfer.geometry.pattern import CopyPattern, Ints
-
-__all__ = ["Runs", "StridedCopy", "joined", "materialise"]
+from kvxfer.block_table import Ints
+from kvxfer.geometry.pattern import CopyPattern
 
 _FEW = 4096
 """Up to this many runs, ordering them to join the last neighbours costs less than a single message."""

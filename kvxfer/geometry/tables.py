@@ -14,8 +14,6 @@ from kvxfer.errors import ArgumentError
 from kvxfer.geometry.cache import Cache
 from kvxfer.values import NULL, BlockTable, Group, Ints
 
-__all__ = ["TableCheck"]
-
 MAX_TABLE = 3 << 20
 """The most bytes of a block table's ids: 780,000 blocks, with which a message is still short enough for a peer."""
 

@@ -17,8 +17,6 @@ import numpy as np
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 
-__all__ = ["HOST", "Tensor", "read_tensor"]
-
 HOST = "cpu"
 """The device of host memory: the one kind that every process has, and the only one that the core knows by name."""
 

@@ -14,8 +14,6 @@ from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.view import Heads, View
 from kvxfer.values import Group
 
-__all__ = ["parts_of"]
-
 AXES = ("layer", "block", "head", "token", "unit")
 
 

@@ -16,8 +16,6 @@ import msgspec
 from kvxfer import arguments
 from kvxfer.values import MAX_TOKENS
 
-__all__ = ["ALL", "Shared", "TokenTurns"]
-
 
 class TokenTurns(msgspec.Struct, frozen=True):
     """This rank holds the tokens ``t`` with ``t // span % count == index``.

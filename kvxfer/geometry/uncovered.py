@@ -18,8 +18,6 @@ from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.view import View
 from kvxfer.values import Ints
 
-__all__ = ["UncoveredBytes", "uncovered"]
-
 
 @dataclass(frozen=True)
 class UncoveredBytes:

@@ -13,8 +13,6 @@ from kvxfer.errors import ArgumentError
 from kvxfer.geometry.region import take_integers
 from kvxfer.geometry.turns import ALL, TokenTurns
 
-__all__ = ["MAX_LAYERS", "Heads", "View"]
-
 MAX_LAYERS = 1 << 12
 """The most layers of a cache, counted once for each plane."""
 

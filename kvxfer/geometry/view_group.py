@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.geometry.assignment import ShardAssignment
 from kvxfer.geometry.cache import Cache
-from kvxfer.geometry.pattern import Axis, CopyPattern, Ints, merge
+from kvxfer.geometry.pattern import Axis, CopyPattern, merge
 from kvxfer.geometry.segments import Segments, greatest, least
 from kvxfer.geometry.strided_copy import StridedCopy
 from kvxfer.geometry.turns import Shared
-
-__all__ = ["ViewGroup", "LogicalCopy", "view_groups"]
 
 _MAX_ROWS = 1 << 16
 """The most rows of a pattern; segments are cut shorter rather than exceed it, so that it stays small and quick to make."""

@@ -7,8 +7,6 @@ from kvxfer.failures import FailureKind
 from kvxfer.fence import Fence
 from kvxfer.memory.space import Space
 
-__all__ = ["SpaceError", "checked_allocation", "checked_fence", "space_error"]
-
 
 class SpaceError(KvxferError):
     """A space failed, or broke its contract."""

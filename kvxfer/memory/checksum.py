@@ -38,9 +38,9 @@ from functools import cache
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, LogicalCopy, ViewGroup
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.fence import Done
 from kvxfer.memory.regions import Bytes, Side
 from kvxfer.memory.rows import Keys, Rows, mix, sum_rows

@@ -20,8 +20,6 @@ from kvxfer.memory.regions import Bytes, Regions, Side
 from kvxfer.memory.rows import Rows, best, sum_rows
 from kvxfer.memory.space import HostSpace, Space, require_passed
 
-__all__ = ["CpuSpace"]
-
 _SHORT = 1024
 _MANY = 500
 """Many rows below ``_SHORT`` bytes are copied as items of their size, others as rows of bytes: numpy moves an item faster

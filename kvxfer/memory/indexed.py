@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvxfer.block_table import Ints
 from kvxfer.geometry import CopyPlan
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.regions import Bytes, Side
 from kvxfer.memory.row_moves import row_moves
 from kvxfer.memory.space import Space
-
-__all__ = ["move_indexed", "copy_rows"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.geometry import Region
-from kvxfer.geometry.pattern import Ints
 from kvxfer.geometry.region import flat_starts
 
 __all__ = ["Bytes", "Regions", "Side"]

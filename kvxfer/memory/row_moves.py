@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.geometry import StridedCopy
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.regions import Regions, Side
-
-__all__ = ["RowMove", "row_moves"]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from kvxfer.logs import logger
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Keys", "Rows", "best", "by_numba", "by_numpy", "mix", "sum_rows"]
-
 Keys = np.ndarray[Any, np.dtype[np.uint64]]
 
 log = logger("kvxfer.memory")

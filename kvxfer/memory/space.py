@@ -27,10 +27,10 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import HOST, CopyPlan, LogicalCopy, Region, StridedCopy
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import Checksum, Sum, fine, logical_copies, spans, sum_of_packed
 from kvxfer.memory.fence import Done
 from kvxfer.memory.regions import Bytes, Regions, Side

@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 
+from kvxfer.block_table import Ints
 from kvxfer.errors import ArgumentError, KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPlan, Region
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import Checksum
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.fence import DeviceEvent, Done
 from kvxfer.memory.indexed import copy_rows, move_indexed
 from kvxfer.memory.regions import Bytes, Side
 from kvxfer.memory.space import HostSpace, Space, require_passed
-
-__all__ = ["TorchSpace"]
 
 
 class TorchSpace(Space):

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["digest_rows", "move_rows"]
-
 
 @triton.jit
 def _rows_at(cells, place, row, there, n1, stride1, n2, stride2):

@@ -20,8 +20,6 @@ from kvxfer.transport.contract import Probe, Transport
 from kvxfer.transport.guard import guard
 from kvxfer.transport.registry import available, called, known, load, probed
 
-__all__ = ["AUTO", "Choice", "candidates", "choose", "options_for"]
-
 AUTO = "auto"
 
 Backend = type[Transport]

@@ -38,9 +38,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.failures import Failure
 from kvxfer.fence import Fence
-from kvxfer.geometry.plan import CopyPlan, Ints
+from kvxfer.geometry.plan import CopyPlan
 from kvxfer.geometry.region import Region
 from kvxfer.geometry.tensor import HOST
 

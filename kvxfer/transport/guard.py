@@ -14,8 +14,6 @@ from kvxfer.settings import loopback
 from kvxfer.transport.contract import Transport
 from kvxfer.transport.registry import called
 
-__all__ = ["guard", "who"]
-
 _log = logger("kvxfer.transport")
 
 _ANYBODY = "anybody who reaches the ports that it opens {where} needs no key, and can read and write this process's memory, or end it"

@@ -11,8 +11,6 @@ from kvxfer.geometry import HOST
 from kvxfer.settings import near
 from kvxfer.transport.contract import CONTRACTS, Probe, Transport
 
-__all__ = ["GROUP", "available", "called", "known", "load", "probed"]
-
 GROUP = "kvxfer.backends"
 
 _INHERITED = frozenset({"listen", "advertise"})

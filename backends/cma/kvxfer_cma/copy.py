@@ -7,10 +7,8 @@ from typing import Protocol
 
 from kvxfer.backend import CopyPool
 from kvxfer.backend.runs import split_long
-from kvxfer.geometry.plan import Ints
+from kvxfer.block_table import Ints
 from kvxfer_cma.vm import IOV_MAX, Pieces, Process
-
-__all__ = ["Copy", "DirectCopy", "CopyStep"]
 
 STEP_BYTES = 16 << 20
 """At most these bytes go in one system call of each thread. It cannot be broken off, so they bound how long a poll blocks: 4 ms at

@@ -8,8 +8,6 @@ from __future__ import annotations
 from kvxfer.backend.door import DoorName
 from kvxfer.backend.endpoint import EndpointBase, Token
 
-__all__ = ["Endpoint"]
-
 
 class Endpoint(EndpointBase, frozen=True):
     """``link``: this end of a link. ``line``: the Unix socket on which this side awaits the other end.

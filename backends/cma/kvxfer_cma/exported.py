@@ -15,8 +15,6 @@ from kvxfer.backend.passed import MAX_BYTES, passed, taken
 from kvxfer.errors import UNREADABLE, PeerError
 from kvxfer.geometry.region import Region
 
-__all__ = ["Exported", "read_back", "written"]
-
 Address = Annotated[int, Meta(gt=0, lt=1 << 62)]
 
 

@@ -20,8 +20,6 @@ from kvxfer.errors import PeerError, TransportError
 from kvxfer_cma import exported, vm
 from kvxfer_cma.ring import ANSWERED, ASK, LEND, Asker, Server
 
-__all__ = ["Lent", "Link"]
-
 _SHOW, _PLACES = b"K", b"P"
 
 

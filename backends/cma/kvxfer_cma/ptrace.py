@@ -13,8 +13,6 @@ from pathlib import Path
 
 from kvxfer.errors import TransportError
 
-__all__ = ["allow_any", "facts", "yama_scope"]
-
 PR_GET_DUMPABLE = 3
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)

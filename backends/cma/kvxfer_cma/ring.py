@@ -26,12 +26,10 @@ import numpy as np
 from kvxfer.backend.liveness import Liveness
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.runs import split_long
+from kvxfer.block_table import Ints
 from kvxfer.errors import PeerError, TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer_cma.copy import CopyStep
 from kvxfer_cma.vm import IOV_MAX, Pieces, copy_own
-
-__all__ = ["ANSWERED", "ASK", "LEND", "Asker", "Relayed", "Server"]
 
 LEND, ASK, ANSWERED = b"S", b"R", b"A"
 """How messages begin: with the slots, of the asker, of the server."""

@@ -19,8 +19,6 @@ from kvxfer_cma.link import Lent, Link
 from kvxfer_cma.options import Options
 from kvxfer_cma.ring import Asker, Relayed
 
-__all__ = ["CmaTransport"]
-
 BUDGET_S = 0.004
 """A poll starts no further step after this time."""
 

@@ -17,10 +17,8 @@ import os
 import numpy as np
 
 from kvxfer.backend.process import PeerProcess
+from kvxfer.block_table import Ints
 from kvxfer.errors import PeerError
-from kvxfer.geometry.plan import Ints
-
-__all__ = ["IOV_MAX", "KEY_BYTES", "Pieces", "Process", "copy_own", "refusal", "unsupported"]
 
 IOV_MAX = 1024
 """Pieces that one system call takes (``UIO_MAXIOV``)."""

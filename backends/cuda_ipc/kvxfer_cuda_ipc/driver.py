@@ -12,8 +12,6 @@ from kvxfer.errors import TransportError
 from kvxfer_cuda_ipc.endpoint import HANDLE_BYTES
 from kvxfer_cuda_ipc.library import check, devices, driver, nvrtc
 
-__all__ = ["Context", "context"]
-
 NOT_READY = 600
 PEER_ACCESS_ALREADY_ENABLED = 704
 

@@ -12,8 +12,6 @@ from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import TransportError
 
-__all__ = ["HANDLE_BYTES", "LINK_BYTES", "Allocation", "Endpoint", "Exported"]
-
 HANDLE_BYTES = 64
 
 Size = Annotated[int, Meta(gt=0, lt=1 << 62)]

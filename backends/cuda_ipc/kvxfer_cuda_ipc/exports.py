@@ -11,8 +11,6 @@ from kvxfer_cuda_ipc.driver import Context
 from kvxfer_cuda_ipc.endpoint import Allocation, Endpoint, Exported
 from kvxfer_cuda_ipc.library import CudaError
 
-__all__ = ["Opened", "export"]
-
 log = logger(__name__)
 
 # What this process has exported: its own handles cannot be opened in it, and need not be.

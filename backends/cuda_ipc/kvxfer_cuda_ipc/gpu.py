@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.errors import TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer_cuda_ipc.driver import NOT_READY, Context
 from kvxfer_cuda_ipc.library import CudaError, check
 from kvxfer_cuda_ipc.options import Options
 from kvxfer_cuda_ipc.tables import HELD, LANES, MAX_ROWS, MAX_SEGMENTS, AddressRows, Launch, divisor
-
-__all__ = ["THREADS", "WORK", "Gpu", "blocks_for", "write_work"]
 
 SLOTS = 8
 """Launches that may be under way: enough to keep the GPU busy while the host does something else."""

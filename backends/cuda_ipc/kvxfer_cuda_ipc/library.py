@@ -10,8 +10,6 @@ from typing import Any
 from kvxfer.errors import TransportError
 from kvxfer.transport import Probe
 
-__all__ = ["CudaError", "check", "devices", "driver", "nvrtc", "probe"]
-
 
 class CudaError(TransportError):
     """A CUDA call failed. ``name`` is CUDA's name for it."""

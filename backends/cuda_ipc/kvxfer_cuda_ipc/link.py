@@ -13,8 +13,6 @@ from kvxfer_cuda_ipc.gpu import Gpu
 from kvxfer_cuda_ipc.lowering import Lowering
 from kvxfer_cuda_ipc.tables import Launch
 
-__all__ = ["CopyJob", "Link"]
-
 
 @dataclass(eq=False)
 class Link:

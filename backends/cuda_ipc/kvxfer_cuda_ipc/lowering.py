@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxfer.backend.memories import Memories
+from kvxfer.block_table import Ints
 from kvxfer.errors import TransportError
 from kvxfer.geometry import StridedCopy
-from kvxfer.geometry.plan import Ints
 from kvxfer.geometry.strided_copy import materialise
 from kvxfer.transport import Batch, PlanBatch, Verb
 from kvxfer_cuda_ipc.tables import Launch, Placement, of_runs, of_strided_copy
-
-__all__ = ["Lowering"]
 
 MAX_PLACEMENTS = 512
 

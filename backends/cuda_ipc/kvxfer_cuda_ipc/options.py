@@ -8,8 +8,6 @@ from msgspec import Meta
 
 from kvxfer.backend.options import BackendOptions
 
-__all__ = ["Options"]
-
 
 class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``cuda_ipc``.

@@ -11,21 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvxfer.backend.runs import split_long
+from kvxfer.block_table import Ints
 from kvxfer.geometry import CopyPattern, Region, StridedCopy
-from kvxfer.geometry.plan import Ints
 from kvxfer.geometry.region import flat_starts
-
-__all__ = [
-    "MAX_ROWS",
-    "MAX_SEGMENTS",
-    "Launch",
-    "Placement",
-    "AddressRows",
-    "Tile",
-    "divisor",
-    "of_runs",
-    "of_strided_copy",
-]
 
 MAX_ROWS = 1 << 16
 MAX_SEGMENTS = 1 << 15

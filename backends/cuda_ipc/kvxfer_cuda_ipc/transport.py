@@ -11,19 +11,18 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvxfer.backend import Base, LivenessLinks, Memories
+from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.geometry import Region
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Verb
 from kvxfer_cuda_ipc import driver
-from kvxfer_cuda_ipc.endpoint import LINK_BYTES, Endpoint, Exported
+from kvxfer_cuda_ipc.endpoint import Endpoint, Exported
 from kvxfer_cuda_ipc.exports import Opened, export
 from kvxfer_cuda_ipc.gpu import Gpu
 from kvxfer_cuda_ipc.library import probe
 from kvxfer_cuda_ipc.link import CopyJob, Link
 from kvxfer_cuda_ipc.lowering import Lowering
 from kvxfer_cuda_ipc.options import Options
-
-__all__ = ["CudaIpcTransport"]
 
 RETRY_S = 0.0005
 """How soon to ask again whether a fence without an event has passed."""

@@ -12,8 +12,6 @@ from typing import Protocol
 from kvxfer.transport.contract import Fence
 from kvxfer_nccl.options import Options
 
-__all__ = ["ID_BYTES", "Binding", "Mark", "Pipe", "PipeSpec"]
-
 ID_BYTES = 128
 """Size of a unique id."""
 

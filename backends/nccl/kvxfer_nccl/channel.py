@@ -6,8 +6,6 @@ import socket
 
 from kvxfer_nccl.wire import Message, decode, encode
 
-__all__ = ["Channel", "dial"]
-
 SILENT_S = 15
 """Seconds after which a host that answers nothing is gone, though bytes or probes wait for its answer."""
 

@@ -19,8 +19,6 @@ from kvxfer_nccl.options import Options
 from kvxfer_nccl.tasks import Task
 from kvxfer_nccl.wire import Message
 
-__all__ = ["OURS", "Broken", "Direction", "Post", "Tools"]
-
 T = TypeVar("T")
 
 ENQUEUED, GROUPED, RUNS = 32, 256, 2048

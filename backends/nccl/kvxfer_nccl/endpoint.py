@@ -9,8 +9,6 @@ from msgspec import Meta
 from kvxfer.backend.endpoint import EndpointBase, Token
 from kvxfer.identity import Address
 
-__all__ = ["MAX_BYTES", "Endpoint"]
-
 MAX_BYTES = 4096
 """Of an endpoint, and of one message."""
 

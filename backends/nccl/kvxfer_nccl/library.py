@@ -15,8 +15,6 @@ from kvxfer.memory.fence import Events
 from kvxfer.transport.contract import Fence
 from kvxfer_nccl.binding import Binding, Mark, Pipe, PipeSpec
 
-__all__ = ["NcclBinding", "NcclPipe", "load"]
-
 PIP_LINE = "pip install 'kvxfer-nccl'"
 
 TICK_S = 0.0005

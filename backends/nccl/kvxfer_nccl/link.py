@@ -23,8 +23,6 @@ from kvxfer_nccl.sides import Receiver, Sender
 from kvxfer_nccl.tasks import Task
 from kvxfer_nccl.wire import Bye, Greeting, Id, KeepOpen, Message, Opened, Ready, Received, Retire, Retired, Sent
 
-__all__ = ["Link"]
-
 log = logger("kvxfer.nccl")
 
 T = TypeVar("T")

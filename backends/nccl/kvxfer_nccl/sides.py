@@ -32,8 +32,6 @@ from kvxfer_nccl.direction import OURS, Broken, Direction, Post, Tools
 from kvxfer_nccl.tasks import Task
 from kvxfer_nccl.wire import Id, KeepOpen, Opened, Ready, Received, Retire, Retired, Sent
 
-__all__ = ["Receiver", "Sender"]
-
 EARLY = 4096
 """Batches that a peer may announce before we have submitted their other half."""
 

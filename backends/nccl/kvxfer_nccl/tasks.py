@@ -16,8 +16,6 @@ from typing import Generic, TypeVar
 
 from kvxfer.threads import NamedThread
 
-__all__ = ["Task"]
-
 T = TypeVar("T")
 
 KEPT = 2

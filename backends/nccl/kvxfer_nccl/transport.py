@@ -24,8 +24,6 @@ from kvxfer_nccl.link import Link
 from kvxfer_nccl.options import Options
 from kvxfer_nccl.wire import Bye, Greeting
 
-__all__ = ["NcclTransport"]
-
 GREET_S = 5.0
 """How long a connection may take to say what it is for."""
 

@@ -16,22 +16,6 @@ from kvxfer.errors import UNREADABLE
 from kvxfer.failures import FailureKind
 from kvxfer_nccl.endpoint import MAX_BYTES
 
-__all__ = [
-    "Bye",
-    "Received",
-    "Greeting",
-    "Id",
-    "KeepOpen",
-    "Message",
-    "Opened",
-    "Ready",
-    "Retire",
-    "Retired",
-    "Sent",
-    "decode",
-    "encode",
-]
-
 Stream = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0)]
 

@@ -19,8 +19,6 @@ from kvxfer_nixl.metadata import name_in, renamed
 from kvxfer_nixl.options import Options, text
 from kvxfer_nixl.rest import come_to_rest, threads
 
-__all__ = ["LibraryAgent", "DescriptorRows", "Side"]
-
 DescriptorRows = NDArray[np.uint64]
 """Descriptors, C-contiguous ``[n, 3]``: address, bytes, device."""
 

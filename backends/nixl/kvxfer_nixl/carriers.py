@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping, Set
 from functools import cache
 
-__all__ = ["GROUPS", "HOST", "NETWORK", "allowed_by", "copies_directly", "in_force"]
-
 HOST = frozenset({"cma", "cuda_ipc"})
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5"})
 GROUPS = {

@@ -9,8 +9,6 @@ from msgspec import Meta, Struct
 from kvxfer.backend.door import DoorName
 from kvxfer.backend.endpoint import EndpointBase, Token
 
-__all__ = ["Endpoint", "ExportedPiece"]
-
 
 class ExportedPiece(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A memory: its device, and (address, bytes) of its regions."""

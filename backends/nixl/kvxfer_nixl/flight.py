@@ -16,13 +16,11 @@ import numpy as np
 
 from kvxfer.backend import CopyPool, look_again
 from kvxfer.backend.runs import split_long
+from kvxfer.block_table import Ints
 from kvxfer.errors import TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Completion, Fence
 from kvxfer_nixl.agent import Side
 from kvxfer_nixl.link import Link, Peer
-
-__all__ = ["Flight"]
 
 PIECE_BYTES = 16 << 20
 """Memory in one piece if posting copies it: some milliseconds of copying, and of a slow link the time for which nothing is known, because

@@ -16,8 +16,6 @@ from collections.abc import Callable
 
 from kvxfer.errors import TransportError
 
-__all__ = ["inside", "keep"]
-
 PATIENCE_S = 5.0
 """How long the end of the interpreter waits for calls that are under way."""
 

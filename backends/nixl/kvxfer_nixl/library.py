@@ -25,8 +25,6 @@ from typing import Any
 from kvxfer.errors import TransportError
 from kvxfer.logs import logger
 
-__all__ = ["Library", "has_gpu", "load"]
-
 SYSTEM_LIBNL = "libnl-route-3.so.200"
 
 PIP_LINE = "pip install 'kvxfer[nixl]' (install torch first: NIXL asks for it, and for any build of it)"

@@ -23,8 +23,6 @@ from kvxfer_nixl.agent import LibraryAgent
 from kvxfer_nixl.endpoint import Endpoint
 from kvxfer_nixl.space import RegisteredSpace
 
-__all__ = ["Link", "Peer", "Peers"]
-
 GREETING, GOODBYE, NOTHING = "+", "-", "."
 GREET_AGAIN_S = 0.25
 """A peer of another host that dies before it has greeted us is noticed by greeting it again."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 
-__all__ = ["name_in", "renamed"]
-
 _BEFORE = b"nixlSerDes|Agent"
 _SIZE = struct.Struct("<Q")
 _AT = len(_BEFORE) + _SIZE.size

@@ -15,8 +15,6 @@ from kvxfer.errors import ConfigError
 from kvxfer_nixl.carriers import copies_directly, in_force
 from kvxfer_nixl.library import has_gpu
 
-__all__ = ["Options"]
-
 Setting = str | int | float | bool
 
 UCX_DEFAULTS = {

@@ -15,8 +15,6 @@ from pathlib import Path
 from kvxfer_nixl.carriers import GROUPS, HOST, NETWORK, allowed_by, in_force
 from kvxfer_nixl.options import Options
 
-__all__ = ["Reach"]
-
 _CARDS = Path("/sys/class/infiniband")
 
 

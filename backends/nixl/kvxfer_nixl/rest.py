@@ -12,8 +12,6 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["come_to_rest", "threads"]
-
 LOOK_S = 0.001
 RESTS = 3
 """In how many looks a thread is seen asleep that rests: now and then even while peers keep it busy. One that spins for ever was never seen

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvxfer.backend.memories import Memories
+from kvxfer.block_table import Ints
 from kvxfer.errors import TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer.geometry.region import Region
 from kvxfer_nixl.agent import Side
 from kvxfer_nixl.endpoint import ExportedPiece
-
-__all__ = ["RegisteredSpace", "nixl_device", "one_device"]
 
 
 @dataclass(frozen=True)

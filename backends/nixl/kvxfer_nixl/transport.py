@@ -36,8 +36,6 @@ from kvxfer_nixl.options import Options
 from kvxfer_nixl.reach import Reach
 from kvxfer_nixl.space import RegisteredSpace, one_device
 
-__all__ = ["NixlTransport"]
-
 BUDGET_S = 0.015
 """Seconds after which a call starts no more pieces."""
 DRAIN_S = 1.0

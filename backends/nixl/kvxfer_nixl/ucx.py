@@ -17,8 +17,6 @@ from pathlib import Path
 from kvxfer.backend.environment import environment
 from kvxfer.errors import ConfigError
 
-__all__ = ["applied", "check"]
-
 
 def check(settings: Mapping[str, str], library: Path | None) -> None:
     """Refuse a setting of UCX that it does not take, or that the environment contradicts.

@@ -9,9 +9,6 @@ from typing import Protocol
 from kvxfer_tcp.options import Options
 from kvxfer_tcp.vectors import Pipe
 
-__all__ = ["ANY", "Connection", "Loop", "tune"]
-
-
 ANY = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 _ENDS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR

@@ -15,8 +15,6 @@ from kvxfer_tcp.options import Options
 from kvxfer_tcp.vectors import Pipe
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 
-__all__ = ["Door"]
-
 AT_ONCE = 64
 """Connections that are accepted in one call of ``poll``."""
 

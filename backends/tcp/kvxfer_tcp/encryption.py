@@ -23,8 +23,6 @@ from kvxfer_tcp.wire import Violation
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-__all__ = ["RECORD_BYTES", "Keys"]
-
 RECORD_BYTES = 256 << 10
 """Most bytes of text in a record: what is copied, encrypted and sent while it is in a processor's cache."""
 

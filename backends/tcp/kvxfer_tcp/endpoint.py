@@ -9,8 +9,6 @@ from msgspec import Meta
 from kvxfer.backend.endpoint import EndpointBase, Token
 from kvxfer_tcp.options import MAX_CONNECTIONS
 
-__all__ = ["Endpoint"]
-
 KEY_BYTES = 32
 """Of a public key."""
 

@@ -17,8 +17,6 @@ from kvxfer_tcp.server import Server
 from kvxfer_tcp.vectors import Pipes
 from kvxfer_tcp.wire import greeting
 
-__all__ = ["Link"]
-
 
 class Link:
     """Both directions of a link; what ends one ends the other, too.

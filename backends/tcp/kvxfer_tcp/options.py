@@ -8,8 +8,6 @@ from msgspec import Meta
 
 from kvxfer.backend.listening import ListenOptions, Period
 
-__all__ = ["MAX_CONNECTIONS", "Options"]
-
 MAX_CONNECTIONS = 64
 
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvxfer.backend.runs import split_long
-from kvxfer.geometry.plan import Ints
+from kvxfer.block_table import Ints
 from kvxfer.transport.contract import Fence
 from kvxfer_tcp.vectors import IovecTable
-
-__all__ = ["ASK_BYTES", "ASK_RUNS", "MAX_CHUNK", "MIN_CHUNK", "OPEN_ASKS", "ReadAsk", "Read"]
 
 ASK_RUNS, ASK_BYTES = 8192, 1 << 30
 """Runs and bytes of one request: what the peer must keep for it is bounded by both."""

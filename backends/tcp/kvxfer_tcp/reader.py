@@ -28,8 +28,6 @@ from kvxfer_tcp.read import MAX_CHUNK, OPEN_ASKS, Read, ReadAsk
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
 from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind, Violation, greeting
 
-__all__ = ["Reader"]
-
 WAKE_BYTES, SHARED_WAKE = 1 << 20, 256 << 10
 """The bytes of a chunk for which a reader sleeps, on the only connection or on each of several. Without that it would
 wake for the first packet, and on a busy host wait for its turn on a processor each time."""

@@ -16,8 +16,6 @@ from kvxfer_tcp.read import ASK_BYTES, ASK_RUNS, MAX_CHUNK, MIN_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecBuffer, IovecTable, Pipe, Pipes
 from kvxfer_tcp.wire import FRAME_BYTES, MAX_REASON, Header, Kind, Violation
 
-__all__ = ["Server"]
-
 READ_BYTES = 64 << 10
 """At most these bytes of requests are taken in at once."""
 

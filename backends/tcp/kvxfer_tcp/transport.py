@@ -25,8 +25,6 @@ from kvxfer_tcp.read import Read
 from kvxfer_tcp.vectors import Pipes
 from kvxfer_tcp.wire import Violation
 
-__all__ = ["TcpTransport"]
-
 TURN_S = 0.005
 """About how long one call of ``poll`` goes on before it returns, though more could be done."""
 

@@ -13,9 +13,7 @@ import termios
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry.plan import Ints
-
-__all__ = ["IovecBuffer", "IovecTable", "Pipe", "Pipes", "merged"]
+from kvxfer.block_table import Ints
 
 IOV_MAX = 1024
 """Rows that one system call takes (``UIO_MAXIOV``)."""

@@ -17,8 +17,6 @@ import enum
 import struct
 from typing import NamedTuple
 
-__all__ = ["FRAME_BYTES", "GREETING_BYTES", "MAX_REASON", "Header", "Kind", "Violation", "greeting"]
-
 MAGIC = b"kvxfer\x00\x02"
 
 _GREETING = struct.Struct("<8s16s")

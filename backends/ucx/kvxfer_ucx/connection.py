@@ -9,8 +9,6 @@ from kvxfer.errors import PeerError, TransportError
 from kvxfer_ucx.library import Library
 from kvxfer_ucx.messages import Messages, News, Posted
 
-__all__ = ["Connection"]
-
 
 class Connection:
     """All that UCX has for one link. All methods on the data thread.

@@ -7,8 +7,6 @@ from functools import cache
 
 from kvxfer.errors import TransportError
 
-__all__ = ["devices", "use"]
-
 
 @cache
 def _driver() -> ctypes.CDLL | None:

@@ -9,8 +9,6 @@ from msgspec import Meta
 from kvxfer.backend.door import DoorName
 from kvxfer.backend.endpoint import EndpointBase, Token
 
-__all__ = ["Endpoint"]
-
 
 class Endpoint(EndpointBase, frozen=True):
     """An endpoint, as it travels to the peer."""

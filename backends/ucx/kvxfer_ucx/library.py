@@ -13,8 +13,6 @@ from typing import Any
 
 from kvxfer.errors import TransportError
 
-__all__ = ["Library", "load"]
-
 PIP_LINE = "pip install 'kvxfer-ucx[cu12]' (or [cu13]; either works without a GPU)"
 
 NO_RDMA = (

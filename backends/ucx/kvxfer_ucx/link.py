@@ -13,8 +13,6 @@ from kvxfer_ucx.endpoint import Endpoint
 from kvxfer_ucx.messages import OK, TRUNCATED, Pieces, Posted
 from kvxfer_ucx.ways import Ways
 
-__all__ = ["Half", "Link"]
-
 STREAMS = 1 << 42
 """Stream numbers count modulo this: no two that are so far apart are under way at once."""
 

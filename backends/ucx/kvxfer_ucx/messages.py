@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.geometry.plan import Ints
-
-__all__ = ["OK", "TRUNCATED", "Messages", "News", "Pieces", "Posted"]
+from kvxfer.block_table import Ints
 
 MESSAGE_BYTES = 8 << 20
 """UCX tells nothing of a message before it has ended, so a long batch of host memory is several, the last one shorter. Both sides cut

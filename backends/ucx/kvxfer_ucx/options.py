@@ -15,8 +15,6 @@ from kvxfer.settings import near
 from kvxfer_ucx import cuda
 from kvxfer_ucx.library import Library
 
-__all__ = ["Options", "make_context"]
-
 UCX_DEFAULTS = {
     # Endpoints that report errors do not use shared memory unless told that it is fit for that; TCP instead.
     "MM_ERROR_HANDLING": "y",

@@ -30,8 +30,6 @@ from kvxfer_ucx.messages import News, Pieces
 from kvxfer_ucx.options import Options, make_context
 from kvxfer_ucx.ways import Ways
 
-__all__ = ["UcxTransport"]
-
 SLICE_S = 0.002
 """``poll`` returns after this time even if UCX has more to do."""
 

@@ -9,8 +9,6 @@ from kvxfer.backend.introduction import Introduction
 from kvxfer.errors import PeerError
 from kvxfer_ucx.connection import Connection
 
-__all__ = ["Ways"]
-
 
 @dataclass
 class Ways:

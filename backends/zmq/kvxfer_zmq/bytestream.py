@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FRAME", "ByteStream"]
-
 FRAME = 1 << 20
 """Longest frame in bytes. Longer ones leave the caches between ZeroMQ and us, shorter ones cost more system calls."""
 

@@ -16,8 +16,6 @@ from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Header, password, routing_id
 
-__all__ = ["NOBLOCK", "Connection", "receive", "waiting"]
-
 QUEUED_MESSAGES = 8
 """Messages that ZeroMQ holds for a link on this side; they can be cut off only together with the link."""
 

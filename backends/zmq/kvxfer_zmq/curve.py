@@ -12,8 +12,6 @@ import zmq
 
 from kvxfer.errors import TransportError
 
-__all__ = ["Keys"]
-
 
 class Keys:
     """The keys of one agent.

@@ -9,8 +9,6 @@ from msgspec import Meta
 from kvxfer.backend.endpoint import EndpointBase, Token
 from kvxfer.backend.names import numeric
 
-__all__ = ["Endpoint"]
-
 KEY_BYTES = 40
 """Of a public key as ZeroMQ writes it (Z85)."""
 

@@ -20,8 +20,6 @@ from kvxfer_zmq.connection import Connection
 from kvxfer_zmq.endpoint import Endpoint
 from kvxfer_zmq.wire import Header, Kind
 
-__all__ = ["Link", "Post"]
-
 WINDOW = 8 * FRAME
 """Bytes that may be on their way for one stream."""
 

@@ -8,8 +8,6 @@ from msgspec import Meta
 
 from kvxfer.backend.listening import ListenOptions, Period
 
-__all__ = ["Options"]
-
 
 class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``backend_options`` of back end ``zmq``.

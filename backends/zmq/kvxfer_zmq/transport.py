@@ -25,8 +25,6 @@ from kvxfer_zmq.link import Link, Post
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Header, Kind, routing_id, split_routing_id
 
-__all__ = ["ZmqTransport"]
-
 KNOCKS = 64
 """Connections that are admitted or turned away in one call of ``poll``."""
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from kvxfer.backend.endpoint import TOKEN_BYTES
 
-__all__ = ["Header", "Kind", "password", "routing_id", "split_routing_id"]
-
 ROUTING_ID_BYTES = 2 * TOKEN_BYTES + 1
 _HEADER = struct.Struct("<BQQQ")
 

@@ -16,8 +16,6 @@ from typing import Any
 from kvxfer_bench.sglang.servers import HOST, SglangPair
 from kvxfer_vllm.demo.servers import Server, ServerError
 
-__all__ = ["Asked", "Streamed", "abort", "ask_pair", "ask_streaming", "generate", "generated", "room_of", "sampling"]
-
 ANSWER_S = 120.0
 _NUMBERS = itertools.count()
 

@@ -17,8 +17,6 @@ from kvxfer_bench.sglang.turns import LONG, SglangTurns, expect, made_up
 from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape
 from kvxfer_vllm.demo.servers import Server, await_ready, ended_by_sigterm, ended_together
 
-__all__ = ["compare_sglang", "measure_sglang"]
-
 LENGTHS = (1, 9, 64, 257, 700, 1500)
 TIES = {"float32": 0.02, "bfloat16": 0.25}
 """By dtype, the difference of log probabilities below which rounding may decide which token is the best."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from kvxfer_vllm.demo.servers import Server, free_port
 
-__all__ = ["STOCK", "SglangPair", "SglangServer", "started_pair"]
-
 HOST = "127.0.0.1"
 STOCK = "sglang:"
 """Stands before the name of a transfer back end of SGLang's own, such as ``sglang:nixl``."""

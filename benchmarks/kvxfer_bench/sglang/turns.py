@@ -16,8 +16,6 @@ from kvxfer_bench.sglang.asking import abort, ask_pair, ask_streaming, generate,
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready
 
-__all__ = ["LONG", "Expectation", "SglangTurns", "expect", "made_up"]
-
 START_S, ABORT_S = 600.0, 60.0
 LONG = 200
 """Tokens that a request is to generate which is aborted."""

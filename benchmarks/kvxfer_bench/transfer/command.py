@@ -19,8 +19,6 @@ from kvxfer.settings import json_object
 from kvxfer_bench.transfer.pair import Pair, cache_devices, check_room, pair
 from kvxfer_bench.transfer.shapes import MODELS, Model, Request
 
-__all__ = ["measure", "transfer"]
-
 PAUSE_S = 0.02
 
 

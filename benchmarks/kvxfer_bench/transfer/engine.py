@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.cli.costs import figures
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
@@ -29,7 +30,6 @@ from kvxfer.data.part_ends import Limits
 from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.flag import Flag
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
-from kvxfer.geometry.plan import Ints
 from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import piece_bytes
@@ -38,8 +38,6 @@ from kvxfer.transport import Verb, load
 from kvxfer.values import BlockTable, Fetch, Offer
 from kvxfer_bench.transfer.meeting import WAIT_S, Meeting
 from kvxfer_bench.transfer.shapes import Memory, Model, Pool
-
-__all__ = ["BenchEngine", "Setup"]
 
 BASE = TransferBase("bench")
 T, LINK = TransferId(BASE, 0), b"link"

@@ -6,8 +6,6 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["WAIT_S", "Meeting"]
-
 SPIN_S, WAIT_S = 0.0002, 120.0
 
 

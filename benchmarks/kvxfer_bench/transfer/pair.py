@@ -8,17 +8,15 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvxfer.block_table import Ints
 from kvxfer.cli.devices import check_memory
 from kvxfer.data.policy import default_staging
 from kvxfer.errors import ConfigError, KvxferError
-from kvxfer.geometry.plan import Ints
 from kvxfer.memory import devices_of
 from kvxfer.protocol.values import Role
 from kvxfer.testing.remote import Remote
 from kvxfer_bench.transfer.engine import BenchEngine, Setup
 from kvxfer_bench.transfer.shapes import Memory, Model
-
-__all__ = ["Pair", "cache_devices", "check_room", "pair", "span"]
 
 
 class Pair:

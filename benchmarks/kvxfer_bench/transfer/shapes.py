@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.geometry import Cache, Group, Heads, Region, View
-from kvxfer.geometry.plan import Ints
-
-__all__ = ["MODELS", "Memory", "Model", "Pool", "Request"]
 
 Memory = Literal["plain", "declared", "elastic"]
 """Kind of a cache's memory. ``plain``; ``declared``, which is the same but declared to be elastic, so that it is moved like elastic memory;

@@ -15,8 +15,6 @@ from typing import Any
 from kvxfer_vllm.demo.routing import complete
 from kvxfer_vllm.demo.servers import MODEL_NAME, Server, await_ready
 
-__all__ = ["Answers", "Clients", "Wish", "ask", "expectations", "wishes"]
-
 PROMPTS = 40
 START_S, ANSWER_S = 300.0, 120.0
 

@@ -10,8 +10,6 @@ from typing import Any
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS
 from kvxfer_vllm.demo.servers import MODEL_NAME, Server
 
-__all__ = ["FLAGS", "SCHEMAS", "Conversation", "Reply", "PlayedTurn", "reply_of"]
-
 FLAGS = ("--enable-prompt-tokens-details",)
 """Flags of servers that tell how many tokens of a prompt they had not to compute."""
 

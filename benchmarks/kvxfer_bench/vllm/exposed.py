@@ -17,8 +17,6 @@ from kvxfer.identity import TransferId
 from kvxfer_bench.vllm.played import engines
 from kvxfer_bench.vllm.played_prefill import BLOCK, MODEL, Prompt
 
-__all__ = ["ALLOWANCE", "BANDED", "exposure"]
-
 TOKENS, STEP_S = 1024, 0.002
 ALLOWANCE = 0.05
 """How much more than the last chunk may be exposed, as a share of the transfer in a single chunk."""

@@ -48,8 +48,6 @@ from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.requests import RequestFacts
 
-__all__ = ["DecodeEngine", "engines"]
-
 
 @dataclass
 class DecodeEngine:

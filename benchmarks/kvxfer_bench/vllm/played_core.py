@@ -21,8 +21,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvxfer_bench.vllm.played_prefill import sleep_until
 
-__all__ = ["PlayedCore", "PlayedWorker", "output_of"]
-
 
 class PlayedCore(EngineCoreProc):
     """vLLM's engine loop, without its processes and sockets.

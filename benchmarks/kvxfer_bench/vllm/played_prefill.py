@@ -17,8 +17,6 @@ from kvxfer.identity import FIRST, Source, TransferId
 from kvxfer.values import BlockTable, Offer
 from kvxfer_bench.transfer.shapes import Model, Pool
 
-__all__ = ["BLOCK", "BLOCKS", "MODEL", "WAIT_S", "Producer", "Prompt", "sleep_until"]
-
 BLOCK, BLOCKS, WAIT_S = 16, 2048, 60.0
 MODEL = Model(8, 2, 256, BLOCK)
 

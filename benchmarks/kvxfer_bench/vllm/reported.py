@@ -12,8 +12,6 @@ import typer
 from kvxfer.cli.progress import Say, progress
 from kvxfer_vllm.demo.servers import ServerError, ended_by_sigterm
 
-__all__ = ["reported"]
-
 
 def reported(requests: int, run: Callable[[Say], dict[str, Any]]) -> None:
     """Print the report of a run with this many requests; exit with 1 if it has objections, or if the run failed."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import Cache, Region
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.fence import Done
 from kvxfer.memory.regions import Bytes
 from kvxfer.memory.space import Space

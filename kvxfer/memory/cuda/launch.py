@@ -17,17 +17,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from kvxfer.block_table import Ints
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPattern, CopyPlan, LogicalCopy, StridedCopy, ViewGroup
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import HEAD, LENGTH, cell_keys, fine, next_token, spans, word_keys
 from kvxfer.memory.cuda.tables import Table, Tables
 from kvxfer.memory.fence import Done, Events
 from kvxfer.memory.regions import Side
 from kvxfer.memory.space import Space
 from kvxfer.memory.triton_kernels import digest_rows, move_rows
-
-__all__ = ["Launcher"]
 
 _TILE, _WARPS = 1 << 12, 16
 """Words of 8 bytes that a program moves at once, 64 bytes a lane, and its warps."""

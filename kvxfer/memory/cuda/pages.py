@@ -12,8 +12,6 @@ from typing import Any
 
 from kvxfer.errors import KvxferError
 
-__all__ = ["FixedMemory", "is_mapped"]
-
 _MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE in cuda.h
 
 

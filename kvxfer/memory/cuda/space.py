@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from kvxfer.block_table import Ints
 from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPlan, Region
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import Checksum, logical_copies
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.cuda.pages import FixedMemory, is_mapped
@@ -24,8 +24,6 @@ from kvxfer.memory.fence import DeviceEvent
 from kvxfer.memory.indexed import copy_rows, move_indexed
 from kvxfer.memory.regions import Bytes, Side
 from kvxfer.memory.space import Space
-
-__all__ = ["CudaSpace"]
 
 
 class CudaSpace(Space):

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
+from kvxfer.block_table import Ints
 from kvxfer.fence import Fence
-from kvxfer.geometry.pattern import Ints
-
-__all__ = ["Table", "Tables"]
 
 _SEGMENTS = 512
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["thread_clock"]
-
 
 def thread_clock() -> float:
     """Return a time in seconds that stands still while the calling thread is ready to run but gets no processor.

@@ -14,8 +14,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Bait", "forgeries"]
-
 _CHECK_BYTES = 4
 _ADDRESSES = 1 << 32
 """Integers from here on are taken for addresses, and smaller ones for numbers of processes, sizes and the like."""

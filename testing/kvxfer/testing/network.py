@@ -13,11 +13,9 @@ import numpy as np
 
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.backend.memories import Memories
+from kvxfer.block_table import Ints
 from kvxfer.errors import PeerError, TransportError
-from kvxfer.geometry.plan import Ints
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Verb
-
-__all__ = ["Fault", "Network"]
 
 Fault = Literal["lose", "corrupt", "fail"]
 

@@ -17,12 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry import HOST, Region, Runs
+from kvxfer.geometry import HOST, Region
 from kvxfer.geometry.region import flat_starts
 from kvxfer.memory import Space, allocate
 from kvxfer.transport.contract import Batch, Fence, Quieted, Transport
-
-__all__ = ["Buffer", "LocalParticipant", "Participant", "Result", "Runs"]
 
 Bytes = NDArray[np.uint8]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import select
 from collections.abc import Iterable
 
-__all__ = ["ready"]
-
 
 def ready(descriptors: Iterable[int], timeout: float) -> set[int]:
     """Return those of ``descriptors`` that are readable (or broken) within ``timeout`` seconds. Any thread."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from kvxfer.errors import KvxferError
 
-__all__ = ["Remote"]
-
 ANSWER_S = 180.0
 
 

@@ -22,8 +22,6 @@ from kvxfer.testing.participant import LocalParticipant
 from kvxfer.testing.ready import ready
 from kvxfer.transport.contract import Batch, Fence, Transport
 
-__all__ = ["RemoteParticipant"]
-
 REPLY_S = 60.0
 """Seconds without an answer after which a child has hung. Loading a GPU library takes seconds."""
 

@@ -24,8 +24,6 @@ from kvxfer.testing.recorder import SUBJECT
 from kvxfer.transport import Capabilities, Transport, registry
 from kvxfer.transport.contract import CONTRACT_VERSION
 
-__all__ = ["CaseResult", "ConformanceReport", "release_of", "run_clauses", "run_mutants", "run_suite"]
-
 _WELL = tuple(f"exit status {status}" for status in (0, 1, 5))
 """How pytest ends if it was able to run: all passed, some failed, none was selected."""
 _MISUSED = "exit status 4"

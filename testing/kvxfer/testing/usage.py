@@ -8,8 +8,6 @@ import gc
 import os
 import sys
 
-__all__ = ["allocated", "children", "descriptors_open", "resident", "threads_running"]
-
 # What glibc's ``malloc.h`` says: an option, and that freed memory at the end of a heap is given back if there is as much of it.
 M_TRIM_THRESHOLD, TRIM_BYTES = -1, 128 << 10
 

@@ -12,8 +12,6 @@ from kvxfer.memory.registry import installed
 from kvxfer.transport import registry
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Transport
 
-__all__ = ["Wrapper"]
-
 
 class Wrapper(Transport):
     """A back end that passes everything on to the back end ``inner``, which has a name or is ``module:Class``."""

@@ -21,8 +21,6 @@ from kvxfer.testing.spaces.mutants import SpaceMutant
 from kvxfer.testing.spaces.report import run_space_mutants, run_space_suite, space_named
 from kvxfer.transport import registry
 
-__all__ = ["conformance"]
-
 _FORMS = {".json": "json", ".md": "markdown"}
 _SETTINGS = {
     "in_process": bool,

@@ -12,8 +12,6 @@ import typer
 
 from kvxfer.testing.router import CASES, Deployment, HttpServer, NoServerError, RouterResult, Texts, check
 
-__all__ = ["try_router"]
-
 
 def try_router(
     router: str,

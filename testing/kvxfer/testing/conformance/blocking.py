@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvxfer.geometry import Runs
 from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance.participant_link import PARTS, Part, ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.suite import SIZES, Suite, World
-from kvxfer.testing.participant import LocalParticipant, Participant, Runs
+from kvxfer.testing.participant import LocalParticipant, Participant
 from kvxfer.transport.contract import Transport
 
 ATTEMPTS = 10

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvxfer.testing.participant import Bytes, Runs
-
-__all__ = ["assert_equal", "overlay"]
+from kvxfer.geometry import Runs
+from kvxfer.testing.participant import Bytes
 
 
 def overlay(target: Bytes, source: Bytes, runs: Runs) -> Bytes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvxfer.geometry import Runs
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started
 from kvxfer.testing.conformance.suite import SIZES, Suite, World
-from kvxfer.testing.participant import Participant, Runs
+from kvxfer.testing.participant import Participant
 
 LARGE = Runs.of([0], [0], [3_000_000])
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import TransportError
+from kvxfer.geometry import Runs
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.suite import SIZES, Suite, World
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport.contract import Batch, Verb
 
 LARGE = Runs.of([0], [0], [3_000_000])

@@ -13,12 +13,12 @@ import numpy as np
 
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.errors import TransportError
-from kvxfer.geometry import Region
+from kvxfer.geometry import Region, Runs
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.suite import Suite, World
 from kvxfer.testing.forging import Bait, forgeries
-from kvxfer.testing.participant import Buffer, Bytes, LocalParticipant, Participant, Runs
+from kvxfer.testing.participant import Buffer, Bytes, LocalParticipant, Participant
 
 N = 1 << 16
 RUN = Runs.of([4096], [8192], [4096])

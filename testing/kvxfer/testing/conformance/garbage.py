@@ -6,8 +6,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["old_objects_aside"]
-
 
 @contextlib.contextmanager
 def old_objects_aside() -> Iterator[None]:

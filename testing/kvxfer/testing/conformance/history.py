@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
+from kvxfer.geometry import Runs
 from kvxfer.geometry.region import GAP
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import HostFence
 from kvxfer.testing.conformance.participant_link import ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.patterns import drawn
 from kvxfer.testing.conformance.suite import Suite, World
-from kvxfer.testing.participant import Bytes, LocalParticipant, Participant, Result, Runs
+from kvxfer.testing.participant import Bytes, LocalParticipant, Participant, Result
 from kvxfer.transport.contract import Batch
 
 SIZES = (4 << 20 | 1, 70_003)

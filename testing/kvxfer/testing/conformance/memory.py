@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.errors import TransportError
+from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
 from kvxfer.geometry.tensor import HOST
 from kvxfer.memory import devices_of
@@ -12,7 +13,7 @@ from kvxfer.memory.registry import installed
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.suite import SIZES, Suite, World
-from kvxfer.testing.participant import Buffer, Runs
+from kvxfer.testing.participant import Buffer
 
 MANY = 260
 """Memories: more than a byte can number."""

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvxfer.testing.participant import Participant, Result, Runs
+from kvxfer.geometry import Runs
+from kvxfer.testing.participant import Participant, Result
 from kvxfer.transport.contract import Batch, Fence, Verb
-
-__all__ = ["PARTS", "Part", "ParticipantLink", "Started", "TransferMode"]
 
 
 class TransferMode(enum.Enum):

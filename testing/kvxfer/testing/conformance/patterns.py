@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvxfer.geometry.plan import Ints
-from kvxfer.testing.participant import Runs
-
-__all__ = ["drawn"]
+from kvxfer.block_table import Ints
+from kvxfer.geometry import Runs
 
 SHORT, MAX_RUNS = 64, 1500
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvxfer.geometry import Runs
 from kvxfer.testing.conformance.fences import HostFence
 from kvxfer.testing.conformance.participant_link import TransferMode
 from kvxfer.testing.conformance.suite import Suite, World
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant
 
 NBYTES, RUNS = 64 << 20, 512
 AHEAD = 32 << 20

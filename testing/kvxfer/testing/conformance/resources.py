@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 import pytest
 
+from kvxfer.geometry import Runs
 from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import HostFence
 from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.conformance.participant_link import PARTS, Started, TransferMode
 from kvxfer.testing.conformance.suite import SIZES, Suite, World
-from kvxfer.testing.participant import LocalParticipant, Participant, Runs
+from kvxfer.testing.participant import LocalParticipant, Participant
 from kvxfer.testing.usage import allocated, children, descriptors_open, resident, threads_running
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5

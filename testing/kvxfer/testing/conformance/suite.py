@@ -13,17 +13,15 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry import HOST
+from kvxfer.geometry import HOST, Runs
 from kvxfer.memory import devices_of
 from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.participant_link import PARTS, Part, ParticipantLink, Started, TransferMode
-from kvxfer.testing.participant import LocalParticipant, Participant, Result, Runs
+from kvxfer.testing.participant import LocalParticipant, Participant, Result
 from kvxfer.testing.ready import ready
 from kvxfer.testing.remote_participant import RemoteParticipant
 from kvxfer.transport.contract import Batch, Capabilities, Transport, Verb
-
-__all__ = ["SIZES", "OutOfPatience", "RuleBroken", "Suite", "World"]
 
 SIZES = (3 << 20 | 1, 70_003)
 """Regions of a participant's memory unless a clause says otherwise: odd, and more than one."""

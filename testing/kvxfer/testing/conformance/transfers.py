@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvxfer.geometry import Runs
 from kvxfer.geometry.region import GAP
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import CountedFence, HostFence
 from kvxfer.testing.conformance.participant_link import Part, Started, TransferMode
 from kvxfer.testing.conformance.suite import SIZES, Suite, World
-from kvxfer.testing.participant import Runs
 
 SECOND = -(-SIZES[0] // GAP) * GAP + GAP
 """Flat offset of the second region."""

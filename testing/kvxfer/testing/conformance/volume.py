@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvxfer.geometry import Runs
 from kvxfer.geometry.region import GAP, Region, flat_starts
 from kvxfer.geometry.tensor import HOST
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.participant_link import ParticipantLink, TransferMode
 from kvxfer.testing.conformance.suite import Suite, World
-from kvxfer.testing.participant import PERIOD, TAIL, Participant, Runs
+from kvxfer.testing.participant import PERIOD, TAIL, Participant
 
 MIB = 1 << 20
 ROUND = (64 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

@@ -15,8 +15,6 @@ from kvxfer.protocol.values import Ended, Event, Released
 from kvxfer.testing.engine.defaults import config_of
 from kvxfer.testing.engine.memory import PagedMemory
 
-__all__ = ["AgentEngine"]
-
 
 class AgentEngine:
     """An engine on bare agents, one for each rank, and a directory: no scheduler, and no steps.

@@ -20,8 +20,6 @@ from kvxfer.testing.engine.memory import PagedMemory
 from kvxfer.testing.engine.paged import PagedEngine
 from kvxfer.values import BlockTable
 
-__all__ = ["ConversationEngine", "Turn"]
-
 Media = tuple[str, int, int]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from kvxfer.config import Config
 
-__all__ = ["FACTS", "config_of", "until"]
-
 FACTS = {"model": "simulated"}
 """What all KV of a simulated engine depends on."""
 

@@ -10,8 +10,6 @@ import numpy as np
 from kvxfer.geometry import Cache
 from kvxfer.values import Group, Rank
 
-__all__ = ["Content", "PagedMemory"]
-
 Content = Callable[[bytes, int], np.ndarray]
 """The KV of a prompt, ``[token, layer, head, unit]``, by its digest and length."""
 

@@ -16,8 +16,6 @@ from kvxfer.testing.engine.defaults import FACTS, config_of
 from kvxfer.testing.engine.memory import PagedMemory
 from kvxfer.values import BlockTable
 
-__all__ = ["PagedEngine"]
-
 
 class PagedEngine:
     """An engine whose steps compute nothing but the KV that ``PagedMemory`` says, over ``kvxfer.engine``.

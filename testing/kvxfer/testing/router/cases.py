@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CASES", "RouterCase", "Moves", "HttpRequest", "Texts"]
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 LIKELIEST = {"temperature": 1.0, "top_k": 1}

@@ -13,8 +13,6 @@ from typing import Any, Literal
 from kvxfer.testing.router.cases import HttpRequest, Moves, RouterCase, Texts
 from kvxfer.testing.router.http import HttpAnswer, HttpServer, NoServerError
 
-__all__ = ["Deployment", "RouterResult", "check"]
-
 WORKED = ("delivered", "computed", "elsewhere", "cancelled")
 STEP: dict[str, Any] = {"prompt": [65], "max_tokens": 1}
 

@@ -16,8 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvxfer.errors import KvxferError
 
-__all__ = ["HttpAnswer", "HttpServer", "NoServerError", "Samples", "read_samples"]
-
 MAX_BYTES = 64 << 20
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 

@@ -14,8 +14,6 @@ from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Region, route
 from kvxfer.memory import Space
 from kvxfer.memory.regions import Bytes
 
-__all__ = ["LAYOUTS", "Held", "CacheLayout", "hold_cache", "layout_pairs", "plan_between", "rows_of"]
-
 LAYERS, HEADS, BLOCKS = 2, 2, 7
 TOKENS, START = 19, 2
 """Tokens of the request, and where what is moved begins."""

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvxfer.block_table import Ints
 from kvxfer.errors import KvxferError
 from kvxfer.fence import Fence
 from kvxfer.geometry import CopyPlan, Region
-from kvxfer.geometry.pattern import Ints
 from kvxfer.memory.checksum import Checksum, Sum
 from kvxfer.memory.fence import Done
 from kvxfer.memory.regions import Bytes, Side

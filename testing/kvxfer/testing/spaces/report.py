@@ -11,8 +11,6 @@ from kvxfer.memory.space import SPACE_CONTRACTS, Space
 from kvxfer.testing.report import ConformanceReport, release_of, run_clauses
 from kvxfer.testing.spaces.mutants import SPACE_MUTANTS, SpaceMutant
 
-__all__ = ["run_space_mutants", "run_space_suite", "space_named"]
-
 _FILE = Path(__file__).with_name("under_test.py")
 
 
