@@ -90,7 +90,7 @@ def make_key(path: Path) -> None:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as e:
         raise ConfigError(
-            f"making a key needs cryptography ({e}); pip install 'kvxfer[cli]'. Using one does not"
+            f"making a key needs cryptography ({e}); in a checkout: pip install '.[cli]'. Using one does not"
         ) from None
     secret = ec.generate_private_key(ec.SECP256R1())
     serial = x509.random_serial_number()

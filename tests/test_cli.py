@@ -358,10 +358,11 @@ app(prog_name="kvxfer")
         lacking = program("bench", name, "--any", "option")
         assert lacking.returncode == 2
         assert (
-            f"benchmark '{name}' is not installed; pip install 'kvxfer[bench]' brings the benchmarks" in lacking.stderr
+            f"benchmark '{name}' is not installed; in a checkout, pip install ./benchmarks brings the benchmarks"
+            in lacking.stderr
         )
-    assert "pip install 'kvxfer[bench]' brings the benchmarks" in program("bench", "--help").stdout
-    for command, brings in (("conformance", "'kvxfer[testing]'"), ("demo", "'kvxfer-vllm[demo]'")):
+    assert "pip install ./benchmarks brings the benchmarks" in program("bench", "--help").stdout
+    for command, brings in (("conformance", "./testing"), ("demo", "'./connectors/vllm[demo]'")):
         lacking = program(command, "tcp")
         assert lacking.returncode == 2 and f"pip install {brings}" in lacking.stderr
     with_them = run("bench", "no-such-benchmark")

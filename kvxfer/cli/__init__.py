@@ -19,5 +19,5 @@ def run(name: str | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"kvxfer: the program needs {error.name}, which is not installed; pip install 'kvxfer[cli]'")
+        sys.exit(f"kvxfer: the program needs {error.name}, which is not installed; in a checkout: pip install '.[cli]'")
     app(prog_name=name)

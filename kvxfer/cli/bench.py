@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from kvxfer.cli.installed import InstalledCommands
 
-_MORE = "pip install 'kvxfer[bench]' brings the benchmarks"
+_MORE = "in a checkout, pip install ./benchmarks brings the benchmarks"
 
 
 def _more() -> str | None:

@@ -16,7 +16,7 @@ import kvxfer
 from kvxfer.cli.installed import InstalledCommands
 from kvxfer.errors import KvxferError
 
-_ELSEWHERE = {"conformance": "'kvxfer[testing]'", "demo": "'kvxfer-vllm[demo]' beside a vLLM"}
+_ELSEWHERE = {"conformance": "./testing", "demo": "'./connectors/vllm[demo]' beside a vLLM"}
 """What brings commands that are not the core's."""
 
 
@@ -26,7 +26,7 @@ class _Program(InstalledCommands):
     entry_points = "kvxfer.commands"
 
     def lacking(self, name: str) -> str | None:
-        return f"{name} is not installed: pip install {_ELSEWHERE[name]}" if name in _ELSEWHERE else None
+        return f"{name} is not installed; in a checkout: pip install {_ELSEWHERE[name]}" if name in _ELSEWHERE else None
 
     def invoke(self, ctx: Any) -> Any:
         try:

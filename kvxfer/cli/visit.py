@@ -258,7 +258,7 @@ def _candidates(memory: str, config: Config, theirs: set[str], links: list[dict[
                 f"the setting 'backend' is {config.backend!r}; with 'auto' on both engines this one would be tried"
             )
         elif name not in theirs:
-            against = f"the peer does not have it: pip install 'kvxfer[{name}]' there, and set 'backend' to 'auto'"
+            against = f"the peer does not have it: there, in a checkout, pip install ./backends/{name}, and set 'backend' to 'auto'"
         else:
             against = "it ranks below the one in use"
         rows.append({"backend": name, "against": against})

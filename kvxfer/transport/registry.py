@@ -34,7 +34,7 @@ def load(name: str) -> type[Transport]:
     if target is None:
         extras = _extras()
         if _extra(name) in extras:
-            raise ConfigError(f"back end {name!r} is not installed; pip install 'kvxfer[{_extra(name)}]'")
+            raise ConfigError(f"back end {name!r} is not installed; in a checkout: pip install ./backends/{name}")
         hint = near(name, [*available(), *extras]) or f"installed are {', '.join(available()) or 'none'}"
         raise ConfigError(f"unknown back end {name!r}; {hint}")
     module, _, attribute = target.partition(":")

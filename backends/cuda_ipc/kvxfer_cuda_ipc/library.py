@@ -31,7 +31,9 @@ def driver() -> Any:
 
         check("initialising CUDA", found.cuInit(0))
     except ImportError as e:
-        raise TransportError(f"cuda-bindings is not installed ({e}): pip install 'kvxfer[cuda-ipc]'") from e
+        raise TransportError(
+            f"cuda-bindings is not installed ({e}): in a checkout: pip install ./backends/cuda_ipc"
+        ) from e
     except RuntimeError as e:
         raise TransportError(f"there is no CUDA driver ({e})") from e
     return found

@@ -15,7 +15,7 @@ from kvxfer.memory.fence import Events
 from kvxfer.transport.contract import Fence
 from kvxfer_nccl.binding import Binding, Mark, Pipe, PipeSpec
 
-PIP_LINE = "pip install 'kvxfer-nccl'"
+PIP_LINE = "in a checkout: pip install ./backends/nccl"
 
 TICK_S = 0.0005
 """How often a thread that waits for the device asks."""

@@ -27,7 +27,7 @@ from kvxfer.logs import logger
 
 SYSTEM_LIBNL = "libnl-route-3.so.200"
 
-PIP_LINE = "pip install 'kvxfer[nixl]' (install torch first: NIXL asks for it, and for any build of it)"
+PIP_LINE = "in a checkout: pip install ./backends/nixl (install torch first: NIXL asks for it, and for any build of it)"
 
 _MEANINGS = {
     "nixlRemoteDisconnectError": "the peer died or closed its end, or the connection to it broke",

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvxfer.errors import TransportError
 
-PIP_LINE = "pip install 'kvxfer-ucx[cu12]' (or [cu13]; either works without a GPU)"
+PIP_LINE = "in a checkout: pip install './backends/ucx[cu12]' (or [cu13]; either works without a GPU)"
 
 NO_RDMA = (
     "the UCX of the wheels libucx-cu12 and libucx-cu13 is built without RDMA, so it has only TCP: install a UCX with verbs, and set "
