@@ -25,11 +25,16 @@ class Layer(NamedTuple):
     paths: str
     keep: int = 8
     beside: bool = True
+    needs: str = ""  # the mark of its tests if they need GPUs; such a layer runs only if it is named
 
     def command(self, every: bool) -> list[str]:
         """Return what runs it, up to further options of pytest."""
-        workers = ["-n", WORKERS, "--dist", "loadscope"] if self.beside else []
-        chosen = [] if every else ["--keep", str(self.keep), "-m", "not slow"]
+        # What one class tests takes minutes on a GPU, so a class is spread; a module whose tests share servers is a group.
+        workers = ["-n", WORKERS, "--dist", "loadgroup" if self.needs else "loadscope"] if self.beside else []
+        if self.needs:
+            chosen = ["-m", f"{self.needs} and (slow or not slow)" if every else self.needs]
+        else:
+            chosen = [] if every else ["--keep", str(self.keep), "-m", "not slow"]
         return [sys.executable, "-m", "pytest", *self.paths.split(), *workers, *chosen]
 
 
@@ -45,6 +50,9 @@ LAYERS = {
     "sglang": Layer("tests/sglang", keep=4),
     # Its servers keep all cores busy.
     "servers": Layer("tests/e2e", keep=0, beside=False),
+    "gpu": Layer("tests/gpu tests/backends/test_nixl.py tests/memory/test_between.py", needs="gpu"),
+    "gpu-ucx": Layer("tests/backends/test_ucx.py", needs="gpu"),
+    "gpus": Layer("tests/gpu", needs="gpus"),
 }
 
 
@@ -84,7 +92,7 @@ def main() -> int:
         return run(names, every, options, took)
     with tempfile.TemporaryFile() as said:  # types take one core for a minute
         beside = subprocess.Popen([sys.executable, "-m", "tests.layers", "lint"], cwd=ROOT, stdout=said, stderr=said)
-        first, *others = LAYERS
+        first, *others = (name for name, layer in LAYERS.items() if not layer.needs)
         status = run([first], every, options, took)
         linted = beside.wait()
         said.seek(0)

@@ -1,6 +1,7 @@
 """Which of the collected cases a run is for: pytest's hooks, taken over by `tests/conftest.py`.
 
-* A case marked ``gpu`` is for a machine with a CUDA device.
+* A case marked ``gpu`` is for a machine with a CUDA device, one marked ``gpus`` for a machine with two. Of these, ``pytest -m gpu`` and
+  ``pytest -m gpus`` leave out what is also ``slow``, whose time a machine with GPUs is too dear for, unless the expression names it.
 * Of a function with many cases, a run with ``--keep K`` takes K: always the same ones, drawn by their names. ``pytestmark =
   pytest.mark.keep(N)`` says another number for a module, a class or a function; 0 is all of them.
 * A clause of the conformance suite that measures or moves gigabytes counts as ``slow``, as do all histories of a suite but the first.
@@ -37,12 +38,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if has_cuda() or not item.get_closest_marker("gpu"):
+        if _fits(item, str(config.getoption("markexpr"))):
             cases[item.nodeid.partition("[")[0]].append(item)
     taken = {item for several in cases.values() for item in _some(several, config.getoption("keep"))}
     if left := [item for item in items if item not in taken]:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item in taken]
+
+
+def _fits(item: pytest.Item, wanted: str) -> bool:
+    needs = 2 if item.get_closest_marker("gpus") else int(item.get_closest_marker("gpu") is not None)
+    return not needs or (gpus() >= needs and ("slow" in wanted or not item.get_closest_marker("slow")))
 
 
 def _some(cases: list[pytest.Item], keep: int) -> list[pytest.Item]:
@@ -52,14 +58,14 @@ def _some(cases: list[pytest.Item], keep: int) -> list[pytest.Item]:
 
 
 @functools.cache
-def has_cuda() -> bool:
-    """Whether a CUDA device is there; asked of torch only where there is a driver, since its import takes seconds."""
+def gpus() -> int:
+    """Return the number of CUDA devices; torch is asked only where there is a driver, since its import takes seconds."""
     try:
         CDLL("libcuda.so.1")
     except OSError:
-        return False
+        return 0
     if importlib.util.find_spec("torch") is None:
-        return False
+        return 0
     import torch
 
-    return torch.cuda.is_available()
+    return int(torch.cuda.device_count())

@@ -40,6 +40,7 @@ class TestKernel(ConformanceSuite):
     revokes = False
 
 
+@pytest.mark.slow
 class TestCopyEngines(Transfers):
     backend = CudaIpcTransport
     memory = "cuda"
@@ -51,8 +52,9 @@ class OneGpu(World):
         return "cuda:0"
 
 
+@pytest.mark.gpus
 class TestOnOneGpu(Deaths):
-    """Two processes that share a GPU."""
+    """Two processes that share a GPU, where there is another."""
 
     backend = CudaIpcTransport
     memory = "cuda"
@@ -70,7 +72,7 @@ class Ours(Suite):
     __test__ = False
 
 
-@pytest.fixture(params=[World, OneGpu], ids=["spread", "one GPU"])
+@pytest.fixture(params=[World, pytest.param(OneGpu, marks=pytest.mark.gpus)], ids=["spread", "one GPU"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world = request.param(Ours())
     yield world

@@ -21,11 +21,7 @@ from tests.conftest import require
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU for each engine"),
-]
+pytestmark = [pytest.mark.gpus, pytest.mark.timeout(240)]
 
 DEATHS, FETCHES, STAGING = 4, 14, 512 << 20
 UNMAPS: dict[str, Any] = {"ucx": {"CUDA_IPC_CACHE": "n"}}
@@ -63,10 +59,10 @@ def in_use() -> list[int]:
     [
         ("cuda_ipc", {}, 0, False),
         ("nccl", {}, 0, False),
-        ("ucx", UNMAPS, 1, False),
-        ("nixl", UNMAPS, 1, False),
-        ("ucx", {}, 0, True),
-        ("nixl", {}, 0, True),
+        pytest.param("ucx", UNMAPS, 1, False, marks=pytest.mark.slow),
+        pytest.param("nixl", UNMAPS, 1, False, marks=pytest.mark.slow),
+        pytest.param("ucx", {}, 0, True, marks=pytest.mark.slow),
+        pytest.param("nixl", {}, 0, True, marks=pytest.mark.slow),
     ],
     ids=["cuda_ipc", "nccl", "ucx that unmaps", "nixl that unmaps", "ucx", "nixl"],
 )

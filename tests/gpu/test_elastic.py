@@ -28,16 +28,10 @@ from tests.gpu.cuda_pages import PAGE, CudaPages, ExpandableSegments, Exported, 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-BACKENDS = ["cuda_ipc", "nixl", "ucx", "zmq", "nccl"]
-TRANSFERS = 300
+BACKENDS = ["cuda_ipc", "nixl", "ucx", "zmq", pytest.param("nccl", marks=pytest.mark.gpus)]
+TRANSFERS = 150
 DEVICES = "cuda:0", f"cuda:{int(torch.cuda.device_count() > 1)}"
-
-
-def ready(backend: str) -> None:
-    """Skip the calling test if a back end is not there, or not for so few GPUs."""
-    if backend == "nccl" and len(set(DEVICES)) < 2:
-        pytest.skip("NCCL needs two GPUs: two ranks cannot share one")
-    require(backend)
+MIXED = [each if len(set(each)) > 1 else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS]
 
 
 def two(
@@ -54,11 +48,11 @@ def two(
     return Two(*made)
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("layouts", MIXED, ids="-".join)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pages_come_and_go_under_load(backend: str, layouts: Any) -> None:
     """Nobody has said that the caches are elastic: it is found out."""
-    ready(backend)
+    require(backend)
     with closing(two(backend, layouts)) as engines:
         assert engines.move(TRANSFERS) == {"right": TRANSFERS}
         assert engines.staged
@@ -67,17 +61,18 @@ def test_pages_come_and_go_under_load(backend: str, layouts: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expandable_segments(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """What PyTorch maps by pages is found out as well, and its staging memory keeps its pages all the same."""
-    ready(backend)
+    require(backend)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with closing(two(backend, pages=ExpandableSegments)) as engines:
         assert engines.move(TRANSFERS) == {"right": TRANSFERS}
         assert engines.staged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kvcached_maps_and_unmaps(backend: str) -> None:
     """By its own allocator, from one of the layouts that its patches lay over that into the other."""
-    ready(backend)
+    require(backend)
     if importlib.util.find_spec("kvcached") is None:
         pytest.skip("kvcached is not installed")
     with closing(two(backend, ("contiguous", "apart"), pages=KvcachedPages)) as engines:
@@ -85,6 +80,7 @@ def test_kvcached_maps_and_unmaps(backend: str) -> None:
         assert engines.staged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exported", ["none", "posix", "fabric"])
 @pytest.mark.parametrize("backend", ["nixl", "ucx"])
 def test_forced_to_register_it(backend: str, exported: Exported) -> None:
@@ -92,7 +88,7 @@ def test_forced_to_register_it(backend: str, exported: Exported) -> None:
 
     Ours is that it ends, one way or another, and that nothing was staged: then the finding is about registration.
     """
-    ready(backend)
+    require(backend)
     if exported == "fabric" and not _has_fabric():
         pytest.skip("this machine has no fabric handles")
     try:

@@ -1,6 +1,7 @@
 """Models of several kinds, and engines of unlike sizes, on vLLM's servers on GPUs: tokens are those of a plain server.
 
-Prefill is on one GPU and decode on another, where there are two. All servers of all models are started side by side.
+Prefill is on one GPU and decode on another, where there are two. The servers of all models that are tested are started side by side.
+``test_vllm.py`` has the plainest of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvxfer_vllm.demo.servers import BLOCK, ended_together  # noqa: E402
 from tests.e2e.models import write_mla, write_recurrent, write_window  # noqa: E402
 from tests.gpu.servers import TIE, TOKENS, TRITON, Servers  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.xdist_group("models"), pytest.mark.timeout(500)]
 
 TEXT = ", ".join(f"{n} times {n + 3} is {n * (n + 3)}" for n in range(1, 60))
 PROMPTS = [f"{n}: {TEXT}"[:length] for n, length in enumerate((40, 70, 97, 200, 333, 512, 650, 700))]
@@ -56,11 +57,18 @@ class Kind:
     drafts: bool = False
     tie: float = TIE
     checked: int = LAYERS
+    slow: bool = False
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """What its test needs."""
+        two = TWO[0] in (*self.prefill, *self.decode)
+        return [*[pytest.mark.gpus] * two, *[pytest.mark.slow] * self.slow]
 
 
 LATENT = ("--attention-backend", "TRITON_MLA", *BFLOAT16)
 KINDS = {
-    "one group": Kind(write_model),
+    "one group": Kind(write_model, slow=True),
     "two groups": Kind(write_window),
     "recurrent states": Kind(write_recurrent, checked=LAYERS // 2),
     "latent": Kind(write_mla, LATENT, tie=ROUNDED),
@@ -68,10 +76,10 @@ KINDS = {
     "drafts": Kind(write_model, drafts=True, checked=2 * LAYERS),
     "two ranks to one": Kind(write_model, prefill=TWO),
     "one rank to two": Kind(write_model, decode=TWO),
-    "latent, two ranks to one": Kind(write_mla, LATENT, prefill=TWO, tie=ROUNDED),
-    "two groups, one rank to two": Kind(write_window, decode=TWO),
-    "latent, two ranks in turn to one": Kind(write_mla, LATENT, prefill=TURNS, tie=ROUNDED),
-    "latent, two ranks in turn to two": Kind(write_mla, LATENT, prefill=TURNS, decode=TWO, tie=ROUNDED),
+    "latent, two ranks to one": Kind(write_mla, LATENT, prefill=TWO, tie=ROUNDED, slow=True),
+    "two groups, one rank to two": Kind(write_window, decode=TWO, slow=True),
+    "latent, two ranks in turn to one": Kind(write_mla, LATENT, prefill=TURNS, tie=ROUNDED, slow=True),
+    "latent, two ranks in turn to two": Kind(write_mla, LATENT, prefill=TURNS, decode=TWO, tie=ROUNDED, slow=True),
 }
 
 
@@ -82,7 +90,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with ended_together() as begun:
         found = {}
         for name, kind in KINDS.items():
-            if name not in chosen or (gpus < 2 and TWO[0] in (*kind.prefill, *kind.decode)):
+            if name not in chosen:
                 continue
             folder = tmp_path_factory.mktemp("model")
             kind.write(folder / "model")
@@ -98,10 +106,8 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield found
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=kind.marks) for name, kind in KINDS.items()])
 def test_tokens_are_those_of_a_plain_server(started: dict[str, Servers], name: str) -> None:
-    if name not in started:
-        pytest.skip("two ranks need two GPUs")
     servers, kind = started[name], KINDS[name]
     servers.await_ready()
     prefill, decode = servers.started["prefill"], servers.started["decode"]

@@ -29,7 +29,7 @@ require("nccl")
 
 import torch  # noqa: E402  (only where it can be used)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")]
+pytestmark = pytest.mark.gpus
 
 MIB = 1 << 20
 

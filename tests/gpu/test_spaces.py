@@ -19,6 +19,7 @@ class TestCuda(SpaceSuite):
     device = "cuda:0"
 
 
+@pytest.mark.slow
 class TestWithoutTriton(SpaceSuite):
     """By torch's indexing, as where Triton is not installed."""
 
@@ -30,6 +31,7 @@ class TestWithoutTriton(SpaceSuite):
         monkeypatch.setattr("kvxfer.memory.cuda.space.importlib.util.find_spec", lambda name: None)
 
 
+@pytest.mark.slow
 class TestGeneric(SpaceSuite):
     space: ClassVar[Any] = registry.load("kvxfer.memory.torch_space:TorchSpace", "for tests")
     device = "cuda:0"

@@ -25,7 +25,7 @@ from kvxfer_vllm.demo.routing import prefill_then_decode  # noqa: E402
 from kvxfer_vllm.demo.servers import BLOCK, Server, ServerError, ended_together  # noqa: E402
 from tests.gpu.servers import TOKENS, TRITON, Servers  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(400)]
 
 PROMPTS = [f"request {n}: " + f"{n * 7919} " * (5 + 20 * n) for n in range(8)]
 
@@ -35,12 +35,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with ended_together() as begun:
         folder = tmp_path_factory.mktemp("vllm")
         write_model(folder / "model")
-        yield Servers(folder, begun, TRITON)
+        found = Servers(folder, begun, TRITON)
+        found.start("plain")
+        yield found
 
 
 # --- sleep mode ---------------------------------------------------------------------------------------------------------
 
-SLEEPERS = ["cuda_ipc", "ucx"]
+SLEEPERS = ["cuda_ipc", pytest.param("ucx", marks=pytest.mark.slow)]
 
 
 class Traffic:
@@ -75,30 +77,23 @@ class Traffic:
             client.join(90)
 
 
-@pytest.fixture(scope="module")
-def sleepers(servers: Servers) -> Servers:
-    """A plain server, and a pair with sleep mode for each back end."""
-    if not compat.FOLLOWS_SLEEP:
-        pytest.skip("this vLLM does not tell connectors of sleep mode")
-    servers.start("plain")
-    for backend in SLEEPERS:
-        require(backend)
-        for name in ("prefill", "decode"):
-            servers.start(f"{name} {backend}", backend, ("--enable-sleep-mode",), {"VLLM_SERVER_DEV_MODE": "1"})
-    servers.await_ready()
-    return servers
-
-
 @pytest.mark.parametrize("backend", SLEEPERS)
-def test_two_sleeps_of_each_amid_traffic(sleepers: Servers, backend: str) -> None:
+def test_two_sleeps_of_each_amid_traffic(servers: Servers, backend: str) -> None:
     """Requests that a sleep meets end or are cut short; all tokens that come are right, and KV moves again afterwards.
 
-    The first sleep of each keeps the weights, the second one does not: they are loaded anew.
+    The first sleep of each keeps the weights. After the second they are loaded again.
     """
-    prefill, decode = (sleepers.started[f"{name} {backend}"] for name in ("prefill", "decode"))
+    require(backend)
+    if not compat.FOLLOWS_SLEEP:
+        pytest.skip("this vLLM does not tell connectors of sleep mode")
+    prefill, decode = (
+        servers.start(f"{role} {backend}", backend, ("--enable-sleep-mode",), {"VLLM_SERVER_DEV_MODE": "1"})
+        for role in ("prefill", "decode")
+    )
+    servers.await_ready()
     for prompt in PROMPTS:
-        sleepers.expected(prompt)
-    traffic = Traffic(sleepers, prefill, decode)
+        servers.expected(prompt)
+    traffic = Traffic(servers, prefill, decode)
     try:
         for level, sleeper in ((1, prefill), (1, decode), (2, prefill), (2, decode)):
             time.sleep(2)
@@ -118,7 +113,7 @@ def test_two_sleeps_of_each_amid_traffic(sleepers: Servers, backend: str) -> Non
     assert traffic.ends["whole"] >= 4 * len(PROMPTS)
     before = received(decode)
     prompt = f"after the sleeps, by {backend} " * 5
-    assert not sleepers.wrong(prompt, prefill_then_decode(prefill, decode, prompt, TOKENS).tokens)
+    assert not servers.wrong(prompt, prefill_then_decode(prefill, decode, prompt, TOKENS).tokens)
     moved = received(decode) - before
     assert moved.failed == 0 and moved.tokens >= len(prompt) - BLOCK
 
@@ -135,7 +130,6 @@ def cached(servers: Servers) -> Servers:
         pytest.skip("kvcached is not installed")
     if compat.FOLLOWS_SLEEP:
         pytest.skip("kvcached has no patches for this vLLM")
-    servers.start("plain")
     for layout, contiguous in LAYOUTS.items():
         env = {"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1", "KVCACHED_CONTIGUOUS_LAYOUT": contiguous}
         for name in ("prefill", "decode"):
@@ -144,6 +138,7 @@ def cached(servers: Servers) -> Servers:
     return servers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs", LAYOUTS)
 @pytest.mark.parametrize("mine", LAYOUTS)
 def test_tokens_under_kvcached_are_those_of_a_plain_server(cached: Servers, theirs: str, mine: str) -> None:
