@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvxfer_bench.verdict import compare, estimate
 from kvxfer_bench.vllm.conversation import Timed, by_turn, faults, summary
 from kvxfer_bench.vllm.conversations import PlayedTurn, Reply
 from kvxfer_bench.vllm.exposed import exposure
@@ -61,3 +62,16 @@ def test_turns_are_checked_for_their_tokens_and_for_what_prefill_computes() -> N
     ]
     assert faults([dear], loads=False) == []
     assert faults([wrong], loads=True) == ["conversation 1, turn 2: the tokens are not those of the plain server"]
+
+
+def test_a_verdict_has_the_interval_that_its_rounds_allow() -> None:
+    """Of ten rounds at least two are on each side of the true median in 0.979 of all runs. Five are on one side in 0.063."""
+    assert estimate([9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 4.0, 5.0, 100.0]) == (5.5, 2.0, 9.0)
+    assert estimate([3.0, 1.0, 2.0, 4.0, 5.0, 6.0]) == (3.5, 1.0, 6.0)
+    assert estimate([1.0] * 5) == (1.0, -float("inf"), float("inf"))
+    drift = [10.0 * n for n in range(8)]  # of the machine, which both share
+    slower = compare(drift, [at + 12 + n % 3 for n, at in enumerate(drift)])
+    assert slower.words == "13.0 ms slower, interval 12.0 to 14.0"
+    assert compare(drift, [at - 2.5 for at in drift]).words == "2.5 ms faster, interval -2.5 to -2.5"
+    alike = compare(drift, [at + (-1) ** n * n for n, at in enumerate(drift)])
+    assert alike.words == "no difference shown: 0.5 ms faster, interval -7.0 to 6.0"

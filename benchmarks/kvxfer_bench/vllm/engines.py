@@ -1,16 +1,22 @@
 """``kvxfer bench engines``: time to first token on real vLLM servers with a model of realistic size, back ends in turns.
 
 For each back end, a prefill and a decode server run on the given GPUs, with dummy weights. All pairs run at the same time but only one
-is asked at a time, so that other load on the machine affects all of them alike. An additional server without a connector shows what a
-connector costs while nothing moves.
+is asked at a time, in a random order in each round, so that other load on the machine affects all of them alike. An additional server
+without a connector shows what a connector costs while nothing moves.
+
+The first configuration is compared with each of the others: a verdict for each case, such as "12.0 ms slower, interval 8.1 to 16.3". With
+``--pairs-alike`` it is also compared with itself, which shows what chance does.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +25,7 @@ import typer
 
 from kvxfer.cli.progress import Say, progress, silent
 from kvxfer.errors import ConfigError
+from kvxfer_bench.verdict import compare
 from kvxfer_bench.vllm.beside import LOADS, Beside, idle_cost
 from kvxfer_bench.vllm.kinds import FirstTokens, PromptCase, Prompts
 from kvxfer_bench.vllm.pairs import STOCK, ServerPair, Starter, parsed
@@ -52,6 +59,7 @@ class Rounds:
     ) -> None:
         self._pairs, self._prompts, self._rounds, self._tell, self._say = dict(pairs), prompts, rounds, tell, say
         self.failed = False
+        self._first = next(iter(self._pairs))
 
     def ready(self) -> None:
         """Wait until all servers answer."""
@@ -82,6 +90,19 @@ class Rounds:
 
         self._measure(f"time to first token, {case}", one_round)
         self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
+        self._judge({name: timed[name].compared() for name in self._pairs}, {**asdict(case), "others": others})
+
+    def _judge(self, taken: Mapping[str, Mapping[str, list[float]]], case: Mapping[str, Any]) -> None:
+        """Tell how the first pair compares with each of the others, for each kind that both were timed by."""
+        for name in [name for name in taken if self._first in taken and name != self._first]:
+            for kind, first in taken[self._first].items():
+                if kind in taken[name]:
+                    found = compare(first, taken[name][kind])
+                    sure = (
+                        {} if found.low == -math.inf else {"interval_ms": [round(found.low, 2), round(found.high, 2)]}
+                    )
+                    row = {"compared": name, "with": self._first, **case, "kind": kind}
+                    self._tell({**row, "slower_ms": round(found.median, 2), **sure, "verdict": found.words})
 
     def beside(self, case: PromptCase, others: int) -> None:
         """Tell what loads cost a prefill and ``others`` decodes beside them."""
@@ -108,10 +129,11 @@ class Rounds:
     def _measure(self, what: str, one_round: Callable[[str, ServerPair], None]) -> None:
         for number in range(self._rounds + 1):
             self._say(f"{what}, round {number} of {self._rounds}" if number else f"{what}, warm-up")
-            self._each(one_round)
+            self._each(one_round, mixed=True)
 
-    def _each(self, do: Callable[[str, ServerPair], None]) -> None:
-        for name, pair in list(self._pairs.items()):
+    def _each(self, do: Callable[[str, ServerPair], None], mixed: bool = False) -> None:
+        some = list(self._pairs.items())
+        for name, pair in random.sample(some, len(some)) if mixed else some:
             try:
                 do(name, pair)
             except ServerError as error:
@@ -145,6 +167,10 @@ def compare_engines(
         typer.Option(help="Tokens per prompt, such as 1024, or 1024x16 for 16 prompts at once; may be repeated."),
     ] = CASES,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that warms up.")] = 7,
+    pairs_alike: Annotated[
+        bool,
+        typer.Option("--pairs-alike", help="Also measure a second pair like the first one, to see what chance does."),
+    ] = False,
     others: Annotated[int, typer.Option(min=0, help="Requests that decode on the decode server all the time.")] = 0,
     beside: Annotated[
         int, typer.Option(min=0, help="Also measure how loads of this many tokens slow down other requests; 0 for not.")
@@ -182,7 +208,10 @@ def compare_engines(
         room = max(cache_tokens, _room(cases, under, decoding))
         starter = Starter(where, logs, on, [*_flags(shape, cases, room, decoding, bool(on)), *flags.split()], begun)
         without = starter.plain() if plain else None
-        pairs = {name: starter.pair(name, without) for name in backends}
+        pairs: dict[str, ServerPair] = {}
+        for name in [*backends, *backends[:1]] if pairs_alike else backends:
+            same = sum(key == name or key.startswith(f"{name} (") for key in pairs)
+            pairs[f"{name} ({same + 1})" if same else name] = starter.pair(name, without)
         if without is not None:
             await_ready([without], START_S)
 

@@ -13,6 +13,7 @@ In each round the kinds take turns:
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import statistics
 import time
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.errors import ConfigError
+from kvxfer_bench.verdict import estimate
 from kvxfer_bench.vllm.pairs import AtOnce, ServerPair
 from kvxfer_bench.vllm.streams import Others, stream
 from kvxfer_vllm.demo.metrics import loaded_tokens, moving_seconds
@@ -32,6 +34,8 @@ from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Server
 
 SETTLE_S = 0.05
+COMPARED, OVER = ("cached", "loaded", "together"), "loaded_over_cached"
+"""The kinds of first tokens by which configurations are compared, and the difference of two of them in each round."""
 
 Prompt = list[int]
 Params = Mapping[str, Any] | None
@@ -124,13 +128,15 @@ class FirstTokens:
         ``least``, ``computed``, ``cached`` and ``loaded`` at the decode server; ``prefilled``, until the prefill server had answered;
         ``together``, from the dispatch to both servers to the decode server's first token, where one after the other takes ``prefilled``
         and ``loaded``. ``plain_computed`` and ``prefill_computed`` compare a first token computed without a connector and with one.
-        ``tokens_loaded``: of the tokens that were to be loaded, the share that came.
+        ``tokens_loaded``: of the tokens that were to be loaded, the share that came. ``intervals_ms``: of each
+        of ``COMPARED`` (``kvxfer_bench.verdict``).
 
         If others decode, there are also: ``step_ms``, a step of the engine, which is the pause between the tokens of the others, and what
         it is while KV is loaded. How many steps a load takes longer than the least. ``transfer_ms``, for which KV of a load was on its
         way. ``loaded_to_step_and_transfer``, a first token with a load, in terms of the least that it could take.
         """
         found = {kind: statistics.median(seconds[1:]) for kind, seconds in self._taken.items()}
+        intervals = {kind: estimate(ms) for kind, ms in self.compared().items()}
         tokens = loaded_tokens(self._pair.decode) - self._before
         return {
             "tokens": self._case.tokens,
@@ -143,7 +149,15 @@ class FirstTokens:
             "loaded_to_least": round(found["loaded"] / found["least"], 3),
             "loaded_to_computed": round(found["loaded"] / found["computed"], 3),
             "tokens_loaded": round(tokens / (self._loads * self._case.tokens), 4),
+            "intervals_ms": {
+                kind: [round(e.low, 2), round(e.high, 2)] for kind, e in intervals.items() if e.low > -math.inf
+            },
         }
+
+    def compared(self) -> dict[str, list[float]]:
+        """Return the milliseconds of the rounds that count, of each of ``COMPARED`` that was timed."""
+        found = {kind: [1e3 * s for s in self._taken[kind][1:]] for kind in COMPARED if kind in self._taken}
+        return found | {OVER: [b - a for a, b in zip(found["cached"], found["loaded"], strict=True)]}
 
     def _fresh(self, length: int | None = None) -> list[Prompt]:
         return [self._prompts.of(length or self._case.tokens) for _ in range(self._case.at_once)]
