@@ -103,6 +103,15 @@ class Group(msgspec.Struct, frozen=True):
         """Return how many tokens lie behind the window of token ``tokens``, which does not attend to them; 0 without a window."""
         return max(0, tokens - self.window + 1) if self.window else 0
 
+    def kept(self, tokens: int, left: int = 1) -> tuple[int, int]:
+        """Return the positions ``[first, past)`` of the blocks that a producer of ``tokens`` tokens keeps for its consumers.
+
+        They load all of the tokens, or all but the last ``left`` ones at the most, which they compute themselves. Of a window that is what
+        each of them attends to; a consumer that loaded fewer would want an earlier one.
+        """
+        first, past = self.moved(tokens)
+        return self.behind(max(tokens - left, 0)) // self.block_tokens if self.window else first, past
+
     def moved(self, tokens: int) -> tuple[int, int]:
         """Return the positions ``[first, past)`` of the blocks that may be moved for the first ``tokens`` tokens."""
         if self.kind == "local" or not tokens:
@@ -189,6 +198,8 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         enough: The fewest tokens that are of use if the producer gives up before all are computed: the fetch is then delivered
             with those that were offered (``Ended.short``). 0: all tokens or none. Only where all groups are ``full``.
         patience: Seconds within which its first part must come. 0: ``Config.start_timeout``.
+        tail: Whether the block that holds the last token may be written to its end: nobody has it but this request, and whatever reads
+            behind that token writes there first. Then the block may move as one run, where a part of it would be many.
 
     Raises:
         ArgumentError: An argument has the wrong type or range. Numpy's integers are accepted.
@@ -206,6 +217,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
     offered: bool = False
     enough: int = 0
     patience: float = 0.0
+    tail: bool = False
 
     def __post_init__(self) -> None:
         arguments.string("handle", self.handle)
@@ -219,6 +231,7 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         force_setattr(self, "offered", arguments.flag("offered", self.offered))
         force_setattr(self, "enough", arguments.integer("enough", self.enough, 0, self.tokens))
         force_setattr(self, "patience", arguments.seconds("patience", self.patience))
+        force_setattr(self, "tail", arguments.flag("tail", self.tail))
 
 
 def _named(value: Offer | Fetch) -> None:

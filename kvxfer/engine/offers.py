@@ -33,6 +33,9 @@ __all__ = ["Offers", "kept_blocks", "lacks_window"]
 
 _S = OfferingState
 
+LEFT = 8
+"""The most tokens at the end of a prompt that consumers compute themselves: more than one where several modules draft."""
+
 
 class Offers:
     """The requests that offer; one thread. Calls about any other request do nothing.
@@ -126,7 +129,7 @@ class Offers:
         known = self.schedule.current(transfer)
         if known is None:
             for g, group in enumerate(self._groups):
-                first, past = _kept(group, tokens)
+                first, past = group.kept(tokens)
                 if table.count(g) >= past and not table.distinct(g, first, past):
                     self._tables.lists("table", table, g, first, past * group.block_tokens)
             blocks = kept_blocks(self._groups, table, tokens).ids()
@@ -317,26 +320,16 @@ def _reading(found: Offering, generation: Generation) -> Hashable:
 
 
 def _end(group: Group, total: int) -> tuple[int, int]:
-    """Return the positions of the blocks that the last prompt token attends to in a window.
-
-    A consumer computes that token itself and so needs all of them, but the engine gives up the first with that token.
-    """
-    return _kept(group, total) if group.window else (0, 0)
+    """Return the positions of a window's blocks that are kept at the end of a prompt: an engine gives up the first with the last token."""
+    return group.kept(total, LEFT) if group.window else (0, 0)
 
 
 def kept_blocks(groups: Sequence[Group], table: BlockTable, tokens: int) -> BlockTable:
-    """Return the blocks of a table that hold what a token behind the first ``tokens`` ones depends on."""
-    return table.only(_kept(group, tokens) for group in groups)
+    """Return the blocks of a table that are kept for consumers of ``tokens`` tokens."""
+    return table.only(group.kept(tokens) for group in groups)
 
 
 def lacks_window(groups: Sequence[Group], table: BlockTable, tokens: int) -> bool:
-    """Return whether a table lacks a block that a token behind the first ``tokens`` ones attends to in a window."""
-    rows = [table[g][slice(*_kept(group, tokens))] for g, group in enumerate(groups) if group.window]
+    """Return whether a table lacks a block of a window that is kept for consumers of ``tokens`` tokens."""
+    rows = [table[g][slice(*group.kept(tokens))] for g, group in enumerate(groups) if group.window]
     return any(NULL in row for row in rows)
-
-
-def _kept(group: Group, total: int) -> tuple[int, int]:
-    """Return the positions of the blocks that hold what a token behind the first ``total`` ones depends on."""
-    if group.window:
-        return max(0, total - group.window) // group.block_tokens, group.blocks(total)
-    return group.moved(total)

@@ -7,7 +7,9 @@ the same with everything contiguous merged. What depends on the pair of caches a
 only its segments.
 
 Law (tests/geometry): copying along the plan equals indexing both caches by their logical coordinates; every
-destination byte is written once; nothing else is touched.
+destination byte is written once; nothing else is touched. Only if the consumer says that its last block is its own, what that
+holds of later tokens may be written as well, with what the producer's block has there: if both blocks are alike, and all of one is
+fewer rows than a part.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     Attributes:
         copies: What to copy.
-        logical: The same by logical coordinates, for checksums. Empty in the pieces that ``split`` cuts.
+        logical: What is wanted of that, by logical coordinates, for checksums. Empty in the pieces that ``split`` cuts.
         nbytes: The number of bytes to copy, computed from ``copies``.
     """
 
@@ -153,20 +155,19 @@ class Planner:
         )
         every = [b for members in self._view_groups.values() for b in members]
         self.least_row = min((b.least_row for b in every), default=0)
-        # Destination group, its tokens a block, tokens of the smallest thing that is moved, and bytes of that; empty if the size
-        # of a plan does not follow from the number of tokens.
-        self._sizes: list[tuple[int, int, int, int]] = []
+        # Destination group and its tokens a block, with what is moved of each token; empty if the size of a plan does not follow from
+        # the number of tokens.
+        self._sizes: list[tuple[int, int, ViewGroup]] = []
         if self.all_full and not any(
             shared is not None or (opaque and src.groups[sg].block_tokens != dst.groups[dg].block_tokens)
             for sg, dg, opaque, shared in self._view_groups
         ):
-            for b in every:
-                tokens = dst.groups[b.dst_group].block_tokens
-                self._sizes.append((b.dst_group, tokens, tokens if b.opaque else 1, b.segment_bytes))
+            self._sizes += [(b.dst_group, dst.groups[b.dst_group].block_tokens, b) for b in every]
         self._limits = {
             key: (min(b.src_blocks for b in of), min(b.dst_blocks for b in of), min(b.most_tokens for b in of))
             for key, of in self._view_groups.items()
         }
+        self._alike = {key: self._alike_tokens(*key) for key in self._view_groups}
         self._seen = np.empty(max((v.blocks for v in dst.views), default=0), np.int32)
 
     def of(self, first: int, past: int) -> Planner:
@@ -179,7 +180,7 @@ class Planner:
             found = self._of[first, past] = Planner(self.src, self.dst, [a for a in some if a.layers])
         return found
 
-    def plan(self, src_blocks: Rows, dst_blocks: Rows, start: int, tokens: int) -> CopyPlan:
+    def plan(self, src_blocks: Rows, dst_blocks: Rows, start: int, tokens: int, tail: bool = False) -> CopyPlan:
         """Plan one request: join the block tables of both sides.
 
         The tokens ``[start, tokens)`` go into every destination block that is not null; of a state group, the states
@@ -191,12 +192,14 @@ class Planner:
             dst_blocks: The consumer's; a negative id is a null block, which is not filled.
             start: First token to move.
             tokens: The token after the last.
+            tail: Whether the last block may be written to its end, where that makes fewer rows.
 
         Raises:
             PlanError: A wanted token has no source block, a block id is outside the cache, a destination block stands
                 at two positions, or ``start`` cuts an opaque block.
         """
         logical: list[LogicalCopy] = []
+        moved: list[LogicalCopy] = []
         for key, members in self._view_groups.items():
             sg, dg, _, _ = key
             if sg >= len(src_blocks) or dg >= len(dst_blocks):
@@ -208,25 +211,46 @@ class Planner:
             found = join(src, dst, self._cut(key, most, len(dst), start, tokens), dg)
             if len(found.count):
                 self._check_blocks(found, *limits)
-                logical += [b.at(found) for b in members]
-        return CopyPlan(tuple([s for p in logical for s in p.copies()]), tuple(logical))
+                parts = [b.at(found) for b in members]
+                block = self._alike[key] if tail and self._ends_in_front(found, dg, tokens) else 0
+                logical += parts
+                moved += [part.filled(block) for part in parts] if block else parts
+        return CopyPlan(tuple([s for p in moved for s in p.copies()]), tuple(logical))
 
-    def nbytes(self, src_blocks: BlockTable, dst_blocks: BlockTable, start: int, tokens: int) -> int:
+    def _alike_tokens(self, src_group: int, dst_group: int, opaque: bool, shared: Shared | None) -> int:
+        """Return the tokens of a block that are here, if they are the same on both sides and one segment can hold them; else 0."""
+        block, turns = self.dst.groups[dst_group].block_tokens, shared or Shared()
+        if opaque or block != self.src.groups[src_group].block_tokens or turns.src != turns.dst:
+            return 0
+        here = block // turns.src.count
+        return here if here <= self._limits[src_group, dst_group, opaque, shared][2] else 0
+
+    def _ends_in_front(self, found: Segments, group: int, tokens: int) -> bool:
+        """Return whether the last segment holds the first tokens of the block in which the last token lies."""
+        last = int(found.dst_pos[-1]) == (tokens - 1) // self.dst.groups[group].block_tokens
+        return last and not (found.src_token[-1] or found.dst_token[-1])
+
+    def nbytes(
+        self, src_blocks: BlockTable, dst_blocks: BlockTable, start: int, tokens: int, tail: bool = False
+    ) -> int:
         """Return the bytes of the plan that ``plan`` would make, without making it if every token has a destination block.
 
         Raises:
             PlanError: The plan had to be made, and the tables cannot be joined. Without making it, they are not compared.
         """
         total = 0
-        for g, block_tokens, step, nbytes in self._sizes:
-            first, past = start // block_tokens, -(-tokens // block_tokens)
-            if not dst_blocks.there(g, first, past):
+        for g, block, b in self._sizes:
+            front, step = tokens - tokens % block, block if b.opaque else 1
+            if not dst_blocks.there(g, start // block, -(-tokens // block)):
                 break
-            total += (-(-tokens // step) - start // step) * nbytes
+            past = tokens
+            if tail and start <= front < tokens and self._alike[b.src_group, g, b.opaque, None]:
+                past = front + b.filled(tokens - front, block)
+            total += (-(-past // step) - start // step) * b.segment_bytes
         else:
             if self._sizes:
                 return total
-        return self.plan(src_blocks, dst_blocks, start, tokens).nbytes
+        return self.plan(src_blocks, dst_blocks, start, tokens, tail).nbytes
 
     def _cut(self, key: _Key, most: int, table: int, start: int, tokens: int) -> Cut:
         """Return where the tokens fall in both sides' blocks."""

@@ -24,6 +24,9 @@ _MAX_ROWS = 1 << 16
 
 _MAX_TOKENS = 64
 
+_ROW_BYTES = 64 << 10
+"""The most bytes that are moved in vain to have one row less: a device's link moves them in less time than a descriptor takes."""
+
 _ONE = np.ones(1, np.int64)
 _ONE.setflags(write=False)
 
@@ -81,6 +84,15 @@ class ViewGroup:
         """Return the axis of the tokens of a segment."""
         return count, self.shared.src_step * self.src_token, self.shared.dst_step * self.dst_token
 
+    def filled(self, count: int, block: int) -> int:
+        """Return how many tokens are moved of a block's first ``count`` ones if the others may be: all, if the fewer rows are worth it."""
+        fewer = self._rows(count) - self._rows(block)
+        return block if (block - count) * self.segment_bytes <= fewer * _ROW_BYTES else count
+
+    def _rows(self, count: int) -> int:
+        """Return the rows of a segment of ``count`` tokens."""
+        return sum(len(t) for i in range(len(self._merged)) for t in self._with_tokens(i, count))
+
     def at(self, s: Segments) -> LogicalCopy:
         """Return the copy of this group's content at these segments."""
         src, dst = s.src_block * self.src_stride, s.dst_block * self.dst_stride
@@ -114,6 +126,19 @@ class LogicalCopy(msgspec.Struct, frozen=True, gc=False, eq=False):
     dst_at: Ints  # the same in the destination
     token: Ints  # first token of each segment (of a state: the token after which it stands, counted from 1)
     count: Ints  # tokens of each segment, 1 where they are opaque
+
+    def filled(self, block: int) -> LogicalCopy:
+        """Return the same with all tokens of the block of which the last segment holds the first ones, if that is worth it.
+
+        ``block``: the tokens of that block here.
+        """
+        count = int(self.count[-1])
+        most = self.view_group.filled(count, block) if count < block else count
+        if most == count:
+            return self
+        counts = self.count.copy()
+        counts[-1] = most
+        return LogicalCopy(self.view_group, self.src_at, self.dst_at, self.token, counts)
 
     def copies(self) -> list[StridedCopy]:
         """Return the strided copies that do it, with everything contiguous merged.

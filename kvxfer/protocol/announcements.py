@@ -63,7 +63,8 @@ def plan_for(serve: RankServe, info: LinkInfo, offer: Offer, span: Span, final: 
         PlanError: The block tables do not join.
     """
     blocks, wanted = (offer.blocks, serve.request.blocks), (serve.request.start, serve.request.tokens)
-    return plan_part(info.planner, *blocks, *wanted, span.lo, span.hi, final, span.bands)
+    tail = info.moves_tail(serve.request.tail)
+    return plan_part(info.planner, *blocks, *wanted, span.lo, span.hi, final, span.bands, tail)
 
 
 def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
@@ -77,7 +78,8 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     planner, request, sent = info.planner, serve.request, min(serve.sent)
     try:
         if planner.all_full:
-            return planner.nbytes(offer.blocks, request.blocks, request.start, sent)
+            tail = info.moves_tail(request.tail) and sent == request.tokens
+            return planner.nbytes(offer.blocks, request.blocks, request.start, sent, tail)
         return plan_for(serve, info, offer, Span(request.start, sent), serve.final).nbytes
     except PlanError:
         return 0

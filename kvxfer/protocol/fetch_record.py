@@ -311,7 +311,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         """Make the message that asks for a rank fetch's share, which may take ``moving`` seconds from its first part on."""
         s, left = self.spec, max(self.deadline - now, 0.0)
         wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
-        how = rank.banded, rank.cost
+        how = rank.banded, rank.cost, s.tail
         return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough, *how)
 
     def commit_request(self, rank: RankFetch) -> m.CommitRequest:
@@ -338,7 +338,8 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         """
         s, planner = self.spec, info.planner
         blocks = placed(planner, msg.blocks, min(msg.lo, s.tokens), msg.final) if msg.lo else msg.blocks
-        return plan_part(planner, blocks, s.blocks, s.start, s.tokens, msg.lo, msg.hi, msg.final, msg.bands)
+        span = msg.lo, msg.hi, msg.final, msg.bands
+        return plan_part(planner, blocks, s.blocks, s.start, s.tokens, *span, info.moves_tail(s.tail))
 
     def news(self) -> list[Action]:
         """Return a progress event, if the engine asked for those and enough tokens have arrived since the last."""

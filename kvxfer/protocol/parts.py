@@ -56,22 +56,27 @@ def plan_part(
     hi: int,
     final: bool,
     bands: Bands | None = None,
+    tail: bool = False,
 ) -> CopyPlan:
     """Return the plan of the part that holds tokens ``[lo, hi)`` of these bands, the same on both sides.
 
     Groups of kind ``full`` move those tokens; ``window`` and ``state`` groups move whole with the final part,
     because an engine gives their blocks up while it computes.
 
+    ``tail``: whether the block that holds the last wanted token may be written to its end. Only a part up to that token may do
+    so: what another part has brought behind its own end stays as it is.
+
     Raises:
         PlanError: The block tables do not join, or the part lies outside what is wanted.
     """
     lo, hi = max(lo, start), min(hi, tokens)
+    tail = tail and hi == tokens
     of = planner if bands is None else planner.of(*bands)
     if planner.all_full:
-        return of.plan(src, dst, lo, max(lo, hi))
-    plan = of.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi))
+        return of.plan(src, dst, lo, max(lo, hi), tail)
+    plan = of.plan(src, _only(planner.dst, dst, full=True), lo, max(lo, hi), tail)
     if final:
-        plan += planner.plan(src, _only(planner.dst, dst, full=False), start, tokens)
+        plan += planner.plan(src, _only(planner.dst, dst, full=False), start, tokens, tail)
     return plan
 
 

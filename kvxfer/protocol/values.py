@@ -201,6 +201,13 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
     name: str = ""  # the peer's name for operators
     owner: PeerIdentity = NOBODY  # the peer that the link counts for, on a producer
 
+    def moves_tail(self, wanted: bool) -> bool:
+        """Return whether a fetch that says so (``Fetch.tail``) brings its last block to the end; the same on both sides.
+
+        What lies there may be another request's, and only a consumer that reads could see it anyway.
+        """
+        return wanted and self.mode == "read"
+
     @cached_property
     def unattended(self) -> bool:
         """Whether the producer only has to send block tables, because all reads are direct and nothing is hashed."""

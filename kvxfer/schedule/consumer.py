@@ -30,7 +30,9 @@ class FetchSchedule:
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None, ledger: BlockLedger | None = None) -> None:
         self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
-        self._partly = not any(group.kind == "state" for group in groups)
+        self._partly = all(
+            group.kind == "full" for group in groups
+        )  # windows and states are kept for one number of tokens
         self._own = own
         self._loads: dict[RequestId, Load] = {}  # by the engine's name of the request
         self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
@@ -182,7 +184,7 @@ class FetchSchedule:
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
         names = Handle(request), wanted.transfer, wanted.digest, wanted.source
-        told = Fetch(*names, blocks, computed, end, self._own, 0, wanted.offered, enough, wanted.patience)
+        told = Fetch(*names, blocks, computed, end, self._own, 0, wanted.offered, enough, wanted.patience, True)
         self.fetches.append(told)
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:

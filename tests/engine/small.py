@@ -188,6 +188,9 @@ class Wire:
                 elif not group.window or position >= fetch.tokens - group.window + 1:
                     self.fail(load, f"no source for token {position}")
                     return True
+            if fetch.tail and dst and dst[-1] != NULL:  # what the producer has there is none of ours
+                for slot in range(fetch.tokens % group.block_tokens or group.block_tokens, group.block_tokens):
+                    load.consumer.memory[dst[-1], slot + g * 100] = JUNK
         return True
 
     def settle(self, load: Load) -> None:

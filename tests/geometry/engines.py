@@ -61,6 +61,24 @@ class Case:
         store.image[:] = before
         return after, wanted
 
+    def tail(self, store: Store) -> Bytes:
+        """For every byte of a consumer rank's image whether it is of a token behind the last one, in the block that holds that."""
+        before = store.image.copy()
+        store.image[:] = 0
+        for (g, _, _), held in store.held.items():
+            n, kind = store.cache.groups[g].block_tokens, held.spec.kind
+            block = self.consumer.tables[g][(self.tokens - 1) // n]
+            if block < 0 or not kind.cut_tokens:
+                continue
+            for head in range(*held.heads) if kind.cut_heads else held.heads[:1]:
+                for t in range(self.tokens, -(-self.tokens // n) * n):
+                    at = held.own(t)
+                    if at is not None:
+                        held.cell(int(block), head, at % (n // held.turn[1]))[:] = 1
+        mask = store.image == 1
+        store.image[:] = before
+        return mask
+
     def has(self, g: int, token: int) -> bool:
         """Whether the producer has a block for a token."""
         table, n = self.producer.tables[g], self.block_tokens(self.producer, g)

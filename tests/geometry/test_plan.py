@@ -60,6 +60,51 @@ def test_equal_layouts_need_one_run_for_each_stretch_of_memory(layout: str, bloc
     assert made.nbytes == 4 * len(blocks) * 2 * 12 * 3
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "span", "rows", "tail"),
+    [
+        ("blhnc", "blhnc", (0, 11), 3, 1),  # all of the block is one row, and its part 3 layers x 2 heads
+        ("blhnc", "blhnc", (9, 11), 6, 0),  # no part of which begins within the block
+        ("blhnc", "blhnc", (0, 12), 3, 0),
+        ("blnhc", "blnhc", (0, 11), 3, 1),
+        ("hnd", "hnd", (0, 11), 9, 1),  # one row a layer, and its part two
+        ("nhd", "nhd", (0, 11), 9, 0),  # one row a layer, in part too
+        ("nhd", "blhnc", (0, 11), 3 * 6 * 4 - 6, 0),  # a row for each token and head
+    ],
+)
+def test_the_last_block_goes_whole_where_that_is_fewer_rows(
+    a: str, b: str, span: tuple[int, int], rows: int, tail: int
+) -> None:
+    """If the consumer says that it is its own; what is wanted, and hashed, stays the same."""
+    known = planner(store(a), store(b))
+    part, whole = (known.plan([[5, 2, 7]], [[1, 3, 8]], *span, own) for own in (False, True))
+    assert whole.rows == rows and whole.nbytes - part.nbytes == tail * 2 * 12 * 3
+    assert (part.rows > rows) is bool(tail)
+    for one, other in zip(part.logical, whole.logical, strict=True):
+        assert np.array_equal(one.count, other.count) and np.array_equal(one.token, other.token)
+
+
+def test_the_last_block_of_a_window_goes_whole_as_well_and_one_of_another_size_does_not() -> None:
+    src, dst, longer = (store("blhnc", n, kind=WINDOW, window=9) for n in (4, 4, 8))
+    table = [[-1, 5, 2, 7]]
+    assert planner(src, dst).plan(table, [[-1, 3, 8, 1]], 0, 15, True).rows == 3
+    other = planner(longer, dst).plan([[5, 2]], [[-1, 3, 8, 1]], 0, 15, True)
+    assert other.rows == planner(longer, dst).plan([[5, 2]], [[-1, 3, 8, 1]], 0, 15).rows
+
+
+def test_a_long_block_is_not_moved_in_vain() -> None:
+    """One token of 4,096 is wanted: the other bytes would take longer than the rows that are saved."""
+
+    def cache(tokens: int) -> Cache:
+        view = View("kv", 0, ("a",), (0,), 4, 2 * tokens * 512, 512, "x", Heads(0, 2, 2, tokens * 512), 512)
+        return Cache((Region(0, 4 * 2 * tokens * 512),), (Group(tokens),), (view,))
+
+    for tokens, rows in ((64, 1), (4096, 2)):
+        sides = cache(tokens), cache(tokens)
+        made = Planner(*sides, route(sides[:1], sides[1:])[Rank()].assignments[Rank()]).plan([[1]], [[2]], 0, 1, True)
+        assert made.rows == rows
+
+
 def test_block_sizes_do_not_break_stretches() -> None:
     """Token-major pages of 4, 6 and 8 tokens, all consecutive: still one run a layer, a partial last block included."""
     for a, b in ((4, 6), (6, 4), (8, 4), (4, 8), (6, 8)):

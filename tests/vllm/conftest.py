@@ -7,6 +7,7 @@ import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -40,6 +41,13 @@ both_ways = pytest.fixture(params=[False, True], ids=["stepwise", "overlapped"])
 @pytest.fixture
 def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
     """Makes engines; afterwards none of them may remember a request or miss a block."""
+    with played(wire, tmp_path, overlap) as build:
+        yield build
+
+
+@contextmanager
+def played(wire: Wire, tmp_path: pathlib.Path, overlap: bool = False) -> Iterator[Make]:
+    """The same for one example of many."""
     engines: list[PlayedEngine] = []
     names = itertools.count()
 

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -102,6 +102,7 @@ class Group:
     replayed: vLLM does not keep its window, of latents, for prefix hits, but computes it anew.
     own: nobody else's layer: of a draft model, or (`local`) of what vLLM has excluded from transfers. What such a
         layer holds decides on no token.
+    size: tokens of a block, unless the engine's `size` says otherwise.
     """
 
     window: int = 0
@@ -116,12 +117,13 @@ class Group:
     replayed: bool = False
     own: bool = False
     local: bool = False
+    size: int = BLOCK
 
     @property
     def block(self) -> int:
         if self.ring:
             return self.ring
-        return LONGEST if self.state and not self.aligned else BLOCK
+        return LONGEST if self.state and not self.aligned else self.size
 
     def spec(self) -> Any:
         if self.state:
@@ -137,14 +139,14 @@ class Group:
                 block_size=self.ring, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.float32
             )
         if self.latent or self.replayed:
-            row: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+            row: dict[str, Any] = {"block_size": self.size, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
             return (
                 SlidingWindowMLASpec(**row, sliding_window=self.window, bounded_replay=self.replayed)
                 if self.window
                 else MLAAttentionSpec(**row, tokens_per_state=self.latent)
             )
         size, dtype = (8, torch.float32) if self.wide else (16, torch.bfloat16)
-        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": size, "dtype": dtype}
+        shape: dict[str, Any] = {"block_size": self.size, "num_kv_heads": 2, "head_size": size, "dtype": dtype}
         if self.chunk:
             return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=self.chunk)
         kept = {"extra_retained_tokens": self.retained} if self.retained else {}
@@ -203,6 +205,7 @@ def vllm_config(
     folder: pathlib.Path,
     transfer: KVTransferConfig,
     *,
+    size: int = BLOCK,
     budget: int = 64,
     seqs: int = 8,
     caching: bool = True,
@@ -225,7 +228,7 @@ def vllm_config(
             is_encoder_decoder=False,
             disable_hybrid_kv_cache_manager=not hybrid,
         ),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
+        cache_config=CacheConfig(block_size=size, enable_prefix_caching=caching),
         load_config=LoadConfig(load_format=weights),
         kv_transfer_config=transfer,
         kv_events_config=events,
@@ -241,7 +244,7 @@ class PlayedEngine:
     """One engine. `overlap`: asynchronous scheduling, where a step is planned before the last one's result is seen.
     `resumes_as_new`: as with model runner 2. `stages`: its ranks are the stages of a pipeline that drafts, as with model runner 1,
     which calls `wait_for_save` at the last stage alone, and after it has asked for results. `hashed`: tokens for which the
-    prefix cache has a hash, BLOCK or less. `turns`: so many ranks take turns with the tokens of a block, which stands for those of all
+    prefix cache has a hash, a block or less. `turns`: so many ranks take turns with the tokens of a block, which stands for those of all
     of them; this engine plays them as one. `across`: of its ranks, so many are of prefill context parallelism, which hold the same.
     `guesses`: vLLM leaves room for as many drafts of an EAGLE or MTP module, whose layers are the groups that are `own`.
     What it guesses is wrong, and not taken.
@@ -260,7 +263,7 @@ class PlayedEngine:
         overlap: bool = False,
         resumes_as_new: bool = False,
         stages: bool = False,
-        hashed: int = BLOCK,
+        hashed: int = 0,
         turns: int = 1,
         across: int = 1,
         guesses: int = 0,
@@ -270,7 +273,9 @@ class PlayedEngine:
     ) -> None:
         init_none_hash(sha256)
         self.config = config
-        self.wire, self.groups, self.blocks = wire, tuple(groups), blocks
+        size = config.cache_config.block_size
+        self.groups = groups = tuple(replace(group, size=size) for group in groups)
+        self.wire, self.blocks = wire, blocks
         self.layers = _layers(self.groups)  # name -> group
         if any(g.aligned for g in groups):
             config.cache_config.mamba_cache_mode = "align"
@@ -285,7 +290,8 @@ class PlayedEngine:
         config.parallel_config.decode_context_parallel_size = turns
         if guesses:
             config.speculative_config = _drafting(guesses)
-        self.block, hashed = BLOCK * turns, hashed * turns if len(groups) == 1 else hashed
+        hashed = hashed or size
+        self.block, hashed = size * turns, hashed * turns if len(groups) == 1 else hashed
         self.memory = np.zeros((blocks, self.block), np.int64)
         kv = KVCacheConfig(
             num_blocks=blocks,

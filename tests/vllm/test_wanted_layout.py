@@ -12,13 +12,9 @@ from vllm.v1.attention.backends import utils
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvxfer.errors import ConfigError
-from kvxfer.values import Group
 from kvxfer_vllm.connector import KVXferConnector
 from kvxfer_vllm.migration import ConnectorConfig
-from kvxfer_vllm.wanted_layout import BLOCKS_OUTERMOST, whole_blocks
-from tests.vllm.cases import check, prefill
-from tests.vllm.conftest import Make
-from tests.vllm.engine import BLOCK, prompt
+from kvxfer_vllm.wanted_layout import BLOCKS_OUTERMOST
 
 
 def config(extra: dict[str, Any] | None = None, **model: bool) -> Any:
@@ -93,24 +89,3 @@ def test_vllm_takes_it_as_a_preference(
 ) -> None:
     monkeypatch.setattr(utils, "envs", SimpleNamespace(VLLM_KV_CACHE_LAYOUT=requested))
     assert utils.resolve_kv_cache_layout(config(), [candidates]).name == found
-
-
-@pytest.mark.parametrize(
-    ("n", "loaded"), [(3 * BLOCK, 2 * BLOCK), (3 * BLOCK + 1, 3 * BLOCK), (3 * BLOCK - 1, 2 * BLOCK), (5, 4)]
-)
-def test_loads_end_with_a_block_where_each_is_one_run(
-    make: Make, n: int, loaded: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvxfer_vllm.wanted_layout._on_cuda", lambda: True)
-    p, d, other = make(), make(), make(extra={"blocks_outermost": False})
-    for engine, tokens in ((d, loaded), (other, n - 1)):
-        name = engine.add(prompt(n), prefill(p, prompt(n)))
-        engine.run(p, until=name)
-        check(engine, name, prompt(n))
-        assert engine.computed[name] == n - tokens + 3  # and three tokens of the answer
-
-
-def test_a_part_of_a_long_block_is_loaded(monkeypatch: pytest.MonkeyPatch, on_cuda: None) -> None:
-    groups = {tokens: [Group(tokens), Group(tokens, "window", 1000)] for tokens in (16, 64, 128)}
-    found = {tokens: whole_blocks(config(), ConnectorConfig.from_mapping({}), some) for tokens, some in groups.items()}
-    assert found == {16: 16, 64: 64, 128: 1}

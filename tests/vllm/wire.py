@@ -188,6 +188,7 @@ class Wire:
     def __init__(self) -> None:
         self.agents: list[Agent] = []
         self.paused = False
+        self.failed: list[str] = []  # why loads have failed
 
     def reading(self, producer: Agent) -> list[Load]:
         return [load for a in self.agents for load in a.loads.values() if load.producer is producer]
@@ -261,6 +262,8 @@ class Wire:
                     dst.memory[to[i], slot] = src.memory[there, its]
                 elif position >= first:
                     return self.fail(load, f"no source block for token {position} of {layer}")
+            if fetch.tail and fetch.tokens % dst.block and to[-1] >= 0:
+                dst.memory[to[-1], fetch.tokens % dst.block :] = JUNK  # what the producer has there is none of ours
         return True
 
     def settle(self, load: Load) -> bool:
@@ -281,6 +284,7 @@ class Wire:
         """The load fails. Unless `quiet`, its blocks may still be written to until `quiet`
         is called."""
         if not load.ended:
+            self.failed.append(reason)
             load.agent.end(load, Outcome(Failure(kind, reason)))
         if quiet:
             self.quiet(load)

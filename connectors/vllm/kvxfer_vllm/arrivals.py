@@ -31,7 +31,6 @@ from kvxfer_vllm.recurrent import leave_last_token
 from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
 from kvxfer_vllm.schemas import translated
 from kvxfer_vllm.stats import COMPUTED, Reason
-from kvxfer_vllm.wanted_layout import whole_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,7 +64,7 @@ class Arrivals:
         self._trusts = bool(config.key_file) or config.peers is not None or config.trust_sources
         self._recurrent = any(group.kind == "state" for group in groups)
         self._beside, self._computed = Beside(vllm_config), 1 if self._recurrent else computed_anyway(vllm_config)
-        self._block_tokens, self._loaded_by = groups[0].block_tokens, whole_blocks(vllm_config, config, groups)
+        self._block_tokens = groups[0].block_tokens
         self._warned: set[str] = set()  # of adapters
         self.content, self.hints = RequestContent(vllm_config), HintNotes()
         cached.is_ambiguous = self.content.media.is_ambiguous
@@ -272,12 +271,11 @@ class Arrivals:
             self._outcomes.expect(facts, request, str(transfer), None)
             self._outcomes.ended(facts, COMPUTED)
             return
-        tokens = part.tokens - part.tokens % self._loaded_by or part.tokens
-        enough = min(self._block_tokens, tokens) if self.partly and not answered else 0
-        what = name, transfer, part.digest, source, tokens
+        enough = min(self._block_tokens, part.tokens) if self.partly and not answered else 0
+        what = name, transfer, part.digest, source, part.tokens
         took = self._side.load(*what, begun=answered, offered=answered, enough=enough, answer=p.answer_of(params))
         self._outcomes.expect(facts, request, str(transfer), key if took else None)
-        facts.end = tokens
+        facts.end = part.tokens
         if part.differs:
             log.warning(
                 "request %s is computed here: its prompt does not begin with that of its params", printable(name)

@@ -135,7 +135,7 @@ class HeldPrefixes:
         for g, group in enumerate(self._groups):
             if group.kind != "window" or group.block_tokens != self._hashed:
                 continue
-            for at in range(max(0, tokens - group.window) // group.block_tokens, len(rows[g])):
+            for at in range(group.kept(tokens)[0], len(rows[g])):
                 if rows[g][at] == self._null and (cached := self._pool.get_cached_block(hashes[at], [g])):
                     rows[g][at] = cached[0].block_id
 

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.values import Group
 from kvxfer_vllm.enclosing import engine_transfer
-from kvxfer_vllm.migration import ConnectorConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["BLOCKS_OUTERMOST", "whole_blocks", "wanted_layout"]
+__all__ = ["BLOCKS_OUTERMOST", "wanted_layout"]
 
 BLOCKS_OUTERMOST = "BLHNC"
 """All layers of a block lie side by side, so that a block is one run; within a layer each head's tokens do, so that ranks which hold some
 of the heads have runs, too."""
-
-FEW = 64
-"""The most tokens that are computed here instead of being loaded, so that loads end with a block. A step takes about as long for one."""
-
-
-def whole_blocks(vllm_config: VllmConfig, config: ConnectorConfig, groups: Sequence[Group]) -> int:
-    """Return the number of tokens of which loads of at least as many are a multiple; 1 if they may end anywhere.
-
-    Where all of a block is one run, the part of a block is a run for each head of each layer. Moving these takes longer than computing
-    their tokens: vLLM computes as many behind what it finds in its prefix cache.
-    """
-    tokens = lcm(*(group.block_tokens for group in groups))
-    return tokens if config.blocks_outermost and tokens <= FEW and wanted_layout(vllm_config) is not None else 1
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:

@@ -13,7 +13,7 @@ from msgspec import Meta
 from kvxfer.identity import Generation
 from kvxfer.values import MAX_BANDS, MAX_DIGEST
 
-PROTOCOL = 11
+PROTOCOL = 12
 MAX_BYTES = 16 << 20
 MAX_WORDS = 2000
 MAX_PARTS = 1 << 16

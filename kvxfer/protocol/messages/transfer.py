@@ -66,6 +66,7 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     # what the consumer has found things to cost on the link, or what the producer is to act on as if it were that, to
     # try another way than the best one; ``None``: the first guess of both sides decides how parts go
     cost: LinkCost | None = None
+    tail: bool = False  # see ``Fetch``
 
 
 class PartReady(WireMessage, frozen=True, tag="part"):
