@@ -7,12 +7,12 @@ what goes over the opened back end. Neither this thread nor those that post to i
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from typing import assert_never
 
+from kvxfer import clock
 from kvxfer.data.command_queue import CommandQueue
 from kvxfer.data.commands import (
     Command,
@@ -166,7 +166,7 @@ class DataThread:
     @property
     def hangs(self) -> bool:
         """Whether its device or its library has not come back from a call for seconds."""
-        return time.monotonic() - self._turn_began > HANGS_S
+        return clock.now() - self._turn_began > HANGS_S
 
     def exposes(self, link: LinkId) -> bool:
         """Return whether the peer of a link may write into the cache at any time, because a back end could not be closed."""
@@ -201,7 +201,7 @@ class DataThread:
         traffic = self._traffic
         wait, self._turn_began = self._wait_s(traffic), inf
         self._commands.sleep(None if traffic is None else traffic.fd, wait)
-        self._turn_began = time.monotonic()
+        self._turn_began = clock.now()
         for command in self._commands.take():
             self._do(command)
             if self._stopping:
@@ -218,7 +218,7 @@ class DataThread:
         if traffic is not None:
             wait = traffic.wait_s
         else:
-            wait = 1.0 if self._unmade is not None else min(max(self._reopen - time.monotonic(), 0.0), 1.0)
+            wait = 1.0 if self._unmade is not None else min(max(self._reopen - clock.now(), 0.0), 1.0)
         return min(wait, self._ends.wait_s)
 
     def _do(self, command: Command) -> None:
@@ -303,7 +303,7 @@ class DataThread:
 
         Links that were asked for meanwhile are then made, or fail.
         """
-        now = time.monotonic()
+        now = clock.now()
         if now < self._reopen or self._unmade is not None:
             return
         self._reopen, self._wait = now + self._wait, min(2 * self._wait, REOPEN_MAX_S)
@@ -356,7 +356,7 @@ class DataThread:
     def _device_done(self) -> bool:
         """Wait up to ``grace`` seconds until the device neither packs nor unpacks; return whether that is so."""
         grace = self._limits.grace
-        done = self._staging is None or self._staging.wait(time.monotonic() + grace)
+        done = self._staging is None or self._staging.wait(clock.now() + grace)
         if not done:
             log.error("the device did not finish packing or unpacking within %g s", grace)
         return done

@@ -8,7 +8,6 @@ or the device still touches. Its end is reported at once, and a second time when
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from kvxfer import memory
+from kvxfer import clock, memory
 from kvxfer.data.jobs import Job
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.fence import Fence
@@ -119,7 +118,7 @@ class PartEnds:
     def failed(self, batch: int, job: Job) -> None:
         """Record that a batch of a part has failed and may still touch its memory."""
         self._failed[batch] = job
-        self._patient_until = time.monotonic() + self._limits.grace
+        self._patient_until = clock.now() + self._limits.grace
 
     def quieted(self, batch: int) -> None:
         """Record that a failed batch no longer touches memory."""
@@ -152,7 +151,7 @@ class PartEnds:
         """
         if can.quiet not in ("later", "backend_reset") or not (unquiet := self._unquiet()):
             return False
-        waits = busy or (can.quiet == "later" and time.monotonic() < self._patient_until)
+        waits = busy or (can.quiet == "later" and clock.now() < self._patient_until)
         waits = waits or all(map(told, unquiet))
         return not waits or sum(job.nbytes for job in unquiet) > self._limits.quarantine
 

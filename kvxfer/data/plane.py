@@ -6,10 +6,10 @@ started at once, another when a link first asks for it. Used by the control thre
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import assert_never
 
+from kvxfer import clock
 from kvxfer.data.commands import Command, Connect, Disconnect, MakeEndpoint, SlotNews, Stop
 from kvxfer.data.data_thread import HANGS_S, DataThread
 from kvxfer.data.policy import LinkPolicy
@@ -129,10 +129,10 @@ class DataPlane:
 
     def close(self, timeout: float) -> None:
         """End all data threads, within ``timeout`` seconds."""
-        until = time.monotonic() + timeout
+        until = clock.now() + timeout
         self.post(Stop())
         for data in list(self._threads.values()):
-            data.close(max(until - time.monotonic(), 0.1))
+            data.close(max(until - clock.now(), 0.1))
 
     def hangs(self) -> HeldUp | None:
         """Return ``HeldUp.CALL`` if a data thread does not come back from a call, and say so in the log; else ``None``. Any thread."""

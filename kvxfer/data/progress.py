@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
+from kvxfer import clock
 from kvxfer.data.jobs import Job
 from kvxfer.logs import logger
 from kvxfer.protocol.values import HeldUp, Moving, PartRef
@@ -25,7 +25,7 @@ class PartProgress:
     """What was told last of how far parts have got. Used by the data thread only.
 
     Attributes:
-        due: When to look next, by ``time.monotonic``.
+        due: When to look next, by ``clock.now``.
     """
 
     def __init__(self, post: Callable[[Moving], None]) -> None:
@@ -39,7 +39,7 @@ class PartProgress:
 
         What has got no further is not told again. A peer cannot see that a write has begun, so that is told, too.
         """
-        now = time.monotonic()
+        now = clock.now()
         self.due = now + LOOK_S
         late = [job for job in jobs if job.begun < now - LOOK_S]
         seen = {job.ref: job.bytes_so_far() for job in late if _worth_telling(job)}

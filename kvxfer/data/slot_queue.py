@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable
 from math import inf
 
+from kvxfer import clock
 from kvxfer.data.jobs import Job
 from kvxfer.data.staging import Slot, Staging
 from kvxfer.protocol.values import LinkId, PartRef, Role
@@ -42,7 +42,7 @@ class SlotQueue:
         link, role = job.ref.link, job.ref.role
         self._waiting[role].setdefault(link, {})[job.ref] = job
         if role == "producer" and not self._staging.holds(link, role):
-            self._starved.setdefault(link, time.monotonic())
+            self._starved.setdefault(link, clock.now())
         elif role == "producer":
             self._starved.pop(link, None)
 
@@ -94,7 +94,7 @@ class SlotQueue:
         self.look_at = inf
         if not self._starved:
             return []
-        now, usage, since = time.monotonic(), self._staging.usage, self._staging.since
+        now, usage, since = clock.now(), self._staging.usage, self._staging.since
         self._leaving = {slot: taken for slot, taken in self._leaving.items() if since.get(slot) == taken}
         first = PATIENCE_S / NEW + self._staging.piece_bytes / NEW_BYTES_S
         found: list[Job] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
+from kvxfer import clock
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 
@@ -61,7 +61,7 @@ class SlotUsage:
 
     def held(self, link: LinkId, seconds: float) -> None:
         """Record that a link has given back a slot, and how long it held it."""
-        now, record = time.monotonic(), self._records.get(link)
+        now, record = clock.now(), self._records.get(link)
         if link not in self._spent:  # what is left of others is forgotten then, not for each slot
             self._spent = {name: used for name, used in self._spent.items() if now - used[1] < 20 * HALF_LIFE_S}
         for name in self._names(link):
@@ -79,7 +79,7 @@ class SlotUsage:
     def lose(self, link: LinkId) -> None:
         """Record that a link, which took nothing, has to give up a slot."""
         record = self._records.setdefault(link, _Record())
-        record.lost_at = self._lost_at = time.monotonic()
+        record.lost_at = self._lost_at = clock.now()
         record.earned, record.losses = 0, record.losses + 1
         record.owed, record.next_owed = record.next_owed, record.next_owed * FORGIVEN
         self._prompt.pop(link, None)
@@ -91,7 +91,7 @@ class SlotUsage:
     def stalled(self, link: LinkId) -> bool:
         """Return whether a link has lost a slot, and has not taken enough pieces in time since."""
         record = self._records.get(link, NEW)
-        return record.losses > 0 and time.monotonic() - record.lost_at < STALLED_S
+        return record.losses > 0 and clock.now() - record.lost_at < STALLED_S
 
     def patience(self, link: LinkId, calm: float, first: float) -> float:
         """Return for how many seconds a link may hold a slot for which others wait.
@@ -106,7 +106,7 @@ class SlotUsage:
     @property
     def _alert(self) -> bool:
         """Whether a link has lost a slot lately."""
-        return time.monotonic() - self._lost_at < STALLED_S
+        return clock.now() - self._lost_at < STALLED_S
 
     def reserved(self, link: LinkId, holders: Collection[LinkId]) -> bool:
         """Return whether the last free slot is kept from a link, for another kind of link.
@@ -116,7 +116,7 @@ class SlotUsage:
         """
         if link in self._prompt:
             return False
-        since = time.monotonic() - PROMPT_S
+        since = clock.now() - PROMPT_S
         while self._prompt and next(iter(self._prompt.values())) < since:
             self._prompt.popitem(last=False)
         if self._alert and all(other in self._prompt or self.stalled(other) for other in holders):
@@ -128,7 +128,7 @@ class SlotUsage:
 
         Links that have lost slots come last. Else it counts how long slots were held by its host, then by its engine, then over it.
         """
-        now = time.monotonic()
+        now = clock.now()
         return (self.losses(link), *(self._used(name, now) for name in self._names(link)))
 
     def _names(self, link: LinkId) -> tuple[Hashable, ...]:

@@ -16,13 +16,12 @@ device is done, or it could overwrite what a peer sends into it next.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvxfer import memory
+from kvxfer import clock, memory
 from kvxfer.config import MIN_PIECE, SLOTS
 from kvxfer.data.slot_usage import SlotUsage
 from kvxfer.errors import KvxferError
@@ -99,7 +98,7 @@ class Staging:
         self.taken += 1
         slot = Slot(free, owner, use)
         if role == "producer":
-            self._since[slot] = time.monotonic()
+            self._since[slot] = clock.now()
         return slot
 
     def _may(self, owner: LinkId, role: Role, use: Use) -> bool:
@@ -166,12 +165,12 @@ class Staging:
     def wait(self, until: float) -> bool:
         """Block until the device has done all its work, which takes as long as one copy of the slots.
 
-        Stop waiting at this time of ``time.monotonic``. Return whether the device is done.
+        Stop waiting at this time of ``clock.now``. Return whether the device is done.
         """
         while self.work():
-            if time.monotonic() >= until:
+            if clock.now() >= until:
                 return False
-            time.sleep(TICK_S)
+            clock.wait(TICK_S)
         return True
 
     def give(self, slot: Slot) -> None:
@@ -181,7 +180,7 @@ class Staging:
         if not holders[slot.owner]:
             del holders[slot.owner]
         if slot.use == "sent":
-            self.usage.held(slot.owner, time.monotonic() - self._since.pop(slot))
+            self.usage.held(slot.owner, clock.now() - self._since.pop(slot))
         self._used[slot.use] -= 1
         self.given += 1
         self._free.append(slot.offset)

@@ -7,11 +7,11 @@ abort, its link is closed, and if memory does not get quiet, the back end may be
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from kvxfer import clock
 from kvxfer.data.commands import Connect, Connected, LinkBroken, Result, SlotNews
 from kvxfer.data.jobs import SHARED, Direct, Job, LinkContext, make_job, shares, submit_together
 from kvxfer.data.part_ends import LOOK_S, Limits, PartEnds, backend_failed, shut, unmoved
@@ -165,7 +165,7 @@ class Traffic:
         if context is None or context.broken:
             self._post(unmoved(ref))
             return
-        begun = time.monotonic()
+        begun = clock.now()
         job = make_job(action, context)
         job.begun, job.share = begun, self._share_clock.read(begun, len(self._jobs))
         self._jobs[ref] = job
@@ -232,7 +232,7 @@ class Traffic:
     def _must_end(self, job: Job) -> None:
         """Have a job that was stopped end within ``grace`` seconds, unless it has ended already."""
         if job.ref in self._jobs:
-            self._aborted.setdefault(job.ref, time.monotonic() + self._limits.grace)
+            self._aborted.setdefault(job.ref, clock.now() + self._limits.grace)
 
     def _completed(self, done: Completion) -> None:
         for job in self._batches.pop(done.batch, ()):
@@ -284,7 +284,7 @@ class Traffic:
             else:
                 self._awaiting_slot.remove(job)
             return
-        now = time.monotonic()
+        now = clock.now()
         own = self._share_clock.read(now, len(self._jobs)) - job.share
         del self._jobs[job.ref]
         self._awaiting_device.pop(job.ref, None)
@@ -316,7 +316,7 @@ class Traffic:
         active, idle = self._transport.poll_interval_s
         wait = 1.0 if self.fd is not None else (active if self._batches else idle)
         soon = self._aborted or hungry
-        return min(wait, 0.05, max(self._awaiting_slot.look_at - time.monotonic(), 0.0)) if soon else wait
+        return min(wait, 0.05, max(self._awaiting_slot.look_at - clock.now(), 0.0)) if soon else wait
 
     def poll(self) -> None:
         """Record which batches have ended, and which have become quiet."""
@@ -348,7 +348,7 @@ class Traffic:
 
     def _overdue(self) -> Failure | None:
         """Give up links on which batches outlive their abort; return why the back end must be reset if that does not help."""
-        now, grace = time.monotonic(), self._limits.grace
+        now, grace = clock.now(), self._limits.grace
         if now >= self._part_progress.due:
             self._part_progress.look(self._jobs.values())
         for ref, deadline in list(self._aborted.items()):

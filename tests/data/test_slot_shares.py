@@ -5,7 +5,6 @@ All speak from one host. What is measured is the wait of consumers that come new
 
 from __future__ import annotations
 
-import heapq
 import statistics
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -15,13 +14,13 @@ import numpy as np
 import pytest
 
 from kvxfer.config import SLOTS
-from kvxfer.data import slot_queue, slot_usage, staging
 from kvxfer.data.slot_queue import SlotQueue
 from kvxfer.data.staging import Slot, Staging
 from kvxfer.geometry import Region
 from kvxfer.identity import TransferId
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import PartRef
+from kvxfer.testing.clock import PlayedClock
 
 TAKES_S, CONTROL_S, RENEWS_S = 0.002, 0.005, 0.02
 """How long an honest consumer needs for a piece, the control threads of both sides for an attempt, and for
@@ -63,7 +62,7 @@ class Part:
             after = self.takes(self.world.pieces[self.ref.link])
             self.world.pieces[self.ref.link] += 1
             if after is not None:
-                self.world.after(after, lambda slot=slot: self.taken(slot))
+                self.world.clock.after(after, lambda slot=slot: self.taken(slot))
         self.starving = False
 
     def taken(self, slot: Slot) -> None:
@@ -80,32 +79,19 @@ class Part:
         self.starving = False
         self.world.end(self)
         if self.again is not None:
-            self.world.after(self.after, self.again)
-
-
-class Clock:
-    """Stands in for ``time`` in what is tested."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+            self.world.clock.after(self.after, self.again)
 
 
 class World:
     """A producer's staging memory, and consumers on one host."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: PlayedClock) -> None:
         self.clock = clock
         memory = np.zeros(SLOTS * 4096, np.uint8)
         self.staging = Staging((Region(memory.ctypes.data, memory.nbytes),), memory.nbytes, "cpu")
         self.queue, self.parts = SlotQueue(self.staging), dict[PartRef, Part]()
         self.pieces: dict[bytes, int] = {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._links, self._number = count(), count()
-
-    def after(self, seconds: float, do: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.clock.now + seconds, next(self._number), do))
 
     def link(self, engine: str, key: str) -> bytes:
         link = next(self._links).to_bytes(4, "big")
@@ -143,14 +129,11 @@ class World:
     def run(self, until: Callable[[], bool]) -> None:
         """Have time pass, in turns of the data thread of at most a millisecond."""
         while not until():
-            due = self._events[0][0] if self._events else self.clock.now + 0.001
-            self.clock.now = max(self.clock.now, min(due, self.clock.now + 0.001))
-            while self._events and self._events[0][0] <= self.clock.now:
-                heapq.heappop(self._events)[2]()
+            self.clock.turn(0.001)
             self.queue.feed(self.progress)
             assert self.clock.now < 1300, "nobody gets anything any more"
             for part in self.queue.stalled_holders(self.parts.values()):  # type: ignore[arg-type]
-                self.after(CONTROL_S, part.give_up)  # type: ignore[attr-defined]
+                self.clock.after(CONTROL_S, part.give_up)  # type: ignore[attr-defined]
 
     def pass_s(self, seconds: float) -> None:
         until = self.clock.now + seconds
@@ -185,11 +168,10 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    clock = Clock()
-    for module in (slot_queue, slot_usage, staging):
-        monkeypatch.setattr(module, "time", clock)
-    yield World(clock)
+def world() -> Iterator[World]:
+    clock = PlayedClock()
+    with clock.installed():
+        yield World(clock)
 
 
 def never(n: int) -> float | None:

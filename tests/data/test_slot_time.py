@@ -269,23 +269,3 @@ def test_the_slots_of_a_link_that_is_closed_are_used_again_only_once_their_reade
     p.agents[0].identify({"weights": "others"})
     (end,) = d.wait(Ended)
     assert end.outcome.failure is not None and end.outcome.failure.kind is FailureKind.INCOMPATIBLE, end
-
-
-def test_links_that_take_nothing_lose_their_slots_together_and_have_one_between_them_from_then_on(
-    engine: Callable[..., SeededEngine],
-) -> None:
-    """Each had lost its own a second after the one before, and took the next one that came free."""
-    p, d = engine(dict(STAGED), seed=1, **CALM), engine(dict(STAGED), **CALM)
-    other = FakeTransport("other", STAGED)
-    with ExitStack() as stack:
-        stack.callback(other.close)
-        for i in range(40):
-            stack.enter_context(Greedy(p, other, i))
-        took = []
-        for i in range(8):
-            p.agents[0].offer(offered(list(range(300, 360)), 240, transfer=name(f"honest {i}")))
-            d.agents[0].fetch(fetch(p.source, list(range(60)), 240, transfer=name(f"honest {i}"), handle=f"honest {i}"))
-            end = d.over(f"honest {i}", 30.0)
-            assert end.outcome.delivered, end
-            took.append(end.seconds)
-    assert max(took) < 10.0 and sorted(took)[4] < 0.5, took

@@ -29,9 +29,9 @@ def copy_tree(to: Path) -> None:
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, to / name)
+            shutil.copy(ROOT / name, to / name, follow_symlinks=False)
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -58,9 +58,11 @@ def found_by(tests: str, tree: Path) -> str | None:
             )
         except subprocess.TimeoutExpired:
             return f"a run of {layer.paths} that took more than {LIMIT_S} s"
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", done.stdout, re.M)
+        if failed:
+            return failed[1]
         if done.returncode:
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+.*?)(?: - .*)?$", done.stdout, re.M)
-            return failed[1] if failed else f"status {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+            raise RuntimeError(f"{layer.paths} cannot be run:\n{(done.stdout + done.stderr)[-2000:]}")
     return None
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import numpy as np
 
+from kvxfer import clock
 from kvxfer.data.commands import SlotMessage, SlotNews
 from kvxfer.data.jobs.job import PIECES, STAGE, Job, LinkContext
 from kvxfer.data.jobs.piece import PIECE, PieceEvent, PieceState, StagedPiece
@@ -152,7 +152,7 @@ class Staged(Job):
     def pack(self, piece: StagedPiece) -> None:
         """Begin to pack a piece."""
         assert piece.slot is not None
-        piece.fence, piece.since = self.staging.pack(piece.plan, piece.slot), time.monotonic()
+        piece.fence, piece.since = self.staging.pack(piece.plan, piece.slot), clock.now()
         self.step(piece, PieceEvent.PACK)
 
     def submit_piece(self, verb: Verb, piece: StagedPiece) -> None:
@@ -203,7 +203,7 @@ class Staged(Job):
         """Begin to unpack a piece that has arrived in its slot."""
         assert piece.slot is not None
         unpack = piece.unpack or self.staging.unpack(piece.plan)
-        piece.fence, piece.since = unpack(piece.slot), time.monotonic()
+        piece.fence, piece.since = unpack(piece.slot), clock.now()
         self.step(piece, PieceEvent.UNPACK)
 
     def held_up(self, now: float) -> HeldUp | None:

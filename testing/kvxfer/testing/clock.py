@@ -1,8 +1,47 @@
-"""A clock that leaves out the time for which a busy host keeps a thread waiting for a processor."""
+"""Clocks for tests: one that a test plays, and one that leaves out what a busy host keeps a thread waiting for a processor."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from itertools import count
+from unittest import mock
+
+from kvxfer import clock
+
+
+class PlayedClock:
+    """Time that passes only when a test says so, and what happens in it. One thread.
+
+    Within ``installed`` it is the clock of all that reads ``kvxfer.clock``.
+
+    Attributes:
+        now: The time in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = count()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put it in the place of the product's clock."""
+        with mock.patch.multiple(clock, now=lambda: self.now, wait=self.turn):
+            yield
+
+    def after(self, seconds: float, do: Callable[[], object]) -> None:
+        """Have something happen in so many seconds."""
+        heappush(self._events, (self.now + seconds, next(self._numbers), do))
+
+    def turn(self, seconds: float) -> None:
+        """Let time pass until the next event, for so many seconds at most, and have happen what is due."""
+        due = self._events[0][0] if self._events else self.now + seconds
+        self.now = max(self.now, min(due, self.now + seconds))
+        while self._events and self._events[0][0] <= self.now:
+            heappop(self._events)[2]()
 
 
 def thread_clock() -> float:
