@@ -35,7 +35,8 @@ FUNCTIONS = {
 """Functions that are only called with their module's name before them, and why the name is shared."""
 
 LEFT: dict[str, str] = {
-    "Server": "the vLLM server that the demo starts, and inside two back ends who answers reads; no module meets both"
+    "Beside": "a benchmark of loads beside decodes, and what a request leaves beside KV; no module meets both",
+    "Server": "the vLLM server that the demo starts, and inside two back ends who answers reads; no module meets both",
 }
 """Names that are defined more than once all the same, and why. The list is exact: whoever renames one takes it out."""
 
