@@ -35,6 +35,7 @@ FUNCTIONS = {
 """Functions that are only called with their module's name before them, and why the name is shared."""
 
 LEFT: dict[str, str] = {
+    "compare": "a demo of prompts, and a benchmark of settings; no module meets both",
     "Beside": "a benchmark of loads beside decodes, and what a request leaves beside KV; no module meets both",
     "Server": "the vLLM server that the demo starts, and inside two back ends who answers reads; no module meets both",
 }

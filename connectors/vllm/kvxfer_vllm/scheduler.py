@@ -312,7 +312,9 @@ class SchedulerHooks:
         # What only we know to be wrong with a load vLLM hears of with the next step, from our workers. What the side channel has
         # said vLLM hears now, and not again when a step says so, too.
         wrong = self._next.doomed.keys() & update.disagreed.keys() | self._next.partial.keys() & update.short.keys()
-        saved = {name for name in over | update.loaded if (known := self._requests.get(name)) is not None and known.saves}
+        saved = {
+            name for name in over | update.loaded if (known := self._requests.get(name)) is not None and known.saves
+        }
         self._next.freed += tuple(saved)
         compat.correct(output, over=update.loaded - over - wrong, still=wrong | saved | (update.repeated & over))
         for name in saved | set(output.finished_recving or ()):
