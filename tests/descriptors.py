@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count, islice
 
-from kvxfer.testing.conformance.garbage import old_objects_aside
+from kvxfer.testing.usage import old_objects_aside
 
 __all__ = ["descriptors_kept", "no_descriptor_left", "open_files", "sockets"]
 

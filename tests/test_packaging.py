@@ -102,7 +102,7 @@ def test_the_program_loads_no_engine_before_it_is_asked_to() -> None:
 @pytest.mark.parametrize("name", sorted(core_modules()))
 def test_the_core_imports_no_engine_back_end_or_connector_even_lazily(name: str) -> None:
     packages = {imported.partition(".")[0] for imported in imports(core_modules()[name])}
-    allowed = {"torch"} if name.startswith(("kvxfer.memory", "kvxfer.testing", "kvxfer.cli.devices")) else set()
+    allowed = {"torch"} if name.startswith(("kvxfer.memory", "kvxfer.testing", "kvxfer.cli.host")) else set()
     assert packages & HEAVY <= allowed
     assert not any(package.startswith("kvxfer_") for package in packages)
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.progress import Say, progress, silent
+from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.errors import ConfigError
 from kvxfer_bench.ranked import LoadResult
 from kvxfer_bench.world import RankedWorld

@@ -4,7 +4,7 @@ Messages: one process asks and another answers over a control socket, with enoug
 Transfers: one agent fetches single blocks from another, many at a time, over the default back end, so that nearly all of the
 time goes to control and to the back end's fixed costs. Both are measured with and without a key, in turns, and the medians of
 the rounds are compared. For transfers without a key, the CPU time of each thread on both sides is reported too. Steps: what
-each step of a transfer costs by itself (``steps.py``). Calls: what ``offer`` and ``fetch`` cost the engine's thread (``calls.py``).
+each step of a transfer costs by itself (``steps.py``). Calls: what ``offer`` and ``fetch`` cost the engine's thread (``steps.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.security import Security, make_key
 from kvxfer.values import BlockTable, Fetch, Offer
-from kvxfer_bench import calls, steps
+from kvxfer_bench import steps
 
 UNDER_WAY = 200
 TOGETHER = 25
@@ -194,7 +194,7 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
     out: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
     made, microseconds = steps.calls(), steps.microseconds(60)
     out["steps"] = {step: {"calls": n, "us": microseconds[step]} for step, n in made.items()}
-    out["engine_us"] = calls.thread_us(Config(lease=30.0))
+    out["engine_us"] = steps.thread_us(Config(lease=30.0))
     cpu: list[dict[str, float]] = []
 
     def moved(config: Config, seconds: float) -> float:

@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvxfer.geometry import Cache, CopyPlan, Planner, Region, ShardAssignment
+from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Region, ShardAssignment, View
 from kvxfer.geometry.strided_copy import materialise
 from kvxfer.values import BlockTable
-from kvxfer_bench.layouts import HEAD_BYTES, HEADS, layout_cache
 
+HEADS, HEAD_BYTES = 8, 256
+"""KV heads of a model, and the bytes of one of K, or of V: 128 values."""
 LAYERS = 80
 
 _MAX_RUNS = 4 << 20
@@ -175,3 +176,28 @@ def plan(
         f"{found['worst_runs_ns_per_run']:.1f} ns per run\nruns if blocks are consecutive and layouts equal: "
         + ", ".join(f"{layout} {n}" for layout, n in found["consecutive_runs"].items())
     )
+
+
+def layout_cache(
+    layout: str, layers: int, blocks: int, tokens: int, region: Region, heads: tuple[int, int] = (0, HEADS)
+) -> Cache:
+    """Describe a cache of ``blocks`` blocks of ``tokens`` tokens in one region, with the KV heads ``[lo, hi)``."""
+    (lo, hi), d = heads, HEAD_BYTES
+    h = hi - lo
+    page = tokens * h * 2 * d
+    # Bytes from one block to the next, one layer to the next, K to V, one head to the next, one token to the next.
+    block, layer, v, head, token = {
+        "LBNHC": (page, blocks * page, d, 2 * d, h * 2 * d),
+        "LBHNC": (page, blocks * page, d, tokens * 2 * d, 2 * d),
+        "BLNHC": (layers * page, page, d, 2 * d, h * 2 * d),
+        "BLHNC": (layers * page, page, d, tokens * 2 * d, 2 * d),
+        "2BNHD": (page // 2, blocks * page, blocks * page // 2, d, h * d),
+        "B2NHD": (page, blocks * page, page // 2, d, h * d),
+    }[layout]
+    names = tuple(f"layer.{i}" for i in range(layers))
+
+    def view(plane: str, at: int) -> View:
+        offsets = tuple(i * layer + at for i in range(layers))
+        return View(plane, 0, names, offsets, blocks, block, d, "bf16", Heads(lo, h, HEADS, head), token)
+
+    return Cache((region,), (Group(tokens),), (view("k", 0), view("v", v)))

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvxfer.cli.progress import Say, progress, silent
+from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.progress import Say, progress, silent
+from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.failures import FailureKind
 from kvxfer.settings import json_object
 from kvxfer_bench.ranked import LoadResult

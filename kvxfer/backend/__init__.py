@@ -5,12 +5,11 @@ all, so that only the calls of its library are left to write. The other modules 
 uses those that it needs:
 
 - ``endpoint``: an endpoint as bytes that are checked when they are read, and the token that it carries.
-- ``options``, ``listening``: a back end's options, and those of back ends that listen on a port.
+- ``options``: a back end's options, and those of back ends that listen on a port.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
-- ``cursor``, ``runs``: copy a batch piece by piece; cut runs that are too long.
+- ``runs``: copy a batch piece by piece; cut runs that are too long.
 - ``door``: a Unix socket that peers of this host connect to, and accepting where descriptors may run out.
-- ``wakeup``: one descriptor for several reasons to call ``poll``.
-- ``pace``: how often to look at what does not report by itself.
+- ``wakeup``: one descriptor for several reasons to call ``poll``, and how often to look at what does not report by itself.
 - ``liveness``: tells each end of a link within one host that the other is on it, which process it is and whether that is alive,
   and carries short messages.
 - ``introduction``: tells a process of this host, and no other, the address by which shared memory is reached; ``passed`` for what is long.
@@ -22,12 +21,11 @@ uses those that it needs:
 """
 
 from kvxfer.backend.base import Base
-from kvxfer.backend.cursor import RunCursor
 from kvxfer.backend.endpoint import EndpointBase
 from kvxfer.backend.liveness import Liveness, LivenessLinks
 from kvxfer.backend.memories import Memories
-from kvxfer.backend.pace import look_again
-from kvxfer.backend.wakeup import Timer, Wakeup
+from kvxfer.backend.runs import RunCursor
+from kvxfer.backend.wakeup import Timer, Wakeup, look_again
 from kvxfer.memory.pool import CopyPool
 
 __all__ = [

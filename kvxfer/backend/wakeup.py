@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 
 from kvxfer.flag import Flag, closing
 
-__all__ = ["Timer", "Wakeup"]
+__all__ = ["Timer", "Wakeup", "look_again"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOEXEC_NONBLOCK = os.O_CLOEXEC | os.O_NONBLOCK
@@ -133,3 +133,18 @@ class Wakeup:
             self._epoll.close()
             self._flag.close()
             self._timer.close()
+
+
+MIN_S, MAX_S = 0.00005, 0.0005
+"""Bounds of the time between two looks: at 2,000 looks a second, waiting takes about a tenth of a core."""
+SHARE = 32
+"""The part of the time waited so far that passes until the next look, so that looking late delays little of what was waited for."""
+
+
+def look_again(since: float, now: float) -> float:
+    """Return when to look again at what is waited for since ``since``. All are seconds of one clock.
+
+    What is over soon is seen at once, and what takes long costs little: an engine's forward pass takes milliseconds, and needs
+    the processor.
+    """
+    return now + min(max(MIN_S, (now - since) / SHARE), MAX_S)

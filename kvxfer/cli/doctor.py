@@ -15,13 +15,11 @@ from rich.table import Column, Table
 import kvxfer
 from kvxfer.cli.addresses import address_problems, directory_address, running_engine, told_address
 from kvxfer.cli.compare import differences
-from kvxfer.cli.devices import check_device
 from kvxfer.cli.encryption import encryption
-from kvxfer.cli.host import host_facts
+from kvxfer.cli.host import check_device, host_facts
 from kvxfer.cli.probing import Found, probe_all
-from kvxfer.cli.progress import Say, status
 from kvxfer.cli.stand_in import StandIn
-from kvxfer.cli.terminal import make_console, verbatim
+from kvxfer.cli.terminal import Say, make_console, status, verbatim
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -25,3 +29,27 @@ def make_console(**options: Any) -> Console:
 def verbatim(text: object) -> str:
     """Return a text for rich to print as it is: it may come from a peer, and neither controls the terminal nor is markup."""
     return escape(escaped(str(text)))
+
+
+Say = Callable[[str], None]
+
+
+def progress() -> Say:
+    """Return a function that prints a line after the seconds since now."""
+    start = time.monotonic()
+    return lambda what: print(f"{time.monotonic() - start:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def status() -> Iterator[Say]:
+    """Yield a function that shows on a terminal what is being waited for, until the block ends; elsewhere it shows nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield silent
+        return
+    with console.status("") as shown:
+        yield lambda what: shown.update(verbatim(what))
+
+
+def silent(what: str) -> None:
+    """Print nothing."""

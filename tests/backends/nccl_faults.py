@@ -15,9 +15,10 @@ import pytest
 
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import TransportError
+from kvxfer.geometry import Runs
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
-from kvxfer.testing.participant import LocalParticipant, Participant, Runs
+from kvxfer.testing.participant import LocalParticipant, Participant
 from kvxfer.transport import Batch, Verb
 from kvxfer_nccl.binding import PipeSpec
 from kvxfer_nccl.channel import Channel

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Started
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
 from tests.backends.altered import altered_as
 from tests.conftest import require

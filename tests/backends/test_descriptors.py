@@ -10,9 +10,9 @@ import pytest
 
 from kvxfer import Agent, Config, KvxferError
 from kvxfer.errors import TransportError
+from kvxfer.geometry import Runs
 from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.engine import PagedMemory
-from kvxfer.testing.participant import Runs
 from tests.conftest import require
 from tests.descriptors import descriptors_kept, no_descriptor_left
 

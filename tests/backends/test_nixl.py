@@ -12,6 +12,7 @@ import pytest
 
 from kvxfer.backend import CopyPool
 from kvxfer.errors import TransportError
+from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, TransferMode, World
@@ -20,7 +21,6 @@ from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.endings import Endings
 from kvxfer.testing.conformance.history import Histories
 from kvxfer.testing.conformance.transfers import Transfers
-from kvxfer.testing.participant import Runs
 from kvxfer.transport import Batch, Verb
 from tests.backends.nixl_worlds import MIB, TCP, altered, cma, large, tcp, world  # noqa: F401  (fixtures)
 from tests.conftest import require

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
+from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
 from kvxfer.testing.conformance import TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal, overlay
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
 from tests.backends.nixl_worlds import MIB, TCP, cma, tcp, world  # noqa: F401  (fixtures)
 from tests.conftest import require

@@ -13,11 +13,12 @@ import pytest
 from kvxfer.backend import names
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry import Runs
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.engine import until
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
 from kvxfer_tcp.connection import SHARED_UNSENT

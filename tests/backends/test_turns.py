@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvxfer.geometry import Runs
 from kvxfer.testing.conformance import Suite, TransferMode, World
-from kvxfer.testing.participant import Runs
 from kvxfer.transport import Verb, registry
 
 RUN, LONG = 64 << 10, 160 << 20

@@ -19,11 +19,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.geometry import Region
+from kvxfer.geometry import Region, Runs
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
 from kvxfer_zmq.endpoint import Endpoint

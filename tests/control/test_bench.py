@@ -12,8 +12,7 @@ import pytest
 from kvxfer.errors import KvxferError
 from kvxfer.testing.remote import Remote
 from kvxfer_bench.transfer.command import measure
-from kvxfer_bench.transfer.meeting import Meeting
-from kvxfer_bench.transfer.pair import pair
+from kvxfer_bench.transfer.pair import Meeting, pair
 from kvxfer_bench.transfer.shapes import MODELS, Request
 
 PAGES = MODELS["pages-of-16k"]

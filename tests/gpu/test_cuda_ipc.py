@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import TransportError
-from kvxfer.geometry import Region
+from kvxfer.geometry import Region, Runs
 from kvxfer.memory import fence
 from kvxfer.memory.cuda.space import wrap
 from kvxfer.testing import ConformanceSuite
@@ -20,7 +20,6 @@ from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.transfers import LAYOUTS, Transfers
-from kvxfer.testing.participant import Runs
 from kvxfer.transport import Verb
 from tests.backends.cuda_plans import PAIRS, move_plans
 

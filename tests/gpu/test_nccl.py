@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant
 from kvxfer_nccl import NcclTransport
 from kvxfer_nccl.binding import PipeSpec as Pair
 from kvxfer_nccl.library import NcclPipe

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError
+from kvxfer.geometry import Runs
 from kvxfer.testing import ConformanceSuite, Network
 from kvxfer.testing.conformance import ParticipantLink, Suite, TransferMode, World
 from kvxfer.testing.conformance.content import overlay
 from kvxfer.testing.faults import Faulty, Zeroing
-from kvxfer.testing.participant import LocalParticipant, Runs
+from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import registry
 
 FAKE = "kvxfer.testing.fake:FakeTransport"

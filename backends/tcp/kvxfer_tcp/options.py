@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvxfer.backend.listening import ListenOptions, Period
+from kvxfer.backend.options import ListenOptions, Period
 
 MAX_CONNECTIONS = 64
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvxfer.backend.listening import ListenOptions, Period
+from kvxfer.backend.options import ListenOptions, Period
 
 
 class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):

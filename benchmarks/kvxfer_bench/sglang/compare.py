@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.progress import progress
+from kvxfer.cli.terminal import progress
 from kvxfer.errors import ConfigError
 from kvxfer_bench.sglang.servers import SglangPair, SglangServer, started_pair
 from kvxfer_bench.sglang.turns import LONG, SglangTurns, expect, made_up

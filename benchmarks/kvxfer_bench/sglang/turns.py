@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.cli.progress import Say, silent
+from kvxfer.cli.terminal import Say, silent
 from kvxfer_bench.sglang.asking import abort, ask_pair, ask_streaming, generate, generated, sampling
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast, get_args
 import numpy as np
 import typer
 
-from kvxfer.cli.progress import Say, progress, silent
+from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.config import Integrity
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Source

@@ -36,7 +36,7 @@ from kvxfer.protocol.parts import piece_bytes
 from kvxfer.protocol.values import Ended, Move, Moved, PartRef, Released, Role
 from kvxfer.transport import Verb, load
 from kvxfer.values import BlockTable, Fetch, Offer
-from kvxfer_bench.transfer.meeting import WAIT_S, Meeting
+from kvxfer_bench.transfer.pair import WAIT_S, Meeting
 from kvxfer_bench.transfer.shapes import Memory, Model, Pool
 
 BASE = TransferBase("bench")

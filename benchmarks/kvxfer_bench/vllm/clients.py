@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from kvxfer.cli.terminal import Say, progress
 from kvxfer_vllm.demo.routing import complete
-from kvxfer_vllm.demo.servers import MODEL_NAME, Server, await_ready
+from kvxfer_vllm.demo.servers import MODEL_NAME, Server, ServerError, await_ready, ended_by_sigterm
 
 PROMPTS = 40
 START_S, ANSWER_S = 300.0, 120.0
@@ -145,3 +149,18 @@ class Clients(ThreadPoolExecutor):
         for wish in wanted:
             self._sent += 1
             self.submit(ask, self._url, wish, self._expected[wish.prompt], self.answers, self._again)
+
+
+def reported(requests: int, run: Callable[[Say], dict[str, Any]]) -> None:
+    """Print the report of a run with this many requests; exit with 1 if it has objections, or if the run failed."""
+    start, say = time.monotonic(), progress()
+    with ended_by_sigterm():
+        try:
+            report = run(say)
+        except (ServerError, OSError) as error:
+            say(f"FAILED: {error}")
+            report = {"requests": requests, "identical": 0, "failed": requests, "killed": 0, "joined": 0}
+            report["objections"] = [str(error).splitlines()[0]]
+    report["seconds"] = round(time.monotonic() - start, 1)
+    print(json.dumps(report), flush=True)
+    raise typer.Exit(int(bool(report["objections"])))

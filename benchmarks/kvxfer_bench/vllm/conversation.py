@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvxfer.cli.progress import progress
+from kvxfer.cli.terminal import progress
 from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation, PlayedTurn, reply_of
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvxfer.cli.progress import Say, progress, silent
+from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.errors import ConfigError
 from kvxfer_bench.verdict import compare
 from kvxfer_bench.vllm.beside import LOADS, Beside, idle_cost

@@ -19,9 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.progress import Say
-from kvxfer_bench.vllm.clients import START_S, Answers, Clients, expectations, wishes
-from kvxfer_bench.vllm.reported import reported
+from kvxfer.cli.terminal import Say
+from kvxfer_bench.vllm.clients import START_S, Answers, Clients, expectations, reported, wishes
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_together, free_port

@@ -22,9 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.progress import Say
-from kvxfer_bench.vllm.clients import Answers, Clients, Wish, expectations, wishes
-from kvxfer_bench.vllm.reported import reported
+from kvxfer.cli.terminal import Say
+from kvxfer_bench.vllm.clients import Answers, Clients, Wish, expectations, reported, wishes
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.servers import ENGINE, ENVIRONMENT, MODEL_NAME, ServerError, connector, free_port
 

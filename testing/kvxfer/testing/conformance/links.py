@@ -12,9 +12,9 @@ import pytest
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Runs
 from kvxfer.testing.conformance.content import assert_equal, overlay
-from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode
 from kvxfer.testing.conformance.suite import Suite, World
+from kvxfer.testing.usage import old_objects_aside
 from kvxfer.transport.contract import MAX_ENDPOINT
 
 LARGE = Runs.of([0], [0], [3_000_000])

@@ -16,11 +16,10 @@ from kvxfer.geometry import Runs
 from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance.content import assert_equal, overlay
 from kvxfer.testing.conformance.fences import HostFence
-from kvxfer.testing.conformance.garbage import old_objects_aside
 from kvxfer.testing.conformance.participant_link import PARTS, Started, TransferMode
 from kvxfer.testing.conformance.suite import SIZES, Suite, World
 from kvxfer.testing.participant import LocalParticipant, Participant
-from kvxfer.testing.usage import allocated, children, descriptors_open, resident, threads_running
+from kvxfer.testing.usage import allocated, children, descriptors_open, old_objects_aside, resident, threads_running
 
 IDLE_S, IDLE_STRETCHES = 2.0, 5
 IDLE_CPU = 0.03
