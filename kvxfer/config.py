@@ -18,9 +18,9 @@ costs the host as much time whatever its length: half a millisecond in a virtual
 of the second number of bytes, which is also the least that a peer may ask for: shorter pieces would cost too much work."""
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Seconds = Annotated[float, Meta(gt=0, le=86400)]  # bounded, so that every wait ends
-Budget = Annotated[float, Meta(ge=0, le=1)]
-Staging = Annotated[int, Meta(ge=SLOTS * MIN_PIECE)]
+Seconds = Annotated[float, Meta(gt=0, le=86400, title="seconds")]  # bounded, so that every wait ends
+Budget = Annotated[float, Meta(ge=0, le=1, title="seconds")]
+Staging = Annotated[int, Meta(ge=SLOTS * MIN_PIECE, title="bytes")]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 FilePath = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]*$")]
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
@@ -105,7 +105,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     trace: FilePath | None = None
     ask: Ask = "auto"
     ask_timeout: Seconds = 0.25
-    ask_tokens: Annotated[int, Meta(ge=1)] = 16
+    ask_tokens: Annotated[int, Meta(ge=1, title="tokens")] = 16
     elastic: bool | None = None
 
     def __post_init__(self) -> None:

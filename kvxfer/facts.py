@@ -27,11 +27,6 @@ Facts = Annotated[
 ]
 """Short texts by short names; messages list them in this order."""
 
-ADVICE = (
-    "serve the same model with the same settings on both (if only the checkpoints differ and are known to be one model, "
-    "give both the same setting 'model')"
-)
-
 
 def check(facts: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of the facts, once they are known to be few, short and printable.
@@ -55,7 +50,7 @@ def check(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -> str | None:
-    """Describe the facts in which two engines differ, with both values and what to do; ``None`` if they do not.
+    """Describe the facts in which two engines differ, with both values; ``None`` if they do not.
 
     ``there`` says where the other engine is, such as ``"at the producer"``.
     """
@@ -63,7 +58,7 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str], there: str) -
     if not names:
         return None
     told = "; ".join(f"{escaped(name)}: {_value(ours, name)} here, {_value(theirs, name)} {there}" for name in names)
-    return f"the models differ: {told}; {ADVICE}"
+    return f"the models differ: {told}"
 
 
 def sealed(facts: Mapping[str, str]) -> str:

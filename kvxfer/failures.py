@@ -46,7 +46,8 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
         "long",
         FailureKind.REVOKED: "the producer preempts requests: give it more memory, or fewer requests at a time",
         FailureKind.DIGEST_DIFFERS: "have the router give both engines the params of the same request",
-        FailureKind.INCOMPATIBLE: "run the same model, configuration and version of kvxfer on both engines",
+        FailureKind.INCOMPATIBLE: "run the same model, settings and version of kvxfer on both engines; if checkpoints differ only in "
+        "form, give both the same 'model'",
         FailureKind.NO_SUCH_ENGINE: "find out why the engine that was named ended; the next prefill names its successor",
         FailureKind.NOT_PUBLISHED: "wait until the engine is up, and name it to others once its ranks are published",
         FailureKind.PEER_UNREACHABLE: "check that the peer runs, and that its 'advertise' and 'port' lead to it",

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvxfer.errors import ConfigError
 from kvxfer.identity import IdentityError, canonical_host
@@ -133,8 +135,8 @@ def _taken(value: Any, type_: Any, what: str) -> Any:
     plain = value.item() if isinstance(value, np.generic) else value
     try:
         return msgspec.convert(plain, type_)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{what} cannot be {value!r}: {_expected(type_, error)}") from None
+    except msgspec.ValidationError:
+        raise ConfigError(f"{what} cannot be {value!r:.200}: expected {_expected(type_)}") from None
 
 
 def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
@@ -231,7 +233,38 @@ def near(key: object, known: Iterable[str]) -> str | None:
     return f"did you mean {found[0]!r}?" if found else None
 
 
-def _expected(type_: Any, error: msgspec.ValidationError) -> str:
-    if get_origin(type_) is Literal:
-        return f"expected one of {', '.join(map(repr, get_args(type_)))}"
-    return str(error)
+_PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", type(None): "null"}
+
+
+def _expected(type_: Any) -> str:
+    """Say in words what a setting's type takes, with its unit and its limits."""
+    origin, arguments = get_origin(type_), get_args(type_)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if origin is Annotated:
+        metas = [meta for meta in arguments[1:] if isinstance(meta, Meta)]
+        return _expected(arguments[0]) + "".join(_limits(meta, arguments[0]) for meta in metas)
+    if origin in (Union, UnionType):
+        rest = " or ".join(_expected(one) for one in arguments if one is not type(None))
+        return f"null, or {rest}" if type(None) in arguments else rest
+    if origin in (list, tuple, set, frozenset):
+        return f"a list, each of its elements {_expected(arguments[0])}"
+    return "an object" if origin is dict or type_ is dict else _PLAIN.get(type_, "another type")
+
+
+def _limits(meta: Meta, of: Any) -> str:
+    unit = f" {meta.title}" if meta.title else ""
+    least = next(
+        (f"{word} {limit:g}" for word, limit in (("above", meta.gt), ("at least", meta.ge)) if limit is not None), None
+    )
+    most = next(
+        (f"{word} {limit:g}" for word, limit in (("below", meta.lt), ("at most", meta.le)) if limit is not None), None
+    )
+    words = [text for text in (least, most) if text]
+    if meta.min_length:
+        words.append("not empty" if of is str else f"of at least {meta.min_length}")
+    if meta.max_length is not None:
+        words.append(f"of at most {meta.max_length} {'characters' if of is str else 'elements'}")
+    if meta.pattern is not None:
+        words.append(f"of the form {meta.pattern}")
+    return (f" of{unit}" if unit else "") + (f", {' and '.join(words)}" if words else "")

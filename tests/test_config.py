@@ -47,6 +47,7 @@ def test_all_keys_are_read() -> None:
         "ask": "always",
         "ask_timeout": 0.1,
         "ask_tokens": 256,
+        "trust_network": True,
     }
     read = msgspec.structs.asdict(Config.from_mapping(settings))
     assert read | {"peers": list(read["peers"])} == settings
@@ -79,18 +80,18 @@ def test_unknown_key_without_a_near_one_lists_them_all() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("port", "5600", "int"),
+        ("port", "5600", "a whole number"),
         ("port", 65536, "65535"),
-        ("port", True, "int"),
-        ("transfer_timeout", "30s", "float"),
-        ("transfer_timeout", 0, "> 0"),
-        ("lease", None, "float"),
-        ("lease", float("inf"), "<= 86400"),
-        ("backend", "", "length"),
+        ("port", True, "a whole number"),
+        ("transfer_timeout", "30s", "a number of seconds"),
+        ("transfer_timeout", 0, "above 0"),
+        ("lease", None, "a number of seconds"),
+        ("lease", float("inf"), "at most 86400"),
+        ("backend", "", "not empty"),
         ("backend_options", ["a"], "object"),
-        ("advertise", 1, "str"),
-        ("staging_bytes", 1.5, "int"),
-        ("staging_bytes", 16383, ">= 16384"),
+        ("advertise", 1, "null, or a string"),
+        ("staging_bytes", 1.5, "null, or a whole number of bytes"),
+        ("staging_bytes", 16383, "at least 16384"),
         ("integrity", "some", "'off', 'sample', 'full'"),
     ],
 )

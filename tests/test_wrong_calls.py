@@ -153,7 +153,7 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "a head's stride is a float": (lambda: Heads(0, 4, 4, 64.0), "stride must be an integer"),
     "regions are a region": (lambda: Cache(Region(1, 1), (), ()), "regions must be a tuple of Region"),
     "views are groups": (lambda: Cache((), (), (Group(4),)), r"views\[0\] must be a kvxfer View"),
-    "lease is negative": (lambda: Config(lease=-1), "'lease' cannot be -1.*> 0"),
+    "lease is negative": (lambda: Config(lease=-1), "'lease' cannot be -1: expected a number of seconds, above 0"),
     "lease is a text": (lambda: Config(lease="60"), "'lease' cannot be '60'"),
     "integrity is something else": (lambda: Config(integrity="some"), "'integrity' cannot be 'some'.*'full'"),
     "port of a configuration": (lambda: Config(port=65536), "'port' cannot be 65536"),

@@ -46,7 +46,7 @@ def test_a_consumer_refuses_by_the_card(engine: Make) -> None:  # noqa: F811
     end = deliver(p, d)
     assert end.kind is FailureKind.INCOMPATIBLE
     assert end.failure.peer == f"engine 'engine0' at {p.source}"
-    assert "weights: a3f1 here, 77c0 at the producer" in end.failure.detail and "'model'" in end.failure.detail
+    assert "weights: a3f1 here, 77c0 at the producer" in end.failure.detail and "'model'" in end.failure.advice
     assert "dtype" not in end.failure.detail, "it names what differs, and nothing else"
     assert not d.block(5).any() and not d.block(2).any()
 
