@@ -18,6 +18,7 @@ from kvxfer_bench.transfer.shapes import MODELS, Request
 PAGES = MODELS["pages-of-16k"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["zmq", "cma", "nixl"])
 def test_what_is_measured(backend: str) -> None:
     out = measure(backend, {}, "cpu", 16 * 64, "pages-of-16k", 2, 16 << 20, "sample", at_once=3)

@@ -44,7 +44,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield cluster
 
 
-@pytest.fixture(scope="module", params=SCHEMAS)
+@pytest.fixture(scope="module")
 def deployment(request: pytest.FixtureRequest, servers: Cluster, port: int) -> Iterator[Deployment]:
     router = Router(servers.prefill.url, servers.decode.url, SCHEMAS[request.param], ("127.0.0.1", port))
     yield deployed(servers, router)
@@ -56,13 +56,19 @@ def deployed(cluster: Cluster, router: Router) -> Deployment:
     return Deployment(HttpServer(router.url), plain, [prefill], [decode], MODEL_NAME, WITHIN_S)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_contract(case: RouterCase, deployment: Deployment, request: pytest.FixtureRequest) -> None:
-    schema, model = (request.node.callspec.params[name] for name in ("deployment", "servers"))
-    if schema not in (OFTEN if model == "llama" else OFTEN[:1]) and case.name not in SOME:
-        pytest.skip("this schema shapes the params alone")
+@pytest.mark.parametrize(
+    ("deployment", "case"),
+    [
+        pytest.param(schema, case, id=f"{schema}-{case.name}")
+        for schema in SCHEMAS
+        for case in CASES
+        if schema in OFTEN or case.name in SOME
+    ],
+    indirect=["deployment"],
+)
+def test_contract(case: RouterCase, deployment: Deployment) -> None:
     result = check(case, deployment, Texts())
-    assert result.outcome != "broken", f"{schema}, {case.name}: {result.said}"
+    assert result.outcome != "broken", result.said
     print(f"{result.outcome}: {result.said}")
 
 

@@ -37,8 +37,11 @@ def config(role: str, name: dict[str, Any], ours_first: bool) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     require("vllm")
+    if STARTED is Forked:
+        yield request.getfixturevalue("cluster").plain
+        return
     with ended_together() as begun:
         begun.append(STARTED("plain", model, tmp_path_factory.mktemp("logs")))
         await_ready(begun, 300.0)
