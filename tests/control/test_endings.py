@@ -218,14 +218,16 @@ def test_an_offer_behind_its_fence_ends_and_is_not_announced(engine: Callable[..
     p, d = engine({}, seed=1), engine({})
 
     class Never:
-        event = None
+        event, asked = None, threading.Event()
 
         def passed(self) -> bool:
+            self.asked.set()
             return False
 
     d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
+    until(lambda: p.agents[0].stats().offers == 1)
     p.agents[0].offer(offered([1], 4, transfer=name(0)), after=Never())
-    time.sleep(0.2)
+    assert Never.asked.wait(60)
     assert p.agents[0].close()
     assert set(outcomes(p.agents[0])) == {name(0)}
     assert not d.block(1).any()
@@ -265,12 +267,13 @@ def test_an_offer_behind_a_fence_that_never_passes_ends_with_its_lease(engine: C
 def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    free, stuck = threading.Event(), threading.Event()
+    free, stuck, hangs = threading.Event(), threading.Event(), threading.Event()
     p, d = engine({"verbs": ["read"], "delay_s": 0.5}, seed=1), engine({"verbs": ["read"], "delay_s": 0.5})
     agent, poll = d.agents[0], FakeTransport.poll
 
     def hang(self: FakeTransport) -> list[Any]:
         if self.agent.startswith("engine1") and stuck.is_set():
+            hangs.set()
             free.wait(60)
         return poll(self)
 
@@ -279,7 +282,7 @@ def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
     p.agents[0].offer(offered([1], 4, transfer=name(0)))
     until(lambda: agent.stats().staged == 1)
     stuck.set()
-    time.sleep(0.2)
+    assert hangs.wait(60)
     assert agent.close(0.5) is False  # and does not wait for what hangs
     assert "may still be touched" in caplog.text
     events = agent.events()
@@ -296,7 +299,6 @@ def test_memory_that_never_gets_quiet_is_not_released(engine: Callable[..., Seed
     d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
     p.agents[0].offer(offered([1], 4, transfer=name(0)))
     until(lambda: d.agents[0].stats().staged == 1)
-    time.sleep(0.1)
     assert d.agents[0].close() is False
     assert [type(e) for e in d.agents[0].events()] == [Ended]
 
@@ -421,7 +423,6 @@ def test_memory_of_a_back_end_that_could_not_close_is_not_released(
     agent.fetch(fetch(p.source, [1], 4, transfer=name(0), handle="0"))
     p.agents[0].offer(offered([1], 4, transfer=name(0)))
     until(lambda: agent.stats().staged == 1)
-    time.sleep(0.1)
     failing["poll"] = 1
     until(lambda: not failing["close"])
     assert not d.wait(Ended)[0].outcome.delivered
