@@ -46,8 +46,8 @@ class WorkerSide:
         table: Turns the scheduler's block tables into tables of the cache's blocks, if kernels use smaller blocks, or if
             the scheduler numbers the blocks of several pools one after the other. Must be pure: any thread may call it.
         before_load: Called with the cache's block table, ``start`` and ``tokens`` of each load before it begins, to clear
-            what the load does not overwrite (``kvxfer.geometry.uncovered``), if the engine needs that. Called by any thread,
-            one call at a time.
+            what the load does not overwrite (``kvxfer.geometry.uncovered``), if the engine needs that; then nothing else is written.
+            Called by any thread, one call at a time.
         on_ended: Called with the ``Ended`` of each load and of each offer on this rank, for metrics; ``role`` tells them apart.
         quarantine: A load that has failed is reported at once, while its blocks may still be written to, if all such
             blocks together are no more than this. The scheduler must then have a pool to pin them in, and must not use them
@@ -166,7 +166,8 @@ class WorkerSide:
                         self._before_load(blocks, fetch.start, fetch.tokens)
                     except Exception as e:
                         raise _EngineFault("before_load", e) from e
-                self.agent.fetch(replace(fetch, blocks=blocks))
+                # Of what is behind the wanted tokens, nothing may come over what was cleared.
+                self.agent.fetch(replace(fetch, blocks=blocks, tail=fetch.tail and self._before_load is None))
             except Exception as e:
                 log.error("request %s cannot be loaded: %s", printable(fetch.handle), e, exc_info=_unexpected(e))
                 self._ends.refuse(fetch, Failure.of(e))

@@ -76,12 +76,14 @@ class Fetched:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors, self.descriptor, self.seen = tensors, None, {}  # type: ignore[var-annotated]
+        self.tail: bool | None = None  # whether the load may write behind its last token
         self.cache = Cache((Region(4096, 4096),), (), ())
 
     def listen(self, heard: Any) -> None:
         pass
 
     def fetch(self, fetch: Fetch) -> None:
+        self.tail = fetch.tail
         self.seen = {name: t.clone() for name, t in self.tensors.items()}
 
 
@@ -102,9 +104,10 @@ def load(
     worker = half.WorkerHooks(Config(layout_check=False), vllm, kv)
     worker.register(tensors)
     source = Source("127.0.0.1", 1, 1)
-    fetch = Fetch("request", TransferId("x", 0), b"d", source, BlockTable.of(blocks), start, tokens)
+    fetch = Fetch("request", TransferId("x", 0), b"d", source, BlockTable.of(blocks), start, tokens, tail=True)
     worker.load(StepMetadata(Step(StepCommands(fetches=(fetch,)))))
     assert agent.seen, "nothing was fetched"
+    assert agent.tail is not kv.needs_kv_cache_zeroing, "what was cleared stays so"
     return agent.seen
 
 

@@ -10,7 +10,6 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
 from tests.control.conftest import until
-from tests.vllm import engine
 from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import ALIGNED, BLOCK, Group, PlayedEngine, answer, ours, prompt
@@ -53,12 +52,9 @@ def test_a_prompt_that_others_have_as_well_keeps_its_last_token_there(make: Make
 
 @pytest.mark.parametrize("n", [48, 49, 50])
 @pytest.mark.parametrize("before", range(4))
-def test_a_state_that_its_request_computes_on(
-    make: Make, wire: Wire, n: int, before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_its_request_computes_on(make: Make, wire: Wire, n: int, before: int) -> None:
     """vLLM caches the state at the end of a prompt within a block, and copies it away only when it overwrites it."""
-    monkeypatch.setattr(engine, "BLOCK", 2 * BLOCK)
-    p, d = (make(ALIGNED, hashed=BLOCK, blocks=120, extra=PATIENT) for _ in range(2))
+    p, d = (make(ALIGNED, size=2 * BLOCK, hashed=BLOCK, blocks=120, extra=PATIENT) for _ in range(2))
     text = prompt(n)
     running = p.add(text, n=30)
     p.steps(before)
@@ -143,14 +139,10 @@ def test_what_a_load_has_left_out_is_not_found_once_it_is_answered(
 
 @pytest.mark.parametrize("asked", [False, True], ids=["told", "asked"])
 @pytest.mark.parametrize(("n", "window"), [(97, 48), (104, 24), (113, 24), (113, 33), (127, 33), (127, 24), (120, 16)])
-def test_a_window_from_an_engine_with_smaller_blocks(
-    make: Make, n: int, window: int, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_from_an_engine_with_smaller_blocks(make: Make, n: int, window: int, asked: bool) -> None:
     """It has given up what lies behind the window, which the other one's first block has room for."""
     groups = (Group(), Group(window=window))
-    p = make(groups, blocks=120, hashed=BLOCK)
-    monkeypatch.setattr(engine, "BLOCK", 2 * BLOCK)
-    d = make(groups, blocks=120, hashed=2 * BLOCK, extra=PATIENT)
+    p, d = make(groups, blocks=120), make(groups, blocks=120, size=2 * BLOCK, extra=PATIENT)
     text = prompt(n)
     bring(p, d, text, asked)
     assert not wrong_behind(d, text)
