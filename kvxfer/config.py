@@ -10,7 +10,17 @@ from msgspec import Meta, Struct
 
 from kvxfer.facts import MAX_TEXT
 from kvxfer.identity import canonical_host
-from kvxfer.settings import AUTO_ADDRESS, bare, check_dialable, hold, loopback, named, own_address, port_range
+from kvxfer.settings import (
+    AUTO_ADDRESS,
+    bare,
+    check_dialable,
+    hold,
+    loopback,
+    named,
+    own_address,
+    port_range,
+    told_address,
+)
 
 SLOTS, MIN_PIECE = 4, 4096
 """The slots into which staging memory is cut. They are enough to overlap packing, moving and unpacking. They are few, because a piece
@@ -42,8 +52,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         backend_options: Handed to the back end, which checks them itself; with `auto`, a mapping from back end to options.
         listen: Address that control sockets bind to; an IPv6 one with or without brackets.
         port: Port of the engine's directory; 0 takes any free one.
-        advertise: Host name or address given to peers. None gives them `listen`; `auto` lets each process find its host's
-            own address, and listen there if `listen` is a loopback address.
+        advertise: Address given to peers, or a name that this host looks up for them. None gives them `listen`; `auto` lets each
+            process find its host's own address, and listen there if `listen` is a loopback address.
         transfer_timeout: Seconds that a transfer may take from its first part to its outcome.
         start_timeout: Seconds that a consumer waits for the first part, in which the request may queue at the producer. None
             means as long as `transfer_timeout`.
@@ -60,7 +70,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             host memory, or 512 MiB of a CUDA device where the back end moves such memory.
         key_file: Path of the file with the key that this engine presents and those that it accepts (`kvxfer keys` makes one);
             None for no authentication. It is read again when it changes.
-        peers: Who may connect to this engine and whom it may dial: networks, addresses, host names; None for everybody.
+        peers: Who may connect to this engine and whom it may dial: networks and addresses; None for everybody.
         trust_network: Whether you trust every host that can reach this one with the contents of KV and with the engine's memory. Then
             `auto` also uses back ends between hosts whose ports ask for no secret, as those for RDMA do.
         integrity: How much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
@@ -144,6 +154,15 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def longest(self) -> float:
         """The longest time from a fetch to its outcome, in seconds."""
         return self.start + self.transfer_timeout
+
+    @property
+    def told(self) -> str:
+        """The address at which peers dial this engine.
+
+        Raises:
+            ConfigError: ``advertise`` is a name that leads nowhere.
+        """
+        return told_address(self.listen, self.advertise, NAMING)
 
     def located(self, find: Callable[[], str] = own_address) -> Self:
         """Return these settings with this host's address in place of `advertise` = `auto`.

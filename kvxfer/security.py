@@ -23,7 +23,7 @@ from pathlib import Path
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
-from kvxfer.identity import Address, IdentityError, allowed, canonical_host
+from kvxfer.identity import Address, IdentityError, allowed, canonical_host, is_ip
 from kvxfer.keyfile import key_id
 from kvxfer.keyring import KeyRing, KeySet, keyring
 from kvxfer.logs import logger
@@ -32,7 +32,8 @@ __all__ = ["OPEN", "RateLimitedWarnings", "Security", "make_key", "plain", "port
 
 log = logger("kvxfer.security")
 
-_LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
+_LOCAL = ("127.0.0.0/8", "::1/128")
+_LOOPBACK = (*_LOCAL, "localhost")
 
 
 class RateLimitedWarnings:
@@ -139,10 +140,20 @@ class Security:
         Raises:
             ConfigError: The key cannot be read, or an entry of the allow-list is invalid.
         """
-        try:
-            allowed(Address("127.0.0.1", 1), config.peers or ())
-        except IdentityError as e:
-            raise ConfigError(f"kvxfer setting 'peers': {e}") from None
+        peers = config.peers
+        if peers is not None:
+            peers = tuple(
+                one
+                for entry in map(str.strip, peers)
+                for one in (_LOCAL if portless(entry).lower() == "localhost" else (entry,))
+            )
+            try:
+                allowed(Address("127.0.0.1", 1), peers)
+            except IdentityError as e:
+                raise ConfigError(f"kvxfer setting 'peers': {e}") from None
+            for entry in peers:
+                if "/" not in entry and not is_ip(portless(entry).strip("[]")):
+                    raise ConfigError(f"kvxfer setting 'peers': {entry!r} is a name; list addresses and networks")
         if config.key_file is None:
             if not allowed(Address(config.listen.lower(), 1), _LOOPBACK):
                 log.warning(
@@ -150,8 +161,8 @@ class Security:
                     "Make one with `kvxfer keys` and set 'key_file' on all engines",
                     config.listen,
                 )
-            return cls(None, config.peers)
-        return cls(keyring(Path(config.key_file)), config.peers)
+            return cls(None, peers)
+        return cls(keyring(Path(config.key_file)), peers)
 
     @property
     def keys(self) -> KeySet | None:
@@ -197,6 +208,15 @@ class Security:
         """Return whether a key of this short name is accepted now."""
         return self.key is not None and name in self.key.keys.accepted
 
+    def admits(self, host: str) -> bool:
+        """Return whether a peer that connects from this address may, on any port of the list."""
+        if self.peers is None:
+            return True
+        try:
+            return allowed(Address(plain(host), 1), [portless(entry) for entry in self.peers])
+        except IdentityError:
+            return False
+
     def check_target(self, target: Address) -> None:
         """Refuse to dial an address that is not in the allow-list.
 
@@ -208,19 +228,23 @@ class Security:
             raise PeerError(why, kind=FailureKind.REFUSED)
 
     def check_host(self, host: str, met: str) -> None:
-        """Refuse to have a back end dial a host that a peer names.
+        """Refuse to have a back end dial a host that a peer tells.
 
-        The list must cover the host, on any port, unless the peer itself was met there: ``met`` is the address of the other end of
-        its control connection.
+        It must be an address. The list must cover it, on any port, unless the peer itself was met there: ``met`` is the address of the
+        other end of its control connection.
 
         Raises:
-            PeerError: The host is neither.
+            PeerError: It is a name, or neither.
         """
         if self.peers is None:
+            if not is_ip(host.strip("[]")):
+                raise PeerError(f"it would dial {host!r:.300}, which is no address", kind=FailureKind.REFUSED)
             return
         try:
             named = canonical_host(host)
-            covered = named == met or allowed(Address(named, 1), [portless(entry) for entry in self.peers])
+            covered = is_ip(named) and (
+                named == met or allowed(Address(named, 1), [portless(entry) for entry in self.peers])
+            )
         except IdentityError:
             covered = False
         if not covered:

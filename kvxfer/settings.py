@@ -25,6 +25,8 @@ from kvxfer.identity import IdentityError, canonical_host
 
 __all__ = [
     "AUTO_ADDRESS",
+    "address_of",
+    "told_address",
     "WILDCARDS",
     "advice",
     "bare",
@@ -156,6 +158,37 @@ def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
     except IdentityError as e:
         raise ConfigError(
             f"{naming.format(setting)}: {e}; peers could not dial it: set 'advertise' to what they can"
+        ) from None
+
+
+def address_of(host: str, like: str = "") -> str:
+    """Return the address that a host is named by; of a name that leads to several, one of the family of the address ``like``.
+
+    Raises:
+        OSError: The name leads nowhere.
+    """
+    try:
+        found = [
+            str(where[0]).partition("%")[0]
+            for *_, where in socket.getaddrinfo(bare(host), None, type=socket.SOCK_STREAM)
+        ]
+    except UnicodeError as e:
+        raise OSError(str(e)) from None
+    return min(found, key=lambda address: (":" in address) != (":" in bare(like)))
+
+
+def told_address(listen: str, advertise: str | None, naming: str) -> str:
+    """Return the address that peers are told. A name is looked up here, where it is said, and never by peers.
+
+    Raises:
+        ConfigError: The name leads nowhere.
+    """
+    told = bare(advertise or listen)
+    try:
+        return bare(address_of(told, listen))
+    except OSError as e:
+        raise ConfigError(
+            f"{naming.format('advertise' if advertise else 'listen')} is {told!r}, which this host cannot resolve: {e}"
         ) from None
 
 

@@ -28,7 +28,7 @@ LEVELS = [
     {"text", "flag", "prometheus", "shares", "transitions"},
     {"failures", "logs"},
     {"errors", "threads"},
-    {"arguments", "fair_pool", "keyfile"},
+    {"arguments", "keyfile"},
     {"keyring", "identity", "fence", "block_table"},
     {"facts", "ledger", "settings", "values"},
     {"geometry", "ticket"},

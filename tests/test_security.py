@@ -238,7 +238,7 @@ def test_who_is_not_in_the_list_is_turned_away(
 
 
 def test_who_is_not_in_the_list_is_not_dialled(engine: Callable[..., AgentEngine]) -> None:
-    end = outcome(engine(), engine(peers=["10.0.0.0/8", "gpu-7"]))
+    end = outcome(engine(), engine(peers=["10.0.0.0/8", "192.0.2.7"]))
     assert end.outcome.kind is FailureKind.REFUSED
 
 

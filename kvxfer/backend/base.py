@@ -14,6 +14,7 @@ from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.region import Region
+from kvxfer.identity import is_ip
 from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Quieted, Transport, Verb
 
 __all__ = ["ONE_SIDED", "Base"]
@@ -56,8 +57,7 @@ class Base(Transport, Generic[E, L]):
         wakeup: Wakes the thread that polls ``fileno``; this class sets it after each call of the contract that changes something.
         completions: What the next ``poll`` returns.
         closed: Whether ``close`` was called.
-        owner: During ``make_link``, the peer that the link counts for; empty if the caller has not said.
-        control: During ``make_link``, what names the control connection of the link (``Transport.connect_for``).
+        control: During ``make_link``, what names the control connection of the link (``Transport.connect_over``).
     """
 
     endpoint_type: type[E]
@@ -70,7 +70,6 @@ class Base(Transport, Generic[E, L]):
         self.unused: dict[bytes, E] = {}
         self.completions: list[Completion | Quieted] = []
         self.closed = False
-        self.owner = ""
         self.control: bytes | None = b""
         self.wakeup = Wakeup()
         self._thread, self._ident = threading.current_thread(), threading.get_ident()
@@ -225,6 +224,9 @@ class Base(Transport, Generic[E, L]):
             raise TransportError("the first argument of connect must be an unused endpoint of this transport")
         if mine == theirs:
             raise TransportError("both endpoints are the same; connect needs one from each side")
+        for host in their.hosts:  # a name would be looked up on this thread, for as long as whoever answers likes
+            if not is_ip(host.strip("[]")):
+                raise TransportError(f"{their.agent!r} tells a name, {host!r:.300}, where peers tell addresses")
         number = self.number()
         try:
             link = self.make_link(number, own, their)
@@ -235,12 +237,12 @@ class Base(Transport, Generic[E, L]):
         self.wakeup.set()
         return number
 
-    def connect_for(self, mine: bytes, theirs: bytes, owner: str, control: bytes | None = b"") -> int:
-        self.owner, self.control = owner, control
+    def connect_over(self, mine: bytes, theirs: bytes, control: bytes | None) -> int:
+        self.control = control
         try:
             return self.connect(mine, theirs)
         finally:
-            self.owner, self.control = "", b""
+            self.control = b""
 
     def withdraw(self, endpoint: bytes) -> None:
         self.check()

@@ -7,7 +7,7 @@ once both ends have done so, and down as soon as either socket closes, which the
 The kernel also says which process an end belongs to (``Liveness.process``). What that process tells of itself over these sockets
 is therefore its own word, no matter who has carried the two endpoints from one end to the other.
 
-Each end also says which control connection the link belongs to (``Transport.connect_for``). If it is not the same for both, somebody
+Each end also says which control connection the link belongs to (``Transport.connect_over``). If it is not the same for both, somebody
 has carried the endpoints of two others to each other, and both ends are down before either has told anything.
 
 Most ends stay silent after that. A back end can send messages, and descriptors of memory, by ``tell``.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from kvxfer.settings import bare, check_dialable, read
+from kvxfer.settings import bare, check_dialable, read, told_address
 
 __all__ = ["BackendOptions", "ListenOptions", "Period"]
 
@@ -54,7 +54,7 @@ class ListenOptions(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_
 
     Attributes:
         listen: Address to bind to; peers must be able to reach it.
-        advertise: Host name or address given to peers, if it is not ``listen``.
+        advertise: Address given to peers, or a name that is looked up here, if it is not ``listen``.
         port: TCP port to bind to; 0 takes any free one.
     """
 
@@ -77,4 +77,6 @@ class ListenOptions(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_
         parsed = super().parse(options)
         if parsed.dialled:
             check_dialable(parsed.listen, parsed.advertise, cls.naming())
+            told = told_address(parsed.listen, parsed.advertise, cls.naming())
+            msgspec.structs.force_setattr(parsed, "advertise", told)
         return parsed

@@ -144,7 +144,7 @@ class Agent:
             self._data.start(START_S)
             self._data.policy(self._data.candidates[0])  # so that the log tells at start how an elastic cache moves
             port = listen_within(self._loop.sockets, config)
-            address = sockets.address(config.advertise or config.listen, port)
+            address = sockets.address(config.told, port)
             self.descriptor = m.RankDescriptor(address, self.epoch, cache.told(), self._data.candidates)
             self._runtime = AgentRuntime(
                 self._loop,

@@ -16,24 +16,21 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any
 
 from kvxfer.backend.liveness import BINDING_BYTES
 from kvxfer.control.frames import HEAD, FrameBuffer
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
 from kvxfer.control.wrong_place import AT_ONCE, GONE, HTTP, why_broken
-from kvxfer.identity import Source
+from kvxfer.identity import Address, Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 from kvxfer.security import plain
 
-__all__ = ["Addresses", "ControlConnection", "Destination"]
+__all__ = ["ControlConnection", "Destination"]
 
 Destination = LinkId | Source
 """The peer that a connection was dialled to: a producer's rank, by the link to it, or a directory."""
-Addresses = list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]
-"""The result of ``socket.getaddrinfo``: each address that a name stands for."""
 
 _READ, _READS = 64 << 10, 4
 """The most bytes read at once, and the most reads in a turn."""
@@ -41,8 +38,6 @@ _UNTAKEN = 64 << 10
 """The bytes of answers that may wait for a peer that dialled. While there are more, nothing is received from it."""
 _QUEUE = 64 << 20
 """The most bytes that may wait for a slow peer; beyond, it counts as lost."""
-TRY_S = 0.25
-"""Seconds after which an address that does not answer is left for the next of the same name, as RFC 8305 recommends."""
 _DREGS = 1 << 20
 """The most bytes that are read and dropped after the last message to a peer; beyond, it is cut off."""
 
@@ -73,13 +68,12 @@ class ControlConnection:
     Attributes:
         name: A name that no other connection ever has.
         host: The host of the other end, for logs.
-        located: Whether the addresses of the peer's host are known.
         connected: Whether that host has taken the connection; it may be silent since.
         destination: The peer that it was dialled to; ``None`` if the peer dialled.
         limit: The most bytes of a frame that may come.
         guest: Whether the peer dialled and is not known yet.
         lost: Why it is closed; ``None`` while it lives. Frames that came before can still be received.
-        refused: Whether it is lost because nobody listens there, or the name does not exist.
+        refused: Whether it is lost because nobody listens there.
         denied: Whether it is lost because one side does not accept the other's key, which trying again does not change.
         key_id: The short name of the key that the peer has proved to hold; ``None`` before that, and if there are no keys.
         short: Whether it is lost because this process has too few descriptors left for it.
@@ -109,14 +103,10 @@ class ControlConnection:
         self.heard = time.monotonic()
         self.after, self.waits = 0, False
         self.watched: tuple[int, int] | None = None  # descriptor and events that ``ControlSockets`` polls it for
-        self.moved = False  # has another socket since then, whose descriptor may have the same number
         self.told = False  # its owner need not hear any more that it is lost
         self._dirty, self._secure, self._proved = dirty, secure, proved
         self._socket: socket.socket | None = None
-        self._targets: Addresses = []  # still to be tried
-        self.try_by = 0.0  # until when the present one has to answer, if there are others
-        self._silent = False  # one has not answered, where a process may listen all the same
-        self.located = self.connected = self._open = False
+        self.connected = self._open = False
         self._met = met  # the peer has ever said something, or another port of its engine has
         self._in, self._out = FrameBuffer(), bytearray()
         self._finished, self._dregs = False, 0
@@ -242,34 +232,17 @@ class ControlConnection:
         except OSError as e:  # with a key, of a peer that has gone again
             self._fail(e)
 
-    def connect(self, targets: Addresses) -> None:
-        """Try these addresses one after the other."""
-        self._targets = targets
-        while self._targets:
-            family, kind, protocol, _, where = self._targets.pop(0)
-            try:
-                self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-            except OSError as e:  # this host lacks its family, or no descriptor is left
-                self._unreachable(e.errno or errno.EMFILE)
-                continue
-            self.moved = True
-            self.try_by = time.monotonic() + TRY_S
-            error = self._socket.connect_ex(where)
-            if error in (0, errno.EINPROGRESS):
-                return
+    def connect(self, target: Address) -> None:
+        """Begin to connect to an IP address."""
+        family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
+        try:
+            self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError as e:  # this host lacks its family, or no descriptor is left
+            self._unreachable(e.errno or errno.EMFILE)
+            return
+        error = self._socket.connect_ex((target.host, target.port))
+        if error not in (0, errno.EINPROGRESS):
             self._unreachable(error)
-
-    @property
-    def undecided(self) -> bool:
-        """Whether no address has answered yet, and there are others to be tried."""
-        return self.lost is None and not self.connected and bool(self._targets)
-
-    def try_next(self, now: float) -> None:
-        """Leave an address that has been silent until ``try_by`` for the next, if there is one."""
-        if self.undecided and now >= self.try_by:
-            self._silent = True
-            self._unreachable(errno.ETIMEDOUT)
-            self.connect(self._targets)
 
     def lack(self) -> None:
         """Close the connection, because this process has too few descriptors left for it."""
@@ -277,12 +250,10 @@ class ControlConnection:
         self.lose("this process has too few descriptors left to dial it; raise its limit (ulimit -n)")
 
     def _unreachable(self, error: int) -> None:
-        if self._targets:
-            self._shut()
-        elif error in (errno.EMFILE, errno.ENFILE):
+        if error in (errno.EMFILE, errno.ENFILE):
             self.lack()
         else:
-            self.refused = error == errno.ECONNREFUSED and not self._silent
+            self.refused = error == errno.ECONNREFUSED
             self.lose(f"it cannot be reached: {os.strerror(error)}")
 
     def pump(self) -> bool:
@@ -304,7 +275,6 @@ class ControlConnection:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 self._unreachable(error)
-                self.connect(self._targets)
                 return False
             self.connected = True
             self._greet()

@@ -127,8 +127,8 @@ class Directory:
         self._closing = False
         self._sockets = sockets.ControlSockets(Security.of(config), self._outbox, config.peer_timeout)
         try:
-            bound = self._sockets.listen(config.listen, config.port)
-            self.source = Source(config.advertise or config.listen, bound, self.epoch)
+            told = config.told
+            self.source = Source(told, self._sockets.listen(config.listen, config.port), self.epoch)
             self._thread = NamedThread(target=_run, name="kvxfer-dir", args=(me, self._sockets))
             self._thread.start()
         except BaseException:

@@ -165,8 +165,7 @@ class LinkTable(ABC, Generic[L]):
     def _connect(self, link: L, theirs: bytes) -> None:
         assert link.mine is not None
         at = link.connection
-        key = at.key_id or ""
-        self._data.post(Connect(link.id, link.number, link.mine, theirs, at.address, key, at.binding, link.owner))
+        self._data.post(Connect(link.id, link.number, link.mine, theirs, at.address, at.binding, link.owner))
 
     @abstractmethod
     def _result(self, link: L, news: LinkNews, now: float) -> LinkInfo | Lost | None: ...

@@ -15,6 +15,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId, new_epoch
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security
+from kvxfer.settings import address_of
 
 __all__ = ["LookupAnswer", "ask_for_prefix", "explain", "look_up"]
 
@@ -44,7 +45,7 @@ def look_up(host: str, port: int, security: Security, seconds: float, again: int
     """
     sockets, question = ControlSockets(security), m.Lookup(m.PROTOCOL)
     try:
-        connection = sockets.dial(address(host, port), None, m.MAX_BYTES)
+        connection = sockets.dial(_address(host, port), None, m.MAX_BYTES)
         first, answer = _ask(sockets, connection, question, seconds)
         engine = _engine(answer)
         trips = [_ask(sockets, connection, question, seconds)[0] for _ in range(again)]
@@ -61,7 +62,7 @@ def explain(host: str, port: int, security: Security, seconds: float, asked: m.E
     """
     sockets = ControlSockets(security)
     try:
-        connection = sockets.dial(address(host, port), None, m.MAX_BYTES)
+        connection = sockets.dial(_address(host, port), None, m.MAX_BYTES)
         return _known(_ask(sockets, connection, asked, seconds)[1], m.Explained)
     finally:
         sockets.close()
@@ -78,7 +79,7 @@ def ask_for_prefix(host: str, port: int, security: Security, seconds: float) -> 
     sockets = ControlSockets(security)
     question = m.Inquire(0, TransferId.mint(new_epoch(), "question"), TOKENS, os.urandom(DIGEST))
     try:
-        connection = sockets.dial(address(host, port), None, m.MAX_BYTES)
+        connection = sockets.dial(_address(host, port), None, m.MAX_BYTES)
         _ask(sockets, connection, m.Lookup(m.PROTOCOL), seconds)  # what the connection takes does not count
         try:
             took, answer = _ask(sockets, connection, question, seconds)
@@ -88,6 +89,18 @@ def ask_for_prefix(host: str, port: int, security: Security, seconds: float) -> 
         return took
     finally:
         sockets.close()
+
+
+def _address(host: str, port: int) -> str:
+    """Return the written address of a directory that an operator names, whose host may have a name.
+
+    Raises:
+        PeerError: The name leads nowhere.
+    """
+    try:
+        return address(address_of(host), port)
+    except OSError as e:
+        raise PeerError(f"its name {host!r} cannot be looked up: {e}", kind=FailureKind.PEER_UNREACHABLE) from None
 
 
 def _ask(
@@ -112,7 +125,7 @@ def _ask(
             kind = FailureKind.REFUSED if connection.denied else FailureKind.PEER_UNREACHABLE
             raise PeerError(connection.lost, kind=kind)
         now = time.monotonic()
-    raise PeerError(unanswered(seconds, connection.connected, connection.located), kind=FailureKind.PEER_UNREACHABLE)
+    raise PeerError(unanswered(seconds, connection.connected), kind=FailureKind.PEER_UNREACHABLE)
 
 
 def _known(answer: m.Message, kind: type[T]) -> T:

@@ -272,7 +272,7 @@ class Outbound(LinkTable[_Dial]):
             return self._lost(
                 link,
                 K.PEER_UNREACHABLE,
-                f"no answer to the hello: {unanswered(self._silence, link.connection.connected, link.connection.located)}",
+                f"no answer to the hello: {unanswered(self._silence, link.connection.connected)}",
             )
         if now - link.pinged >= self._silence / 4:
             link.pinged, link.pings = now, link.pings + 1

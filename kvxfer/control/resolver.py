@@ -93,11 +93,6 @@ class _Query:
         """Whether its host has ever taken a connection."""
         return self.met or (self.connection is not None and self.connection.connected)
 
-    @property
-    def located(self) -> bool:
-        """Whether its host's name has been looked up, as far as is known."""
-        return self.connection is None or self.connection.located
-
 
 class Resolver:
     """Finds the paths to sources.
@@ -284,7 +279,7 @@ class Resolver:
             if q is None:
                 continue
             if q.silent is None and now - q.since >= self._patience:
-                silent = Failure(K.PEER_UNREACHABLE, unanswered(self._patience, q.connected, q.located))
+                silent = Failure(K.PEER_UNREACHABLE, unanswered(self._patience, q.connected))
                 if q.excuse is not None:
                     silent = Failure(q.excuse.kind, f"{q.excuse.detail}, for {self._patience:g} s")
                 self._silence(q, silent)

@@ -12,20 +12,18 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from functools import partial
 
 from kvxfer.backend.door import short_of_descriptors
-from kvxfer.control.connection import Addresses, ControlConnection, Destination
+from kvxfer.control.connection import ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
-from kvxfer.control.entrance import Entrance
 from kvxfer.control.guests import Guests
 from kvxfer.control.handshakes import Handshakes
+from kvxfer.control.key_watch import KeyWatch
 from kvxfer.control.ports import listener
 from kvxfer.errors import PeerError
-from kvxfer.failures import Failure, FailureKind
-from kvxfer.fair_pool import FairPool
+from kvxfer.failures import FailureKind
 from kvxfer.flag import Flag
 from kvxfer.identity import Address, IdentityError, is_ip, parse_address
 from kvxfer.protocol.peer import PeerIdentity
@@ -39,8 +37,6 @@ _ACCEPTS, _LOOKS = 8, 64
 """The most connections that are accepted at once, each of which may take a millisecond, and with those that are refused."""
 _EVENTS = 64
 """The most connections that are handled in a turn, but for handshakes."""
-_LOOKUPS, _AT_ONCE = 128, 16
-"""The most host names that are to be looked up, and that are at once. Peers name hosts, and each may take a minute."""
 _UNLISTED = "it is not in the list of allowed peers"
 _TOO_MANY = "its host has begun too many connections recently, each of which costs a handshake"
 REST_S = 0.1
@@ -81,13 +77,10 @@ class ControlSockets:
         self._busy: dict[ControlConnection, None] = {}  # those that had frames left after their turn
         self._to_busy = True  # whose turn was the last
         self._more: set[ControlConnection] = set()
-        self._undecided: set[ControlConnection] = set()  # those with other addresses to try
         self._unheard: dict[ControlConnection, None] = {}  # dialled, the earliest first; some may have answered since
-        self._found: deque[Callable[[], None]] = deque()  # what follows from what the thread for names has done
         self._handshakes = Handshakes()
         self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
-        self._names = FairPool("kvxfer-names", _AT_ONCE, _LOOKUPS, self._hand)
-        self._entrance = Entrance(security, partial(self._names.submit, ""), self._admit)
+        self._keys = KeyWatch(security, self.wake)
 
     def listen(self, host: str, port: int) -> int:
         """Accept connections from now on, and return the port; 0 takes a free one.
@@ -106,23 +99,22 @@ class ControlSockets:
         ``limit``: the most bytes of a frame that may come.
 
         Raises:
-            PeerError: ``where`` is not an address, or may not be dialled; or too many names are being looked up.
+            PeerError: ``where`` is not an address, or may not be dialled.
         """
         try:
             if not where.startswith("tcp://"):
                 raise IdentityError(f"{where!r} is not tcp://HOST:PORT")
             target = parse_address(where.removeprefix("tcp://"))
+            if target.host == "localhost":
+                target = Address("127.0.0.1", target.port)
+            if not is_ip(target.host):
+                raise PeerError(f"{target.host!r} is a name: engines are dialled by address", kind=FailureKind.REFUSED)
             self._security.check_target(target)
         except (IdentityError, PeerError) as e:
             raise PeerError(f"cannot dial {where[:200]!r}: {e}", kind=e.kind) from None
         keys = self._secured, self._security.proved
         conn = ControlConnection(target.host, destination, limit, self._dirty, *keys, guest=False, met=bool(by))
-        look_up = partial(self._look_up, conn, target), partial(self._begin, conn)
-        if is_ip(target.host) and self._security.fresh:
-            self._begin(conn, _addresses(target))
-        elif not self._names.submit(by or target.host, *look_up):
-            why = f"cannot dial {str(target)!r}: too many names are being looked up"
-            raise PeerError(why, kind=FailureKind.OVERLOADED)
+        self._keys.when_read(partial(self._begin, conn, target))
         return conn
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
@@ -175,13 +167,7 @@ class ControlSockets:
 
         Return the connections from which something may have come.
         """
-        # Before the poll: the next address may get the last one's descriptor, and must not be taken for it.
-        for undecided in list(self._undecided):
-            undecided.try_next(time.monotonic())
-            self._settle(undecided)
-            if not undecided.undecided:
-                self._undecided.discard(undecided)
-        for past in self._entrance.turn(self._by_fd.values()):
+        for past in self._keys.turn(self._by_fd.values()):
             self._security.turned_away(past.host, gone := f"its key {past.key_id} is no longer in the key file")
             self._lose(past, gone)
         if self._rests_until is not None:
@@ -189,14 +175,9 @@ class ControlSockets:
             if time.monotonic() >= self._rests_until:
                 self._rest(None)
         self._asleep = True  # before the inbox is checked, so that a thread that fills it later wakes this thread
-        idle = not (self._inbox or self._ready or self._busy or self._more or self._found)
-        if self._undecided:
-            due = min(undecided.try_by for undecided in self._undecided)
-            seconds = min(seconds, max(due - time.monotonic(), 0.0))
+        idle = not (self._inbox or self._ready or self._busy or self._more)
         events = self._epoll.poll(seconds if idle else 0, _EVENTS + len(self._beginning))
         self._asleep = False
-        while self._found:
-            self._found.popleft()()
         more, self._more = self._more, set()
         shaking: list[ControlConnection] = []
         for fd, _ in events:
@@ -266,7 +247,6 @@ class ControlSockets:
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
-        self._names.close(1.0)
         for conn in [*self._by_fd.values(), *self._guests]:
             conn.lose("it was closed here")
         self._by_fd.clear()
@@ -290,30 +270,27 @@ class ControlSockets:
                 return
             host = str(where[0])
             keyed = self._security.keys is not None
-            if self._entrance.refuses(host) or (keyed and not self._handshakes.begin(PeerIdentity(host))):
+            unlisted = not self._security.admits(host)
+            if unlisted or (keyed and not self._handshakes.begin(PeerIdentity(host))):
                 sock.close()
-                self._security.turned_away(host, _UNLISTED if self._entrance.refuses(host) else _TOO_MANY)
+                self._security.turned_away(host, _UNLISTED if unlisted else _TOO_MANY)
                 continue
             secure, proved = self._security.accepted, self._security.proved
             conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, secure, proved, guest=True)
             accepted += 1
             self._guests.add(conn)
             conn.hold(sock)
-            self._entrance.knock(conn)
+            self._keys.when_read(partial(self._admit, conn))
             if (excess := self._guests.excess(self.short)) is not None:
                 self._lose(*excess)
 
-    def _admit(self, conn: ControlConnection, admitted: bool) -> None:
-        """Begin with a peer that dialled if it is ``admitted``."""
-        if conn.lost is not None:
-            return
-        if admitted:
+    def _admit(self, conn: ControlConnection) -> None:
+        """Begin with a peer that dialled."""
+        if conn.lost is None:
             conn.accept()
             if self._security.keys is not None:
                 self._beginning.add(conn)
-        else:
-            conn.lose(_UNLISTED)
-        self._settle(conn)
+            self._settle(conn)
 
     def _rest(self, until: float | None) -> None:
         """Accept nobody until then; ``None``: accept again. Nothing else tells when there is a descriptor again."""
@@ -353,10 +330,6 @@ class ControlSockets:
         if (greediest := self._guests.measure(conn)) is not None:
             self._security.turned_away(greediest[0].host, greediest[1])
             self._lose(*greediest)
-        if conn.watched is not None and conn.moved:  # the next address is being tried
-            del self._by_fd[conn.watched[0]]
-            conn.watched = None
-        conn.moved = False
         wanted = conn.fileno(), conn.interest
         if wanted[0] < 0 or wanted == conn.watched:
             return
@@ -372,24 +345,16 @@ class ControlSockets:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(int(self._patience * 1e3), 1))
         return self._security.dialled(sock)
 
-    def _begin(self, conn: ControlConnection, targets: Addresses | OSError | Failure) -> None:
-        conn.located = True
+    def _begin(self, conn: ControlConnection, target: Address) -> None:
         if conn.lost is not None:
             return
-        if isinstance(targets, OSError):
-            conn.refused = targets.errno == socket.EAI_NONAME
-            conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.strerror or targets}")
-        elif isinstance(targets, Failure):
-            conn.lose(f"its name {conn.host!r} cannot be looked up: {targets.detail}")
-        elif self._limits.spent:
+        if self._limits.spent:
             conn.lack()
         else:
             self._unheard[conn] = None
             if len(self._unheard) > self._limits.unheard:
                 self._give_up_unheard()
-            conn.connect(targets)
-        if conn.undecided:
-            self._undecided.add(conn)
+            conn.connect(target)
         self._settle(conn)
 
     def _give_up_unheard(self) -> None:
@@ -400,19 +365,3 @@ class ControlSockets:
             del self._unheard[oldest]
             oldest.short = True
             self._lose(oldest, f"{self._limits.unheard} others were dialled since and have not answered either")
-
-    def _look_up(self, conn: ControlConnection, target: Address) -> Addresses | OSError:
-        """Look a name up, unless nobody wants it any more, and at the keys if they have changed; on a thread for names."""
-        self._security.refresh()
-        try:
-            return [] if conn.lost is not None else _addresses(target)
-        except OSError as e:
-            return e
-
-    def _hand(self, call: Callable[[], None]) -> None:
-        self._found.append(call)
-        self.wake()
-
-
-def _addresses(target: Address) -> Addresses:
-    return list(socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM))

@@ -9,10 +9,14 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from kvxfer.fair_pool import result_of
+from kvxfer.errors import PeerError
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.logs import logger
 from kvxfer.threads import NamedThread
 
 __all__ = ["Worker"]
+
+log = logger("kvxfer.agent")
 
 T = TypeVar("T")
 
@@ -49,7 +53,7 @@ class Worker:
                 except RuntimeError:
                     return False
                 self._started = True
-            heapq.heappush(self._jobs, (weight, next(self._order), lambda: self._hand(partial(then, result_of(job)))))
+            heapq.heappush(self._jobs, (weight, next(self._order), lambda: self._hand(partial(then, _result_of(job)))))
             self._change.notify()
         return True
 
@@ -70,3 +74,14 @@ class Worker:
                     return
                 job = heapq.heappop(self._jobs)[2]
             job()
+
+
+def _result_of(job: Callable[[], T]) -> T | Failure:
+    """Do a job, and return its result, or why there is none."""
+    try:
+        return job()
+    except (PeerError, ValueError) as e:
+        return Failure.of(e, FailureKind.INCOMPATIBLE)
+    except Exception as e:
+        log.exception("something could not be examined")
+        return Failure(FailureKind.MISUSE, f"it could not be examined: {e!r}")

@@ -23,14 +23,9 @@ def why_broken(error: OSError, connected: bool) -> str:
     return f"the connection broke: {why}" if connected else f"it cannot be reached: {why}"
 
 
-def unanswered(seconds: float, connected: bool, located: bool = True) -> str:
-    """Return that a peer has not answered for this time, and what is known of why.
-
-    ``connected``: whether a connection was made. ``located``: whether its host's name has been looked up.
-    """
+def unanswered(seconds: float, connected: bool) -> str:
+    """Return that a peer has not answered for this time, and what is known of why; ``connected``: whether a connection was made."""
     why = ", and no connection was made: its host is down, or a firewall or route drops packets"
     if connected:
         why = ", though it took the connection: it hangs, is overloaded, or is no engine of kvxfer"
-    elif not located:
-        why = ", because its host's name has not been looked up yet: the name server of this host is slow, or does not answer"
     return f"it did not answer within {seconds:g} s{why}"

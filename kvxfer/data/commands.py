@@ -61,8 +61,7 @@ class Connect(msgspec.Struct, frozen=True):
     mine: bytes
     theirs: bytes
     host: str = ""  # the address of the other end of the link's control connection, which the back end may dial as well
-    key: str = ""  # the short name of the key proved there; empty if there are no keys
-    control: bytes | None = b""  # what names that connection to both its ends (``Transport.connect_for``)
+    control: bytes | None = b""  # what names that connection to both its ends (``Transport.connect_over``)
     owner: PeerIdentity = NOBODY  # the peer that the link counts for, if that dialled
 
 

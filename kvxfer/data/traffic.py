@@ -91,7 +91,7 @@ class Traffic:
             self._hang_up(link)
             for host in self._transport.dials(asked.theirs):
                 self._security.check_host(host, asked.host)
-            peer = self._transport.connect_for(asked.mine, asked.theirs, f"{asked.key}@{asked.host}", asked.control)
+            peer = self._transport.connect_over(asked.mine, asked.theirs, asked.control)
             self._links[link] = LinkContext(
                 self._transport, self._can, peer, number, self._most, self._staging, self._batches, self._post
             )

@@ -303,7 +303,7 @@ class Transport(ABC):
         return self.endpoint()
 
     def dials(self, theirs: bytes) -> Collection[str]:
-        """Return the hosts, addresses or names, that a peer's endpoint would have this process dial, as far as that is known.
+        """Return the addresses of hosts that a peer's endpoint would have this process dial, as far as that is known.
 
         The caller of ``connect`` asks first, and connects only if the operator's list of peers covers all of them.
 
@@ -321,7 +321,7 @@ class Transport(ABC):
                 completions of its batches.
         """
 
-    def connect_for(self, mine: bytes, theirs: bytes, owner: str, control: bytes | None = b"") -> int:
+    def connect_over(self, mine: bytes, theirs: bytes, control: bytes | None) -> int:
         """``connect``, for the peer at the other end of a control connection. The agent calls this.
 
         Anybody may have carried the endpoints from one process to the other. So a back end that gives a peer of this host more than one
@@ -330,8 +330,6 @@ class Transport(ABC):
         Args:
             mine: This side's endpoint.
             theirs: The peer's endpoint.
-            owner: The peer's key and address. What links share, such as threads that look names up, is best shared by owner: the
-                agent's name in an endpoint is only a claim.
             control: The same for both ends of one control connection, and another for every other if there are keys; ``None``
                 if the connection comes from another host and proves nothing.
         """

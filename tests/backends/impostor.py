@@ -104,7 +104,7 @@ def victim(backend: str, listen: str, undivided: str = "", control: str = "") ->
     theirs = bytes.fromhex(hear()["endpoint"])
     error = None
     try:
-        peer = side.connect_for(mine, theirs, "", control.encode())
+        peer = side.connect_over(mine, theirs, control.encode())
         verb = Verb.RECV if backend == "ucx" else Verb.READ
         lengths, zero = np.array([NBYTES]), np.array([0])
         side.submit(Batch(verb, peer, number, lengths, zero, 0, None if backend == "ucx" else zero))

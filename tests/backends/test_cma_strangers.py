@@ -171,6 +171,6 @@ def test_a_peer_of_another_control_connection_is_served_nothing(shared: World) -
     a, b = shared.local(), shared.local()
     shared.allocate(a, b)
     mine, theirs = a.endpoint(), b.endpoint()
-    links = a.transport.connect_for(mine, theirs, "", b"one"), b.transport.connect_for(theirs, mine, "", b"two")
+    links = a.transport.connect_over(mine, theirs, b"one"), b.transport.connect_over(theirs, mine, b"two")
     shared.run(0.1)
     assert a.transport.lost(links[0]) is not None and b.transport.lost(links[1]) is not None

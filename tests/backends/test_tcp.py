@@ -2,7 +2,6 @@
 
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -10,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvxfer.backend import names
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry import Runs
@@ -444,73 +442,28 @@ def test_a_stale_endpoint_fails_at_once(world: World) -> None:
     assert result.error is not None and "closed" in result.error
 
 
-@pytest.mark.parametrize(
-    "host, why",
-    [
-        ("127.0.0.1", "refused"),
-        ("no-such-host.invalid", "cannot be reached"),
-        ("no..name", "cannot be reached"),
-        ("a" * 64, "cannot be reached"),
-    ],
-)
-def test_nobody_there_is_told_at_once(world: World, monkeypatch: pytest.MonkeyPatch, host: str, why: str) -> None:
-    """And a name is looked up where nothing has to wait for it."""
-    look_up, connected, waited = socket.getaddrinfo, threading.Event(), list[bool]()
-
-    def look_up_later(*args: Any, **more: Any) -> Any:
-        if not more["flags"] & socket.AI_NUMERICHOST:  # these are read, not looked up
-            waited.append(connected.wait(20))
-        return look_up(*args, **more)
-
+def test_nobody_there_is_told_at_once(world: World) -> None:
     a = world.local()
     world.allocate(a)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mine = a.endpoint()
-    monkeypatch.setattr(socket, "getaddrinfo", look_up_later)
-    peer = a.connect(mine, Endpoint("nobody", host, port, new_token(), 1, (0,)).encode())
-    connected.set()
+    peer = a.connect(a.endpoint(), Endpoint("nobody", "127.0.0.1", port, new_token(), 1, (0,)).encode())
     batch = Batch(Verb.READ, peer, 0, np.array([N]), np.array([0]), 0, np.array([0]))
     [result] = world.finish(Started([(a, a.submit(batch))]))
-    assert result.error is not None and why in result.error and "nobody" in result.error
-    assert all(waited), "connect waits until the name is known"
+    assert result.error is not None and "refused" in result.error and "nobody" in result.error
 
 
-def test_names_that_are_never_found_take_some_threads_and_no_more(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "no..name", "localhost", "a" * 64])
+def test_a_name_that_a_peer_tells_is_looked_up_by_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """A peer names hosts as it likes, and dials again and again; of what it has given up nothing is looked up. Names that other
-    peers name are looked up beside them."""
-    look_up, over, sought = socket.getaddrinfo, threading.Event(), list[str]()
-
-    def never(host: str, *args: Any, **more: Any) -> Any:
-        if more["flags"] & socket.AI_NUMERICHOST:
-            return look_up(host, *args, **more)
-        sought.append(host)
-        over.wait(20)
-        raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
-
-    monkeypatch.setattr(names, "LOOKUPS", 4)
+    """It would be on the thread that serves all links, for as long as the peer's name servers like."""
     a = world.local()
     world.allocate(a)
-    monkeypatch.setattr(socket, "getaddrinfo", never)
-
-    def dial(agent: str, host: str) -> int:
-        return a.connect(a.endpoint(), Endpoint(agent, host, 1, new_token(), 1, (0,)).encode())
-
-    try:
-        for i in range(20):
-            peer = dial("liar", f"h{i}.example")
-            until(lambda i=i: len(sought) == min(i + 1, 3))  # type: ignore[misc]
-            a.disconnect(peer)
-        dial("honest", "h.example")
-        until(lambda: sought[3:] == ["h.example"])
-        assert sum(thread.name == "kvxfer-lookup" for thread in threading.enumerate()) == 4
-    finally:
-        over.set()
-    until(lambda: not any(thread.name == "kvxfer-lookup" for thread in threading.enumerate()))
-    assert len(sought) == 4, "the others were given up before"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it is looked up"))
+    with pytest.raises(TransportError, match="where peers tell addresses"):
+        a.connect(a.endpoint(), Endpoint("nobody", host, 1, new_token(), 1, (0,)).encode())
 
 
 @pytest.mark.parametrize(
@@ -538,38 +491,12 @@ def test_a_port_in_use_is_named() -> None:
             TcpTransport("agent", {"port": port})
 
 
-def test_the_advertised_name_is_what_peers_dial(world: World) -> None:
-    """A name may stand for several addresses; the first that answers is taken."""
+def test_a_name_that_is_advertised_is_looked_up_where_it_is_said(world: World) -> None:
     a = LocalParticipant(TcpTransport, {"listen": "0.0.0.0", "advertise": "localhost"}, "named", "cpu")
     world.adopt(a)
     b = world.local()
     world.allocate(a, b)
-    assert Endpoint.decode(a.endpoint()).host == "localhost"
+    assert Endpoint.decode(a.endpoint()).host == "127.0.0.1"
     world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
-
-
-@pytest.mark.parametrize("connections", [1, 3])
-def test_an_address_that_is_silent_leaves_time_for_the_next(
-    world: World, monkeypatch: pytest.MonkeyPatch, connections: int
-) -> None:
-    """As one from which a firewall drops everything."""
-    options = {"listen": "127.0.0.1", "advertise": "kv.test", "connections": connections}
-    a = LocalParticipant(TcpTransport, options, "named", "cpu")
-    world.adopt(a)
-    b = LocalParticipant(TcpTransport, {"connect_timeout_s": 2.0, "connections": connections}, "dials", "cpu")
-    world.adopt(b)
-    world.allocate(a, b)
-    port = Endpoint.decode(a.endpoint()).port
-    found = socket.getaddrinfo
-
-    def addresses(host: str, *args: Any, **kwargs: Any) -> Any:
-        if host != "kv.test":
-            return found(host, *args, **kwargs)
-        if kwargs.get("flags"):
-            raise socket.gaierror(socket.EAI_NONAME, "no number")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.3", "127.0.0.1")]
-
-    monkeypatch.setattr(socket, "getaddrinfo", addresses)
-    with socket.create_server(("127.0.0.3", port), backlog=0), socket.create_connection(("127.0.0.3", port)):
-        # No more fit into its queue, so that it does not answer.
-        world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
+    with pytest.raises(ConfigError, match="cannot resolve"):
+        TcpTransport("lost", {"listen": "0.0.0.0", "advertise": "no-such-host.invalid"})

@@ -4,7 +4,6 @@ import gc
 import os
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +20,7 @@ from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry import Region, Runs
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
+from kvxfer.testing.conformance import Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
@@ -409,33 +408,3 @@ def test_nobody_gets_in_who_does_not_know_the_key() -> None:
     finally:
         victim.close()
         context.term()
-
-
-def test_names_are_not_looked_up_on_the_thread_that_serves_all_links(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ZeroMQ itself would look them up there, and peers may name hosts whose name servers take a minute."""
-    look_up, over = socket.getaddrinfo, threading.Event()
-
-    def found(host: str, *args: Any, **more: Any) -> Any:
-        if host == "slow.example" and not more.get("flags"):
-            over.wait(20)
-            raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
-        if host == "b.example" and not more.get("flags"):  # which has addresses of both families, and listens on one
-            return look_up("::1", *args, **more) + look_up("127.0.0.1", *args, **more)
-        return look_up(host, *args, **more)
-
-    a, b = world.local(), world.local()
-    world.allocate(a, b)
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    mine, theirs = a.endpoint(), b.endpoint()
-    told = Endpoint.decode(theirs)
-    slow = msgspec.structs.replace(told, address="tcp://slow.example:1", token=new_token())
-    lost = a.connect(a.endpoint(), slow.encode())
-    named = told.address.replace("127.0.0.1", "b.example")
-    link = ParticipantLink({a.name: a.connect(mine, msgspec.structs.replace(told, address=named).encode())})
-    link.peers[b.name] = b.connect(theirs, mine)
-    world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
-    over.set()
-    world.wait_for(lambda: a.transport.lost(lost) is not None, "the end of the other link")
-    assert "its name cannot be looked up" in str(a.transport.lost(lost))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
@@ -43,54 +44,37 @@ def test_engines_at_addresses_of_their_own(
     check_transfer(p, d)
 
 
-@pytest.fixture
-def silent() -> Iterator[Any]:
-    """An address that does not answer, as behind a firewall that drops everything: no more fit into its queue."""
-    with socket.create_server(("127.0.0.4", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
-        yield full.getsockname()
-
-
-@pytest.mark.parametrize(
-    "first",
-    [(socket.AF_INET, ("127.0.0.2", 1)), (socket.AF_X25, ("127.0.0.2", 1)), (socket.AF_INET, None)],
-    ids=["nobody listens there", "this host lacks its family", "it is silent"],
-)
-def test_a_name_of_several_addresses_leads_to_the_one_that_answers(
-    engine: Callable[..., SeededEngine], first: tuple[int, Any], silent: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_name_is_looked_up_where_it_is_said_and_nowhere_else(
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_up = socket.getaddrinfo
+    looked_up, asked = socket.getaddrinfo, list[str]()
 
-    def found(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
-        if host != "node-7":
-            return looked_up(host, port, *args, **kwargs)
-        if kwargs.get("flags"):
-            raise socket.gaierror(socket.EAI_NONAME, "no address")
-        return [
-            (family, socket.SOCK_STREAM, 0, "", at or silent)
-            for family, at in (first, (socket.AF_INET, ("127.0.0.1", port)))
-        ]
+    def found(host: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(host)
+        return looked_up("127.0.0.1" if host == "node-7" else host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
     p = engine({"backend": "tcp"}, seed=1, advertise="node-7")
-    check_transfer(p, engine({"backend": "tcp"}))
+    assert p.source.host == "127.0.0.1" and "node-7" in asked
+    d = engine({"backend": "tcp"})
+    check_transfer(p, d)
+    asked.clear()
+    d.agents[0].fetch(fetch(Source("node-7", p.source.port, 1), [6], 4, transfer=T, handle="named"))
+    failure = d.over("named").outcome.failure
+    assert failure is not None and failure.kind is FailureKind.REFUSED and "is a name" in failure.detail
+    assert "node-7" not in asked
+    with pytest.raises(ConfigError, match="'advertise' is 'no-such-host.invalid', which this host cannot resolve"):
+        Directory(Config(advertise="no-such-host.invalid"))
+    with pytest.raises(ConfigError, match="'peers': 'node-7:1' is a name"):
+        Directory(Config(peers=("node-7:1",)))
 
 
-def test_an_engine_is_not_gone_because_one_of_its_addresses_refuses(
-    engine: Callable[..., SeededEngine], silent: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While another is silent, it may only be slow."""
-    looked_up, places = socket.getaddrinfo, (silent, ("127.0.0.2", 1))
-
-    def found(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
-        if host != "node-7":
-            return looked_up(host, port, *args, **kwargs)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", at) for at in places]
-
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    d = engine({})
-    d.agents[0].fetch(fetch(Source("node-7", 7000, 1), [5], 4, transfer=T))
-    failure = d.wait(Ended)[0].outcome.failure
-    assert failure is not None and failure.kind is FailureKind.PEER_UNREACHABLE, failure
+@pytest.mark.parametrize("peers", [["localhost"], [" LOCALHOST ", "10.0.0.0/8"], ["localhost:1"]])
+def test_localhost_is_no_name_that_is_looked_up(engine: Callable[..., SeededEngine], peers: list[str]) -> None:
+    p, d = engine({}, seed=1, peers=peers), engine({})
+    p.agents[0].offer(offered([3], 4, transfer=T))
+    d.agents[0].fetch(fetch(Source("localhost", p.source.port, p.source.epoch), [5], 4, transfer=T))
+    assert d.wait(Ended)[0].outcome.delivered
 
 
 def test_each_process_finds_its_own_address() -> None:

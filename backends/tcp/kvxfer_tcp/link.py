@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 from kvxfer.backend.memories import Memories
-from kvxfer.backend.names import Address
 from kvxfer.errors import PeerError
 from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Loop
@@ -43,14 +42,10 @@ class Link:
         most = min(mine.connections, theirs.connections)
         self.server = Server(loop, memories, frozenset(mine.lends), most, greeting(theirs.token), pipes, self.cut)
 
-    def dial(self, addresses: list[Address] | OSError) -> None:
-        """Connect to where the peer is, as far as that has been found out."""
-        if self.broken is not None:
-            return
+    def dial(self) -> None:
+        """Connect to where the peer is."""
         try:
-            if isinstance(addresses, OSError):
-                raise addresses
-            self.reader.dial(addresses, self.dial_by)
+            self.reader.dial()
         except OSError as e:
             self.cut(f"it cannot be reached: {e}")
 

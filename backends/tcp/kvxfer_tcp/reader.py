@@ -7,10 +7,8 @@ come yet. The bytes of an aborted batch are dropped in the kernel as they come.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +16,6 @@ from functools import partial
 
 import numpy as np
 
-from kvxfer.backend.names import Address
 from kvxfer.errors import PeerError
 from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Connection, Loop, tune
@@ -59,29 +56,22 @@ class Reader:
         self._asked = 0
         self.wake_bytes = WAKE_BYTES
         self._connections: list[_Incoming] = []
-        self._dial_by, self._share = math.inf, 0.0
 
-    def dial(self, addresses: list[Address], by: float) -> None:
-        """Make the connections, to the first of these addresses that answers; all of them have equal shares of the time until ``by``."""
+    def dial(self) -> None:
+        """Begin to make the connections.
+
+        Raises:
+            OSError: None can be made.
+        """
         count = min(self._options.connections, self._theirs.connections)
-        self._dial_by, self._share = by, max(by - time.monotonic(), 0.0) / len(addresses)
         self.wake_bytes = WAKE_BYTES if count == 1 else SHARED_WAKE
         for number in range(count):
             hello = greeting(self._theirs.token) + Header(Kind.HELLO, chunk=number).encode()
             pipe = partial(self._pipes.dialled, number=number, ahead=hello)
-            self._connections.append(_Incoming(self._loop, self, self._options, addresses, pipe))
+            self._connections.append(
+                _Incoming(self._loop, self, self._options, (self._theirs.host, self._theirs.port), pipe)
+            )
         self.ask()
-
-    def try_next(self, now: float) -> float:
-        """Leave addresses that have been silent for their time for the next; return when to look again."""
-        for connection in self._connections:
-            if connection.dialling and connection.others and self._turn_of(connection) <= now:
-                connection.lost(TimeoutError("no answer in time"))
-        return min([self._turn_of(c) for c in self._connections if c.dialling], default=self._dial_by)
-
-    def _turn_of(self, connection: _Incoming) -> float:
-        """Return when it is the turn of the next address of a connection, or its time is over."""
-        return self._dial_by - connection.others * self._share
 
     @property
     def connected(self) -> bool:
@@ -226,11 +216,10 @@ class _Incoming(Connection):
         loop: Loop,
         reader: Reader,
         options: Options,
-        addresses: list[Address],
+        address: tuple[str, int],
         pipe: Callable[[socket.socket], Pipe],
     ) -> None:
-        self._reader, self._options, self._pipe = reader, options, pipe
-        self._addresses = deque(addresses)
+        self._reader = reader
         self.connected = self._greeted = False
         self._head, self._text = IovecBuffer(FRAME_BYTES), IovecBuffer(MAX_REASON)
         self._ask: ReadAsk | None = None
@@ -238,35 +227,17 @@ class _Incoming(Connection):
         self._skip = 0
         self._wake = 1
         self._expect_head()
-        super().__init__(loop, self._open())
-
-    @property
-    def dialling(self) -> bool:
-        """Whether no address has answered yet, and it has not been closed."""
-        return not self.connected and self.pipe.socket.fileno() >= 0
-
-    @property
-    def others(self) -> int:
-        """How many addresses have not been tried yet."""
-        return len(self._addresses)
-
-    def _open(self) -> Pipe:
-        """Begin to connect to the next address."""
-        family, address = self._addresses.popleft()
-        opened = None
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        opened = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            opened = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            tune(opened, self._options, True)
+            tune(opened, options, True)
             number = opened.connect_ex(address)
             if number not in (0, errno.EINPROGRESS):
                 raise OSError(number, os.strerror(number))
-            return self._pipe(opened)
-        except OSError:
-            if opened is not None:
-                opened.close()
-            if not self._addresses:
-                raise
-        return self._open()
+            super().__init__(loop, pipe(opened))
+        except BaseException:
+            opened.close()
+            raise
 
     def lost(self, error: Exception) -> None:
         if isinstance(error, Violation):
@@ -277,14 +248,6 @@ class _Incoming(Connection):
             )
         elif self.connected:
             self._reader.cut(f"it does not know this link, because it closed it or was restarted ({error})")
-        elif self._addresses:
-            self.close()
-            words = self.out
-            try:
-                super().__init__(self.loop, self._open())
-                self.out = words
-            except OSError as e:
-                self.lost(e)
         else:
             self._reader.cut(f"it cannot be reached: {error}")
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvxfer.backend.base import Base
 from kvxfer.backend.endpoint import check_encryption, new_token
-from kvxfer.backend.names import Names, numeric
 from kvxfer.errors import PeerError, TransportError
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
 from kvxfer_tcp.connection import ANY, Connection
@@ -62,10 +61,8 @@ class TcpTransport(Base[Endpoint, Link]):
             where = f"{self._options.listen} port {self._options.port}"
             raise TransportError(f"back end 'tcp' of {agent!r} cannot listen on {where}: {e}") from e
         super().__init__(agent, options)
-        self._names = Names()
         self.wakeup.add(self._epoll.fileno(), "connections")
         self.wakeup.add(self._door.listener.fileno(), "door")
-        self.wakeup.add(self._names.fileno(), "names")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -107,12 +104,7 @@ class TcpTransport(Base[Endpoint, Link]):
         if theirs.lends:
             link.dial_by = time.monotonic() + self._options.connect_timeout_s
             self._dialling.add(link)
-            addresses = numeric(theirs.host, theirs.port)
-            if addresses is None:
-                owner = self.owner or theirs.agent
-                self._names.look_up(owner, theirs.host, theirs.port, lambda: link.broken is not None, link.dial)
-            else:
-                link.dial(addresses)
+            link.dial()
         return link
 
     def drop_link(self, number: int, link: Link) -> None:
@@ -151,8 +143,6 @@ class TcpTransport(Base[Endpoint, Link]):
         now = time.monotonic()
         if "door" in readable:
             self._door.accept(self.wakeup)
-        if "names" in readable:
-            self._names.answer()
         for link in list(self._fenced):
             link.reader.look()
             if not link.reader.fenced:
@@ -174,7 +164,6 @@ class TcpTransport(Base[Endpoint, Link]):
             for opened, _ in parked:
                 opened.close()
         self._door.close()
-        self._names.close()
         self._epoll.close()
         self._hot.clear()
 
@@ -228,7 +217,7 @@ class TcpTransport(Base[Endpoint, Link]):
             opened.close()
 
     def _look_after_dialled(self, now: float) -> list[float]:
-        """Go on to other addresses of silent peers, and end links whose time is over; return when to look at the others again."""
+        """End links whose time is over; return when to look at the others again."""
         times = []
         for link in list(self._dialling):
             if link.broken is not None or link.reader.connected:
@@ -237,5 +226,5 @@ class TcpTransport(Base[Endpoint, Link]):
                 self._dialling.discard(link)
                 link.cut("it cannot be reached (no answer in time)")
             else:
-                times.append(min(link.reader.try_next(now), link.dial_by))
+                times.append(link.dial_by)
         return times

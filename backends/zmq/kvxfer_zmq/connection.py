@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Hashable
-from socket import AF_INET
 
 import zmq
 
-from kvxfer.backend.names import Address
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer_zmq.curve import Keys
 from kvxfer_zmq.endpoint import Endpoint
@@ -81,23 +79,8 @@ class Connection:
             raise
         for socket in (self._dealer, self._monitor):
             wakeup.add(socket.fileno(), key)
-        self.named = theirs.named
-        if self.named is None:
-            self._connect(theirs.address)
-
-    def dial(self, addresses: list[Address] | OSError) -> None:
-        """Go on once the addresses of the host are known that the peer has named, or why they are not."""
-        if isinstance(addresses, OSError):
-            self._lose(f"its name cannot be looked up: {addresses.strerror or addresses}")
-        elif not self.over:
-            # A host may have addresses of both families, while its process listens by IPv4 alone.
-            host, port = min(addresses, key=lambda found: found[0] != AF_INET)[1][:2]
-            self._dealer.setsockopt(zmq.IPV6, ":" in host)
-            self._connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-
-    def _connect(self, address: str) -> None:
         try:
-            self._dealer.connect(address)
+            self._dealer.connect(theirs.address)
         except zmq.ZMQError as e:
             self.lost = f"its address cannot be used: {e}"
 

@@ -7,7 +7,6 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvxfer.backend.endpoint import EndpointBase, Token
-from kvxfer.backend.names import numeric
 
 KEY_BYTES = 40
 """Of a public key as ZeroMQ writes it (Z85)."""
@@ -22,14 +21,6 @@ class Endpoint(EndpointBase, frozen=True):
     address: Annotated[str, Meta(pattern="^tcp://[^;/]+$|^ipc://.+/kvxfer-zmq-[^/]+/inbox$")]
     token: Token
     key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
-
-    @property
-    def named(self) -> tuple[str, int] | None:
-        """The host and port of an address whose host has to be looked up; ``None`` for others."""
-        where, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        if not self.hosts or not port.isdecimal() or numeric(where.strip("[]"), int(port)) is not None:
-            return None
-        return where, int(port)
 
     @property
     def hosts(self) -> tuple[str, ...]:

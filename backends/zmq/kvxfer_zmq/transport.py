@@ -7,14 +7,12 @@ import tempfile
 import time
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Any
 
 import zmq
 
 from kvxfer.backend import Base
 from kvxfer.backend.endpoint import check_encryption, new_token
-from kvxfer.backend.names import Address, Names
 from kvxfer.errors import TransportError
 from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_zmq.bytestream import FRAME, ByteStream
@@ -57,7 +55,6 @@ class ZmqTransport(Base[Endpoint, Link]):
         self._open: dict[int, Link] = {}  # links, closed ones as well while something of them has not ended
         self._hot: set[int] = set()
         self._directory: str | None = None
-        self._names = Names()
         self._context = zmq.Context(self._options.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 16384)
         self._doorbell = self._context.socket(zmq.REP)
@@ -71,7 +68,6 @@ class ZmqTransport(Base[Endpoint, Link]):
             raise TransportError(f"back end 'zmq' of {agent!r} cannot listen on {where}: {e}") from e
         self.wakeup.add(self._inbox.fileno(), "inbox")
         self.wakeup.add(self._doorbell.fileno(), "doorbell")
-        self.wakeup.add(self._names.fileno(), "names")
 
     @classmethod
     def probe(cls) -> Probe:
@@ -97,17 +93,10 @@ class ZmqTransport(Base[Endpoint, Link]):
             connection = Connection(self._context, self._options, self._keys, mine, theirs, self.wakeup, number)
         except zmq.ZMQError as e:
             raise TransportError(f"no link to {theirs.agent!r} can be made: {e}") from e
-        if connection.named is not None:
-            owner, dial = self.owner or theirs.agent, partial(self._dial, number, connection)
-            self._names.look_up(owner, *connection.named, lambda: connection.over, dial)
         link = Link(number, mine, theirs, connection, self.complete, self._say_bye)
         self._ends[mine.token] = self._open[number] = link
         self._hot.add(number)
         return link
-
-    def _dial(self, number: int, connection: Connection, addresses: list[Address] | OSError) -> None:
-        connection.dial(addresses)
-        self._hot.add(number)
 
     def drop_link(self, number: int, link: Link) -> None:
         del self._ends[link.mine.token]
@@ -128,8 +117,6 @@ class ZmqTransport(Base[Endpoint, Link]):
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
-        if "names" in readable:
-            self._names.answer()
         self._admit()
         self._receive(now + TURN_S)
         hot = {
@@ -152,7 +139,6 @@ class ZmqTransport(Base[Endpoint, Link]):
     def shut_down(self) -> None:
         for link in self._open.values():
             link.cut("closed here", "the other side shut down")
-        self._names.close()
         self._inbox.close(0)
         self._doorbell.close(0)
         # Ends ZeroMQ's threads; none of them can read our memory after this.
