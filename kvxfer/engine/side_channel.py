@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from kvxfer.flag import Flag
+from kvxfer.backend.door import UnixDoor, knock
+from kvxfer.backend.wakeup import Wakeup
+from kvxfer.errors import TransportError
 from kvxfer.identity import Source
 from kvxfer.logs import logger
 from kvxfer.schedule import RankResult
@@ -29,14 +31,9 @@ __all__ = ["ChannelAddress", "DirectFetches", "RankResult", "Results", "SideChan
 log = logger("kvxfer.engine")
 
 NAMES = "kvxfer-side-"
-"""The prefix of the sockets' names in the abstract namespace."""
+"""The prefix of the names of the workers' doors."""
 LONGEST = 1 << 17
 """The most bytes of a message; a longer one goes with the step only."""
-CONNECT_S = 0.2
-PAUSE_MS = 100
-"""Seconds for which no connection is accepted after the process has run out of descriptors."""
-MAX_STRANGERS = 4
-"""The most connections that have not sent the secret yet; for one more, the oldest is closed."""
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
@@ -70,7 +67,7 @@ class WorkerChannel:
 
     Args:
         take: Called on that thread with what the scheduler side sends.
-        results: Called on that thread after ``wake``; returns what is to be sent.
+        results: Called on that thread after ``wake``, or when something comes; returns what is to be sent.
 
     Raises:
         OSError: No socket could be made.
@@ -78,106 +75,88 @@ class WorkerChannel:
 
     def __init__(self, take: Take, results: Results) -> None:
         self._take, self._results = take, results
-        name = f"{NAMES}{secrets.token_hex(12)}"
-        self.address = ChannelAddress(name, secrets.token_bytes(16))
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            self._listener.bind("\0" + name)  # no file, so it vanishes with the process
-            self._listener.listen(128)
-            self._listener.setblocking(False)
-            self._wake = Flag()
-        except BaseException:
-            self._listener.close()
-            raise
+        self._wakeup = Wakeup()
+        self._door = UnixDoor("side", self._wakeup)
+        self.address = ChannelAddress(self._door.name, secrets.token_bytes(16))
         self._peer: socket.socket | None = None  # our scheduler side
-        self._strangers: dict[int, socket.socket] = {}  # connections that have not sent the token yet
-        self._closing = self._deaf = False
+        self._closing = False
         self._thread = NamedThread(target=self._run, name="kvxfer-channel")
         try:
             self._thread.start()
         except BaseException:
-            self._listener.close()
+            self._door.close()
+            self._wakeup.close()
             raise
 
     def wake(self) -> None:
         """Have ``results`` called soon. Any thread; never blocks."""
         if not self._closing:
-            self._wake.set()
+            self._wakeup.set()
 
     def close(self) -> None:
         """Stop listening; may be called more than once."""
         if not self._closing:
             self._closing = True
-            self._wake.set()
+            self._wakeup.set()
             self._thread.join(2.0)
 
     def _run(self) -> None:
         poll = select.poll()
-        for waited in (self._listener, self._wake):
-            poll.register(waited, select.POLLIN)
+        poll.register(self._wakeup.fileno(), select.POLLIN)
         try:
             while not self._closing:
-                events = poll.poll(PAUSE_MS if self._deaf else None)
-                if self._deaf:
-                    self._deaf = False
-                    poll.modify(self._listener.fileno(), select.POLLIN)
-                for fd, _ in events:
+                poll.poll()
+                for source in self._wakeup.clear():
                     try:
-                        self._ready(fd, poll)
+                        self._ready(source)
                     except OSError as e:
                         log.debug("side channel: %s", e)
-                        self._forget(fd, poll)
+                        self._forget()
                     except Exception:
                         log.exception(
                             "side channel: a message could not be handled and was ignored; it comes again with the step"
                         )
+                if not self._closing:
+                    self._send()
         finally:
-            for s in (self._listener, self._peer, *self._strangers.values()):
-                if s is not None:
-                    s.close()
+            self._forget()
+            self._door.close()
+            self._wakeup.close()
 
-    def _ready(self, fd: int, poll: select.poll) -> None:
-        if self._closing:
-            return
-        if fd == self._wake.fileno():
-            self._wake.clear()
+    def _send(self) -> None:
+        try:
             for result in self._results():
                 if self._peer is not None:
                     self._peer.send(_encode(result), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        elif fd == self._listener.fileno():
-            try:
-                found, _ = self._listener.accept()
-            except BlockingIOError:
-                return  # the other end has gone again
-            except OSError:  # no descriptor is left; polled at once, the listener would be ready again
-                poll.modify(fd, 0)
-                self._deaf = True
-                return
-            found.setblocking(False)
-            if len(self._strangers) >= MAX_STRANGERS:
-                self._forget(next(iter(self._strangers)), poll)
-            self._strangers[found.fileno()] = found
-            poll.register(found.fileno(), select.POLLIN)
-        elif fd in self._strangers:
-            said = self._strangers[fd].recv(64)
-            if self._peer is None and hmac.compare_digest(said, self.address.token):
-                self._peer = self._strangers.pop(fd)
-            else:
-                self._forget(fd, poll)
-        elif self._peer is not None and fd == self._peer.fileno():
+        except OSError as e:
+            log.debug("side channel: %s", e)
+            self._forget()
+        except Exception:
+            log.exception("side channel: a result could not be sent; it comes again with the step")
+
+    def _ready(self, source: object) -> None:
+        if source is self._peer and self._peer is not None:
             said = self._peer.recv(2 * LONGEST)
             if said:
                 self._take(_decode_fetches(said))
             else:
-                self._forget(fd, poll)
+                self._forget()
+            return
+        stranger = self._door.answer(source)
+        if stranger is None:
+            return
+        if self._peer is None and hmac.compare_digest(stranger.recv(64), self.address.token):
+            self._peer = stranger
+            self._wakeup.add(stranger.fileno(), stranger)
+        else:
+            stranger.close()
 
-    def _forget(self, fd: int, poll: select.poll) -> None:
-        gone = self._strangers.pop(fd, None)
-        if self._peer is not None and self._peer.fileno() == fd:
-            gone, self._peer = self._peer, None
-        if gone is not None:
-            poll.unregister(fd)
-            gone.close()
+    def _forget(self) -> None:
+        """Let the scheduler side go; it may connect again."""
+        if self._peer is not None:
+            self._wakeup.remove(self._peer.fileno())
+            self._peer.close()
+            self._peer = None
 
 
 class SideChannel:
@@ -191,15 +170,11 @@ class SideChannel:
         """Connect to all workers, or to none if one cannot be reached, as on another host."""
         self.close()
         for rank, address in addresses.items():
-            s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            self._sockets[rank] = s
             try:
-                s.settimeout(CONNECT_S)
-                s.connect("\0" + address.name)
+                self._sockets[rank] = s = knock(address.name, f"rank {rank}")
                 s.send(address.token, socket.MSG_NOSIGNAL)
-                s.setblocking(False)
                 self._poll.register(s.fileno(), select.POLLIN)
-            except OSError as e:
+            except (OSError, TransportError) as e:
                 log.info("rank %s is not on this host: fetches go with the engine's steps (%s)", rank, e)
                 self.close()
                 return

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import queue
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +16,6 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Stages
 from kvxfer.schedule import StepCommands
-from kvxfer.testing.engine import until
 from kvxfer.values import BlockTable, Fetch, Group, Rank
 from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, Agent, Wire
@@ -118,39 +115,6 @@ def test_who_does_not_know_the_secret_is_not_heard(workers: list[Worker]) -> Non
     ours.connect({Rank(): address})
     assert ours.send(fetches()) and workers[0].got.get(timeout=LONG_S) == fetches()
     assert workers[0].got.empty()
-    ours.close()
-
-
-class Full:
-    """A listener of a process that has no descriptor left, for as long as ``full``; counts how often it was asked."""
-
-    def __init__(self, inner: socket.socket) -> None:
-        self.inner, self.full, self.asked = inner, True, 0
-
-    def fileno(self) -> int:
-        return self.inner.fileno()
-
-    def accept(self) -> Any:
-        self.asked += 1
-        if self.full:
-            raise OSError(errno.EMFILE, "too many open files")
-        return self.inner.accept()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def test_without_a_descriptor_it_waits_and_then_goes_on(workers: list[Worker]) -> None:
-    worker = workers[0]
-    listener = worker.channel._listener = Full(worker.channel._listener)  # type: ignore[assignment]
-    ours = SideChannel()
-    ours.connect({Rank(): worker.channel.address})
-    until(lambda: listener.asked > 0)
-    asked, began = listener.asked, time.monotonic()
-    time.sleep(0.5)
-    assert listener.asked - asked < 50 + 100 * (time.monotonic() - began), "it asks without a pause"
-    listener.full = False
-    assert ours.send(fetches()) and worker.got.get(timeout=LONG_S) == fetches()
     ours.close()
 
 
