@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvxfer
 from kvxfer import Agent, Cache, Config, Directory
+from kvxfer.control.worker import Worker
+from kvxfer.testing.engine import until
 from kvxfer.threads import NamedThread
 
 HEAVY = {"torch", "vllm", "asyncio", "email", "concurrent", "numba", "triton", "zmq", "numpy.typing"}
@@ -74,3 +77,14 @@ def test_no_name_of_a_thread_is_longer_than_the_kernel_keeps() -> None:
     NamedThread(print, "kvxfer-renewals")
     with pytest.raises(ValueError, match="15 characters .* 'kvxfer-directory'"):
         NamedThread(print, "kvxfer-directory")
+
+
+def test_threads_that_only_newcomers_need_end_when_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.control.worker.IDLE_S", 0.01)
+    done, before = list[Any](), set(threading.enumerate())
+    worker = Worker("kvxfer-examine", 4, done.append)
+    for _ in range(2):  # another begins with the next job
+        assert worker.submit(0, lambda: 1, lambda found: None)
+        until(lambda: done and not set(threading.enumerate()) - before)
+        done.clear()
+    worker.close(1.0)

@@ -20,12 +20,15 @@ log = logger("kvxfer.agent")
 
 T = TypeVar("T")
 
+IDLE_S = 5.0
+"""Seconds without a job after which the thread ends."""
+
 
 class Worker:
     """A thread that does one job after the other, the lightest first; at most ``most`` may wait.
 
-    A heavy job delays others only once it has begun. The thread starts with the first job. Any thread may call the methods. What follows
-    from a job's result is given to ``hand``, which has another thread call it.
+    A heavy job delays others only once it has begun. The thread starts with a job, and ends once there has been none for a while. Any
+    thread may call the methods. What follows from a job's result is given to ``hand``, which has another thread call it.
     """
 
     def __init__(self, name: str, most: int, hand: Callable[[Callable[..., Any]], None]) -> None:
@@ -33,8 +36,8 @@ class Worker:
         self._jobs: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self._change = threading.Condition()
-        self._closed = self._started = False
-        self._thread = NamedThread(target=self._run, name=name)
+        self._closed, self._name = False, name
+        self._thread: NamedThread | None = None
 
     def submit(self, weight: int, job: Callable[[], T], then: Callable[..., Any]) -> bool:
         """Queue a job of a ``weight``, its approximate cost in any unit.
@@ -47,12 +50,13 @@ class Worker:
         with self._change:
             if self._closed or len(self._jobs) >= self._most:
                 return False
-            if not self._started:
+            if self._thread is None:
+                thread = NamedThread(target=self._run, name=self._name)
                 try:
-                    self._thread.start()
+                    thread.start()
                 except RuntimeError:
                     return False
-                self._started = True
+                self._thread = thread
             heapq.heappush(self._jobs, (weight, next(self._order), lambda: self._hand(partial(then, _result_of(job)))))
             self._change.notify()
         return True
@@ -63,14 +67,15 @@ class Worker:
             self._closed = True
             self._jobs.clear()
             self._change.notify()
-        if self._started and threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+            thread = self._thread
+        if thread is not None and threading.current_thread() is not thread:
+            thread.join(timeout)
 
     def _run(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._jobs or self._closed)
-                if self._closed:
+                if not self._change.wait_for(lambda: self._jobs or self._closed, IDLE_S) or self._closed:
+                    self._thread = None
                     return
                 job = heapq.heappop(self._jobs)[2]
             job()
