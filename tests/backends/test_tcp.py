@@ -15,7 +15,6 @@ from kvxfer.geometry import Runs
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
-from kvxfer.testing.engine import until
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
 from kvxfer_tcp import TcpTransport
