@@ -12,7 +12,8 @@ import pytest
 from kvxfer.errors import KvxferError
 from kvxfer.testing.remote import Remote
 from kvxfer_bench.transfer.command import measure
-from kvxfer_bench.transfer.pair import Meeting, pair
+from kvxfer_bench.transfer.engine import Meeting
+from kvxfer_bench.transfer.pair import pair
 from kvxfer_bench.transfer.shapes import MODELS, Request
 
 PAGES = MODELS["pages-of-16k"]
