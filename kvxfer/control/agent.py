@@ -126,7 +126,7 @@ class Agent:
         self.cache, self.config, self.epoch = cache, config, new_epoch()
         self._owner, self.followed = ProcessGuard("this agent"), False
         self._name = f"{engine or 'engine'}-{cache.rank.pp}.{cache.rank.tp}-{self.epoch:x}"
-        backends = candidates(config, (r.device for r in cache.regions))
+        self._backends = candidates(config, (r.device for r in cache.regions))
         self._events = EventQueue()
         self._revocations = SharedRevocationCounter()
         with ExitStack() as undo:
@@ -136,8 +136,8 @@ class Agent:
             undo.callback(self._loop.sockets.close)
             self._hasher = Hasher(cache, self._loop.post)
             undo.callback(self._hasher.close, CLOSE_S)
-            starting = _Starting(self._name, cache, config, backends, security, self._loop.post)
-            self._data = DataPlane(tuple(backends), starting.data_thread, starting.policy)
+            starting = _Starting(self._name, cache, config, self._backends, security, self._loop.post)
+            self._data = DataPlane(tuple(self._backends), starting.data_thread, starting.policy)
             undo.callback(self._data.close, CLOSE_S)
             if config.integrity != "off":
                 self._hasher.get_ready(START_S)

@@ -264,8 +264,8 @@ def test_sockets_of_the_back_end_listen_where_the_engine_does(engine) -> None:  
 @pytest.mark.parametrize(
     ("options", "gets"),
     [
-        ({}, {"listen": "127.0.0.1", "advertise": "node-7"}),
-        ({"listen": "127.0.0.2"}, {"listen": "127.0.0.2"}),  # which is then what it advertises, and not node-7
+        ({}, {"listen": "127.0.0.1", "advertise": "127.0.0.9"}),
+        ({"listen": "127.0.0.2"}, {"listen": "127.0.0.2"}),  # which is then what it advertises, and not 127.0.0.9
     ],
     ids=["none of its own", "one of its own"],
 )
@@ -279,5 +279,5 @@ def test_what_a_back_end_inherits(engine, monkeypatch: pytest.MonkeyPatch, optio
 
     monkeypatch.setattr(FakeTransport, "__init__", recording)
     monkeypatch.setattr(FakeTransport, "inherits", frozenset({"listen", "advertise"}))
-    engine(dict(options), advertise="node-7")
+    engine(dict(options), advertise="127.0.0.9")
     assert seen == [gets]
