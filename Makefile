@@ -6,7 +6,7 @@
 #   make fleet-ray   Ray Serve LLM with prefill and decode replicas, one of them killed, and one added under load
 #   make bench       benchmarks                         make lint        ruff and mypy
 #   make docs        the documentation as a site in build/site
-#   make test-matrix the connector's tests on vLLM 0.30 and 0.31, and all tests without servers on Python 3.11 to 3.13
+#   make test-matrix the connector's tests on vLLM 0.31, and all tests without servers on Python 3.11 to 3.13
 #   make test-next   the connector's tests on vLLM 0.33, which has no build for CPUs: on the kernels of 0.32
 #   make test-upgrade prefill and decode servers of two releases of vLLM, each way round
 #   make coverage    a report of the lines that tests reach
@@ -49,7 +49,7 @@ WITHOUT_SERVERS := core house control backends ucx vllm sglang
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each installed
 # Python, each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Missing ones are listed at
 # the end; those that must not be missing can be required: make test-matrix REQUIRE_PYTHONS="3.12 3.13"
-RELEASES := 0.30.0 0.31.0
+RELEASES := 0.31.0
 PYTHONS := 3.11 3.12 3.13
 REQUIRE_PYTHONS ?=
 PYENV_ROOT ?= $(HOME)/.pyenv

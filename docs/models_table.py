@@ -288,7 +288,7 @@ FAMILIES = (
         (("compressed MLA", "MLAAttentionSpec"), _INDEXER, ("window of MLA, compressors", "SlidingWindowMLASpec")),
         "scheduler",
         _FAMILIES,
-        f"pages are moved whole: {_EQUAL_KERNELS}, and before vLLM 0.31 also tensor-parallel sizes",
+        f"pages are moved whole: {_EQUAL_KERNELS}",
     ),
     Family(
         "DeepSeek V4.1",

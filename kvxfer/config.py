@@ -137,6 +137,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return cls(**named(cls, mapping, NAMING))
 
     @classmethod
+    def misfits(cls, mapping: Mapping[str, Any]) -> list[str]:
+        """Return what an engine's connector touches and the installed engine no longer has, given the engine's own configuration."""
+        return []
+
+    @classmethod
     def unwrapped(cls, mapping: dict[str, Any]) -> dict[str, Any]:
         """Return the settings inside an option of an engine that holds them; any other mapping unchanged. A connector overrides this.
 

@@ -126,7 +126,7 @@ def _tables(cls: ast.ClassDef) -> Iterator[str]:
 
 
 def test_the_tables_of_a_scheduler_are_few_and_known() -> None:
-    files = [*_rooms(), *BELOW, *sorted(VLLM.glob("*.py"))]
+    files = [*_rooms(), *BELOW, *sorted(VLLM.rglob("*.py"))]
     found = {table for cls in _classes(*files) if cls.name not in WORKERS | TOLD for table in _tables(cls)}
     assert found == BY_REQUEST_OR_TRANSFER.keys() | BY_SOMETHING_ELSE.keys(), "say by what a new table is keyed"
     assert len(BY_REQUEST_OR_TRANSFER) <= 12

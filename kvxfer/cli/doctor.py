@@ -85,6 +85,8 @@ def doctor(
     with status() as say:
         report = _report(settings, peers, say)
         report["address"] = told_address(settings, said.advertise == AUTO_ADDRESS)
+        values = _values(config)
+        report["problems"] += [problem for kind in _kinds_of_settings() for problem in kind.misfits(values)]
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -212,17 +214,24 @@ def read_settings(config: str) -> Config:
 
 
 def _settings_said(config: str) -> Config:
-    try:
-        values = json_object(config, f"{config!r:.300}", or_file=True)
-    except ConfigError as e:
-        raise typer.BadParameter(str(e), param_hint="--config") from None
-    # A connector may add settings of its own to kvxfer's.
-    kinds = [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
+    values, kinds = _values(config), _kinds_of_settings()
     for each in kinds:
         values = each.unwrapped(values)
     # The one with the most settings, so that what is wrong is the setting that nobody has.
     kind: type[Config] = max(kinds, key=lambda kind: len(values.keys() & set(kind.__struct_fields__)))
     return kind.from_mapping(values)
+
+
+def _values(config: str) -> dict[str, Any]:
+    try:
+        return json_object(config, f"{config!r:.300}", or_file=True)
+    except ConfigError as e:
+        raise typer.BadParameter(str(e), param_hint="--config") from None
+
+
+def _kinds_of_settings() -> list[type[Config]]:
+    """Return kvxfer's settings, and those to which a connector adds some of its own."""
+    return [Config, *(entry.load() for entry in importlib.metadata.entry_points(group="kvxfer.settings"))]
 
 
 def _ports(found: Mapping[str, Found], classes: Mapping[str, type[Transport]], config: Config) -> list[dict[str, str]]:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from kvxfer_vllm.content.hashing import fingerprint
 from kvxfer_vllm.demo.metrics import received
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.routing import complete, prefill_then_decode
 from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_together
-from kvxfer_vllm.weights import fingerprint
 from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked

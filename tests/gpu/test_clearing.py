@@ -12,7 +12,7 @@ from tests.geometry.engines import Case, cases
 
 torch = pytest.importorskip("torch")
 
-from kvxfer_vllm.clearing import Clearing  # noqa: E402  (needs torch)
+from kvxfer_vllm.copying import Clearing  # noqa: E402  (needs torch)
 
 pytestmark = pytest.mark.gpu
 

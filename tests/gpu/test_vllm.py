@@ -18,7 +18,7 @@ from tests.conftest import require
 
 require("vllm")
 
-from kvxfer_vllm import compat  # noqa: E402  (only where vLLM is)
+from kvxfer_vllm import internals as compat  # noqa: E402  (only where vLLM is)
 from kvxfer_vllm.demo.metrics import received  # noqa: E402
 from kvxfer_vllm.demo.model import write_model  # noqa: E402
 from kvxfer_vllm.demo.routing import prefill_then_decode  # noqa: E402

@@ -64,7 +64,7 @@ from kvxfer.geometry import Rank
 from kvxfer.values import BlockTable
 from kvxfer_bench.vllm.played_core import output_of
 from kvxfer_vllm import KVXferConnector
-from kvxfer_vllm.adapters import LoadedAdapters, adapter_loaded
+from kvxfer_vllm.content.adapters import LoadedAdapters, adapter_loaded
 from tests.engine.direct import Switchboard
 from tests.vllm.wire import Agent, Wire
 

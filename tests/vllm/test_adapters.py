@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from kvxfer_vllm.adapters import Adapters, LoadedAdapters, adapter_loaded, loaded_by
+from kvxfer_vllm.content.adapters import Adapters, LoadedAdapters, adapter_loaded, loaded_by
 from kvxfer_vllm.requests import RequestFacts
 
 ROWS, RANK = 32, 4

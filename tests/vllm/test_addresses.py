@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import ConfigError
-from kvxfer_vllm.addresses import HOST, PORT
+from kvxfer_vllm.migration import HOST, PORT
 from kvxfer_vllm.settings import settings_of
 from tests.ports import free_ports
 from tests.vllm.cases import check, prefill

@@ -25,7 +25,7 @@ MORE = 3
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the connector decides by the platform, it decides as on a GPU."""
-    monkeypatch.setattr("kvxfer_vllm.wanted_layout._on_cuda", lambda: True)
+    monkeypatch.setattr("kvxfer_vllm.settings._on_cuda", lambda: True)
 
 
 @dataclass(frozen=True)

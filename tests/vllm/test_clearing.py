@@ -23,7 +23,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import StepCommands
 from kvxfer.values import NULL, BlockTable, Fetch
 from kvxfer_vllm import worker as half
-from kvxfer_vllm.clearing import Clearing
+from kvxfer_vllm.copying import Clearing
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.metadata import StepMetadata
 from tests.vllm.conftest import Make

@@ -9,8 +9,7 @@ import pytest
 
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.protocol.values import Ended, Released, Stages
-from kvxfer_vllm.common import CommonPart, common_part
-from kvxfer_vllm.params import Told
+from kvxfer_vllm.said import CommonPart, Told, common_part
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, check, prefill
 from tests.vllm.conftest import Make

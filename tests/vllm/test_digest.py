@@ -25,8 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
-from kvxfer_vllm import media
-from kvxfer_vllm.beside import Beside
+from kvxfer_vllm.content import Beside, media
 from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import PlayedEngine, ours, prompt

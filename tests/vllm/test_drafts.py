@@ -10,8 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvxfer.geometry import Rank, route
-from kvxfer_vllm.drafts import draft_of
-from kvxfer_vllm.layout import Layout
+from kvxfer_vllm.layout import Layout, draft_of
 
 TARGET = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 EAGLE, MTP = "model.layers.2.self_attn.attn", "mtp.layers.2.self_attn.attn"

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.messages import Decline, Named, Renew
-from kvxfer_vllm.params import digest_of
+from kvxfer_vllm.said import read
 from tests.schedule.ends import held
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways
@@ -206,7 +206,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
     )
     [transfer] = held(tracker)
     before, epoch = p.free, p.address.epoch
-    guessed, known = Named(transfer, b"guessed"), Named(transfer, digest_of(params))
+    guessed, known = Named(transfer, b"guessed"), Named(transfer, read(params).digest)
 
     def step_until(true: Callable[[], bool]) -> None:
         end = time.monotonic() + 30.0
@@ -225,7 +225,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
     again = prefill(p, prompt(61))
     [transfer] = held(tracker)
     before = p.free
-    told.tell(p.address, Decline(epoch, (Named(transfer, digest_of(again)),), "not wanted"))
+    told.tell(p.address, Decline(epoch, (Named(transfer, read(again).digest),), "not wanted"))
     step_until(lambda: p.free > before)
 
 
@@ -264,3 +264,43 @@ def test_a_consumer_that_cannot_allocate_for_a_while(make: Make, wire: Wire) -> 
     d.run(p, until=name)
     check(d, name, text)
     assert d.computed[name] == 1 + 3
+
+
+# --- what vLLM 0.33 may do besides ---------------------------------------------------------------------------------
+
+
+@CACHES
+def test_blocks_that_are_told_in_a_later_step(make: Make, wire: Wire, groups: Any) -> None:
+    """`defer_async_loads`: the connector hears of a load's blocks once the step has ended in which the request was given them."""
+    p, d = make(groups), make(groups)
+    connector, text = d.scheduler.connector, prompt(90)
+    told, later = connector.update_state_after_alloc, []
+    connector.update_state_after_alloc = lambda request, blocks, n: (later.append if n else lambda a: told(*a))(
+        (request, blocks, n)
+    )
+    name = d.add(text, prefill(p, text))
+    d.steps(2)
+    assert len(later) == 1 and not wire.loads(d), "nothing is fetched into blocks that are not known"
+    told(*later.pop())
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+
+
+@CACHES
+def test_a_promise_that_vllm_cuts_to_nothing(make: Make, groups: Any) -> None:
+    """`cap_external_hit`: the request computes, and its producer has its blocks back."""
+    p, d = make(groups), make(groups)
+    connector, text = d.scheduler.connector, prompt(90)
+    promised = connector.get_num_new_matched_tokens
+    connector.get_num_new_matched_tokens = lambda request, computed: (promised(request, computed)[0] and 0, False)
+    name = d.add(text, prefill(p, text))
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 90 + 3
+    until = time.monotonic() + 30
+    while p.free < p.room:
+        assert time.monotonic() < until, "P holds its blocks for a lease"
+        p.step()
+        d.step()
+        time.sleep(0.005)  # notices go over a socket

@@ -7,8 +7,8 @@ import time
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kvxfer_vllm import frees
-from kvxfer_vllm.frees import FIRST_S, MAX_S, PendingFrees
+from kvxfer_vllm import blocks as frees
+from kvxfer_vllm.blocks import FIRST_S, MAX_S, PendingFrees
 from tests.vllm.cases import OFFER, check, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import PlayedEngine, prompt

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.identity import Address, Source
-from kvxfer_vllm.hints import MAX_SAID, MAX_SOURCES, HintNotes, Hints, hints_of
-from kvxfer_vllm.params import held_answer
+from kvxfer_vllm.said import MAX_SAID, MAX_SOURCES, HintNotes, Hints, held_answer, hints_of
 
 D = Address("10.0.0.7", 5600)
 HOLDER = held_answer(Source(D.host, D.port, 77), "engine-d", "cmpl-1-0-deadbeef", 1, 2, 140)

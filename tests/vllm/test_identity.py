@@ -21,9 +21,9 @@ from kvxfer.facts import check
 from kvxfer.geometry import Cache
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN, Security, make_key
-from kvxfer_vllm import weights
-from kvxfer_vllm.identity import facts_of, updated
-from kvxfer_vllm.weights import fingerprint
+from kvxfer_vllm.content import hashing as weights
+from kvxfer_vllm.content.facts import facts_of, updated
+from kvxfer_vllm.content.hashing import fingerprint
 from tests.vllm.cases import OFFER
 from tests.vllm.conftest import Make
 from tests.vllm.engine import MODEL, PlayedEngine, answer, ours, prompt

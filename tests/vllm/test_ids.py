@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvxfer.identity import IdentityError, TransferId, parse_address
-from kvxfer_vllm.ids import ExternalId, external_id, routed_addresses
+from kvxfer_vllm.said import ExternalId, external_id, routed_addresses
 from tests.test_identity import externals, hosts, ports, prompts, uuids
 
 suffixes = st.text("0123456789abcdef", min_size=8, max_size=8)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvxfer.errors import KvxferError
-from kvxfer_vllm.hashing import content_hash
-from kvxfer_vllm.media import FILES, Media
+from kvxfer_vllm.content.hashing import content_hash
+from kvxfer_vllm.content.media import FILES, Media
 
 
 def item(value: Any) -> Any:

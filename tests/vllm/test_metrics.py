@@ -22,7 +22,8 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol.messages import Explain
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer.testing.router.http import read_samples
-from kvxfer_vllm.stats import Gauges, KVXferPromMetrics, KVXferStats, RankGauges
+from kvxfer_vllm.metrics import KVXferPromMetrics
+from kvxfer_vllm.stats import Gauges, KVXferStats, RankGauges
 from tests.conftest import require
 from tests.vllm.cases import decode, prefill
 from tests.vllm.conftest import Make
@@ -144,7 +145,7 @@ FRONT_END = """
 import json, sys
 from types import SimpleNamespace
 from prometheus_client import Counter, Gauge, Histogram
-from kvxfer_vllm.stats import KVXferPromMetrics
+from kvxfer_vllm.metrics import KVXferPromMetrics
 config = SimpleNamespace(kv_transfer_config=None)
 exported = KVXferPromMetrics(config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["engine"], {0: ["0"]})
 for line in sys.stdin:

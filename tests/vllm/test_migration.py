@@ -8,8 +8,8 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Address, IdentityError
-from kvxfer_vllm.ids import external_id
 from kvxfer_vllm.migration import OLD_KEYS, check_hosts, params_of, translate
+from kvxfer_vllm.said import external_id
 
 P, D = Address("10.0.1.2", 21001), Address("10.0.1.3", 22001)
 ID = f"___prefill_addr_{P}___decode_addr_{D}_0f1e2d3c4b5a69788796a5b4c3d2e1f0"

@@ -25,7 +25,7 @@ def test_by_name_alone() -> None:
 
 
 def test_log_lines_go_where_vllms_go_unless_somebody_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvxfer_vllm import logs
+    from kvxfer_vllm import settings as logs
 
     ours, vllm, own = logging.getLogger("kvxfer"), logging.getLogger("vllm"), logging.NullHandler()
     for name, value in {"handlers": [own], "propagate": False, "level": logging.NOTSET}.items():

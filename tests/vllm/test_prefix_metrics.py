@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.engine import AnswerCounts, AskCounts
-from kvxfer_vllm.prefix_metrics import PrefixNews
-from kvxfer_vllm.stats import KVXferStats
+from kvxfer_vllm.stats import KVXferStats, PrefixNews
 
 
 def test_what_has_grown_is_told_once() -> None:

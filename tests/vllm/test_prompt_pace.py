@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer_vllm import prompt_pace
-from kvxfer_vllm.prompt_pace import PromptPace
+from kvxfer_vllm import steps as prompt_pace
+from kvxfer_vllm.steps import PromptPace
 
 
 class Clock:

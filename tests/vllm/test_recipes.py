@@ -13,10 +13,10 @@ import pytest
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+import kvxfer_vllm as plugin
 from kvxfer.errors import ConfigError
-from kvxfer_vllm import KVXferConnector, plugin, register
-from kvxfer_vllm.addresses import located
-from kvxfer_vllm.migration import ConnectorConfig
+from kvxfer_vllm import KVXferConnector, register
+from kvxfer_vllm.migration import ConnectorConfig, located
 from tests.ports import free_ports
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvxfer.values import Group
+from kvxfer_vllm.blocks import MAX_PASSED, Room
 from kvxfer_vllm.requests import RequestFacts
-from kvxfer_vllm.room import MAX_PASSED, Room
 from tests.vllm.cases import check, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import FULL, HYBRID, PlayedEngine, prompt
@@ -86,13 +85,17 @@ def test_what_was_wanted_first_is_fetched_first(make: Make, wire: Wire) -> None:
 
 
 class Cache:
-    """What ``Room`` asks vLLM's manager of the KV cache."""
+    """What ``Room`` asks of vLLM's cache (``internals.PrefixCache``)."""
 
-    def __init__(self, free: int) -> None:
-        self.block_pool = SimpleNamespace(get_num_free_blocks=lambda: free - sum(map(len, self.tables.values())))
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
         self.tables: dict[str, list[int]] = {}
 
-    def get_block_ids(self, name: str) -> tuple[list[int], ...]:
+    @property
+    def free(self) -> int:
+        return self._blocks - sum(map(len, self.tables.values()))
+
+    def table(self, name: str) -> tuple[list[int], ...]:
         return (self.tables.get(name, []),)
 
 

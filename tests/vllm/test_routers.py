@@ -10,8 +10,7 @@ import pytest
 from vllm.v1.engine.output_processor import RequestState
 
 from kvxfer.identity import IdentityError
-from kvxfer_vllm.ids import external_id
-from kvxfer_vllm.params import wanted
+from kvxfer_vllm.said import external_id, read
 from tests.control.conftest import until
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, parties, prefill
 from tests.vllm.conftest import Make
@@ -193,10 +192,11 @@ def test_numbers_that_some_vllm_lets_through(number: int) -> None:
     """Releases from 0.32 on refuse them; Python raises where one of more than 4,300 digits is written out."""
     where = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7}
     with pytest.raises(IdentityError, match="transfer_id is not a text"):
-        wanted({**where, "transfer_id": number}, external_id("r-00000000"))
+        read({**where, "transfer_id": number})
     for key in ("remote_port", "kvxfer_address", "kvxfer_epoch"):
-        assert isinstance(wanted({**where, "kvxfer_transfer": "x", key: number}, external_id("r-00000000")), str)
-    assert wanted({**where, "transfer_id": 7}, external_id("r-00000000"))[0].base.endswith("7")
+        with pytest.raises(IdentityError, match=key):
+            read({**where, "kvxfer_transfer": "x", key: number})
+    assert read({**where, "transfer_id": 7}).wanted(external_id("r-00000000"))[0].base.endswith("7")  # type: ignore[union-attr]
 
 
 def test_an_answer_is_small_and_says_what_was_cached(make: Make) -> None:
@@ -280,7 +280,7 @@ def test_parties_beyond_measure(make: Make, params: dict[str, Any], caplog: pyte
         name = e.add(text, params)
         e.run(until=name)
     check(e, name, text)
-    assert len(caplog.text) < 10_000 and ("takes no part" in caplog.text or "is computed here" in caplog.text)
+    assert len(caplog.text) < 10_000 and ("is not offered" in caplog.text or "is computed here" in caplog.text)
 
 
 @pytest.mark.parametrize(

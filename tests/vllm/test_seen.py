@@ -20,7 +20,7 @@ from kvxfer.testing.engine import until
 from kvxfer_bench.vllm.handover import MODES, measure
 from kvxfer_bench.vllm.played import DecodeEngine, engines
 from kvxfer_bench.vllm.played_prefill import Producer, Prompt
-from kvxfer_vllm.params import content_name
+from kvxfer_vllm.said import content_name
 
 ROUNDS, LONG = 9, 12288
 

@@ -50,21 +50,14 @@ def test_prefill_context_parallelism() -> None:
         settings_of(offering)
 
 
-def test_decode_context_parallelism_of_which_vllm_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings_of(config(decode_context_parallel_size=2))
-    monkeypatch.setattr("kvxfer_vllm.compat.TELLS_TURNS", False)
-    with pytest.raises(ConfigError, match="vLLM 0.31 or later"):
-        settings_of(config(decode_context_parallel_size=2))
-
-
 def test_sleep_mode_that_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = config()
     asleep.model_config.enable_sleep_mode = True
-    monkeypatch.setattr("kvxfer_vllm.compat.FOLLOWS_SLEEP", False)
+    monkeypatch.setattr("kvxfer_vllm.internals.FOLLOWS_SLEEP", False)
     with pytest.raises(ConfigError, match="do not set --enable-sleep-mode"):
         settings_of(asleep)
     assert not KVXferConnector.supports_sleep_mode(None)
-    monkeypatch.setattr("kvxfer_vllm.compat.FOLLOWS_SLEEP", True)
+    monkeypatch.setattr("kvxfer_vllm.internals.FOLLOWS_SLEEP", True)
     settings_of(asleep)
     assert KVXferConnector.supports_sleep_mode(None)
 

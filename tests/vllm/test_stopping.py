@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
-from kvxfer_vllm import stopping
+from kvxfer_vllm import steps as stopping
 from tests.vllm.cases import check
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, FULL, HYBRID, Group, PlayedEngine, answer, prompt

@@ -16,9 +16,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Rank, TokenTurns
-from kvxfer_vllm.compat import TELLS_TURNS
+from kvxfer_vllm.layout import Place, rank_of
 from kvxfer_vllm.pages import group_pages
-from kvxfer_vllm.ranks import Place, rank_of
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, Group, prompt
@@ -29,7 +28,6 @@ from tests.vllm.writers import attention, gpu
 
 HERE = Path(__file__).parent
 overlap = both_ways
-pytestmark = pytest.mark.skipif(not TELLS_TURNS, reason="this vLLM does not say which caches its ranks share")
 
 
 def test_slots_are_those_of_vllms_kernel() -> None:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvxfer.errors import ConfigError
 from kvxfer_vllm.connector import KVXferConnector
 from kvxfer_vllm.migration import ConnectorConfig
-from kvxfer_vllm.wanted_layout import BLOCKS_OUTERMOST
+from kvxfer_vllm.settings import BLOCKS_OUTERMOST
 
 
 def config(extra: dict[str, Any] | None = None, **model: bool) -> Any:

@@ -52,7 +52,7 @@ def measure(
         engines,
     )  # here, because it loads vLLM, and the program loads this file even for --help
     from kvxfer_bench.vllm.played_prefill import Prompt
-    from kvxfer_vllm.params import content_name
+    from kvxfer_vllm.said import content_name
 
     settings = {"backend": backend, "step_budget": budget_ms / 1000}
     further, computed, unseen = [], [], []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.arguments import describe
 from kvxfer.engine import Prefix, SchedulerSide, Ticket
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
@@ -14,28 +13,30 @@ from kvxfer.identity import Address, Source
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer.values import Group
-from kvxfer_vllm import params as p
-from kvxfer_vllm.adapters import UnknownAdapterError
-from kvxfer_vllm.batches import Batches, spread_over_ranks
-from kvxfer_vllm.beside import Beside, computed_anyway
-from kvxfer_vllm.common import CommonPart, common_part
-from kvxfer_vllm.content import RequestContent
-from kvxfer_vllm.enclosing import loads_safely
-from kvxfer_vllm.held import HeldPrefixes
-from kvxfer_vllm.hints import KEYS, HintNotes, Hints
-from kvxfer_vllm.hits import LocalHits
-from kvxfer_vllm.ids import ExternalId, external_id, may_be_of_batch
+from kvxfer_vllm.blocks import HeldPrefixes, LocalHits
+from kvxfer_vllm.content import Beside, RequestContent, computed_anyway
+from kvxfer_vllm.content.adapters import UnknownAdapterError
+from kvxfer_vllm.internals import leave_last_token, loads_safely
 from kvxfer_vllm.migration import ConnectorConfig, params_of
-from kvxfer_vllm.no_part import NoPart
-from kvxfer_vllm.recurrent import leave_last_token
-from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
-from kvxfer_vllm.schemas import translated
+from kvxfer_vllm.requests import Batches, LoadOutcomes, NoPart, RequestFacts, spread_over_ranks
+from kvxfer_vllm.said import (
+    KEYS,
+    NO_VERB,
+    CommonPart,
+    ExternalId,
+    HintNotes,
+    Hints,
+    Said,
+    UnreadableError,
+    common_part,
+    external_id,
+    may_be_of_batch,
+    read,
+)
 from kvxfer_vllm.stats import COMPUTED, Reason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-__all__ = ["Arrivals"]
 
 log = logger("kvxfer.vllm")
 
@@ -85,29 +86,32 @@ class Arrivals:
             self._no_part.unreadable(facts.name, e)
 
     def _read(self, facts: RequestFacts) -> None:
-        request = facts.request
+        request, said = facts.request, Said()
         self.content.arrived(facts)
-        said: Mapping[str, Any] = request.kv_transfer_params or {}
-        if not isinstance(said, Mapping):
+        params = request.kv_transfer_params or {}
+        if not isinstance(params, Mapping):
             request.kv_transfer_params = None  # of which vLLM, too, takes for granted that it is one
-            raise TypeError(f"kv_transfer_params is no mapping: {describe(said)}")
-        params: Mapping[str, Any] = {}
         facts.refused = (why := self._beside.no_load(request)) is not None
         try:
-            params = translated(said or self._legacy(facts.name) or {})
-            if params:
-                self._take_up(facts, params)
+            said = read(params or self._legacy(facts.name) or {})
+            self._take_up(facts, said)
+        except UnreadableError as e:
+            if isinstance(params, Mapping) and (params.get("do_remote_decode") or params.get("remote_decoder")):
+                self._no_part.not_offered(facts.name, Reason.INVALID, str(e))
+            else:
+                self._no_part.not_loaded(facts.name, Reason.PARAMS, str(e))
         except UnknownAdapterError as e:
-            self._takes_no_part(params, Reason.ADAPTER)
+            self._takes_no_part(said, Reason.ADAPTER)
             (log.debug if e.adapter in self._warned else log.warning)("%s", e)
             self._warned.add(e.adapter)
         except KvxferError as e:  # an id or a prompt that cannot be named: no transfer, the request goes on
-            self._takes_no_part(params, Reason.INVALID)
+            self._takes_no_part(said, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(facts.name), e)
             self._side.takes_no_part(facts.name, f"it takes no part in KV transfer: {e}")
-        if why is not None and p.is_load(params):
+        if why is not None and said.loads:
             self._no_part.not_loaded(facts.name, Reason.STATE, why)
-        self._follow_prefix(facts, said, params)
+        if isinstance(params, Mapping):
+            self._follow_prefix(facts, params, said)
 
     def drop_outdated(self, requests: Collection[RequestFacts]) -> None:
         """Offer nothing of the requests that may not be computed as they were named, and let nobody find anything of them.
@@ -126,26 +130,26 @@ class Arrivals:
             for facts in (one for one in live if any(item.identifier in doubted for item in one.request.mm_features)):
                 self._side.offers.withdraw(facts.name, "two items of media have the name of one of its own")
 
-    def _follow_prefix(self, facts: RequestFacts, said: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    def _follow_prefix(self, facts: RequestFacts, params: Mapping[str, Any], said: Said) -> None:
         """Let other engines find what is computed for a request, and look for a prefix of it at those that its router names."""
         request = facts.request
-        facts.answers = bool(params) and not p.is_offer(params) and self._config.decode_answers
-        hints = self.hints.read(said)
+        facts.answers = not (said.empty or said.offers) and self._config.decode_answers
+        hints = self.hints.read(params)
         try:
             named = self.content.named(facts)
             if named is None or self._beside.no_part(request) is not None:
                 return
             self._cached.arrived(facts, lambda tokens: Prefix(tokens, model=self.model, **named))
-            if hints.sources and (why := self._asks_nobody(facts, params)) is not None:
+            if hints.sources and (why := self._asks_nobody(facts, said)) is not None:
                 self.hints.unused(KEYS[hints.kind], why)
             elif hints.sources:
                 self._ask(facts, Prefix(request.prompt_token_ids or (), model=self.model, **named), hints)
         except KvxferError as e:
             log.debug("request %s is not looked for at other engines, nor found by them: %s", printable(facts.name), e)
 
-    def _asks_nobody(self, facts: RequestFacts, params: Mapping[str, Any]) -> str | None:
+    def _asks_nobody(self, facts: RequestFacts, said: Said) -> str | None:
         """Return why no engine is asked that the hints of a request name; None if they are asked."""
-        if p.is_load(params):
+        if said.loads:
             return "stands beside a key that names the engine from which the whole prompt is loaded"
         if not self._trusts:
             return (
@@ -166,8 +170,8 @@ class Arrivals:
         if self._side.ask(facts.name, prompt, sources, tokens, kind=hints.kind):
             facts.asking, facts.kind = True, hints.kind
 
-    def _takes_no_part(self, params: Mapping[str, Any], reason: Reason) -> None:
-        if self._produces and p.is_offer(params):
+    def _takes_no_part(self, said: Said, reason: Reason) -> None:
+        if self._produces and said.offers:
             self._no_part.count(reason)
 
     def _legacy(self, name: str) -> dict[str, Any] | None:
@@ -178,27 +182,27 @@ class Arrivals:
         own = Address(self._side.source.host, self._side.source.port)
         return params_of(external_id(name), produces=self._produces, consumes=self._consumes, own=own, hosts=hosts)
 
-    def _take_up(self, facts: RequestFacts, params: Mapping[str, Any]) -> None:
+    def _take_up(self, facts: RequestFacts, said: Said) -> None:
         name, whole = facts.name, facts.request.num_prompt_tokens
-        offers = self._produces and p.is_offer(params)
-        loads = p.is_given_up(params, whole) or (self._consumes and p.is_load(params))
+        offers = self._produces and said.offers
+        loads = said.given_up(whole) or (self._consumes and said.loads)
         if not offers and not loads:
-            if (why := p.wrong_role(params)) is not None:
+            if (why := said.wrong_role) is not None:
                 log.warning("request %s %s", printable(name), why)
                 self._side.takes_no_part(name, f"it {why}")
-            elif self._consumes and p.says_nothing(params):
-                self._no_part.not_loaded(name, Reason.PARAMS, p.NO_VERB)
-            if p.is_offer(params):
+            elif self._consumes and said.missing:
+                self._no_part.not_loaded(name, Reason.PARAMS, NO_VERB)
+            if said.offers:
                 self._no_part.count(Reason.WRONG_ROLE)
             return
         external, content = external_id(name), self._digest(facts)  # of the whole prompt, before it may be cut
         if offers:
-            self._offer(facts, params, external, content)
+            self._offer(facts, said, external, content)
         if loads:
             # The last prompt token is computed here in any case. An engine that offers a state computes the one before it, too, and of the
             # tokens before both P has no state.
             part = common_part(
-                p.told_of(params, external),
+                said.told(external),
                 self.model,
                 whole=whole,
                 most=max(0, facts.request.num_prompt_tokens - self._computed),
@@ -206,12 +210,12 @@ class Arrivals:
                 content=content,
                 digest=lambda tokens: self._digest(facts, tokens),
             )
-            self._load(facts, params, external, part)
+            self._load(facts, said, external, part)
 
-    def _offer(self, facts: RequestFacts, params: Mapping[str, Any], external: ExternalId, content: bytes) -> None:
+    def _offer(self, facts: RequestFacts, said: Said, external: ExternalId, content: bytes) -> None:
         """Offer a prompt to other engines, or say why not."""
         request, name = facts.request, facts.name
-        transfer = p.offered_id(params, self._side.source.epoch, external, content)
+        transfer = said.offered_id(self._side.source.epoch, external, content)
         ticket = Ticket(transfer, content, self._side.source)
         if (unmoved := self._beside.no_part(request)) is not None:
             self._no_part.not_offered(name, Reason.STATE, unmoved)
@@ -241,9 +245,15 @@ class Arrivals:
             self._side.takes_no_part(name, "another sample of its HTTP request has made the offer, which is over")
             return
         if self._recurrent:  # not before it is known that there will be an offer
+            if request.prompt_token_ids is None or request.prompt_embeds is not None:
+                raise KvxferError("a recurrent state is not offered for a prompt of embeddings")
+            if request.skip_reading_prefix_cache:
+                raise KvxferError("a request that needs its whole prompt computed offers no recurrent state")
+            if request.num_output_tokens:
+                raise KvxferError("a request that has produced tokens offers no recurrent state")
             leave_last_token(request)
         # All requests for which a router has one name have one answer, too.
-        answer = str(transfer) if p.is_routed(params) else self._batches.answer(facts, external, request.arrival_time)
+        answer = str(transfer) if said.name is not None else self._batches.answer(facts, external, request.arrival_time)
         tokens, stops = request.num_prompt_tokens, request.max_tokens == 1
         if not self._side.offer(name, transfer, content, tokens, stops=stops, answer=answer):
             why = f"{printable(transfer)} is offered with other content, or its last offer is just ending"
@@ -251,20 +261,20 @@ class Arrivals:
             return
         self._outcomes.used.put(own, True, 0.0)
 
-    def _load(self, facts: RequestFacts, params: Mapping[str, Any], external: ExternalId, part: CommonPart) -> None:
+    def _load(self, facts: RequestFacts, said: Said, external: ExternalId, part: CommonPart) -> None:
         """Load this part of a prompt from where the params say, unless that is known to be in vain."""
-        request, name, want = facts.request, facts.name, p.wanted(params, external, part.digest)
+        request, name, want = facts.request, facts.name, said.wanted(external, part.digest)
         if isinstance(want, str):
             self._no_part.not_loaded(name, Reason.PARAMS, want)
             return
         transfer, source = want
         if part.rejected:
-            self._side.loads.decline(transfer, part.digest, source, p.answer_of(params) or "")
+            self._side.loads.decline(transfer, part.digest, source, said.answer or "")
             self._outcomes.expect(facts, request, str(transfer), None)
             return
         if getattr(request, "abort_immediately", False):
             return  # of the prompt vLLM has only told us that it refuses it, or that its client is gone
-        key, answered = p.offer_key(params, transfer), p.is_answer(params)  # else P may not have begun
+        key, answered = said.offer_key(transfer), said.answered  # else P may not have begun
         if key is not None and self._outcomes.used.get(key):
             log.info("request %s is computed here: an earlier one has used the offer of its params", printable(name))
             self._side.takes_no_part(name, "it is computed here: an earlier request has used the offer of its params")
@@ -273,7 +283,7 @@ class Arrivals:
             return
         enough = min(self._block_tokens, part.tokens) if self.partly and not answered else 0
         what = name, transfer, part.digest, source, part.tokens
-        took = self._side.load(*what, begun=answered, offered=answered, enough=enough, answer=p.answer_of(params))
+        took = self._side.load(*what, begun=answered, offered=answered, enough=enough, answer=said.answer)
         self._outcomes.expect(facts, request, str(transfer), key if took else None)
         facts.end = part.tokens
         if part.differs:
@@ -282,9 +292,9 @@ class Arrivals:
             )
             self._side.takes_no_part(name, "it is computed here: its prompt does not begin with that of its params")
             self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
-        if self._hits.known and not self._replayed and not request.skip_reading_prefix_cache:
+        if not self._replayed and not facts.refused:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
-            self._side.prefetch(name, self._hits.tokens(request))
+            self._hits.prefetch(request)
 
     def _digest(self, facts: RequestFacts, tokens: int | None = None) -> bytes:
         """Return the digest of the prompt, or of its first ``tokens`` tokens, with whatever media begin among them."""

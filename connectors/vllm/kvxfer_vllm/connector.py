@@ -21,15 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvxfer_vllm import compat, logs
-from kvxfer_vllm.enclosing import check_enclosure, loads_safely
+from kvxfer_vllm import internals, register
+from kvxfer_vllm import settings as logs
+from kvxfer_vllm.internals import check_enclosure, loads_safely
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
+from kvxfer_vllm.metrics import KVXferPromMetrics
 from kvxfer_vllm.migration import translate
-from kvxfer_vllm.plugin import register
 from kvxfer_vllm.scheduler import SchedulerHooks
-from kvxfer_vllm.settings import check_backend, check_installed, groups_of, hits_may_differ, settings_of
-from kvxfer_vllm.stats import KVXferPromMetrics, KVXferStats
-from kvxfer_vllm.wanted_layout import wanted_layout
+from kvxfer_vllm.settings import check_backend, check_installed, groups_of, hits_may_differ, settings_of, wanted_layout
+from kvxfer_vllm.stats import KVXferStats
 from kvxfer_vllm.worker import WorkerHooks
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ __all__ = ["KVXferConnector"]
 class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     """kvxfer as a vLLM connector; vLLM creates one in the scheduler process and one in each worker."""
 
-    _cache_hit_source = compat.HIT_SOURCE
+    _cache_hit_source = internals.HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -159,7 +159,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return None inside another connector, which would pass it to siblings of this one; then the first report carries it."""
-        return self._work.handshake() if compat.stands_alone(self) else None
+        return self._work.handshake() if internals.stands_alone(self) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
@@ -219,7 +219,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Return whether this vLLM announces when it unmaps the cache's memory and when it maps it again."""
-        return compat.FOLLOWS_SLEEP
+        return internals.FOLLOWS_SLEEP
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -6,23 +6,19 @@ physical order; ``B`` counts kernel blocks, which may be smaller than the schedu
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from kvxfer.errors import ConfigError
-from kvxfer.geometry import Cache, Heads, Region, View
+from kvxfer.geometry import Cache, Heads, Region, TokenTurns, View
 from kvxfer.logs import logger
 from kvxfer.values import NULL, BlockTable, Group, Ints, Rank
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-from kvxfer_vllm.drafts import draft_of
+from kvxfer_vllm.internals import layers_of
 from kvxfer_vllm.pages import (
     Form,
     encoding_of,
@@ -31,14 +27,74 @@ from kvxfer_vllm.pages import (
     indexer_rows,
     replicated,
     state_pieces,
+    takes_turns,
     total_heads,
     writer_of,
 )
-from kvxfer_vllm.ranks import Place
 
-__all__ = ["Layout"]
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = logger("kvxfer.vllm")
+
+
+def turn_takers(config: VllmConfig) -> int:
+    """Return how many ranks take turns with tokens."""
+    return int(getattr(config.parallel_config, "decode_context_parallel_size", 1))
+
+
+def replicated_ranks(config: VllmConfig) -> bool:
+    """Return whether ranks of prefill context parallelism hold the same.
+
+    vLLM then tells its scheduler side of one of them alone, because it numbers them alike; their first reports tell of all.
+    """
+    return int(getattr(config.parallel_config, "prefill_context_parallel_size", 1)) > 1 and turn_takers(config) == 1
+
+
+def rank_of(config: VllmConfig, stage: int, prefill: int, tensor: int) -> Rank:
+    """Return the rank of a worker, by its places in its pipeline and in prefill context and tensor parallelism."""
+    return Rank(stage, prefill * config.parallel_config.tensor_parallel_size + tensor)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What follows from a worker's rank."""
+
+    tensor: Rank  # tensor-parallel rank, as a rank of this engine
+    size: int  # tensor-parallel size
+    turn: int  # its number among those that take turns
+    ranks: int  # how many these are
+    span: int  # the tokens of a turn
+
+    @classmethod
+    def of(cls, config: VllmConfig, rank: Rank) -> Self:
+        """Return the place of the rank that ``rank_of`` has returned."""
+        parallel: Any = config.parallel_config
+        size, ranks = int(parallel.tensor_parallel_size), turn_takers(config)
+        prefill, tensor = divmod(rank.tp, size)
+        across = int(getattr(parallel, "prefill_context_parallel_size", 1))
+        turn = (tensor * across + prefill) % ranks
+        return cls(Rank(rank.pp, tensor), size, turn, ranks, int(getattr(parallel, "cp_kv_cache_interleave_size", 1)))
+
+    def turns(self, spec: Any) -> TokenTurns | None:
+        """Return which tokens of such a cache this rank has; ``None`` for all."""
+        return TokenTurns(self.turn, self.ranks, self.span) if self.ranks > 1 and takes_turns(spec) else None
+
+
+def draft_of(layer: str, config: VllmConfig) -> str:
+    """Return a text that identifies the draft model that a layer belongs to; empty for a layer of the served model."""
+    spec = getattr(config, "speculative_config", None)
+    draft = getattr(spec, "draft_model_config", None)
+    if spec is None or draft is None:
+        return ""
+    parts = layer.split(".")
+    number = next((int(part) for part in parts if part.isdigit()), -1)
+    if parts[0] != "draft_model" and number < config.model_config.get_total_num_hidden_layers():
+        return ""
+    shape = json.dumps(draft.hf_config.to_dict(), sort_keys=True, default=str)
+    return f"{spec.method}-{hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -160,8 +216,7 @@ class _Pages:
         self._config, self._rank, self._size = config, place.tensor, place.size
         self._turns = place.turns(spec)
         self._tokens = tokens if self._turns is None else tokens // self._turns.count
-        layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {})
-        self._layer = layers.get(name)
+        self._layer = layers_of(config).get(name)
         self._writer = writer_of(self._layer)
         self._k = getattr(spec, "head_size", 0)
         self._v = getattr(spec, "head_size_v", self._k)

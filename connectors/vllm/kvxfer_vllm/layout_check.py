@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Cache
 from kvxfer.logs import logger
-from kvxfer.memory.proof import Proof, Unproven, Write
-from kvxfer_vllm.pages import INDEXER_SCALED
+from kvxfer.memory.proof import Proof, Unproven
+from kvxfer_vllm.internals import layers_of, write_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +34,13 @@ def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmCon
 
     began = time.perf_counter()
     proof, checked, unchecked = Proof(cache), 0, Counter[str]()
-    model: dict[str, Any] = config.compilation_config.static_forward_context
+    model = layers_of(config)
     with torch.inference_mode():
         for name in dict.fromkeys(name for view in cache.views for name in view.layers):
             layer = model.get(name)
             kind = type(layer).__name__ if layer is not None else "layer that the model does not name"
             try:
-                found = proof.difference(name, tensors[name], _write(layer, model, config.model_config.dtype))
+                found = proof.difference(name, tensors[name], write_of(layer, model, config.model_config.dtype))
             except Unproven as e:
                 unchecked[f"{kind} ({e})"] += 1
                 continue
@@ -60,45 +59,3 @@ def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmCon
         1000 * (time.perf_counter() - began),
         missed,
     )
-
-
-def _write(layer: Any, model: dict[str, Any], dtype: torch.dtype) -> Write:
-    """Return a layer's own write.
-
-    Raises:
-        Unproven: None can be called outside of a forward pass.
-    """
-    if getattr(layer, "kv_sharing_target_layer_name", None):
-        layer = model[layer.kv_sharing_target_layer_name]  # it has no cache of its own, and reads what that one writes
-    if type(layer).__name__ == "DeepseekV32IndexerCache":
-        return _of_indexer(layer, dtype)
-    update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
-    backend = layer.get_attn_backend() if update is not None else None
-    if update is None or backend is None or getattr(layer, "hisparse_cache", None) is not None:
-        raise Unproven("it has no write that can be called by itself")
-    if backend.is_mla():
-        inputs = {"kv_c": (layer.kv_lora_rank,), "k_pe": (1, layer.qk_rope_head_dim)}
-        return Write(inputs, dtype, partial(_mla, layer))
-    if backend.forward_includes_kv_cache_update:
-        raise Unproven("it writes within its forward pass")
-    inputs = {"k": (layer.num_kv_heads, layer.head_size), "v": (layer.num_kv_heads, layer.head_size_v)}
-    return Write(inputs, dtype, lambda kv, slots: update(layer, *kv, layer.kv_cache, slots))
-
-
-def _mla(layer: Any, kv: Any, slots: Any) -> None:
-    latent, rope = kv
-    layer.impl.do_kv_cache_update(latent, rope, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
-
-
-def _of_indexer(layer: Any, dtype: torch.dtype) -> Write:
-    """Return the write of a sparse indexer's keys, fp8 with fp32 scales, as vLLM's unfused kernels do it."""
-    from vllm import _custom_ops as ops
-
-    size, rest = divmod(layer.head_dim * INDEXER_SCALED, INDEXER_SCALED + 4)
-    if rest or layer.uses_shuffled_layout:
-        raise Unproven("it is not of fp8 with a scale for each 128 elements, in rows")
-
-    def call(keys: Any, slots: Any) -> None:
-        ops.indexer_k_quant_and_cache(keys[0], layer.kv_cache, slots, INDEXER_SCALED, "ue8m0")
-
-    return Write({"index": (size,)}, dtype, call)

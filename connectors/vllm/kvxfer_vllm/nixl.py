@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvxfer.logs import logger
+from kvxfer_vllm import NAME
 from kvxfer_vllm.connector import KVXferConnector
-from kvxfer_vllm.plugin import NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

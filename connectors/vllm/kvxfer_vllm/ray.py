@@ -25,8 +25,7 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
 )
 
 from kvxfer.errors import ConfigError
-from kvxfer_vllm.addresses import defaults, located
-from kvxfer_vllm.migration import ConnectorConfig
+from kvxfer_vllm.migration import ConnectorConfig, defaults, located
 
 __all__ = ["KVXferBackend"]
 

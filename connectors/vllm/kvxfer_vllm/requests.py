@@ -1,24 +1,57 @@
-"""What the scheduler's process keeps of each of vLLM's requests, and what becomes of their loads, counted once for all ranks."""
+"""What the scheduler's process keeps of each of vLLM's requests, and what it tells of them: outcomes, spans, and why one takes no part."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import Prefix, Ticket
 from kvxfer.failures import FailureKind as K
+from kvxfer.logs import logger
 from kvxfer.protocol.timers import Recent
+from kvxfer.security import Repeats
+from kvxfer.text import printable
 from kvxfer.values import BlockTable
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats
-from kvxfer_vllm.tracing import LOAD, RequestSpans
+from kvxfer_vllm.said import ExternalId
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["HttpBatch", "LoadOutcomes", "Naming", "RequestFacts"]
+log = logger("kvxfer.vllm")
+
+LOAD, OFFER = "kvxfer.load", "kvxfer.offer"
+"""A load's span lasts from the request's arrival until its KV is here or will not come; an offer's from the request's end until other
+engines have fetched its KV or will not fetch it."""
+
+
+class RequestSpans:
+    """Opens spans; one thread. A request that came without a trace has no span."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._tracer: Any = None
+        settings = getattr(vllm_config, "observability_config", None)
+        if getattr(settings, "otlp_traces_endpoint", None) is not None:
+            from opentelemetry import trace  # vLLM refuses an endpoint if this is not installed
+
+            self._tracer = trace.get_tracer("kvxfer")  # uses the provider that vLLM has set, or will set
+
+    def begin(self, name: str, request: Request, transfer: str) -> Any:
+        """Open and return a span of this name for a request; None if it has none."""
+        headers = getattr(request, "trace_headers", None)
+        if self._tracer is None or not headers:
+            return None
+        from vllm.tracing import extract_trace_context
+
+        attributes = {"kvxfer.request": request.request_id, "kvxfer.transfer": transfer}
+        context = extract_trace_context(headers)
+        return self._tracer.start_span(name, context=context, attributes=attributes)
+
 
 GONE = {
     *(DELIVERED, COMPUTED, ELSEWHERE, CANCELLED),
@@ -127,3 +160,106 @@ class LoadOutcomes:
             return None
         out, self.counts = self.counts, KVXferStats()
         return out
+
+
+class Batches:
+    """The HTTP requests of which something is computed or held here. One thread."""
+
+    def __init__(self) -> None:
+        self._by_id: defaultdict[str, list[HttpBatch]] = defaultdict(list)
+
+    def answer(self, facts: RequestFacts, external: ExternalId, arrived: float) -> str:
+        """Take in a request that offers, and return the name of the answer that will tell of it.
+
+        Clients send one id for several requests. vLLM's front end notes one time of arrival for all prompts of an HTTP request,
+        which tells them apart. Where it is unclear all the same to which of them a prompt belongs, it has an answer of its own.
+        """
+        request = facts.name
+        prompt = request if external.child is None else request.partition("_")[2]
+        known = self._by_id[external.base]
+        fitting = [batch for batch in known if batch.prompts.get(external.prompt, prompt) == prompt]
+        fitting = [batch for batch in fitting if batch.arrived == arrived] or fitting
+        if len(fitting) == 1:
+            (batch,) = fitting
+        else:
+            known.append(batch := HttpBatch(prompt, external.base, arrived))
+        batch.prompts[external.prompt] = prompt
+        batch.requests.add(request)
+        batch.running.add(request)
+        facts.batch = batch
+        return batch.answer
+
+    def ended(self, facts: RequestFacts) -> str | None:
+        """Record that a request has ended; return the name of its answer if all others that this tells of had ended before it."""
+        batch = facts.batch
+        if batch is None:
+            return None
+        batch.running.discard(facts.name)
+        return None if batch.running or len(batch.requests) == 1 else batch.answer
+
+    def over(self, facts: RequestFacts) -> None:
+        """Record that nothing is computed or held for a request any more."""
+        batch, facts.batch = facts.batch, None
+        if batch is None:
+            return
+        batch.requests.remove(facts.name)
+        if not batch.requests:
+            self._by_id[batch.base].remove(batch)
+            if not self._by_id[batch.base]:
+                del self._by_id[batch.base]
+
+    def __len__(self) -> int:
+        """Return of how many HTTP requests something is computed or held."""
+        return sum(map(len, self._by_id.values()))
+
+
+def spread_over_ranks(engine: str, parallel: Any) -> bool:
+    """Return whether vLLM's front end may give the requests of one HTTP request to several engines: its data-parallel ranks.
+
+    It does not if something outside chooses the rank, each of which then has a front end of its own. vLLM lets a rank of a dense
+    model believe that it is alone, but writes its number behind the engine's name.
+    """
+    several = parallel.data_parallel_size > 1 or engine.endswith(f"_dp{getattr(parallel, 'data_parallel_index', 0)}")
+    return several and not getattr(parallel, "data_parallel_external_lb", False)
+
+
+EVERY_S = 10.0
+"""Seconds from one log line of a reason to the next."""
+
+
+class NoPart:
+    """The requests that are not offered, or not loaded, although that was asked; one thread."""
+
+    def __init__(self, outcomes: LoadOutcomes, remember: Callable[[str, str], None]) -> None:
+        self._outcomes, self._remember = outcomes, remember
+        self._repeats = Repeats(EVERY_S)
+
+    def not_offered(self, request: str, reason: Reason, why: str) -> None:
+        """Count a request that is not offered, and log it unless another was logged for this reason just now."""
+        self.count(reason)
+        self._remember(request, f"it is not offered to other engines ({reason}): {why}")
+        if (more := self._more("offered", reason)) is not None:
+            log.warning("request %s is not offered to other engines (%s): %s%s", printable(request), reason, why, more)
+
+    def not_loaded(self, request: str, reason: Reason, why: str) -> None:
+        """Count a request that is not loaded, and log it unless another was logged for this reason just now."""
+        self._outcomes.counts.count("not_loaded", str(reason))
+        self._remember(request, f"it is computed here: {why}")
+        if (more := self._more("loaded", reason)) is not None:
+            log.warning("request %s is computed here: %s%s", printable(request), why, more)
+
+    def unreadable(self, request: str, error: Exception) -> None:
+        """Record a request of which something cannot be read; the log has the place in the code, if another was not logged just now."""
+        self._remember(request, "it takes no part in KV transfer: what it says cannot be read")
+        if (more := self._more("read", Reason.INVALID)) is not None:
+            what = "request %s takes no part in KV transfer, because what it says cannot be read%s"
+            log.warning(what, printable(request), more, exc_info=error)
+
+    def count(self, reason: Reason) -> None:
+        """Count a request that is not offered and whose line is logged elsewhere."""
+        self._outcomes.counts.count("not_offered", str(reason))
+
+    def _more(self, what: str, reason: Reason) -> str | None:
+        """Return how many lines of this kind were not logged, as the end of a line; None if this one is not to be logged either."""
+        held = self._repeats.logged((what, reason))
+        return None if held is None else f" ({held} more like this were not logged)" if held else ""

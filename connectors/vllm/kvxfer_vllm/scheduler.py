@@ -15,33 +15,38 @@ from kvxfer.facts import sealed
 from kvxfer.failures import FailureKind
 from kvxfer.logs import logger
 from kvxfer.text import printable
-from kvxfer_vllm import compat
-from kvxfer_vllm import params as p
 from kvxfer_vllm.arrivals import Arrivals
-from kvxfer_vllm.batches import Batches
-from kvxfer_vllm.enclosing import enclosed, engine_transfer
-from kvxfer_vllm.engine_loop import EngineLoop
-from kvxfer_vllm.frees import PendingFrees
-from kvxfer_vllm.held import HeldPrefixes
-from kvxfer_vllm.hits import LocalHits
-from kvxfer_vllm.identity import facts_of, updated
-from kvxfer_vllm.kept import KeptAnswers
+from kvxfer_vllm.blocks import (
+    NULL_BLOCK,
+    HeldPrefixes,
+    KeptAnswers,
+    LocalHits,
+    PendingFrees,
+    RetainedBlocks,
+    Room,
+    step_tables,
+    table_of,
+)
+from kvxfer_vllm.content.facts import facts_of, updated
+from kvxfer_vllm.internals import (
+    EngineLoop,
+    PrefixCache,
+    VllmBlockPool,
+    around_reset,
+    correct,
+    enclosed,
+    engine_transfer,
+)
+from kvxfer_vllm.layout import replicated_ranks
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig
-from kvxfer_vllm.no_part import NoPart
 from kvxfer_vllm.pages import replays
-from kvxfer_vllm.pool import VllmBlockPool
-from kvxfer_vllm.prefix_metrics import PrefixNews
-from kvxfer_vllm.prompt_pace import PromptPace
-from kvxfer_vllm.ranks import replicated_ranks
-from kvxfer_vllm.requests import LoadOutcomes, RequestFacts
-from kvxfer_vllm.retained import RetainedBlocks
-from kvxfer_vllm.room import Room
+from kvxfer_vllm.requests import OFFER, Batches, LoadOutcomes, NoPart, RequestFacts, RequestSpans
+from kvxfer_vllm.said import answer as answer_to_router
+from kvxfer_vllm.said import held_answer
 from kvxfer_vllm.settings import groups_of
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, RankGauges, Reason
-from kvxfer_vllm.stopping import Stopping
-from kvxfer_vllm.tables import NULL_BLOCK, step_tables, table_of
-from kvxfer_vllm.tracing import OFFER, RequestSpans
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, PrefixNews, RankGauges, Reason
+from kvxfer_vllm.steps import PromptPace, Stopping
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -117,7 +122,7 @@ class SchedulerHooks:
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
         self._steps = 1
         self._holding_back = False  # whether this step gives blocks to nobody
-        self._manager: Any = None
+        self._cache: PrefixCache  # once it is there
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -162,7 +167,7 @@ class SchedulerHooks:
             facts.asked_in, self._unplaced = self._steps, self._unplaced + 1
 
     def _loads_nothing(self, facts: RequestFacts, computed: int) -> bool:
-        """Return whether a request computes all that is not cached here, or all of its prompt (vLLM before 0.31 leaves that to us).
+        """Return whether a request computes all that is not cached here, or all of its prompt.
 
         A load that begins behind a window of which nothing is kept for prefix hits would not bring it; vLLM computes it again.
         """
@@ -244,11 +249,11 @@ class SchedulerHooks:
             if not (whole and facts.answers):
                 return held, None
             groups, computed = len(block_ids), request.num_computed_tokens
-            return held, p.held_answer(self.side.source, self._engine, name, self._tp, groups, computed)
+            return held, held_answer(self.side.source, self._engine, name, self._tp, groups, computed)
         if held:
             facts.span = self._spans.begin(OFFER, request, str(ticket.transfer))
         sizes = self._tp, len(block_ids), request.num_prompt_tokens
-        return held, p.answer(ticket, self._engine, answer, *sizes, self._arrivals.model, self._arrivals.spread)
+        return held, answer_to_router(ticket, self._engine, answer, *sizes, self._arrivals.model, self._arrivals.spread)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -260,7 +265,7 @@ class SchedulerHooks:
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
         if self._kept:
-            self._kept.give_back(self._manager.block_pool.get_num_free_blocks())
+            self._kept.give_back(self._cache.free)
         idle = not output.total_num_scheduled_tokens
         stuck = bool(self._unplaced) and idle
         if output.preempted_req_ids or stuck:
@@ -308,7 +313,7 @@ class SchedulerHooks:
             facts = self._running(name)
             self._outcomes.ended(facts, DELIVERED)
             if facts is not None and facts.asking and facts.lost:
-                compat.compute_anew(self._manager, facts.request)
+                self._cache.anew(facts.request)
         # What only we know to be wrong with a load vLLM hears of with the next step, from our workers. What the side channel has
         # said vLLM hears now, and not again when a step says so, too.
         wrong = self._next.doomed.keys() & update.disagreed.keys() | self._next.partial.keys() & update.short.keys()
@@ -316,10 +321,10 @@ class SchedulerHooks:
             name for name in over | update.loaded if (known := self._requests.get(name)) is not None and known.saves
         }
         self._next.freed += tuple(saved)
-        compat.correct(output, over=update.loaded - over - wrong, still=wrong | saved | (update.repeated & over))
+        correct(output, over=update.loaded - over - wrong, still=wrong | saved | (update.repeated & over))
         for name in saved | set(output.finished_recving or ()):
-            if (facts := self._requests.get(name)) is not None:
-                facts.loading = facts.saves = False
+            if (ended := self._requests.get(name)) is not None:
+                ended.loading = ended.saves = False
         for one in self._broken:
             self._outcomes.ended(one, CANCELLED)
         self._broken.clear()
@@ -382,12 +387,12 @@ class SchedulerHooks:
 
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there."""
-        self._manager = manager
+        self._cache = PrefixCache(manager)
         for one in (self._hits, self._cached, self._room, self._retained):
-            one.bind(manager)
-        compat.around_reset(manager, lambda: self._let_go(manager), self._say_why)
+            one.bind(self._cache)
+        around_reset(manager, self._let_go, self._say_why)
 
-    def _let_go(self, manager: Any) -> None:
+    def _let_go(self) -> None:
         """Let go of what waits for requests, and of what those have offered that vLLM has preempted and not told us of yet.
 
         That is revoked with the next step only. So where a step writes early, nobody is given blocks in that one.
@@ -395,7 +400,7 @@ class SchedulerHooks:
         self.side.short_of_blocks()
         self._kept.clear()
         for name, facts in self._requests.items():
-            if not facts.over and self.side.follows(name) and not any(manager.get_block_ids(name)):
+            if not facts.over and self.side.follows(name) and not any(self._cache.table(name)):
                 self.side.preempted(name)
         self._holding_back = self._writes_early
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,18 +12,73 @@ from kvxfer.logs import logger
 from kvxfer.transport import registry
 from kvxfer.transport.auto import AUTO
 from kvxfer.values import Group
-from kvxfer_vllm import addresses, compat, recurrent
+from kvxfer_vllm import internals
+from kvxfer_vllm import migration as addresses
+from kvxfer_vllm import settings as recurrent
+from kvxfer_vllm.internals import engine_transfer
+from kvxfer_vllm.layout import turn_takers
 from kvxfer_vllm.migration import ConnectorConfig, check_hosts, translate
 from kvxfer_vllm.pages import group_pages
-from kvxfer_vllm.ranks import turn_takers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["check_backend", "check_installed", "groups_of", "hits_may_differ", "settings_of"]
-
 log = logger("kvxfer.vllm")
+
+
+def share() -> None:
+    """Send kvxfer's lines where vLLM's go, at vLLM's level; do nothing if kvxfer's logger is configured already."""
+    ours, vllm = logging.getLogger("kvxfer"), logging.getLogger("vllm")
+    if not ours.hasHandlers():
+        ours.handlers = list(vllm.handlers)
+        ours.setLevel(vllm.level)
+
+
+def check_spec(group: int, spec: Any) -> None:
+    """Refuse a spec for which it is not known which block holds the state.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    mode = getattr(spec, "mamba_cache_mode", "none")
+    if mode not in ("none", "align"):
+        raise ConfigError(
+            f"kvxfer does not support KV-cache group {group}: it does not know where vLLM keeps recurrent states with "
+            f"mamba_cache_mode {mode!r}; set --mamba-cache-mode align, or --no-enable-prefix-caching"
+        )
+
+
+BLOCKS_OUTERMOST = "BLHNC"
+"""All layers of a block lie side by side, so that a block is one run; within a layer each head's tokens do, so that ranks which hold some
+of the heads have runs, too."""
+
+
+def wanted_layout(vllm_config: VllmConfig) -> str | None:
+    """Return the layout to ask vLLM for; None if it is to choose.
+
+    vLLM treats this as a preference. ``VLLM_KV_CACHE_LAYOUT`` takes precedence. An attention back end that does not have the layout gets
+    another one, with a warning of vLLM's. So nothing is asked for where that is certain, or where the layout has not been tried:
+
+    - on other devices than CUDA: CPU attention has one layout, and those of ROCm have their own order;
+    - of models with latent attention or recurrent states, whose pages vLLM packs in ways of its own;
+    - under kvcached, which lays the cache out itself;
+    - inside ``MultiConnector``, which refuses to start if two connectors ask for different layouts.
+    """
+    model: Any = vllm_config.model_config
+    if model is None or getattr(model, "use_mla", True) or getattr(model, "is_hybrid", True):
+        return None
+    if engine_transfer(vllm_config) is not vllm_config.kv_transfer_config:
+        return None
+    if os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true"):
+        return None
+    return BLOCKS_OUTERMOST if _on_cuda() else None
+
+
+def _on_cuda() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 Translate = Callable[[Mapping[str, Any], Any], tuple[dict[str, Any], tuple[str, ...]]]
@@ -61,11 +117,6 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
                 ports,
             )
     model = vllm_config.model_config
-    if turn_takers(vllm_config) > 1 and not compat.TELLS_TURNS:
-        raise ConfigError(
-            "kvxfer does not support decode context parallelism with this vLLM, whose caches do not say which of them it spreads; "
-            "use vLLM 0.31 or later, or set decode_context_parallel_size to 1"
-        )
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1 and transfer.is_kv_consumer:
         raise ConfigError(
             "kvxfer does not load into an engine with prefill context parallelism; set prefill_context_parallel_size to 1, or "
@@ -77,7 +128,7 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
                 "kvxfer does not load into an engine with --enable-return-routed-experts: which experts have computed a prompt is known "
                 "only where it was computed; drop the flag, or set kv_role to kv_producer"
             )
-    if getattr(model, "enable_sleep_mode", False) and not compat.FOLLOWS_SLEEP:
+    if getattr(model, "enable_sleep_mode", False) and not internals.FOLLOWS_SLEEP:
         raise ConfigError(
             "kvxfer does not support the sleep mode of this vLLM, which takes the cache's memory away without telling "
             "connectors; use vLLM 0.33 or later, or do not set --enable-sleep-mode"

@@ -5,21 +5,17 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvxfer.control.link import LinkStatus
+from kvxfer.engine import AnswerCounts, AskCounts
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.values import Ended, Stats
-from kvxfer_vllm.nixl_metrics import NixlNamedMetrics
-from kvxfer_vllm.prefix_metrics import PrefixMetrics
-
-__all__ = ["CANCELLED", "COMPUTED", "DELIVERED", "ELSEWHERE", "KVXferPromMetrics", "KVXferStats", "Reason"]
-
-BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 DELIVERED, COMPUTED, CANCELLED, ELSEWHERE = "delivered", "computed", "cancelled", "elsewhere"
 """What becomes of a request's load, besides the kinds of failure. A request that ends as ``computed`` needed no load, because all was
@@ -33,9 +29,6 @@ TALLIES = ("offers", "unclaimed", "not_offered", "not_loaded", "failures", "coun
 GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "leases"}
 """The agent's stats that go up and down, and their names here."""
 
-MAX_PEERS = 64
-"""The most hosts that failed loads are counted for, one by one; the others are counted together."""
-OTHERS = "others"
 
 _ADDRESS = re.compile(r"(?:tcp://)?(\[[^\]]*\]|[^\s,:]+):\d+")
 
@@ -168,126 +161,24 @@ class RankGauges:
         return {**{name: sum(rank[name] for rank in ranks) for name in GAUGES.values()}, "links": links}
 
 
-class KVXferPromMetrics(KVConnectorPromMetrics):
-    """Counters, gauges and histograms in vLLM's own registry, with vLLM's labels."""
+class PrefixNews:
+    """By how much counts have grown since they were last told; one thread."""
 
-    def __init__(
-        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[Any]]
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self) -> None:
+        self._told: dict[str, int] = {}
+        self._answered, self._asked = AnswerCounts(), dict[str, AskCounts]()
 
-        kinds = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
-
-        def make(kind: str, name: str, documentation: str, *labels: str, **more: Any) -> Any:
-            return kinds[kind](name=name, documentation=documentation, labelnames=[*labelnames, *labels], **more)
-
-        counter, histogram = partial(make, "counter"), partial(make, "histogram")
-        gauge = partial(make, "gauge", multiprocess_mode="mostrecent")  # of several front ends, one hears each change
-        self._bytes = counter("kvxfer_kv_bytes", "Bytes of KV cache that arrived.")
-        self._wasted = counter("kvxfer_wasted_bytes", "Bytes of KV cache that arrived for loads that then failed.")
-        self._failures = counter(
-            "kvxfer_failures", "Loads that have failed, by kind of failure and by the peer's host.", "outcome", "peer"
-        )
-        self._peers: set[str] = set()
-        self._seconds = histogram(
-            "kvxfer_transfer_seconds", "Time from want to outcome, for loads that were delivered.", buckets=BUCKETS
-        )
-        self._loads = counter(
-            "kvxfer_transfers", "Loads that have ended, by outcome: delivered, or the kind of failure.", "outcome"
-        )
-        self._requests = counter(
-            "kvxfer_requests",
-            "Requests whose load has ended on all ranks, by outcome: delivered, computed here, loaded elsewhere, or the kind of failure.",
-            "outcome",
-        )
-        self._request_seconds = histogram(
-            "kvxfer_request_seconds",
-            "Time from a request's arrival to the end of its load, for requests whose load was delivered.",
-            buckets=BUCKETS,
-        )
-        self._offers = counter(
-            "kvxfer_offers", "Offers that have ended, by outcome: delivered, or the kind of failure.", "outcome"
-        )
-        self._unclaimed = counter(
-            "kvxfer_unclaimed_offers", "Offers whose lease has ended and for which no engine had ever asked."
-        )
-        self._not_offered = counter(
-            "kvxfer_not_offered", "Requests that were to be offered to other engines and are not, by reason.", "reason"
-        )
-        self._not_loaded = counter(
-            "kvxfer_not_loaded",
-            "Requests that were to load from another engine and are computed here, by reason.",
-            "reason",
-        )
-        self._parts = counter("kvxfer_parts", "Parts of transfers moved by this side, direct or staged.", "way")
-        self._corrupt = counter(
-            "kvxfer_corrupt", "Transfers whose bytes have another checksum than the bytes that were sent."
-        )
-        self._gauges = {
-            "quarantined": gauge(
-                "kvxfer_quarantined_bytes", "Bytes of ended transfers that the back end may still touch."
-            ),
-            "loads": gauge("kvxfer_loads_in_hand", "Loads that are under way, over all ranks."),
-            "leases": gauge("kvxfer_offers_in_hand", "Offers that are leased or being read, over all ranks."),
-        }
-        self._links = gauge("kvxfer_links", "Links that are up, over all ranks.", "role", "backend")
-        self._prefixes = PrefixMetrics(make)
-        self._nixl = NixlNamedMetrics.of(vllm_config, make)
-        for values in per_engine_labelvalues.values():
-            counts = self._corrupt, self._bytes, self._wasted, self._unclaimed, self._seconds, self._request_seconds
-            for metric in (*counts, *self._gauges.values()):
-                metric.labels(*values)
-            for reason in Reason:
-                self._not_offered.labels(*values, str(reason))
-            for reason in (Reason.PARAMS, Reason.STATE):
-                self._not_loaded.labels(*values, str(reason))
-            for way in ("direct", "staged"):
-                self._parts.labels(*values, way)
-            for outcome in (DELIVERED, COMPUTED, ELSEWHERE, *FailureKind):
-                self._requests.labels(*values, str(outcome))
-            for outcome in (DELIVERED, *FailureKind):
-                self._loads.labels(*values, str(outcome))
-                self._offers.labels(*values, str(outcome))
-            self._prefixes.begin(values)
-            if self._nixl is not None:
-                self._nixl.begin(values)
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        data, values = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
-        for outcome, nbytes, seconds, _ in data["loads"]:
-            self._loads.labels(*values, outcome).inc()
-            if outcome == DELIVERED:
-                self._bytes.labels(*values).inc(nbytes)
-                self._seconds.labels(*values).observe(seconds)
-        for outcome, seconds in data["requests"]:
-            self._requests.labels(*values, outcome).inc()
-            if outcome == DELIVERED:
-                self._request_seconds.labels(*values).observe(seconds)
-        for outcome, n in data["offers"].items():
-            self._offers.labels(*values, outcome).inc(n)
-        self._unclaimed.labels(*values).inc(data["unclaimed"].get("offers", 0))
-        for reason, n in data["not_offered"].items():
-            self._not_offered.labels(*values, reason).inc(n)
-        for reason, n in data["not_loaded"].items():
-            self._not_loaded.labels(*values, reason).inc(n)
-        for key, n in data["failures"].items():
-            outcome, _, peer = key.partition("/")
-            if len(self._peers) < MAX_PEERS:
-                self._peers.add(peer)
-            self._failures.labels(*values, outcome, peer if peer in self._peers else OTHERS).inc(n)
-        counts = data["counts"]
-        self._wasted.labels(*values).inc(counts.get("wasted", 0))
-        self._corrupt.labels(*values).inc(counts.get("corrupt", 0))
-        for way in ("direct", "staged"):
-            self._parts.labels(*values, way).inc(counts.get(way, 0))
-        self._prefixes.observe(values, data["prefixes"])
-        if data["gauges"]:
-            for name, metric in self._gauges.items():
-                metric.labels(*values).set(data["gauges"][name])
-            for kind, n in data["gauges"]["links"].items():
-                self._links.labels(*values, *kind.split("/", 1)).set(n)
-        if self._nixl is not None:
-            self._nixl.observe(values, data)
+    def take(self, asked: Mapping[str, AskCounts], answered: AnswerCounts) -> dict[str, int]:
+        """Return the growth of each count, by ``"kind/field"``; what others have asked has an empty kind. Leaves out zeros."""
+        if answered == self._answered and asked == self._asked:  # as in most steps
+            return {}
+        self._answered, self._asked = copy(answered), {kind: copy(counts) for kind, counts in asked.items()}
+        now = {f"/{field}": n for field, n in msgspec.structs.asdict(answered).items()}
+        for kind, counts in asked.items():
+            now |= {f"{kind}/{field}": n for field, n in msgspec.structs.asdict(counts).items()}
+        news = {name: n - self._told.get(name, 0) for name, n in now.items() if n != self._told.get(name, 0)}
+        self._told |= now
+        return news
 
 
 def _host(peer: str) -> str:

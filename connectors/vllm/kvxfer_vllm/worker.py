@@ -11,14 +11,13 @@ from kvxfer.engine import Report, WorkerChannel, WorkerSide
 from kvxfer.geometry import Cache
 from kvxfer.logs import logger
 from kvxfer.values import BlockTable
-from kvxfer_vllm.adapters import LoadedAdapters
-from kvxfer_vllm.clearing import Clearing
-from kvxfer_vllm.copying import BlockCopier
+from kvxfer_vllm.content.adapters import LoadedAdapters
+from kvxfer_vllm.copying import BlockCopier, Clearing
 from kvxfer_vllm.host_buffers import CopyBlocks, HostBuffers
-from kvxfer_vllm.layout import Layout
+from kvxfer_vllm.internals import ask_for_tile_registers
+from kvxfer_vllm.layout import Layout, rank_of, replicated_ranks
 from kvxfer_vllm.layout_check import check_layout
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
-from kvxfer_vllm.ranks import rank_of, replicated_ranks
 from kvxfer_vllm.stats import Gauges, KVXferStats
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class WorkerHooks:
         rank = rank_of(self._vllm, get_pp_group().rank_in_group, across, get_tensor_model_parallel_rank())
         layout = Layout.of(tensors, self._kv, self._vllm, rank)
         if layout.cache.regions[0].device == "cpu":
-            _ask_for_tile_registers()
+            ask_for_tile_registers()
         if self._config.layout_check:
             check_layout(layout.cache, tensors, self._vllm)
         if getattr(self._kv, "needs_kv_cache_zeroing", False):
@@ -261,16 +260,3 @@ class WorkerHooks:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
         kept: tuple[Sized, ...] = self._sent, self._received, self._failed, self._asked
         return sum(map(len, kept)) + bool(self._report) + (0 if self._side is None else len(self._side))
-
-
-def _ask_for_tile_registers() -> None:
-    """Have this process ask the kernel for AMX tiles.
-
-    A decode worker's first forward is a one-token step, which uses them without asking and dies of SIGILL; torch asks
-    during longer steps only. Does nothing on other processors.
-    """
-    import torch
-
-    ask = getattr(torch.cpu, "_init_amx", None)
-    if ask is not None:
-        ask()

@@ -1,22 +1,76 @@
-"""A fingerprint of a checkpoint, from its files and without loading them: a bounded number of small reads.
-
-Of safetensors it covers each tensor's name, type and shape, whichever file it lies in, and bytes sampled at places that
-depend on nothing but the checkpoint: two forms of sharding have one fingerprint, two fine-tunes have two. Of other formats it
-covers the files' names, sizes and sampled bytes. Weights that are equal at all samples have one fingerprint.
-"""
+"""Hashes of what KV depends on: of values that hold tensors, and of a checkpoint's files."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import struct
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
+import torch
+from blake3 import blake3
 
+from kvxfer.errors import KvxferError
 from kvxfer.identity import key
 
-__all__ = ["fingerprint"]
+
+def content_hash(*values: Any) -> str:
+    """Return 32 hexadecimal digits that are equal only for equal values, types and shapes included.
+
+    Takes tensors, arrays, numbers, text, bytes, None, and mappings (in the order of their keys), lists and tuples of these.
+
+    Raises:
+        KvxferError: A value is of another type.
+    """
+    told = blake3()
+    _feed(told, values)
+    found: str = told.hexdigest(length=16)
+    return found
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a value, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, list | tuple) else []
+
+
+def _feed(told: blake3, value: Any) -> None:
+    """Add a value: first its kind and how long it is, so that no two values give the same bytes."""
+    match value:
+        case torch.Tensor():
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            _feed(told, (f"tensor {value.dtype}", tuple(value.shape)))
+            told.update(flat.view(torch.uint8).numpy())
+        case np.ndarray():
+            _feed(told, torch.from_numpy(np.ascontiguousarray(value)))
+        case Mapping():
+            _feed(told, ("mapping", *sorted(value.items())))
+        case list() | tuple():
+            told.update(struct.pack("<cQ", b"s", len(value)))
+            for part in value:
+                _feed(told, part)
+        case str():
+            _bytes(told, b"t", value.encode(errors="surrogatepass"))
+        case bytes():
+            _bytes(told, b"b", value)
+        case None | bool() | int() | float() | np.generic():
+            _bytes(told, b"n", f"{type(value).__name__} {value!r}".encode())
+        case _:
+            raise KvxferError(f"a {type(value).__name__} cannot be compared by content")
+
+
+def _bytes(told: blake3, kind: bytes, content: bytes) -> None:
+    told.update(struct.pack("<cQ", kind, len(content)))
+    told.update(content)
+
 
 READS, BYTES = 4096, 512
 """Samples of a whole checkpoint at most, and the size of each: 2 MiB of reads, whatever the model's size."""

@@ -1,4 +1,4 @@
-"""What the KV of one request depends on, as a digest."""
+"""What the KV of one request depends on, as a digest, and what computing its prompt leaves beside KV."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 
 from kvxfer.errors import KvxferError
 from kvxfer.identity import digest
-from kvxfer_vllm.adapters import Adapters
-from kvxfer_vllm.hashing import content_hash
-from kvxfer_vllm.media import Media
+from kvxfer_vllm.content.adapters import Adapters
+from kvxfer_vllm.content.hashing import content_hash
+from kvxfer_vllm.content.media import Media
+from kvxfer_vllm.internals import cache_under
 from kvxfer_vllm.requests import RequestFacts
 
 if TYPE_CHECKING:
@@ -19,7 +20,48 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["RequestContent"]
+DERIVED = ("image", "audio")
+"""Media whose positions follow from the request, in models that prune videos, too."""
+
+
+class Beside:
+    """What requests of one engine leave beside KV that is neither derived nor moved."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        model, drafts = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
+        rate = getattr(getattr(model, "multimodal_config", None), "video_pruning_rate", None)
+        self._prunes = bool(rate and getattr(model, "uses_mrope", False))
+        self._collects = getattr(drafts, "method", None) == "extract_hidden_states"
+
+    def no_part(self, request: Request) -> str | None:
+        """Return why nobody may compute on from a request's KV, nor the request on others'; None if they may."""
+        kinds = {item.modality for item in request.mm_features or ()}
+        if self._prunes and not kinds <= set(DERIVED):
+            return "the positions behind a video that is pruned are known only where the video was encoded (--video-pruning-rate)"
+        if getattr(request, "pooling_params", None) is not None:
+            return "what is pooled of its prompt is known only where the prompt is computed"
+        return None
+
+    def no_load(self, request: Request) -> str | None:
+        """Return why a request computes its whole prompt; None if it may load."""
+        if (why := self.no_part(request)) is not None:
+            return why
+        if request.skip_reading_prefix_cache:
+            return (
+                "its whole prompt has to be computed, for log probabilities of its tokens or because it asks for that"
+            )
+        if self._collects:
+            return "hidden states of its prompt are collected, and are known only where the prompt is computed"
+        return None
+
+
+def computed_anyway(vllm_config: VllmConfig) -> int:
+    """Return how many tokens at the end of a prompt every engine computes itself: the last one, for its logits.
+
+    Of several MTP modules, all but the first write KV of drafts for the last tokens of the producer's prompt, which it never verifies.
+    """
+    lookahead: Any = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+    return max(1, int(lookahead) - 1)
 
 
 class RequestContent:
@@ -39,9 +81,7 @@ class RequestContent:
         suffix = None if adapter is None else self.adapters.cached_under(adapter)
         if suffix is not None:
             facts.salt, facts.reloaded = request.cache_salt, True
-            request.cache_salt = f"{request.cache_salt or ''} {suffix}"
-            request.block_hashes.clear()
-            request.update_block_hashes()
+            cache_under(request, suffix)
 
     def digest(self, facts: RequestFacts, model: str, tokens: int | None = None) -> bytes:
         """Return the digest of a request's prompt, or of its first ``tokens`` tokens with whatever media begin among them.

@@ -5,13 +5,12 @@ it has dropped the adapter, when it is told to (``load_inplace``), and from then
 adapter hashes what it has loaded. The scheduler's process asks for that when vLLM has been told to load one, and hears
 of everything else with the workers' reports.
 
-vLLM has no hooks for this, so two of its methods are wrapped: ``WorkerLoRAManager._load_adapter`` and ``EngineCore.add_lora``.
+vLLM has no hooks for this, so two of its methods are wrapped (``internals``).
 An adapter that was loaded past them is unknown, and nothing is moved for its requests.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,13 @@ from weakref import WeakSet
 from kvxfer.errors import KvxferError
 from kvxfer.logs import logger
 from kvxfer.text import printable
-from kvxfer_vllm.hashing import content_hash
+from kvxfer_vllm.content.hashing import content_hash
+from kvxfer_vllm.internals import after_adding_adapter, after_loading_adapter
 from kvxfer_vllm.requests import RequestFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
-
-__all__ = ["Adapters", "LoadedAdapters", "adapter_loaded", "loaded_by"]
 
 log = logger("kvxfer.vllm")
 
@@ -51,7 +49,7 @@ class LoadedAdapters:
         self.replacements = self._heard = 0
         self._news = False
         if lora_config is not None:
-            _wrap_loading()
+            after_loading_adapter(_hear_of_loading)
             _workers.add(self)
 
     def of(self, lora_config: Any) -> bool:
@@ -106,7 +104,7 @@ class Adapters:
         self._any_replaced = False
         self._first: dict[str, tuple[str, int]] = {}
         if lora is not None:
-            _wrap_adding()
+            after_adding_adapter(_hear_of_adding)
             _engines.add(self)
 
     def of(self, lora_config: Any) -> bool:
@@ -184,7 +182,6 @@ class UnknownAdapterError(KvxferError):
 
 _workers: WeakSet[LoadedAdapters] = WeakSet()
 _engines: WeakSet[Adapters] = WeakSet()
-_wrappers: set[Callable[..., Any]] = set()
 
 
 def adapter_loaded(lora_config: Any, number: int, answers: Callable[[], Iterable[Contents]]) -> None:
@@ -204,42 +201,14 @@ def loaded_by(worker: Any) -> dict[int, str]:
     return dict(found[0].contents) if found else {}
 
 
-def _wrap_loading() -> None:
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
-    load = WorkerLoRAManager._load_adapter
-    if load in _wrappers:
-        return
-
-    @functools.wraps(load)
-    def _load_adapter(self: Any, lora_request: LoRARequest) -> Any:
-        adapter = load(self, lora_request)
-        for worker in _workers:
-            if worker.of(self.lora_config):
-                worker.loaded(lora_request.lora_int_id, _content_of(adapter))
-        return adapter
-
-    _wrappers.add(_load_adapter)
-    WorkerLoRAManager._load_adapter = _load_adapter
+def _hear_of_loading(lora_config: Any, number: int, adapter: Any) -> None:
+    for worker in _workers:
+        if worker.of(lora_config):
+            worker.loaded(number, _content_of(adapter))
 
 
-def _wrap_adding() -> None:
-    from vllm.v1.engine.core import EngineCore
-
-    add = EngineCore.add_lora
-    if add in _wrappers:
-        return
-
-    @functools.wraps(add)
-    def add_lora(self: Any, lora_request: LoRARequest) -> bool:
-        try:
-            return bool(add(self, lora_request))
-        finally:
-            ask = functools.partial(self.model_executor.collective_rpc, loaded_by)
-            adapter_loaded(self.vllm_config.lora_config, lora_request.lora_int_id, ask)
-
-    _wrappers.add(add_lora)
-    EngineCore.add_lora = add_lora
+def _hear_of_adding(lora_config: Any, number: int, ask: Callable[..., Iterable[Contents]]) -> None:
+    adapter_loaded(lora_config, number, lambda: ask(loaded_by))
 
 
 def _content_of(adapter: Any) -> str:

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.config import Config
 from kvxfer.facts import MAX_TEXT, settings_hash
 from kvxfer.logs import logger
-from kvxfer_vllm.weights import fingerprint
+from kvxfer_vllm.content.hashing import fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-__all__ = ["checkpoint", "facts_of", "updated"]
 
 log = logger("kvxfer.vllm")
 

@@ -18,14 +18,12 @@ from weakref import ref
 from kvxfer.errors import KvxferError
 from kvxfer.logs import logger
 from kvxfer.text import printable
-from kvxfer_vllm.hashing import content_hash, tensors_in
-from kvxfer_vllm.identity import checkpoint
+from kvxfer_vllm.content.facts import checkpoint
+from kvxfer_vllm.content.hashing import content_hash, tensors_in
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-
-__all__ = ["TOWER", "Media"]
 
 log = logger("kvxfer.vllm")
 

@@ -1,0 +1,41 @@
+"""What kvxfer touches of vLLM beside its interface for connectors: all of it is in one file, named, and still there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvxfer_vllm import internals
+
+ROOT = Path(__file__).parents[2]
+ROOM = ROOT / "connectors/vllm/kvxfer_vllm"
+PAGE = (ROOT / "docs/what-vllm-lacks.md").read_text()
+INNER = re.compile(
+    r"_getframe|\bsetattr\(|\.(coordinator|single_type_managers|block_pool|req_to_blocks|static_forward_context|_registry)\b"
+    r"|\.(_all_token_ids|update_block_hashes|_load_adapter|add_lora|input_queue|reset_prefix_cache|get_computed_blocks)\b"
+)
+
+
+@pytest.mark.parametrize("name", internals.TOUCHES)
+def test_vllm_still_has_what_a_touch_needs(name: str) -> None:
+    assert internals.changed().get(name, []) == []
+    assert f"`{name}`" in PAGE, "the page says which hook vLLM would need instead"
+
+
+def test_a_release_that_changed_it_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = internals.Touch(("vllm.v1.request:Request.num_eggs", "vllm.no_such:x"), "")
+    monkeypatch.setitem(internals.TOUCHES, "lost", lost)
+    assert internals.changed() == {"lost": list(lost.needs)}
+
+
+def test_inner_parts_are_touched_in_one_file() -> None:
+    found = {
+        f"{file.relative_to(ROOM)}:{number}"
+        for file in ROOM.rglob("*.py")
+        if file.name != "internals.py" and file.parent.name != "demo"
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if INNER.search(line)
+    }
+    assert not found
