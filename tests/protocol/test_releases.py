@@ -54,3 +54,13 @@ def test_an_offer_made_again_is_released_after_the_earlier_one(asked: str) -> No
     assert not released(again), "the blocks of both may still be read for the earlier one"
     assert released(machine.moved(Moved(move.ref, GONE, True, 0), now)) == [0, 1]
     assert len(machine) == 0
+
+
+def test_a_late_revocation_of_an_earlier_generation_leaves_the_newer_offer() -> None:
+    """As where an engine's rank hears of both in one step."""
+    machine = ProducerMachine(LEASE, 30.0)
+    machine.link_up(b"1", LinkInfo("write", PLANNER, peer=1), 0.0)
+    machine.offer(Offer(T, b"d", 1, 4, BlockTable.of([[2]]), True), 0.0)
+    machine.revoke(T, 0, GONE, False, 1.0)
+    asked = machine.message(b"1", m.FetchRequest(T, 1, b"d", 0, 4, BlockTable.of([[1]]), 1, 60.0), 1.0)
+    assert any(isinstance(action, Move) for action in asked)
