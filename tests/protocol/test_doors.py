@@ -128,6 +128,14 @@ def test_a_stranger_costs_the_right_consumer_nothing(what: str, when: str) -> No
     assert door.events[0].outcome == Outcome()
 
 
+def test_a_commit_of_a_generation_that_was_not_announced_to_it_is_refused() -> None:
+    door = Door()
+    door.offer()
+    door.want(RIGHT)
+    [said] = [a for a in door.says(RIGHT, m.CommitRequest(T, 1, 0)) if isinstance(a, m.AttemptClosed)]
+    assert said.kind is FailureKind.REVOKED and not any(isinstance(e, Ended) for e in door.events)
+
+
 def test_who_was_told_that_it_is_offered_hears_at_once_that_it_is_forgotten() -> None:
     door = Door()
     door.offer()
