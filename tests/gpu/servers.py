@@ -24,11 +24,14 @@ START_S = 240.0
 class Servers:
     """Servers of the model in ``folder / "model"``, started side by side, and what a plain one answers.
 
-    ``begun``: what ends them (``ended_together``); ``flags``: of each server; ``tie``: in place of ``TIE``.
+    ``begun``: what ends them (``ended_together``); ``flags``: of each server; ``tie``: in place of ``TIE``; ``plain``: the server whose
+    answers are those of a plain one, such as one that loads nothing.
     """
 
-    def __init__(self, folder: Path, begun: list[Server], flags: Sequence[str], tie: float = TIE) -> None:
-        self._folder, self._begun, self._flags, self._tie = folder, begun, flags, tie
+    def __init__(
+        self, folder: Path, begun: list[Server], flags: Sequence[str], tie: float = TIE, plain: str = "plain"
+    ) -> None:
+        self._folder, self._begun, self._flags, self._tie, self._plain = folder, begun, flags, tie, plain
         self.started: dict[str, Server] = {}
         self._expected: dict[str, list[int]] = {}
 
@@ -55,7 +58,7 @@ class Servers:
         """
         if prompt not in self._expected:
             for _ in range(2):
-                self._expected[prompt] = complete(self.started["plain"], prompt, TOKENS).tokens
+                self._expected[prompt] = complete(self.started[self._plain], prompt, TOKENS).tokens
         return self._expected[prompt]
 
     def wrong(self, prompt: str, tokens: list[int]) -> str:
@@ -66,7 +69,7 @@ class Servers:
         """
         if tokens == self.expected(prompt)[: len(tokens)]:
             return ""
-        plain = self.started["plain"]
+        plain = self.started[self._plain]
         ids = plain.post("/tokenize", {"model": MODEL_NAME, "prompt": prompt})["tokens"]
         body = {"model": MODEL_NAME, "prompt": ids + tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
         said = plain.post("/v1/completions", body)["choices"][0]["prompt_logprobs"][len(ids) :]

@@ -1,4 +1,4 @@
-"""Models of several kinds, and engines of unlike sizes, on vLLM's servers on GPUs: tokens are those of a plain server.
+"""Models of several kinds, and engines of unlike sizes, on vLLM's servers on GPUs: tokens are those of prefill by itself.
 
 Prefill is on one GPU and decode on another, where there are two. The servers of all models that are tested are started side by side.
 ``test_vllm.py`` has the plainest of them.
@@ -94,10 +94,9 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
                 continue
             folder = tmp_path_factory.mktemp("model")
             kind.write(folder / "model")
-            found[name] = servers = Servers(folder, begun, kind.flags, kind.tie)
+            found[name] = servers = Servers(folder, begun, kind.flags, kind.tie, "prefill")
             guesses = drafting(folder / "model") if kind.drafts else ()
             for side, flags, backend in (
-                ("plain", (), ""),
                 ("prefill", (*kind.prefill, *guesses), "auto"),
                 ("decode", (*kind.decode, *guesses), "auto"),
             ):
@@ -107,7 +106,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=kind.marks) for name, kind in KINDS.items()])
-def test_tokens_are_those_of_a_plain_server(started: dict[str, Servers], name: str) -> None:
+def test_tokens_are_those_of_the_prefill_server_by_itself(started: dict[str, Servers], name: str) -> None:
     servers, kind = started[name], KINDS[name]
     servers.await_ready()
     prefill, decode = servers.started["prefill"], servers.started["decode"]
@@ -117,8 +116,9 @@ def test_tokens_are_those_of_a_plain_server(started: dict[str, Servers], name: s
     before = received(decode)
     wrong = []
     for prompt in PROMPTS:
+        tokens = prefill_then_decode(prefill, decode, prompt, TOKENS).tokens
         assert len(set(servers.expected(prompt))) > 3, "output this dull would not show a spoilt cache"
-        wrong += filter(None, [servers.wrong(prompt, prefill_then_decode(prefill, decode, prompt, TOKENS).tokens)])
+        wrong += filter(None, [servers.wrong(prompt, tokens)])
     assert wrong == []
     assert servers.wrong(PROMPTS[-1], servers.expected(PROMPTS[0])), "any tokens would do"
     moved = received(decode) - before
