@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +24,14 @@ from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import StepCommands
 from kvxfer.values import NULL, BlockTable, Fetch
+from kvxfer_vllm import copying
 from kvxfer_vllm import worker as half
-from kvxfer_vllm.copying import Clearing
+from kvxfer_vllm.copying import Clearing, memory_of
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.metadata import StepMetadata
 from tests.vllm.conftest import Make
 from tests.vllm.engine import BLOCK, STATEFUL, prompt
+from tests.vllm.sides import OnGpu
 
 BLOCKS, TOKENS, HEADS, SIZE = 8, 16, 2, 8
 FULL, WINDOW = ("full.0", "full.1"), ("window.0",)
@@ -158,6 +162,28 @@ def test_layers_that_lie_in_one_storage_are_cleared_at_once_and_alike() -> None:
     expected = torch.full_like(memory, 7)
     expected[:, 3, 10:] = 0
     assert torch.equal(memory, expected)
+
+
+def test_a_device_clears_on_a_stream_of_its_own_and_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that come over another stream would else be cleared after they have come."""
+    memory, done = torch.full((BLOCKS, TOKENS, 4), 7, dtype=torch.uint8), list[str]()
+    view = View("kv", 0, ("a",), (0,), BLOCKS, TOKENS * 4, 4, "x", None, 4)
+    cache = Cache((Region(memory.data_ptr(), memory.nbytes),), (Group(TOKENS),), (view,))
+
+    @contextmanager
+    def stream(of: Any) -> Iterator[None]:
+        done.append("begun")
+        assert (memory == 7).all()
+        yield
+        assert (memory[3, 10:] == 0).all() and (memory[3, :10] == 7).all()
+
+    monkeypatch.setattr(copying, "memory_of", lambda *args: [OnGpu(t) for t in memory_of(*args)])
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda at: SimpleNamespace(synchronize=lambda: done.append(f"{at} waited for"))
+    )
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    Clearing([memory], cache).before(BlockTable.of([[3]]), 0, 10)
+    assert done == ["begun", "cuda:0 waited for"]
 
 
 def test_vllm_leaves_a_load_s_blocks_to_us_and_clears_the_others(make: Make) -> None:
