@@ -60,16 +60,19 @@ class Where(Struct, frozen=True):
 
 
 class Answer(Where, frozen=True):
-    """What P answers: kvxfer's keys beside NIXL's. Or what a router writes that sends to both at once."""
+    """What P answers: kvxfer's keys beside NIXL's. Or what a router writes that sends to both at once.
+
+    What tells of P's prompt, and only saves a vain load, may be of any kind: then it counts as not said.
+    """
 
     transfer_id: Name | None = None
     remote_request_id: Any = None
-    remote_num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    remote_num_tokens: Any = None
     kvxfer_transfer: Text | None = None
     kvxfer_epoch: Text | None = None
-    kvxfer_digest: Annotated[str, Meta(max_length=2 * MAX_DIGEST)] | None = None
+    kvxfer_digest: Any = None
     kvxfer_address: Text | None = None
-    kvxfer_facts: Text | None = None
+    kvxfer_facts: Any = None
     kvxfer_alone: bool | None = None
 
 
@@ -219,8 +222,9 @@ class Said(Struct, frozen=True):
     @property
     def digest(self) -> bytes:
         """The digest that P named; empty if it named none."""
+        text = self.said.kvxfer_digest
         try:
-            return bytes.fromhex(self.said.kvxfer_digest or "")
+            return bytes.fromhex(text) if isinstance(text, str) and len(text) <= 2 * MAX_DIGEST else b""
         except ValueError:
             return b""
 
@@ -234,7 +238,9 @@ class Said(Struct, frozen=True):
         """Return what P has said about this prompt. Of a batch, vLLM relays only what P has said about the first."""
         if external.prompt:
             return Told()
-        return Told(self.digest, self.said.remote_num_tokens or 0, self.said.kvxfer_facts or "")
+        tokens, facts = self.said.remote_num_tokens, self.said.kvxfer_facts
+        known = type(tokens) is int and 0 < tokens <= MAX_TOKENS
+        return Told(self.digest, tokens if known else 0, facts if isinstance(facts, str) else "")
 
     def given_up(self, prompt_tokens: int) -> bool:
         """Return whether a router gives up what P's answer tells of: it sends the answer with a prompt of one token, to any engine."""
@@ -268,7 +274,7 @@ class Said(Struct, frozen=True):
     def offer_key(self, transfer: TransferId) -> bytes | None:
         """Return what tells one offer of a transfer from a later one under the same name; None if P has not said."""
         request, content = self.answer, self.said.kvxfer_digest
-        if request is None or content is None:
+        if request is None or not isinstance(content, str) or len(content) > LONGEST:
             return None
         named = repr((str(transfer), request, content)).encode(errors="backslashreplace")
         return hashlib.blake2b(named, digest_size=16).digest()
