@@ -122,6 +122,22 @@ def test_p_computes_what_is_new(make: Make, groups: Any, schema: Schema) -> None
     assert not kept or p.loaded >= 4 * BLOCK
 
 
+def test_one_token_moves_a_prefix_ahead_of_its_request(make: Make) -> None:
+    """A router that expects a request at an engine sends its prefix there first; the request then finds it in the prefix cache."""
+    d, p = make(blocks=120), make(blocks=120)
+    prefix = prompt(5 * BLOCK)
+    ask(d, prefix, {})
+    sources = {"kvxfer_sources": named(d)["kvxfer_sources"]}
+    ahead = ask(p, prefix, sources, d)
+    assert p.loaded == 4 * BLOCK and len(p.done[ahead].tokens) == 1
+    rest(p, d)
+    request = ask(p, [*prefix, *prompt(9, seed=3)], {})
+    assert p.loaded == 4 * BLOCK and p.computed[request] <= BLOCK + 9, (
+        "nothing is loaded, and the prefix is not computed again"
+    )
+    rest(p, d)
+
+
 @CACHES
 @pytest.mark.parametrize("edit", ["thinking dropped", "a word changed", "another answer", "all changed"])
 def test_histories_that_a_client_has_edited(make: Make, groups: Any, edit: str) -> None:

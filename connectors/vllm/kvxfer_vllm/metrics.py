@@ -99,6 +99,12 @@ METRICS = {
     "kvxfer_loads_in_hand": Metric("gauge", "Loads that are under way, over all ranks."),
     "kvxfer_offers_in_hand": Metric("gauge", "Offers that are leased or being read, over all ranks."),
     "kvxfer_links": Metric("gauge", "Links that are up, over all ranks.", ("role", "backend"), ()),
+    "kvxfer_link_cost_seconds": Metric(
+        "gauge",
+        "Measured seconds for a part, a row of it, a packed piece and a gigabyte on links to a host, on the slowest rank.",
+        ("peer", "backend", "of"),
+        (),
+    ),
     "kvxfer_prefix_requests": Metric(
         "counter",
         "Requests for which other engines were asked for a prefix, and those to which none has answered in time, by what named these "
@@ -188,9 +194,7 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
         of("kvxfer_unclaimed_offers").inc(data["unclaimed"].get("offers", 0))
         for key, n in data["failures"].items():
             outcome, _, peer = key.partition("/")
-            if len(self._peers) < MAX_PEERS:
-                self._peers.add(peer)
-            of("kvxfer_failures", outcome, peer if peer in self._peers else OTHERS).inc(n)
+            of("kvxfer_failures", outcome, self._named(peer)).inc(n)
         counts = data["counts"]
         of("kvxfer_wasted_bytes").inc(counts.get("wasted", 0))
         of("kvxfer_corrupt").inc(counts.get("corrupt", 0))
@@ -202,8 +206,18 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 of(f"kvxfer_{metric}").set(data["gauges"][name])
             for kind, n in data["gauges"]["links"].items():
                 of("kvxfer_links", *kind.split("/", 1)).set(n)
+            for key, terms in data["gauges"].get("costs", {}).items():
+                backend, _, peer = key.partition("/")
+                for term, seconds in terms.items():
+                    of("kvxfer_link_cost_seconds", self._named(peer), backend, term).set(seconds)
         if f"{NIXL}num_failed_transfers" in self._metrics:
             self._as_nixl(of, data)
+
+    def _named(self, peer: str) -> str:
+        """Return the label of a peer's host: its own for the first of them."""
+        if len(self._peers) < MAX_PEERS:
+            self._peers.add(peer)
+        return peer if peer in self._peers else OTHERS
 
     @staticmethod
     def _prefixes(of: Any, news: Mapping[str, int]) -> None:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvxfer.control.link import LinkStatus
 from kvxfer.engine import AnswerCounts, AskCounts
 from kvxfer.failures import FailureKind
+from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.values import Ended, Stats
 
 DELIVERED, COMPUTED, CANCELLED, ELSEWHERE = "delivered", "computed", "cancelled", "elsewhere"
@@ -30,7 +31,7 @@ GAUGES = {"quarantined_bytes": "quarantined", "fetches": "loads", "offers": "lea
 """The agent's stats that go up and down, and their names here."""
 
 
-_ADDRESS = re.compile(r"(?:tcp://)?(\[[^\]]*\]|[^\s,:]+):\d+")
+_ADDRESS = re.compile(r"(?:tcp://)?(\[[^\]]*\]|[^\s,:()]+):\d+")
 
 
 class Reason(enum.StrEnum):
@@ -64,7 +65,8 @@ class KVXferStats(KVConnectorStats):
     - ``prefixes``: by how much the counts of prefixes have grown; see ``prefix_metrics``.
     - ``counts``: by how much the agents' counts have grown.
     - ``gauges``: if one of them has changed on a rank, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``, and of
-      ``links`` by ``"role/back end"``, over all ranks. vLLM tells each change to one of its front ends, so each has all of it.
+      ``links`` by ``"role/back end"``, over all ranks, and the ``costs`` of links by ``"back end/host of the peer"``. vLLM tells each
+      change to one of its front ends, so each has all of it.
     """
 
     data: dict[str, Any]
@@ -142,7 +144,13 @@ class Gauges:
     def __init__(self, stats: Stats, links: Iterable[LinkStatus]) -> None:
         self.stats = stats
         self.values: dict[str, Any] = {name: getattr(stats, field) for field, name in GAUGES.items()}
+        links = list(links)
         self.values["links"] = dict(Counter(f"{link.role}/{link.backend}" for link in links if link.up))
+        self.values["costs"] = {
+            f"{link.backend}/{_host(link.peer)}": _costs(link.cost)
+            for link in links
+            if link.up and link.cost is not None
+        }
 
 
 class RankGauges:
@@ -158,7 +166,12 @@ class RankGauges:
         self._links.update(kind for rank in news.values() for kind in rank["links"])
         ranks = self._by_rank.values()
         links = {kind: sum(rank["links"].get(kind, 0) for rank in ranks) for kind in sorted(self._links)}
-        return {**{name: sum(rank[name] for rank in ranks) for name in GAUGES.values()}, "links": links}
+        costs: dict[str, dict[str, float]] = {}
+        for rank in ranks:
+            for key, terms in rank.get("costs", {}).items():
+                worst = costs.setdefault(key, {})
+                worst |= {of: max(seconds, worst.get(of, 0.0)) for of, seconds in terms.items()}
+        return {**{name: sum(rank[name] for rank in ranks) for name in GAUGES.values()}, "links": links, "costs": costs}
 
 
 class PrefixNews:
@@ -179,6 +192,12 @@ class PrefixNews:
         news = {name: n - self._told.get(name, 0) for name, n in now.items() if n != self._told.get(name, 0)}
         self._told |= now
         return news
+
+
+def _costs(cost: LinkCost) -> dict[str, float]:
+    """Return what has been measured of a link, in seconds to three digits, so that it is not told again for nothing."""
+    found = {"part": cost.part, "row": cost.descriptor, "piece": cost.piece, "gigabyte": cost.byte * 1e9}
+    return {of: float(f"{seconds:.3g}") for of, seconds in found.items() if seconds is not None}
 
 
 def _host(peer: str) -> str:
