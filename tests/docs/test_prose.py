@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +46,46 @@ def test_no_sentence_is_too_long() -> None:
 def test_a_cell_of_a_table_holds_one_fact() -> None:
     found = [(place, text) for place, text in prose() if place.endswith("(cell)") and text.count(";") >= 3]
     assert not found, "make it several rows, or a sentence below the table"
+
+
+HABITS = {
+    r"computed (here|where it is)": "the decode engine prefills it itself, it is recomputed",
+    r"\b(all the same|in vain|for want of|for ever|likewise|lately|meanwhile)\b": "anyway, without success, also, recently, while",
+    r"\bmade-up\b": "random",
+    r"\b(stands|stand) (beside|at|on|in|there)\b": "is, is listed",
+}
+"""Of pages for users only: the habits that cost a reader most, and what to write instead."""
+PAGES = (
+    "README",
+    "docs/index",
+    "docs/why",
+    "docs/fit-a-stack",
+    "docs/recipes",
+    "docs/choose",
+    "docs/conversations",
+    "docs/secure",
+    "docs/performance",
+    "docs/backends",
+    "docs/connect",
+    "docs/library",
+    "docs/sglang",
+    "docs/status",
+    "docs/trust",
+    "docs/ports",
+    "docs/router",
+)
+
+
+@pytest.mark.parametrize("pattern", HABITS)
+def test_pages_for_users_are_free_of_a_habit(pattern: str) -> None:
+    found = [(place, text) for place, text in prose() if place.startswith(PAGES) and re.search(pattern, text, re.I)]
+    assert not found, f"write instead: {HABITS[pattern]}"
+
+
+def test_pages_have_no_more_words_than_people_read() -> None:
+    path = Path(__file__).parents[2] / "docs" / "words.py"
+    spec = importlib.util.spec_from_file_location("words", path)
+    assert spec and spec.loader
+    words = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(words)
+    assert sum(map(words.by_hand, words.pages())) <= words.MOST
