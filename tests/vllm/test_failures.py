@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.messages import Decline, Named, Renew
-from kvxfer_vllm.said import read
+from kvxfer_vllm.said import read_params
 from tests.schedule.ends import held
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways
@@ -206,7 +206,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
     )
     [transfer] = held(tracker)
     before, epoch = p.free, p.address.epoch
-    guessed, known = Named(transfer, b"guessed"), Named(transfer, read(params).digest)
+    guessed, known = Named(transfer, b"guessed"), Named(transfer, read_params(params).digest)
 
     def step_until(true: Callable[[], bool]) -> None:
         end = time.monotonic() + 30.0
@@ -225,7 +225,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
     again = prefill(p, prompt(61))
     [transfer] = held(tracker)
     before = p.free
-    told.tell(p.address, Decline(epoch, (Named(transfer, read(again).digest),), "not wanted"))
+    told.tell(p.address, Decline(epoch, (Named(transfer, read_params(again).digest),), "not wanted"))
     step_until(lambda: p.free > before)
 
 

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.engine.output_processor import RequestState
 
 from kvxfer.identity import IdentityError
-from kvxfer_vllm.said import external_id, read
+from kvxfer_vllm.said import external_id, read_params
 from tests.control.conftest import until
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, parties, prefill
 from tests.vllm.conftest import Make
@@ -192,11 +192,11 @@ def test_numbers_that_some_vllm_lets_through(number: int) -> None:
     """Releases from 0.32 on refuse them; Python raises where one of more than 4,300 digits is written out."""
     where = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7}
     with pytest.raises(IdentityError, match="transfer_id is not a text"):
-        read({**where, "transfer_id": number})
+        read_params({**where, "transfer_id": number})
     for key in ("remote_port", "kvxfer_address", "kvxfer_epoch"):
         with pytest.raises(IdentityError, match=key):
-            read({**where, "kvxfer_transfer": "x", key: number})
-    assert read({**where, "transfer_id": 7}).wanted(external_id("r-00000000"))[0].base.endswith("7")  # type: ignore[union-attr]
+            read_params({**where, "kvxfer_transfer": "x", key: number})
+    assert read_params({**where, "transfer_id": 7}).wanted(external_id("r-00000000"))[0].base.endswith("7")  # type: ignore[union-attr]
 
 
 def test_an_answer_is_small_and_says_what_was_cached(make: Make) -> None:

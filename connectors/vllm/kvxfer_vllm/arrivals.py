@@ -31,7 +31,7 @@ from kvxfer_vllm.said import (
     common_part,
     external_id,
     may_be_of_batch,
-    read,
+    read_params,
 )
 from kvxfer_vllm.stats import COMPUTED, Reason
 
@@ -93,7 +93,7 @@ class Arrivals:
             request.kv_transfer_params = None  # of which vLLM, too, takes for granted that it is one
         facts.refused = (why := self._beside.no_load(request)) is not None
         try:
-            said = read(params or self._legacy(facts.name) or {})
+            said = read_params(params or self._legacy(facts.name) or {})
             self._take_up(facts, said)
         except UnreadableError as e:
             if isinstance(params, Mapping) and (params.get("do_remote_decode") or params.get("remote_decoder")):

@@ -21,14 +21,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvxfer_vllm import internals, register
+import kvxfer_vllm.internals as internals
 from kvxfer_vllm import settings as logs
-from kvxfer_vllm.internals import check_enclosure, loads_safely
+from kvxfer_vllm.internals import loads_safely
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
 from kvxfer_vllm.metrics import KVXferPromMetrics
 from kvxfer_vllm.migration import translate
 from kvxfer_vllm.scheduler import SchedulerHooks
-from kvxfer_vllm.settings import check_backend, check_installed, groups_of, hits_may_differ, settings_of, wanted_layout
+from kvxfer_vllm.settings import (
+    check_backend,
+    check_enclosure,
+    check_installed,
+    groups_of,
+    hits_may_differ,
+    settings_of,
+    wanted_layout,
+)
 from kvxfer_vllm.stats import KVXferStats
 from kvxfer_vllm.worker import WorkerHooks
 
@@ -242,4 +250,5 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return KVXferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-register()  # MultiConnector finds what rebuilds statistics by name alone, also where VLLM_PLUGINS leaves kvxfer's plug-in out
+# MultiConnector finds what rebuilds statistics by name alone, also where VLLM_PLUGINS leaves kvxfer's plug-in out.
+internals.register_connector("KVXferConnector", "kvxfer_vllm.connector")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import itertools
 import queue
 import re
 import sys
@@ -18,15 +17,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import msgspec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.engine import EngineQueue
-from kvxfer.errors import ConfigError
 from kvxfer.logs import logger
 from kvxfer.memory.proof import Unproven, Write
-from kvxfer_vllm.migration import ConnectorConfig
 
 if TYPE_CHECKING:
     import torch
@@ -297,7 +293,7 @@ class PrefixCache:
         return any(block in blocks for _, block in unsaved.values())
 
     def cache_all(self, request: Request, group: int, computed: int, unfilled: Collection[int]) -> None:
-        """Cache all full blocks of a request that has computed so many tokens, but for those left ``unfilled``."""
+        """Cache all full blocks of the first ``computed`` tokens of a request, but for those left ``unfilled``."""
         manager = self._coordinator.single_type_managers[group]
         blocks = manager.req_to_blocks.get(request.request_id, ())
         full = min(computed // manager.block_size, len(blocks))
@@ -567,30 +563,6 @@ def engine_transfer(vllm_config: VllmConfig) -> KVTransferConfig:
     return found
 
 
-def check_enclosure(vllm_config: VllmConfig) -> None:
-    """Check what a ``MultiConnector`` around this connector is told; warn of settings of kvxfer's that vLLM gives to no connector.
-
-    Raises:
-        ConfigError: kvxfer stands in it twice.
-    """
-    kinds = [kind for kind in together(vllm_config) if _is_ours(kind)]
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"kvxfer stands {len(kinds)} times in 'connectors' of MultiConnector, and an engine can have it once: remove all but one entry"
-        )
-    if not kinds:
-        return
-    astray = sorted(
-        engine_transfer(vllm_config).kv_connector_extra_config.keys() & set(ConnectorConfig.__struct_fields__)
-    )
-    if astray:
-        log.warning(
-            "kv_connector_extra_config of MultiConnector has %s, which vLLM gives to no connector: move it into kv_connector_extra_config "
-            "of kvxfer's entry in 'connectors'",
-            ", ".join(astray),
-        )
-
-
 def loads_safely(vllm_config: VllmConfig) -> bool:
     """Return whether this connector may load: by its own role, and by the engine's.
 
@@ -604,40 +576,6 @@ def together(vllm_config: VllmConfig) -> Iterator[type]:
     outer = engine_transfer(vllm_config)
     if outer is not vllm_config.kv_transfer_config:
         yield from _inside(outer)
-
-
-def enclosed(config: ConnectorConfig, vllm_config: VllmConfig) -> ConnectorConfig:
-    """Return the settings of a scheduler side, as they are where it stands; warn of what its operator may not expect there."""
-    own, engine = vllm_config.kv_transfer_config, engine_transfer(vllm_config)
-    if own is None or not own.is_kv_consumer:
-        return config
-    if not engine.is_kv_consumer:
-        log.warning(
-            "this engine loads nothing: kv_role of its MultiConnector is %s, so vLLM gives blocks away that a step still writes to; set "
-            "it to kv_both",
-            engine.kv_role,
-        )
-        return config
-    if getattr(engine, "kv_load_failure_policy", None) == "fail":
-        log.warning(
-            "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); with "
-            "'recompute' this engine computes the prompt instead. Set it in --kv-transfer-config itself: vLLM ignores that of an entry "
-            "inside MultiConnector"
-        )
-    before = [kind.__name__ for kind in itertools.takewhile(lambda kind: not _is_ours(kind), together(vllm_config))]
-    if not before:
-        return config
-    log.warning(
-        "MultiConnector asks %s before kvxfer: if it has any tokens of a prompt, vLLM loads those and computes the rest. Put kvxfer first "
-        "in 'connectors'",
-        ", ".join(before),
-    )
-    # What is fetched before vLLM says whom it loads from may be fetched in vain.
-    return msgspec.structs.replace(config, step_budget=0.0)
-
-
-def _is_ours(kind: type) -> bool:
-    return any(base.__module__.partition(".")[0] == "kvxfer_vllm" for base in kind.__mro__)
 
 
 def _inside(transfer: KVTransferConfig) -> Iterator[type]:

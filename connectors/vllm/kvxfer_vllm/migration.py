@@ -153,7 +153,11 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @classmethod
     def unwrapped(cls, mapping: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings in vLLM's ``--kv-transfer-config``, also if kvxfer is one of several there (``MultiConnector``)."""
+        """Return the settings in vLLM's ``--kv-transfer-config``, also if kvxfer is one of several there (``MultiConnector``).
+
+        Raises:
+            ConfigError: It names another connector.
+        """
         if "kv_connector" not in mapping:
             return mapping
         found = [mapping]

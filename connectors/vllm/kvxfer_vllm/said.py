@@ -1,4 +1,4 @@
-"""What a request says: its router's ``kv_transfer_params``, read once and at one door (``read``), and what vLLM's request ids say.
+"""What a request says: its router's ``kv_transfer_params``, read once and at one door (``read_params``), and what vLLM's request ids say.
 
 P is the prefill engine, D the decode engine. A router that waits for P sends ``do_remote_decode`` to it. P's answer has
 ``do_remote_prefill``, the address of its directory, and under kvxfer's keys that address again, the transfer's base id and digest, P's
@@ -102,16 +102,16 @@ class Tier(Struct, frozen=True):
     remote_prefiller: Party | None = None
 
 
-class Endpoint(Struct, frozen=True):
+class FetchPayload(Struct, frozen=True):
     """What ``kv.fetch`` says of its source."""
 
     source_control_endpoint: Text
 
 
-class Fetch(Struct, frozen=True):
+class FetchAction(Struct, frozen=True):
     """An action of Dynamo's ``kv_hint`` that names a source."""
 
-    payload: Endpoint
+    payload: FetchPayload
     action_version: Annotated[str, Meta(pattern=r"^1(\.|$)")] = "1"
 
 
@@ -334,7 +334,7 @@ class Said(Struct, frozen=True):
             return f"{HOST} and {PORT} do not name a directory ({describe(said.remote_host)}, {describe(said.remote_port)})"
 
 
-def read(params: Any) -> Said:
+def read_params(params: Any) -> Said:
     """Return what a request's ``kv_transfer_params`` ask of this engine, hints left aside (``hints_of``).
 
     Raises:
@@ -452,7 +452,7 @@ def _dynamo(params: Mapping[str, Any]) -> Iterator[Address]:
     for action in _of(Envelope, params["kv_hint"]).actions[:MAX_SOURCES]:
         kind = action.get("action_type") if isinstance(action, Mapping) else None
         if isinstance(kind, str) and kind in FETCHES:
-            yield parse_address(_of(Fetch, action).payload.source_control_endpoint.removeprefix("tcp://"))
+            yield parse_address(_of(FetchAction, action).payload.source_control_endpoint.removeprefix("tcp://"))
 
 
 READERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[Address]]]] = {

@@ -28,15 +28,7 @@ from kvxfer_vllm.blocks import (
     table_of,
 )
 from kvxfer_vllm.content.facts import facts_of, updated
-from kvxfer_vllm.internals import (
-    EngineLoop,
-    PrefixCache,
-    VllmBlockPool,
-    around_reset,
-    correct,
-    enclosed,
-    engine_transfer,
-)
+from kvxfer_vllm.internals import EngineLoop, PrefixCache, VllmBlockPool, around_reset, correct, engine_transfer
 from kvxfer_vllm.layout import replicated_ranks
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig
@@ -44,7 +36,7 @@ from kvxfer_vllm.pages import replays
 from kvxfer_vllm.requests import OFFER, Batches, LoadOutcomes, NoPart, RequestFacts, RequestSpans
 from kvxfer_vllm.said import answer as answer_to_router
 from kvxfer_vllm.said import held_answer
-from kvxfer_vllm.settings import groups_of
+from kvxfer_vllm.settings import enclosed, groups_of
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, PrefixNews, RankGauges, Reason
 from kvxfer_vllm.steps import PromptPace, Stopping
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+import kvxfer_vllm.internals as internals
 from kvxfer.errors import ConfigError
 from kvxfer.logs import logger
 from kvxfer.transport import registry
 from kvxfer.transport.auto import AUTO
 from kvxfer.values import Group
-from kvxfer_vllm import internals
 from kvxfer_vllm import migration as addresses
 from kvxfer_vllm import settings as recurrent
-from kvxfer_vllm.internals import engine_transfer
+from kvxfer_vllm.internals import engine_transfer, together
 from kvxfer_vllm.layout import turn_takers
 from kvxfer_vllm.migration import ConnectorConfig, check_hosts, translate
 from kvxfer_vllm.pages import group_pages
@@ -185,3 +188,61 @@ def hits_may_differ(kv_cache_config: KVCacheConfig) -> bool:
         return False  # what else is a state is gone at any hit
     full = {group.specs for group in pages if group.group.kind == "full"}
     return {group.group.kind for group in pages} == {"full", "state"} and len(full) == 1
+
+
+def check_enclosure(vllm_config: VllmConfig) -> None:
+    """Check what a ``MultiConnector`` around this connector is told; warn of settings of kvxfer's that vLLM gives to no connector.
+
+    Raises:
+        ConfigError: kvxfer stands in it twice.
+    """
+    kinds = [kind for kind in together(vllm_config) if _is_ours(kind)]
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"kvxfer stands {len(kinds)} times in 'connectors' of MultiConnector, and an engine can have it once: remove all but one entry"
+        )
+    if not kinds:
+        return
+    astray = sorted(
+        engine_transfer(vllm_config).kv_connector_extra_config.keys() & set(ConnectorConfig.__struct_fields__)
+    )
+    if astray:
+        log.warning(
+            "kv_connector_extra_config of MultiConnector has %s, which vLLM gives to no connector: move it into kv_connector_extra_config "
+            "of kvxfer's entry in 'connectors'",
+            ", ".join(astray),
+        )
+
+
+def enclosed(config: ConnectorConfig, vllm_config: VllmConfig) -> ConnectorConfig:
+    """Return the settings of a scheduler side, as they are where it stands; warn of what its operator may not expect there."""
+    own, engine = vllm_config.kv_transfer_config, engine_transfer(vllm_config)
+    if own is None or not own.is_kv_consumer:
+        return config
+    if not engine.is_kv_consumer:
+        log.warning(
+            "this engine loads nothing: kv_role of its MultiConnector is %s, so vLLM gives blocks away that a step still writes to; set "
+            "it to kv_both",
+            engine.kv_role,
+        )
+        return config
+    if getattr(engine, "kv_load_failure_policy", None) == "fail":
+        log.warning(
+            "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); with "
+            "'recompute' this engine computes the prompt instead. Set it in --kv-transfer-config itself: vLLM ignores that of an entry "
+            "inside MultiConnector"
+        )
+    before = [kind.__name__ for kind in itertools.takewhile(lambda kind: not _is_ours(kind), together(vllm_config))]
+    if not before:
+        return config
+    log.warning(
+        "MultiConnector asks %s before kvxfer: if it has any tokens of a prompt, vLLM loads those and computes the rest. Put kvxfer first "
+        "in 'connectors'",
+        ", ".join(before),
+    )
+    # What is fetched before vLLM says whom it loads from may be fetched in vain.
+    return msgspec.structs.replace(config, step_budget=0.0)
+
+
+def _is_ours(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "kvxfer_vllm" for base in kind.__mro__)
