@@ -14,7 +14,7 @@ E = TypeVar("E", bound=enum.StrEnum)
 
 
 class IllegalTransition(RuntimeError):
-    """An event that by a table never happens: a bug in kvxfer. The caller that drives the table logs it and goes on."""
+    """An event that by a table never happens: a bug in kvxfer. It ends what it happens to: at the door of that room it is logged."""
 
 
 class _Leads(dict[tuple[S, E], S | None]):

@@ -241,6 +241,11 @@ class Asks:
         if not ask.requests and self._alike.get(what) is ask:
             del self._alike[what]
 
+    def give_up(self, request: RequestId) -> None:
+        """Record that a request does not load what is found for it."""
+        if (ask := self._asks.get(request)) is not None:
+            self._leave(request, ask)
+
     def _leave(self, request: RequestId, ask: Ask) -> None:
         """Let a request have nothing to do with a question any more; that of the last one is given up."""
         ask.requests.discard(request)

@@ -143,6 +143,11 @@ class Loads:
             load.fetched_at = time.monotonic()
         self._dispatch.send_ahead()
 
+    def give_up(self, request: RequestId, reason: str) -> None:
+        """End the load of a request, which goes on."""
+        if (load := self.schedule.of(request)) is not None:
+            self._end(load, _E.GIVE_UP, reason)
+
     def preempted(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
         load = self.schedule.of(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
@@ -17,7 +18,7 @@ from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.messages import Begun, Decline, Named, OtherContent, Renew
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.timers import Recent
-from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule
+from kvxfer.schedule import Load, LoadEvent, LoadState, OfferSchedule, Schedule
 from kvxfer.text import printable
 
 __all__ = ["Notices"]
@@ -60,7 +61,11 @@ class Notices:
             config.lease, MAX_EARLY
         )
         self._looked = 0.0  # when what comes about once in a while was last done
-        directory.begun, directory.differs = self._has_begun, schedule.producer.differs
+        # The directory's thread must not keep alive what else this knows.
+        directory.begun, directory.differs = (
+            partial(_has_begun, self._over, schedule.producer),
+            schedule.producer.differs,
+        )
         self.answered: Callable[[Answered], None] = lambda answer: None
         self.unheard: Callable[[Unheard], None] = lambda lost: None
 
@@ -101,12 +106,6 @@ class Notices:
         """Record that an offer's request is over. Engines that asked are told that it has begun; fetching tells them the rest."""
         self._over.put(transfer, digest, time.monotonic())
         self.directory.begins(transfer, digest)
-
-    def _has_begun(self, transfer: TransferId, digest: bytes) -> bool:
-        """Return whether an offer of this engine has begun, or is over and none follows it. Any thread."""
-        producer = self._schedule.producer
-        over = self._over.get(transfer) == digest and not producer.offers(transfer, digest)
-        return over or producer.begun(transfer, digest)
 
     # --- once a step -------------------------------------------------------------------------------------------------
 
@@ -170,3 +169,9 @@ class Notices:
     def _declined_early(self, peer: PeerIdentity, named: Named, reason: str) -> None:
         known = named.transfer.brief, named.digest
         self._early.put(peer, known, reason[:MAX_REASON_KEPT], time.monotonic(), peer)
+
+
+def _has_begun(over: Recent[TransferId, bytes], producer: OfferSchedule, transfer: TransferId, digest: bytes) -> bool:
+    """Return whether an offer of this engine has begun, or is over and none follows it. Any thread."""
+    ended = over.get(transfer) == digest and not producer.offers(transfer, digest)
+    return ended or producer.begun(transfer, digest)

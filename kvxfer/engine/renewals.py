@@ -40,11 +40,15 @@ class Renewals:
         if not self._thread.ident and not self._closed:
             self._thread.start()
 
-    def close(self) -> None:
-        """Stop renewing; blocks until the thread has ended."""
+    def begin_close(self) -> None:
+        """Begin to stop, and return at once."""
         with self._change:
             self._closed = True
             self._change.notify()
+
+    def close(self) -> None:
+        """Stop renewing; blocks until the thread has ended."""
+        self.begin_close()
         if self._thread.ident:
             self._thread.join(1.0)
 

@@ -1,8 +1,14 @@
-"""The engine's calls about one request, each checked once: here. What they do is the parts' work."""
+"""The engine's calls about one request, each checked once: here. What they do is the parts' work.
+
+This is also the door that a bug of kvxfer's does not leave: what a table refuses ends what one request offers, loads and asks, and that
+request is computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from kvxfer import arguments
 from kvxfer.engine.asks import Asks
@@ -13,12 +19,36 @@ from kvxfer.errors import ClosedError
 from kvxfer.failures import Failure
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import RequestId, Source, TransferId
+from kvxfer.logs import logger
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.schedule import Prefix
+from kvxfer.schedule import Prefix, ScheduleError
+from kvxfer.text import printable
 from kvxfer.ticket import Ticket
+from kvxfer.transitions import IllegalTransition
 from kvxfer.values import MAX_DIGEST, MAX_REASON, MAX_TOKENS, BlockTable, Rank
 
 __all__ = ["Requests"]
+
+log = logger("kvxfer.engine")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _door(instead: Any) -> Callable[[F], F]:
+    """Have a call return ``instead`` if a table refuses what it leads to; its request is given up."""
+
+    def guarded(call: F) -> F:
+        @wraps(call)
+        def door(self: Requests, request: str, *given: Any, **named: Any) -> Any:
+            try:
+                return call(self, request, *given, **named)
+            except IllegalTransition as bug:
+                self.broken(RequestId(request), bug)
+                return instead
+
+        return cast(F, door)
+
+    return guarded
 
 
 class Requests:
@@ -36,6 +66,7 @@ class Requests:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
+    @_door(False)
     def offer(
         self,
         request: str,
@@ -91,6 +122,7 @@ class Requests:
         request = _request(request)
         return self.offers.ticket(request, self.source)
 
+    @_door(False)
     def load(
         self,
         request: str,
@@ -148,6 +180,7 @@ class Requests:
             self.loads.arrived(request)
         return arrived
 
+    @_door(False)
     def ask(
         self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, computed: int = 0, kind: str = ""
     ) -> bool:
@@ -194,6 +227,7 @@ class Requests:
         request = _request(request)
         self._stories.takes_no_part(request, arguments.string("why", why, MAX_REASON))
 
+    @_door(None)
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
@@ -218,9 +252,11 @@ class Requests:
         """
         request = _request(request)
         computed = _count("computed", computed)
-        if self._asks.awaits(request, computed):
-            return None
-        return self.loads.loadable(request, computed)
+        try:
+            return None if self._asks.awaits(request, computed) else self.loads.loadable(request, computed)
+        except IllegalTransition as bug:
+            self.broken(request, bug)
+            return 0
 
     def failure(self, request: str) -> Failure | None:
         """Return why nothing is loaded for a request, if its load was given up or has failed before the request had blocks."""
@@ -253,13 +289,19 @@ class Requests:
         """
         request = _request(request)
         external = _count("external", external)
-        self._asks.admitted(request, external)
-        self.loads.allocated(request, table, external)
+        try:
+            self._asks.admitted(request, external)
+            self.loads.allocated(request, table, external)
+        except IllegalTransition as bug:
+            self.broken(request, bug)
+            if external:
+                raise ScheduleError(f"request {request} cannot be loaded: {bug}") from bug
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
         return self.offers.follows(RequestId(request))
 
+    @_door(None)
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step.
 
@@ -276,6 +318,7 @@ class Requests:
         request = _request(request)
         self.offers.runs(request, _count("computed", computed), _count("scheduled", scheduled), table)
 
+    @_door(None)
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
         request = _request(request)
@@ -302,19 +345,33 @@ class Requests:
         request = _request(request)
         complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
-        self._asks.forget(request)
-        self.loads.finished(request)
+        try:
+            self._asks.forget(request)
+            self.loads.finished(request)
+        except IllegalTransition as bug:
+            self.broken(request, bug)
+            self.loads.schedule.finish(request)
         return self.offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
+    @_door(None)
     def freed(self, request: str) -> None:
         """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
         request = _request(request)
         self.offers.freed(request)
 
+    @_door(None)
     def confirm_load_ended(self, request: str) -> None:
         """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
         request = _request(request)
         self.loads.confirm_ended(request)
+
+    def broken(self, request: RequestId, bug: IllegalTransition) -> None:
+        """Give up what a request loads, asks and offers, because of a bug of kvxfer's; it is computed here."""
+        name, why = printable(request), "a bug of kvxfer's"
+        log.error("request %s is computed here, because of %s: please report it: %s", name, why, bug, exc_info=bug)
+        self._asks.give_up(request)
+        self.loads.give_up(request, why)
+        self.offers.withdraw(request, why)
 
 
 def _request(request: str) -> RequestId:

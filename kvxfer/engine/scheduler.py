@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -106,13 +108,13 @@ class SchedulerSide(Requests):
         writes_early = arguments.flag("writes_early", writes_early)
         groups = arguments.sequence_of("groups", groups, Group, 1)
         self._pins = BlockPins(0) if pins is None else arguments.instance("pins", pins, BlockPins)
-        stories = Stories(engine, lambda: self._schedule)
+        stories = Stories(engine)
         trace, tables = Trace(config.trace, engine, stories), TableCheck(groups)
         self.facts = f.check(facts)
         self.holds, self.wake = arguments.function("holds", holds), arguments.function("wake", wake)
         self.directory = Directory(config, engine, self.facts)
         own = self.directory.source if ranks > 1 else None
-        self._schedule = Schedule(groups, own)
+        self._schedule = stories.live = Schedule(groups, own)
         producer, consumer = self._schedule.producer, self._schedule.consumer
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = notices = Notices(config, self.directory, self._schedule)
@@ -127,8 +129,8 @@ class SchedulerSide(Requests):
         self.asked, self.answered = asks.counts, self._answers.counts
         self._standstill, self._drains_until = Standstill(producer), 0.0
         self.directory.inquiries = Inquiries()
-        self.directory.explain = partial(tell, stories, self._answers, asks)
-        self.directory.wake = self._woken
+        self.directory.explain = partial(tell, stories, self.answered, self._answers.took, self.asked)
+        self.directory.wake = partial(_woken, weakref.ref(self))
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -141,15 +143,8 @@ class SchedulerSide(Requests):
 
     def _with_inquiries(self, queue: EngineQueue) -> EngineQueue:
         """Count as arriving what other engines ask, too."""
-        return replace(queue, arriving=lambda: queue.arriving() or bool(self.directory.inquiries))
-
-    def _woken(self) -> None:
-        """Have the engine make a step. The directory's thread."""
-        if self.wake is not None:
-            try:
-                self.wake()
-            except Exception:
-                log.exception("the engine's 'wake' has failed, so what others have asked waits for its next step")
+        directory = self.directory
+        return replace(queue, arriving=lambda: queue.arriving() or bool(directory.inquiries))
 
     def step(self) -> Step:
         """Return what the workers must know with this step. Call it once a step, after all other calls about the step."""
@@ -287,7 +282,23 @@ class SchedulerSide(Requests):
         self._dispatch.channel.close()
         self.directory.close()
 
+    def __del__(self) -> None:
+        if not self.__dict__.get("_closed", True) and "_answers" in self.__dict__:
+            warnings.warn("a scheduler side was dropped without being closed", ResourceWarning, stacklevel=1)
+            self._notices.renewals.begin_close()
+            self._dispatch.channel.close()
+            self.directory.begin_close()
+
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
         records = sum(1 for _ in self._schedule.consumer) + sum(1 for _ in self._schedule.producer)
         return records + len(self._pins) + len(self._schedule.ledger)
+
+
+def _woken(side: weakref.ref[SchedulerSide]) -> None:
+    """Have the engine make a step. The directory's thread."""
+    if (found := side()) is not None and found.wake is not None:
+        try:
+            found.wake()
+        except Exception:
+            log.exception("the engine's 'wake' has failed, so what others have asked waits for its next step")

@@ -12,6 +12,7 @@ import hmac
 import secrets
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -98,7 +99,8 @@ class WorkerChannel:
         if not self._closing:
             self._closing = True
             self._wakeup.set()
-            self._thread.join(2.0)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(2.0)
 
     def _run(self) -> None:
         poll = select.poll()

@@ -33,10 +33,13 @@ class Stories:
     """The last requests of one engine. One thread records; any thread may ask.
 
     Recording costs an append: a story is told when somebody asks for it.
+
+    Attributes:
+        live: What the engine has in hand.
     """
 
-    def __init__(self, engine: str, live: Callable[[], Schedule]) -> None:
-        self._engine, self._live = engine, live
+    def __init__(self, engine: str) -> None:
+        self._engine, self.live = engine, Schedule(())
         self._good: deque[Record] = deque(maxlen=KEPT)
         self._bad: deque[Record] = deque(maxlen=KEPT)
         self._notes: deque[Record] = deque(maxlen=KEPT)
@@ -76,7 +79,7 @@ class Stories:
         return Explained(self._engine, time.time(), KEPT, latest(stories, asked.most))
 
     def _about(self, asked: Explain) -> Iterator[Story]:
-        schedule, now = self._live(), time.monotonic()
+        schedule, now = self.live, time.monotonic()
         live = [_of_load(load, load.failure, None, now) for load in schedule.consumer if not load.traced]
         live += [_of_offering(found, None) for found in schedule.producer if found.ended is None]
         over = (record() for kept in (self._good, self._bad, self._notes) for record in copied(kept))

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from kvxfer.engine.answers import PrefixAnswers
-from kvxfer.engine.asks import Asks
+from kvxfer.engine.answers import AnswerCounts
+from kvxfer.engine.asks import AskCounts
 from kvxfer.engine.stories import Stories
 from kvxfer.protocol.messages import Explain, Explained, Prefixes
 
 __all__ = ["tell"]
 
 
-def tell(stories: Stories, answers: PrefixAnswers, asks: Asks, asked: Explain) -> Explained:
-    """Return what is known of the requests that are asked for, and what became of all questions for prefixes. Any thread."""
-    theirs, took, ours = answers.counts, list(answers.took), list(asks.counts.values())
+def tell(
+    stories: Stories, theirs: AnswerCounts, latest: Iterable[float], asks: Mapping[str, AskCounts], asked: Explain
+) -> Explained:
+    """Return what is known of the requests that are asked for, and what became of all questions for prefixes. Any thread.
+
+    Args:
+        stories: The requests.
+        theirs: What others have asked.
+        latest: The seconds that the latest answers to others took.
+        asks: What this engine has asked of others, by who has named these.
+        asked: Which requests.
+    """
+    took, ours = list(latest), list(asks.values())
     prefixes = Prefixes(
         inquiries=theirs.inquiries,
         held=theirs.held,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -27,6 +30,8 @@ from kvxfer.values import BlockTable, Fetch, Rank
 __all__ = ["WorkerSide"]
 
 log = logger("kvxfer.engine")
+
+T = TypeVar("T")
 
 _unless_closed = suppress(ClosedError)
 """For calls that are moot if another thread (such as a signal's handler) closes the agent during a step: its events tell the rest."""
@@ -83,7 +88,7 @@ class WorkerSide:
         self._facts: Mapping[str, str] | None = None
         self._untold: list[DirectFetches] = []  # what has come before the first step, which says what our KV depends on
         self._lock = threading.Condition()  # what follows is the worker's and the side channel's
-        self._asleep = False
+        self._asleep = self._closed = False
         self._ends = RankEnds(self._rank, quarantine)
         self._ends.report.descriptors[self._rank] = agent.descriptor
         self._direct: set[int] = set()  # numbers of fetches that have begun, and come again with their step
@@ -93,7 +98,7 @@ class WorkerSide:
 
     def _open(self, channel: Callable[[Take, Results], WorkerChannel]) -> WorkerChannel | None:
         try:
-            found = channel(self._take, self._results)
+            found = channel(_weakly(self._take, None), _weakly(self._results, []))
         except OSError as e:
             log.warning("no side channel, fetches go with the engine's steps: %s", e)
             return None
@@ -324,10 +329,17 @@ class WorkerSide:
 
     def close(self) -> bool:
         """Close the agent; return whether all memory is quiet (``Agent.close``)."""
+        self._closed = True
         if self._channel is not None:
             self.agent.listen(None)
             self._channel.close()
         return self.agent.close()
+
+    def __del__(self) -> None:
+        channel = self.__dict__.get("_channel")
+        if channel is not None and not self._closed:
+            warnings.warn("a worker side was dropped without being closed", ResourceWarning, stacklevel=1)
+            channel.close()
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
@@ -369,6 +381,12 @@ class _EngineFault(KvxferError):
 def _unexpected(error: Exception) -> bool:
     """Return whether the log is to say where an error comes from."""
     return isinstance(error, _EngineFault) or not isinstance(error, KvxferError)
+
+
+def _weakly(method: Callable[..., T], without: T) -> Callable[..., T]:
+    """Return a method that does not keep its object alive, and returns ``without`` after that."""
+    weak = weakref.WeakMethod(method)
+    return lambda *given: without if (found := weak()) is None else found(*given)
 
 
 def _agent(agent: Agent) -> Agent:

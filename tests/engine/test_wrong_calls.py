@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +30,7 @@ from kvxfer import (
     Ticket,
     TransferId,
 )
-from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
+from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerChannel, WorkerSide
 from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Named, Renew
 from kvxfer.schedule import FetchSchedule
@@ -356,6 +358,32 @@ def test_what_the_engine_fetches_with_the_agent_itself_costs_no_load_its_end() -
         while request not in d.loaded and time.monotonic() < until:
             p.step(), d.step()
         assert d.loaded == {request} and not d.failed
+
+
+def test_what_is_dropped_without_close_is_released_and_told() -> None:
+    """Its threads and descriptors go, though nobody has closed it."""
+
+    def held() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def use() -> None:
+        one = engine("dropped", channel=WorkerChannel)
+        one.scheduler.wake = one.step
+        assert one.scheduler.load(*fresh(), DIGEST, one.scheduler.source, 4)
+        one.step()
+
+    engine("before").close()
+    gc.collect()
+    before = held()
+    with pytest.warns(ResourceWarning, match="dropped without being closed") as told:
+        use()
+        gc.collect()
+        until = time.monotonic() + 20.0
+        while threading.active_count() > before[0] and time.monotonic() < until:
+            time.sleep(0.01)
+    assert {str(one.message).partition(" was")[0] for one in told} == {"a scheduler side", "a worker side", "an agent"}
+    gc.collect()
+    assert held() == before
 
 
 def test_what_wakes_the_engine_may_fail(caplog: pytest.LogCaptureFixture) -> None:
