@@ -7,12 +7,9 @@ twice, by the side channel and with a step; only after the second report may ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import TypeVar
 
-from kvxfer.engine.exchange import Report
 from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.trace import Trace
@@ -21,14 +18,12 @@ from kvxfer.identity import Generation, RequestId
 from kvxfer.logs import logger
 from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, RankResult
 from kvxfer.text import printable
-from kvxfer.values import Rank, Stages
 
 __all__ = ["LoadEnds", "Update", "disagreement"]
 
 log = logger("kvxfer.engine")
 
 _S, _E = LoadState, LoadEvent
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,8 @@ class LoadEnds:
 
     def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int, paces: LinkPaces, trace: Trace) -> None:
         self._schedule, self._pins, self._ranks, self._paces, self._trace = schedule, pins, ranks, paces, trace
-        self._early: list[Load] = []  # those that the side channel has reported since the last report
+        self._early: list[Load] = []  # those of which something has come since the last update
+        self._repeated: set[RequestId] = set()
         self._reported_soon = False  # whether it has announced an end since then that only a step reports
 
     @property
@@ -79,41 +75,41 @@ class LoadEnds:
 
     def came(self, load: Load, result: RankResult) -> None:
         """Record that a load has ended on one rank, which a step will report as well."""
-        if result.failure is not None or not result.quiet:
+        if result.failure is not None or not result.quiet or result.short is not None:
             self._reported_soon = True
-            return
-        if result.generation is not None:
-            load.generations.add(result.generation)
-        load.stages[result.rank] = result.stages
-        load.over_on.add(result.rank)
-        if load.whole and len(load.over_on) >= self._ranks:
-            self._early.append(load)
+        elif load.under_way:
+            load.results.setdefault(result.rank, result)
+            if load.whole and len(load.results) >= self._ranks:
+                self._early.append(load)
 
-    def report(self, report: Report) -> Update:
-        """Process what ranks report, and return what has become of the loads that are over on all of them."""
+    def take_in(self, load: Load, result: RankResult) -> None:
+        """Record what a step says of a load on one rank."""
+        writing = load.writing
+        if load.under_way or load.state is _S.WRITTEN:
+            load.results[result.rank] = result
+        if load.under_way:
+            load.failure = load.failure or result.failure
+            if load.writing and not writing:
+                # The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
+                load.pinned = self._pins.keep(load.holder, load.blocks.ids())
+                self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
+        if writing and not load.writing:
+            self._pins.drop(load.holder)
+            self._schedule.on(load, _E.QUIET if load.told else _E.QUIET_EARLY)
+        load.told_on.add(result.rank)
+        if len(load.told_on) >= self._ranks and not load.told and self._told(load):
+            self._repeated.add(load.request)
+        self._early.append(load)
+
+    def update(self, told: bool) -> Update:
+        """Return what has become of the loads that are over on all ranks, as far as the engine has not been told.
+
+        ``told``: whether steps have said anything since the last call.
+        """
         seen, self._early = dict.fromkeys(self._early), []
-        if report:
-            self._reported_soon = False
-        self._gather(report)
-        for request, ranks in report.quiet.items():
-            load = self._schedule.named(request)
-            if load is not None and load.writing:
-                load.writing.difference_update(ranks)
-                if not load.writing:
-                    self._quiet(load)
-                    seen[load] = None
-        repeated = set()
-        for request, ranks in report.over.items():
-            load = self._schedule.named(request)
-            if load is None or load.fetched is None or load.is_sync:
-                continue
-            load.over_on.update(ranks)
-            load.told_on.update(ranks)
-            seen[load] = None
-            if len(load.told_on) >= self._ranks and self._told(load):
-                repeated.add(request)
-        ended = [load for load in seen if self._may_end(load)]
-        return replace(self._ended(ended), repeated=frozenset(repeated))
+        repeated, self._repeated = frozenset(self._repeated), set()
+        self._reported_soon &= not told
+        return replace(self._ended([load for load in seen if self._may_end(load)]), repeated=repeated)
 
     def confirm(self, load: Load) -> None:
         """Record without a report that a load is over on all ranks."""
@@ -121,41 +117,6 @@ class LoadEnds:
             self._told(load)
             if load.under_way:
                 self._ended([load])
-
-    def _gather(self, report: Report) -> None:
-        """Note on each load what ranks report of it."""
-        for load, generations in self._under_way(report.delivered):
-            load.generations |= generations
-        for load, tokens in self._under_way(report.short):
-            load.short = tokens if load.short is None else min(tokens, load.short)
-        for load, failure in self._under_way(report.failed):
-            load.failure = load.failure or failure
-        for load, stages in self._under_way(report.stages):
-            load.stages |= stages
-        for load, ranks in self._under_way(report.writing):
-            self._writes(load, ranks)
-
-    def _under_way(self, news: Mapping[RequestId, T]) -> Iterator[tuple[Load, T]]:
-        """Yield those of the requests whose load is under way, and what is reported of each."""
-        for request, told in news.items():
-            load = self._schedule.named(request)
-            if load is not None and load.under_way:
-                yield load, told
-
-    def _writes(self, load: Load, ranks: Iterable[Rank]) -> None:
-        """Record that a load has failed while these ranks still write.
-
-        The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
-        """
-        if not load.writing:
-            load.pinned = self._pins.keep(load.holder, load.blocks.ids())
-            self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
-        load.writing.update(ranks)
-
-    def _quiet(self, load: Load) -> None:
-        """Record that no rank writes to a load's blocks any more."""
-        self._pins.drop(load.holder)
-        self._schedule.on(load, _E.QUIET if load.told else _E.QUIET_EARLY)
 
     def _told(self, load: Load) -> bool:
         """Record that steps have told of a load's end on all ranks; return whether the engine was told early that it is here."""
@@ -171,7 +132,7 @@ class LoadEnds:
         What only we know to be wrong with it, the engine must not hear of before the last step has told of its ranks: an engine that
         counts the ranks itself would take the load for whole after that.
         """
-        known = load.under_way and len(load.over_on) >= self._ranks and (load.pinned or not load.writing)
+        known = load.under_way and len(load.results) >= self._ranks and (load.pinned or not load.writing)
         return known and (load.failure is not None or load.whole or load.told)
 
     def _ended(self, loads: Iterable[Load]) -> Update:
@@ -182,10 +143,10 @@ class LoadEnds:
             if failure is None and len(load.generations) > 1:
                 failure = load.failure = disagreement(load.generations)
                 disagreed[request] = load.blocks.ids()
-            stages = reduce(Stages.slowest, load.stages.values()) if load.stages else None
+            stages = load.stages
             if failure is not None:
                 failed[request] = failure
-                if len(load.stages) == self._ranks and all(x.unasked for x in load.stages.values()):
+                if load.unasked(self._ranks):
                     self._schedule.unasked(request)
                 self._paces.failed(load.wanted.source)
             else:

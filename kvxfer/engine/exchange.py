@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvxfer import arguments
 from kvxfer.engine.side_channel import ChannelAddress, RankResult
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import StepCommands
-from kvxfer.values import BlockTable, OfferEnd, Rank, Stages
+from kvxfer.values import BlockTable, OfferEnd, Rank
 
 __all__ = ["BlockCopy", "Report", "Step"]
 
@@ -64,18 +66,9 @@ class Report:
         released: For each transfer that was offered, the ranks that are done with it, and up to which generation.
         revoked: For each transfer that goes on although blocks of it were revoked, the ranks on which nothing reads these
             blocks any more, and up to which generation.
-        delivered: For each request whose load was delivered on some ranks, the generations that they got.
-        over: For each request whose load has ended, the ranks on which it has.
-        failed: For each request whose load has failed, why.
-        short: For requests that were delivered only in part, the token up to which they were.
-        writing: For requests whose load is reported as failed although their blocks may still be written to, the ranks on
-            which they may.
-        quiet: The ranks of those on which the blocks no longer are.
-        stages: For loads that have ended, when they reached each stage on each rank.
-        invalid: The scheduler's blocks of loads that have failed.
+        results: How loads have ended, by the number of the fetch and the rank; a later one replaces an earlier one.
         begun: For each rank, the last step with revocations that it has begun.
         channels: Where these ranks' side channels listen; reported once.
-        prefetched: The result of each prefetch on each rank; a later one replaces an earlier one.
         offers_ended: How offers have ended on each rank.
         copied: For requests whose prefetched blocks have been copied, the seconds that each rank took.
     """
@@ -83,36 +76,30 @@ class Report:
     descriptors: dict[Rank, RankDescriptor] = field(default_factory=dict)
     released: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
     revoked: dict[TransferId, dict[Rank, Generation]] = field(default_factory=dict)
-    delivered: dict[RequestId, set[Generation]] = field(default_factory=dict)
-    over: dict[RequestId, set[Rank]] = field(default_factory=dict)
-    failed: dict[RequestId, Failure] = field(default_factory=dict)
-    short: dict[RequestId, int] = field(default_factory=dict)
-    writing: dict[RequestId, set[Rank]] = field(default_factory=dict)
-    quiet: dict[RequestId, set[Rank]] = field(default_factory=dict)
-    stages: dict[RequestId, dict[Rank, Stages]] = field(default_factory=dict)
-    invalid: set[int] = field(default_factory=set)
+    results: dict[tuple[int, Rank], RankResult] = field(default_factory=dict)
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
-    prefetched: dict[tuple[RequestId, Rank], RankResult] = field(default_factory=dict)
     copied: dict[RequestId, dict[Rank, float]] = field(default_factory=dict)
     offers_ended: dict[TransferId, dict[Rank, OfferEnd]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:
         """Return both reports as one. If both have a report of the same rank, that in ``later`` must be the later one."""
         arguments.instance("later", later, Report)
-        merged = {name: _merged(news, getattr(later, name)) for name, news in vars(self).items()}
-        merged["failed"] = later.failed | self.failed
-        merged["short"] |= {k: min(n, self.short[k]) for k, n in later.short.items() if k in self.short}
-        return Report(**merged)
+        return Report(**{name: _merged(news, getattr(later, name)) for name, news in vars(self).items()})
+
+    @property
+    def over(self) -> dict[RequestId, Failure | None]:
+        """The requests whose load into their own blocks has ended on some rank, and why if it has failed there; each rank says so once."""
+        told = [one for one in self.results.values() if not one.prefetch and not one.again]
+        failed = {one.handle: one.failure for one in told if one.failure is not None}
+        return dict.fromkeys([one.handle for one in told]) | failed
 
     def __bool__(self) -> bool:
-        ends = self.released or self.revoked or self.delivered or self.over or self.failed or self.quiet
-        told = self.descriptors or self.channels or self.begun or self.prefetched or self.copied or self.offers_ended
-        return bool(ends or told)
+        return any(vars(self).values())
 
 
 def _merged(a: Any, b: Any) -> Any:
-    """Return both as one: dicts key by key, sets as their union, and of anything else the second."""
+    """Return both as one: dicts key by key, and of anything else the second. What nobody has heard is not said again."""
     if isinstance(a, dict):
         return {**a, **{k: _merged(a[k], v) if k in a else v for k, v in b.items()}}
-    return a | b if isinstance(a, set) else b
+    return msgspec.structs.replace(b, again=a.again) if isinstance(b, RankResult) else b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from kvxfer import arguments
 from kvxfer.config import Config
@@ -17,7 +18,8 @@ from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import RequestId, Source, TransferId
-from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule, ScheduleError
+from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule, ScheduleError
+from kvxfer.transitions import IllegalTransition
 from kvxfer.values import MAX_DIGEST, BlockTable
 
 __all__ = ["Loads"]
@@ -36,6 +38,7 @@ class Loads:
         prefetches: Those of them that are sync.
         paces: How fast recent loads were.
         alone: Whether the engine has nothing else to do.
+        broken: Called with a request, where a table refuses what is said of its load.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Loads:
             schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace, self.alone
         )
         self.paces = self.prefetches.paces
+        self.broken: Callable[[RequestId, IllegalTransition], None] = lambda request, bug: None
         self._ends = LoadEnds(schedule.consumer, pins, ranks, self.paces, trace)
 
     # --- a request's way -----------------------------------------------------------------------------------------------
@@ -189,15 +193,13 @@ class Loads:
     def report(self, report: Report) -> Update:
         """Process what ranks have reported with steps and by the side channel; return what it means."""
         self._hear()
-        for result in report.prefetched.values():
-            load = self.schedule.named(result.handle)
-            if load is not None and load.is_sync and load.fetched == result.number:
-                self.prefetches.take_in(load, result)
+        for result in report.results.values():
+            self._take_in(result, self._ends.take_in)
         for request, copied in report.copied.items():
             load = self.schedule.named(request)
             if load is not None and load.state is _S.COPYING:
                 self.prefetches.copied(load, copied)
-        return self._ends.report(report)
+        return self._ends.update(told=bool(report))
 
     def confirm_ended(self, request: RequestId) -> None:
         """Record without a report that a load is over on all ranks; does nothing if a report has said so."""
@@ -209,14 +211,18 @@ class Loads:
         """Process what workers have sent, waiting up to ``timeout`` seconds for something; return whether there was anything."""
         news = self._dispatch.channel.receive(timeout)
         for result in news:
-            load = self.schedule.named(result.handle)
-            if load is None or load.fetched != result.number:
-                continue
-            if load.is_sync:
-                self.prefetches.take_in(load, result)
-            elif load.under_way:
-                self._ends.came(load, result)
+            self._take_in(result, self._ends.came)
         return bool(news)
+
+    def _take_in(self, result: RankResult, moving: Callable[[Load, RankResult], None]) -> None:
+        """Process what a rank says of a load that the engine still remembers; ``moving`` does so for an async one."""
+        load = self.schedule.named(result.handle)
+        if load is None or load.fetched != result.number:
+            return
+        try:
+            (self.prefetches.take_in if load.is_sync else moving)(load, result)
+        except IllegalTransition as bug:
+            self.broken(load.request, bug)
 
     def wait_alone(self) -> bool:
         """Wait for a load to end, if all requests of the engine wait for loads. Call it in a step that computes nothing.

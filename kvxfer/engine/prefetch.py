@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 
 from kvxfer.engine.alone import Alone
 from kvxfer.engine.ends import disagreement
@@ -23,9 +22,8 @@ from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.trace import Trace
-from kvxfer.failures import Failure
 from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule, ScheduleError
-from kvxfer.values import NULL, BlockTable, Group, Rank, Stages
+from kvxfer.values import NULL, BlockTable, Group, Rank
 
 __all__ = ["Prefetches"]
 
@@ -186,19 +184,22 @@ class Prefetches:
             return
         load.results[result.rank] = result
         results = load.results.values()
-        failure = self._failure(load)
+        failure = next((r.failure for r in results if r.failure is not None), None)
+        if failure is None and len(load.generations) > 1:
+            failure = disagreement(load.generations)
+        load.failure = load.failure or failure
         if result.failure is not None:
             self.paces.failed(load.wanted.source)
         quiet = len(results) == self._ranks and all(r.quiet for r in results)
         if quiet or failure is not None:
-            self._trace.write(load, failure, reduce(Stages.slowest, (r.stages for r in results)))
+            self._trace.write(load, failure, load.stages)
         if failure is not None and load.state is _S.AHEAD:
             self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
         if not quiet:
             return
         if failure is None:
             self.paces.delivered(load.wanted.source, load.end - load.start, max(r.stages.moving for r in results))
-        elif all(r.stages.unasked for r in results):
+        elif load.unasked(self._ranks):
             self._schedule.unasked(load.request)
         if load.state is _S.AHEAD:
             self._schedule.on(load, _E.ARRIVED)
@@ -206,13 +207,6 @@ class Prefetches:
             self._ledger.claim(load.holder, self._ledger.all(load.blocks), by, fills=False)
         else:
             self.end(load, _E.QUIET)
-
-    @staticmethod
-    def _failure(load: Load) -> Failure | None:
-        results = load.results.values()
-        failure = next((r.failure for r in results if r.failure is not None), None)
-        generations = {r.generation for r in results if r.generation is not None}
-        return failure or (disagreement(generations) if len(generations) > 1 else None)
 
     def copied(self, load: Load, ranks: Mapping[Rank, float]) -> None:
         """Record that these ranks have copied its blocks, and how many seconds each of them took for it."""

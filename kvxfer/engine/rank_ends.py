@@ -22,10 +22,7 @@ class _RankLoad:
     """A load that is under way on this rank, until nothing touches its blocks any more."""
 
     result: RankResult  # how it has ended, as far as is known
-    prefetch: bool
-    blocks: tuple[int, ...]  # the scheduler's blocks that it fills; none of a prefetch
-    early: bool = False  # it has failed, and that was reported before its blocks were quiet
-    short: bool = False  # it was delivered in part, which only a step can report
+    blocks: int  # how many of the scheduler's blocks it fills
 
 
 class RankEnds:
@@ -46,14 +43,13 @@ class RankEnds:
 
     def begin(self, fetch: Fetch, number: int, prefetch: bool) -> None:
         """Expect the end of a load, with this number; ``fetch`` has the scheduler's blocks."""
-        request = RequestId(fetch.handle)
-        blocks = () if prefetch else fetch.blocks.ids()
-        self._loads[request] = _RankLoad(RankResult(request, self._rank, number), prefetch, blocks)
+        result = RankResult(RequestId(fetch.handle), self._rank, number, prefetch=prefetch)
+        self._loads[result.handle] = _RankLoad(result, len(fetch.blocks.ids()))
 
     def number(self, request: RequestId) -> int | None:
         """Return the number of a load that is under way; None if none of this name is."""
         load = self._loads.get(request)
-        return None if load is None or load.short else load.result.number
+        return None if load is None or load.result.short is not None else load.result.number
 
     def refuse(self, fetch: Fetch, why: Failure) -> None:
         """End a load that the agent has refused."""
@@ -105,24 +101,18 @@ class RankEnds:
         ranks[self._rank] = max(generation, ranks.get(self._rank, generation))
 
     def _load_ended(self, event: Ended) -> None:
-        request, failure, report = RequestId(event.handle), event.outcome.failure, self.report
+        request, failure = RequestId(event.handle), event.outcome.failure
         self._ended.append(event)
         if (load := self._loads.get(request)) is None:
             return  # no load of the scheduler's: the engine has fetched it with the agent
-        load.result = replace(load.result, generation=event.generation, failure=failure, stages=event.stages)
-        if load.prefetch:
-            self._prefetched(load.result)
-            return
-        report.stages.setdefault(request, {})[self._rank] = event.stages
-        if failure is not None:
+        load.result = replace(
+            load.result, generation=event.generation, failure=failure, stages=event.stages, short=event.short
+        )
+        if load.result.prefetch:
+            self._report(load.result)
+        elif failure is not None:
             self._failing[request] = load
-            self._say(load.result)
-            return
-        if event.generation is not None:
-            report.delivered.setdefault(request, set()).add(event.generation)
-        if event.short is not None:
-            report.short[request] = event.short
-            load.short = True
+        if load.result.prefetch or failure is not None or event.short is not None:
             self._say(load.result)
 
     def _load_released(self, request: RequestId) -> None:
@@ -131,37 +121,26 @@ class RankEnds:
             return
         self._failing.pop(request, None)
         result = replace(load.result, quiet=True)
-        if load.prefetch:
-            self._prefetched(result)
-            return
-        if result.failure is None and not load.short:
+        if result.prefetch or (result.failure is None and result.short is None):
             self._say(result)
-        if load.early:
-            self._quarantine += len(load.blocks)
-            self.report.quiet.setdefault(request, set()).add(self._rank)
-        else:
-            self._report_end(request, load)
-
-    def _prefetched(self, result: RankResult) -> None:
-        self._say(result)
-        self.report.prefetched[result.handle, self._rank] = result
+        if result.again:
+            self._quarantine += load.blocks
+        self._report(result)
 
     def _say(self, result: RankResult) -> None:
         if self.aside:
             self._results.append(result)
 
-    def _report_end(self, request: RequestId, load: _RankLoad) -> None:
-        self.report.over.setdefault(request, set()).add(self._rank)
-        if load.result.failure is not None:
-            self.report.failed[request] = load.result.failure
-            self.report.invalid.update(load.blocks)
+    def _report(self, result: RankResult) -> None:
+        key = result.number, result.rank
+        before = self.report.results.get(key)
+        self.report.results[key] = result if before is None else replace(result, again=before.again)
 
     def _give_up(self, request: RequestId) -> None:
         """Report a failed load before its blocks are quiet, which may take long, if they fit into the quarantine."""
         load = self._failing[request]
-        if len(load.blocks) <= self._quarantine:
-            self._quarantine -= len(load.blocks)
-            load.early = True
+        if load.blocks <= self._quarantine:
+            self._quarantine -= load.blocks
             del self._failing[request]
-            self._report_end(request, load)
-            self.report.writing.setdefault(request, set()).add(self._rank)
+            self._report(load.result)
+            load.result = replace(load.result, again=True)

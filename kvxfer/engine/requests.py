@@ -59,6 +59,7 @@ class Requests:
     ) -> None:
         self.source, self._tables = source, tables
         self.offers, self.loads, self._asks, self._stories = offers, loads, asks, stories
+        loads.broken = self.broken
         self._descriptors: dict[Rank, RankDescriptor] = {}  # of the ranks that other engines can find
         self._closed = False
 

@@ -86,10 +86,10 @@ class DeclinedTransfer(msgspec.Struct, frozen=True):
 
 
 class RankResult(msgspec.Struct, frozen=True):
-    """How a load has ended on one rank.
+    """How a load has ended on one rank: the one form in which a rank says so, by the side channel and with a step.
 
-    For a prefetch it is sent when it ends, and again when it is quiet. For other loads it is sent only once they are
-    delivered and quiet.
+    What a step says is that nothing writes to the blocks any more, or that it has failed although something may, and then that later,
+    ``again``. Of a prefetch a step also says that it was delivered before it is quiet.
     """
 
     handle: RequestId
@@ -99,3 +99,6 @@ class RankResult(msgspec.Struct, frozen=True):
     failure: Failure | None = None  # why it was not delivered; None if it was
     quiet: bool = False  # whether nothing writes to its blocks any more
     stages: Stages = Stages()  # when it reached each stage
+    short: int | None = None  # the token up to which it was delivered, if not whole
+    prefetch: bool = False  # whether it went into lent blocks
+    again: bool = False  # whether a step has said before that it has ended

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import ClassVar, NewType
 
 from kvxfer.failures import Failure
@@ -181,20 +182,13 @@ class Load(Life[LoadState, LoadEvent]):
     start: int = 0  # the first token that it brings
     end: int = 0  # the token after the last
 
-    over_on: set[Rank] = field(default_factory=set)  # the ranks that have reported its end
-    told_on: set[Rank] = field(default_factory=set)  # those of them that have done so with a step
-    told: bool = False  # whether steps have told of its end on all ranks
-    writing: set[Rank] = field(default_factory=set)  # the ranks on which it has failed and may still write
-    pinned: bool = False  # whether its blocks are pinned while it may
-    # what the ranks were delivered of. Everything that a rank has is of one generation; ranks do not know of each
-    # other, and a producer that preempts a request between two of them gives them different ones, which do not go together
-    generations: set[Generation] = field(default_factory=set)
+    results: dict[Rank, RankResult] = field(default_factory=dict)  # how it has ended, by rank
+    told_on: set[Rank] = field(default_factory=set)  # the ranks that have said so with a step
+    told: bool = False  # whether all have
+    pinned: bool = False  # whether its blocks are pinned while it has failed and may still write to them
     failure: Failure | None = None  # why it has failed on some rank
-    short: int | None = None  # the token up to which it was delivered, if not whole
-    stages: dict[Rank, Stages] = field(default_factory=dict)  # when it reached each stage, by rank
 
     tried: bool = False  # sync: whether it has been considered
-    results: dict[Rank, RankResult] = field(default_factory=dict)  # sync: how it has ended, by rank
     expected: float = 0.0  # sync: the seconds that it should take
     waited: bool = False  # sync: whether a step has waited for it in vain
     promised: int = 0  # sync: how many tokens are here, as the engine was told last
@@ -218,6 +212,34 @@ class Load(Life[LoadState, LoadEvent]):
     def under_way(self) -> bool:
         """Whether the engine has yet to be told how it ends, though its blocks are being filled."""
         return self.state in _UNDER_WAY
+
+    @property
+    def writing(self) -> bool:
+        """Whether it has failed on a rank that may still write."""
+        return any(one.failure is not None and not one.quiet for one in self.results.values())
+
+    @property
+    def generations(self) -> set[Generation]:
+        """What the ranks were delivered of.
+
+        Everything that a rank has is of one generation; ranks do not know of each other, and a producer that preempts a request between
+        two of them gives them different ones, which do not go together.
+        """
+        return {one.generation for one in self.results.values() if one.generation is not None}
+
+    @property
+    def short(self) -> int | None:
+        """The token up to which it was delivered, if not whole."""
+        return min((one.short for one in self.results.values() if one.short is not None), default=None)
+
+    @property
+    def stages(self) -> Stages | None:
+        """When it reached each stage, on the slowest rank."""
+        return reduce(Stages.slowest, (one.stages for one in self.results.values())) if self.results else None
+
+    def unasked(self, ranks: int) -> bool:
+        """Return whether none of the ranks has asked its producer, so that none is counted there."""
+        return len(self.results) == ranks and all(one.stages.unasked for one in self.results.values())
 
     @property
     def whole(self) -> bool:

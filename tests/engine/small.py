@@ -17,13 +17,22 @@ from kvxfer.config import Config
 from kvxfer.engine import BlockPins, EngineQueue, Report, SchedulerSide, Ticket, WorkerSide
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import Cache, Region
-from kvxfer.identity import TransferId, new_epoch
+from kvxfer.identity import RequestId, TransferId, new_epoch
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
+from kvxfer.schedule import RankResult
 from kvxfer.values import NULL, BlockTable, Fetch, Group, Offer, Rank
 from tests.engine.direct import Switchboard
 
-FACTS = {"model": "small"}
+FACTS, RANK = {"model": "small"}, Rank()
+
+
+def ended(request: str, rank: Rank = RANK, number: int = 0, **more: Any) -> Report:
+    """What a rank reports with a step of a load that has ended there."""
+    result = RankResult(RequestId(request), rank, number, **{"quiet": True, **more})
+    return Report(results={(number, rank): result})
+
+
 JUNK = ("junk",)
 
 

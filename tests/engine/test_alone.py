@@ -22,7 +22,7 @@ from kvxfer.protocol.values import Stages
 from kvxfer.schedule import LoadState
 from kvxfer.values import BlockTable, Group, Rank
 from tests.engine.direct import Switchboard
-from tests.engine.small import FACTS, Lending
+from tests.engine.small import FACTS, Lending, ended
 
 SOURCE, RANK, TOKENS, LONG_S = Source("127.0.0.1", 1, 1), Rank(), 8, 1.0
 MOVING = LoadState.AHEAD, LoadState.MOVING
@@ -232,7 +232,7 @@ def test_a_load_that_fails_ends_the_wait_and_steps_go_on_until_one_has_reported_
     assert not d.side.report(Report()).failed
     d.side.step()
     assert d.side.loads.wait_alone() and d.looks == 5
-    assert d.side.report(Report(over={"a": {RANK}}, failed={"a": why})).failed == {"a": why}
+    assert d.side.report(ended("a", RANK, failure=why)).failed == {"a": why}
     assert not d.side.loads.wait_alone(), "there is nothing to wait for"
 
 

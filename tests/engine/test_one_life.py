@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from kvxfer import BlockTable, Config, Group, Rank, Source, TransferId
 from kvxfer.engine import Report, ScheduleError, SchedulerSide
 from kvxfer.testing.engine import FACTS, PagedEngine
+from tests.engine.small import ended
 
 BLOCKS, TOKENS = 8, 4
 EMPTY = BlockTable.of([[]])
@@ -145,7 +146,8 @@ class Sides(RuleBasedStateMachine):
     def load_ends(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.loads)))
         self.side.step()
-        update = self.side.report(Report(over={name: {Rank()}}, delivered={name: {1}}))
+        number = self.side.loads.schedule.named(name).fetched  # type: ignore[union-attr, arg-type]
+        update = self.side.report(ended(name, number=number, generation=1))  # type: ignore[arg-type]
         assert update.loaded == {name}
         self.side.finished(name, EMPTY, complete=True)
         del self.loads[name]

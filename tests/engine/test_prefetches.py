@@ -39,7 +39,7 @@ class Consumer:
 
     def come(self, number: int = 0) -> None:
         result = RankResult("r", RANK, number, 1, None, True, Stages(1.0, 2.0))
-        self.side.report(Report(prefetched={("r", RANK): result}))
+        self.side.report(Report(results={(number, RANK): result}))
 
     def admitted(self) -> None:
         """The request is given blocks in the step that is planned."""

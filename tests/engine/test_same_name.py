@@ -16,7 +16,7 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, StepCommands
 from kvxfer.values import BlockTable, Fetch, Group, Rank
 from tests.engine.direct import Switchboard
-from tests.engine.small import FACTS, Agent, Lending, Pool, Wire
+from tests.engine.small import FACTS, Agent, Lending, Pool, Wire, ended
 
 T, U, D, SOURCE = TransferId("own/1", 0), TransferId("own/2", 0), b"digest", Source("127.0.0.1", 1, 1)
 A, B = Rank(0, 0), Rank(0, 1)
@@ -61,16 +61,16 @@ def test_a_load_does_not_begin_before_steps_have_said_all_of_the_one_before(
     table = BlockTable.of([pool.take(2)])
     assert load(two, T, table) == 8
     board.late = [RankResult("r", B, 0, 1, None, True)]
-    assert two.report(Report(over={"r": {A}}, failed={"r": LOST}, writing={"r": {A}})).failed == {"r": LOST}
+    assert two.report(ended("r", A, failure=LOST, quiet=False)).failed == {"r": LOST}
     two.finished("r", table, False)
-    two.report(Report(quiet={"r": {A}}))
+    two.report(ended("r", A, failure=LOST, again=True))
     assert load(two, U, table) == 0, "it is computed here"
     two.finished("r", table, True)
     assert two.waiting
-    assert two.report(Report(over={"r": {B}}, delivered={"r": {1}})) == two.report(Report())
+    assert two.report(ended("r", B, generation=1)) == two.report(Report())
     assert not two.waiting and load(two, U, table) == 8, "now it may"
-    assert not two.report(Report(over={"r": {A}}, delivered={"r": {2}})).loaded, "B has nothing of it"
-    assert two.report(Report(over={"r": {B}}, delivered={"r": {2}})).loaded == {"r"}
+    assert not two.report(ended("r", A, 1, generation=2)).loaded, "B has nothing of it"
+    assert two.report(ended("r", B, 1, generation=2)).loaded == {"r"}
 
 
 def test_a_cancel_that_comes_late_does_not_hit_the_load_that_has_gone_ahead(board: Switchboard) -> None:
@@ -83,13 +83,13 @@ def test_a_cancel_that_comes_late_does_not_hit_the_load_that_has_gone_ahead(boar
     worker.begin(Step(facts=FACTS, first=0))
     worker.load(Step(StepCommands(fetches=(one,)), first=0))
     agent.wire.fail(agent.loads["r"], "its peer went away")
-    assert worker.collect().over == {"r": {A}}
+    assert worker.collect().over.keys() == {"r"}
     end.take(DirectFetches(1, (two,)))
     worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),)), first=1))
     assert not agent.loads["r"].ended
     worker.load(Step(StepCommands(fetches=(two,)), first=1))
     worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),)), first=2))
-    assert "r" not in agent.loads and worker.collect().over == {"r": {A}}
+    assert "r" not in agent.loads and worker.collect().over.keys() == {"r"}
 
 
 def test_a_load_beside_the_steps_is_none_within_one_where_an_earlier_one_of_its_name_was(board: Switchboard) -> None:

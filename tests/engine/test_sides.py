@@ -19,7 +19,7 @@ from kvxfer.schedule import ScheduleError
 from kvxfer.ticket import Ticket
 from kvxfer.values import BlockTable, Group, Rank
 from tests.engine.direct import Switchboard
-from tests.engine.small import FACTS, JUNK, Pool, Request, SmallEngine, Wire
+from tests.engine.small import FACTS, JUNK, Pool, Request, SmallEngine, Wire, ended
 
 FULL, HYBRID = [Group(4)], [Group(4), Group(2, "window", 5)]
 LOST, CUT = Failure(FailureKind.PEER_LOST, "first"), Failure(FailureKind.CORRUPT, "then")
@@ -262,9 +262,9 @@ def test_a_load_that_still_writes_is_not_over_where_nothing_pins_its_blocks() ->
     try:
         assert side.load("r", TransferId("own/1", 0), b"d", Source("h", 1, 1), 4)
         side.allocated("r", BlockTable.of([[1]]), side.loadable("r", 0) or 0)
-        early = Report(over={"r": {a}}, failed={"r": LOST}, writing={"r": {a}})
-        assert not side.report(early).failed and not side.report(Report(over={"r": {b}})).failed
-        assert side.report(Report(quiet={"r": {a}})).failed == {"r": LOST}
+        early = ended("r", a, failure=LOST, quiet=False)
+        assert not side.report(early).failed and not side.report(ended("r", b)).failed
+        assert side.report(ended("r", a, failure=LOST, again=True)).failed == {"r": LOST}
         side.finished("r", BlockTable.of([[1]]), False)
         side.step()
         assert len(side) == 0
@@ -373,8 +373,8 @@ def test_ranks_that_were_delivered_different_generations_have_not_loaded(pair: A
     d.step(4)
     (name,) = d.loading
     ranks = [Rank(0, 0), Rank(0, 1)]
-    assert not d.side.report(Report(delivered={name: {1}}, over={name: {ranks[0]}})).failed
-    update = d.side.report(Report(delivered={name: {2}}, over={name: {ranks[1]}}))
+    assert not d.side.report(ended(name, ranks[0], generation=1)).failed
+    update = d.side.report(ended(name, ranks[1], generation=2))
     assert update.disagreed.keys() == {name} and not update.loaded
     assert update.failed[name].kind is FailureKind.REVOKED
 
@@ -413,11 +413,8 @@ def test_a_load_is_as_long_as_on_the_rank_that_has_least(pair: Any) -> None:
     d.step(4)
     (name,) = d.loading
     a, b = Rank(0, 0), Rank(0, 1)
-    one = Report(delivered={name: {1}}, over={name: {a}}, short={name: 6})
-    two = Report(delivered={name: {1}}, over={name: {b}}, short={name: 4})
-    assert one.merge(two).short == two.merge(one).short == {name: 4}
-    assert not d.side.report(one).loaded
-    update = d.side.report(two)
+    assert not d.side.report(ended(name, a, generation=1, short=6)).loaded
+    update = d.side.report(ended(name, b, generation=1, short=4))
     assert update.loaded == {name} and update.short == {name: 4}
 
 
@@ -483,7 +480,7 @@ def test_an_engine_may_pass_on_all_that_it_hears() -> None:
         assert not side.finished("x", BlockTable.of([[1]]), True)
         side.freed("x")
         side.confirm_load_ended("x")
-        assert side.report(Report()) == side.report(Report(over={"x": {Rank()}}, quiet={"x": {Rank()}}))
+        assert side.report(Report()) == side.report(ended("x"))
         assert not side and len(side) == 0
         assert not side.load("y", TransferId("own/1", 0), b"d", Source("h", 1, 1), 4) or side.loadable("y", 4) == 0
         side.finished("y", BlockTable.of([[]]), False)
@@ -493,10 +490,12 @@ def test_an_engine_may_pass_on_all_that_it_hears() -> None:
 
 def test_reports_merge_rank_by_rank() -> None:
     t, a, b = TransferId("own/1", 0), Rank(0, 0), Rank(0, 1)
-    one = Report(released={t: {a: 1}}, over={"r": {a}}, failed={"r": LOST}, delivered={"s": {3}})
-    two = Report(released={t: {b: 2}}, over={"r": {b}}, failed={"r": CUT}, writing={"r": {b}})
+    one = Report(released={t: {a: 1}}).merge(ended("r", a, failure=LOST, quiet=False)).merge(ended("s", a, 1))
+    two = Report(released={t: {b: 2}}).merge(ended("r", a, failure=LOST, again=True)).merge(ended("r", b))
     both = one.merge(two)
-    assert both.released == {t: {a: 1, b: 2}} and both.over == {"r": {a, b}} and both.failed == {"r": LOST}
+    assert both.released == {t: {a: 1, b: 2}} and both.over == {"r": LOST, "s": None}
+    assert both.results.keys() == {(0, a), (0, b), (1, a)}
+    assert both.results[0, a].quiet and not both.results[0, a].again, "it is told for the first time"
     assert both and not Report() and Report().merge(one) == one
 
 

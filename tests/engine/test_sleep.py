@@ -105,7 +105,7 @@ def moves(p: Worker, d: Worker, number: int) -> bool:
     p.offer(transfer, [number])
     d.fetch(transfer, p, [BLOCKS - 1 - number])
     report = d.until(lambda r: str(transfer) in r.over)
-    assert str(transfer) not in report.failed, report.failed
+    assert report.over[str(transfer)] is None, report.over
     return np.array_equal(d.block(BLOCKS - 1 - number), p.block(number))
 
 
@@ -131,7 +131,7 @@ def test_what_is_under_way_fails_on_both_sides(pair: tuple[Worker, Worker]) -> N
     p.sleep()
     assert transfer in p.collect().released
     report = d.until(lambda r: str(transfer) in r.over)
-    assert report.failed[str(transfer)].kind in GONE
+    assert report.over[str(transfer)].kind in GONE
     p.wake()
     assert moves(p, d, 3)
 
@@ -143,7 +143,7 @@ def test_loads_of_a_sleeper_fail_before_its_memory_goes(pair: tuple[Worker, Work
     d.sleep()
     report = d.collect()
     assert str(transfer) in report.over
-    assert report.failed[str(transfer)].kind is FailureKind.CANCELLED
+    assert report.over[str(transfer)].kind is FailureKind.CANCELLED
 
 
 def test_a_load_that_is_asked_of_a_sleeper_touches_no_memory(pair: tuple[Worker, Worker]) -> None:
@@ -154,7 +154,7 @@ def test_a_load_that_is_asked_of_a_sleeper_touches_no_memory(pair: tuple[Worker,
         transfer = TransferId("own/1/asleep", number)
         d.fetch(transfer, p, [2])
         report = d.collect()
-        assert not d.cleared and report.failed[str(transfer)].kind is FailureKind.CANCELLED
+        assert not d.cleared and report.over[str(transfer)].kind is FailureKind.CANCELLED
     d.wake()
     assert moves(p, d, 3) and d.cleared
 

@@ -22,6 +22,7 @@ from kvxfer.protocol.values import Stages
 from kvxfer.testing.engine import FACTS, PagedEngine
 from kvxfer.testing.fake import Network
 from tests.control.conftest import engine, offered, until
+from tests.engine import small
 from tests.engine.direct import Switchboard
 from tests.engine.small import Lending
 
@@ -74,12 +75,8 @@ def declines(side: SchedulerSide) -> list[Named]:
     return found
 
 
-def ended(rank: Rank, stages: Stages | None, failure: Failure | None = WHY) -> Report:
-    return Report(
-        over={"r": {rank}},
-        failed={"r": failure} if failure is not None else {},
-        stages={"r": {rank: stages}} if stages is not None else {},
-    )
+def ended(rank: Rank, stages: Stages, failure: Failure | None = WHY, **more: Any) -> Report:
+    return small.ended("r", rank, stages=stages, failure=failure, **more)
 
 
 MERGED: dict[str, Callable[[Report, Report], tuple[Report, ...]]] = {
@@ -100,9 +97,9 @@ def test_it_is_declined_once_where_no_rank_has_asked(two: Two, merge: Any, secon
 
 
 @merged
-@pytest.mark.parametrize("said", [ASKED, Stages(), None], ids=["asked", "does not know", "says nothing"])
+@pytest.mark.parametrize("said", [ASKED, Stages()], ids=["asked", "does not know"])
 @pytest.mark.parametrize("failure", [WHY, Failure(FailureKind.INCOMPATIBLE, "the models differ")], ids=lambda f: f.kind)
-def test_it_is_not_unless_all_ranks_say_so(two: Two, merge: Any, said: Stages | None, failure: Failure) -> None:
+def test_it_is_not_unless_all_ranks_say_so(two: Two, merge: Any, said: Stages, failure: Failure) -> None:
     two.hear(*merge(ended(A, UNASKED, failure), ended(B, said, failure)))
     two.side.finished("r", BlockTable.of([[1, 2]]), False)
     two.hear(Report())
@@ -110,7 +107,7 @@ def test_it_is_not_unless_all_ranks_say_so(two: Two, merge: Any, said: Stages | 
 
 
 def test_it_is_not_when_the_engine_says_that_it_is_over(two: Two) -> None:
-    two.hear(Report(stages={"r": {A: UNASKED}}, failed={"r": WHY}))
+    two.hear(ended(A, UNASKED))
     two.side.confirm_load_ended("r")
     two.side.finished("r", BlockTable.of([[1, 2]]), False)
     two.hear(Report())
@@ -118,7 +115,7 @@ def test_it_is_not_when_the_engine_says_that_it_is_over(two: Two) -> None:
 
 
 def test_what_failed_before_it_is_quiet_is_declined_all_the_same(two: Two) -> None:
-    two.hear(Report(stages={"r": {A: UNASKED}}, failed={"r": WHY}), ended(B, UNASKED), ended(A, None))
+    two.hear(ended(A, UNASKED, quiet=False), ended(B, UNASKED), ended(A, UNASKED, again=True))
     assert two.declined == [Named(T, D)]
 
 
@@ -133,7 +130,7 @@ def test_so_is_a_prefetch(other: Stages) -> None:
     assert side.load("r", T, D, SOURCE, 8, offered=True) and side.loadable("r", 0) is None
     assert not side.is_prefetched("s") and side.is_prefetched("r"), "it is a prefetch"
     results = {rank: RankResult("r", rank, 0, None, WHY, True, stages) for rank, stages in ((A, UNASKED), (B, other))}
-    side.report(Report(prefetched={("r", rank): result for rank, result in results.items()}))
+    side.report(Report(results={(0, rank): result for rank, result in results.items()}))
     assert side.loadable("r", 0) == 0
     side.allocated("r", BlockTable.of([[1, 2]]), 0)
     side.step()
@@ -153,7 +150,7 @@ def test_a_prefetch_is_copied_from_the_local_tokens_on(computed: int, external: 
     side.listen_to({A: board.worker(lambda _: None, list).address})
     side.step()
     assert side.load("r", T, D, SOURCE, 8, offered=True) and side.loadable("r", 0) is None
-    side.report(Report(prefetched={("r", A): RankResult("r", A, 0, 1, None, True, ASKED)}))
+    side.report(Report(results={(0, A): RankResult("r", A, 0, 1, None, True, ASKED)}))
     assert side.loadable("r", computed) == 8 - computed
     side.allocated("r", BlockTable.of([[1, 2]]), external)
     (copy,) = side.step().copies

@@ -204,7 +204,7 @@ class WorkerHooks:
         report = self._on.collect(IDLE_S if metadata.idle and not (metadata.waited or self._told) else 0.0)
         self._told = bool(report.over)
         self._received.update(report.over)
-        self._failed.update(report.failed)
+        self._failed.update(name for name, failure in report.over.items() if failure is not None)
         self._report = self._report.merge(report)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
