@@ -94,7 +94,6 @@ class LoadEnds:
                 load.pinned = self._pins.keep(load.holder, load.blocks.ids())
                 self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
         if writing and not load.writing:
-            self._pins.drop(load.holder)
             self._schedule.on(load, _E.QUIET if load.told else _E.QUIET_EARLY)
         load.told_on.add(result.rank)
         if len(load.told_on) >= self._ranks and not load.told and self._told(load):

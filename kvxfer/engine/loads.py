@@ -141,7 +141,7 @@ class Loads:
                 return
             self.schedule.allocated(request, table, load.computed, external)
         except KvxferError as error:
-            self._end(load, _E.GIVE_UP, f"the consumer cannot load it: {error}")
+            self.schedule.on(load, _E.GIVE_UP, f"the consumer cannot load it: {error}")
             raise
         if external:
             load.fetched_at = time.monotonic()
@@ -150,13 +150,13 @@ class Loads:
     def give_up(self, request: RequestId, reason: str) -> None:
         """End the load of a request, which goes on."""
         if (load := self.schedule.of(request)) is not None:
-            self._end(load, _E.GIVE_UP, reason)
+            self.schedule.on(load, _E.GIVE_UP, reason)
 
     def preempted(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
         load = self.schedule.of(request)
         if load is not None:
-            self._end(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
+            self.schedule.on(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
 
     def finished(self, request: RequestId) -> None:
         """Record that the request is over, at whatever point."""
@@ -164,23 +164,13 @@ class Loads:
         if load is not None:
             if load.fetched is None:
                 self._trace.never_begun(load)
-            if load.is_sync:
-                load.over = True
-                self.prefetches.end(load, _E.GIVE_UP, "the consumer's request is over")
-            else:
-                self.schedule.finish(request)
+            self.schedule.finish(request)
 
     def withdraw_all(self, reason: str) -> None:
         """End all loads, though their requests go on."""
         for load in self.schedule:
             if not load.over:
-                self._end(load, _E.GIVE_UP, reason)
-
-    def _end(self, load: Load, event: LoadEvent, reason: str) -> None:
-        if load.is_sync:
-            self.prefetches.end(load, event, reason)
-        else:
-            self.schedule.on(load, event, reason)
+                self.schedule.on(load, _E.GIVE_UP, reason)
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -188,7 +178,7 @@ class Loads:
         """Give back blocks of prefetches that wait for their request."""
         for load in list(self.schedule.working):
             if load.state is _S.HERE:
-                self.prefetches.end(load, _E.TAKE_BLOCKS)
+                self.schedule.on(load, _E.TAKE_BLOCKS)
 
     def report(self, report: Report) -> Update:
         """Process what ranks have reported with steps and by the side channel; return what it means."""

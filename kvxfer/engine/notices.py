@@ -132,7 +132,7 @@ class Notices:
                     self._schedule.consumer.found(named.transfer, named.digest)
                     for load in self._schedule.consumer.wanting(named.transfer):
                         if load.wanted.digest == named.digest:
-                            load.on(LoadEvent.BEGUN)
+                            self._schedule.consumer.on(load, LoadEvent.BEGUN)
                 continue
             if isinstance(notice, OtherContent):
                 for named in notice.transfers:
@@ -152,7 +152,7 @@ class Notices:
                     if wanted.transfer.unplaced:
                         self._give_up(load, FailureKind.PEER_UNREACHABLE, "the producer's directory cannot be reached")
                     else:
-                        load.on(LoadEvent.BEGUN)
+                        self._schedule.consumer.on(load, LoadEvent.BEGUN)
                 continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):

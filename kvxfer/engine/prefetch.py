@@ -151,7 +151,7 @@ class Prefetches:
         if external > load.promised:
             raise ScheduleError(f"request {request} counts on {external} tokens where {load.promised} are here")
         if not external:
-            self.end(load, _E.NOT_NEEDED, "the consumer does not need it")
+            self._schedule.on(load, _E.NOT_NEEDED, "the consumer does not need it")
             return
         end = computed + external
         self._schedule.fills(table, computed, end)
@@ -162,7 +162,7 @@ class Prefetches:
         lacking = table.only(self._span(group, computed, load.end) for group in self._groups)
         unused = self._schedule.unused(request, lacking)
         # Until the step: no load may fill these any more, while this request may offer them after that.
-        self._ledger.claim(("copy", load.number), unused, f"the copy for request {request}", fills=False)
+        self._ledger.claim(load.copier, unused, f"the copy for request {request}", fills=False)
         self._schedule.on(load, _E.ADMIT)
         load.promised = 0
         self._left = max(0.0, self._left - self._to_copy(load))
@@ -170,10 +170,11 @@ class Prefetches:
 
     def copies(self) -> tuple[BlockCopy, ...]:
         """Return what this step copies, and refill the budget; call it once a step."""
-        drained, self._admitted, self._left = self._admitted, [], self._budget
+        # The blocks of any other may be another request's by now.
+        drained = [(load, table) for load, table in self._admitted if load.state is _S.ADMITTED]
+        self._admitted, self._left = [], self._budget
         self._alone.begin_step()
         for load, _ in drained:
-            self._ledger.drop(("copy", load.number))
             self._schedule.on(load, _E.SHIPPED)
         return tuple(BlockCopy(load.request, load.blocks, table) for load, table in drained)
 
@@ -201,26 +202,11 @@ class Prefetches:
             self.paces.delivered(load.wanted.source, load.end - load.start, max(r.stages.moving for r in results))
         elif load.unasked(self._ranks):
             self._schedule.unasked(load.request)
-        if load.state is _S.AHEAD:
-            self._schedule.on(load, _E.ARRIVED)
-            by = f"the prefetch of request {load.request}"
-            self._ledger.claim(load.holder, self._ledger.all(load.blocks), by, fills=False)
-        else:
-            self.end(load, _E.QUIET)
+        self._schedule.on(load, _E.ARRIVED if load.state is _S.AHEAD else _E.QUIET)
 
     def copied(self, load: Load, ranks: Mapping[Rank, float]) -> None:
         """Record that these ranks have copied its blocks, and how many seconds each of them took for it."""
         load.copied |= ranks
         if len(load.copied) == self._ranks:
             self._copying.took(load.end - load.start, max(load.copied.values()))
-            self.end(load, _E.COPIED)
-
-    def end(self, load: Load, event: LoadEvent, reason: str = "") -> None:
-        """Pass an event on that may end the load, and give the lent blocks back if it does."""
-        load.promised = 0
-        if load.state is _S.ADMITTED:  # its blocks may be another request's by the time of the step
-            self._admitted = [(other, table) for other, table in self._admitted if other is not load]
-            self._ledger.drop(("copy", load.number))
-        self._schedule.on(load, event, reason)
-        if load.state is _S.CLOSED:
-            self._pins.drop(load.holder)
+            self._schedule.on(load, _E.COPIED)

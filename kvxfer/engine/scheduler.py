@@ -116,6 +116,7 @@ class SchedulerSide(Requests):
         own = self.directory.source if ranks > 1 else None
         self._schedule = stories.live = Schedule(groups, own)
         producer, consumer = self._schedule.producer, self._schedule.consumer
+        consumer.unpin = self._pins.drop
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = notices = Notices(config, self.directory, self._schedule)
         offers = Offers(producer, self._pins, tables, ranks, writes_early, notices, stories)

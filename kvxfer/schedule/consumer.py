@@ -1,14 +1,14 @@
 """The consumer's scheduler side: which requests load from other engines, and into which blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from kvxfer.identity import Handle, RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
-from kvxfer.schedule.load import Load, LoadEvent, LoadNumber, LoadState, Wanted
+from kvxfer.schedule.load import ENTERED, LEFT, Load, LoadAction, LoadEvent, LoadNumber, LoadState, Wanted
 from kvxfer.values import BlockTable, Fetch, Group
 
-_S, _E = LoadState, LoadEvent
+_S, _E, _A = LoadState, LoadEvent, LoadAction
 
 
 class FetchSchedule:
@@ -26,6 +26,7 @@ class FetchSchedule:
         fetched: How many fetches have been queued. The next one has that number.
         fetches: Those that the next ``commands`` returns.
         working: The loads that have been fetched and are not closed.
+        unpin: Called with the holder of blocks that may be used again.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None, ledger: BlockLedger | None = None) -> None:
@@ -37,6 +38,7 @@ class FetchSchedule:
         self._loads: dict[RequestId, Load] = {}  # by the engine's name of the request
         self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
         self.working: list[Load] = []
+        self.unpin: Callable[[Hashable], None] = lambda holder: None
         self._numbers = 0
         self.fetched = 0
         self.fetches: list[Fetch] = []
@@ -173,12 +175,12 @@ class FetchSchedule:
         end = computed + external
         blocks = self.fills(table, computed, end)
         unused = self.unused(request, blocks)
-        load.on(event)
+        self.on(load, event)
         self._ledger.claim(load.holder, unused, f"the load of request {request}", fills=True)
         wanted = load.wanted
         for sibling in wanted.loads:
             if sibling is not load:
-                sibling.on(_E.SIBLING_FETCHES)
+                self.on(sibling, _E.SIBLING_FETCHES)
         load.fetched, load.blocks, load.start, load.end = self.fetched, blocks, computed, end
         self.working.append(load)
         self.fetched += 1
@@ -218,20 +220,33 @@ class FetchSchedule:
     # --- how it ends ---------------------------------------------------------------------------------------------------
 
     def on(self, load: Load, event: LoadEvent, reason: str = "") -> bool:
-        """Make the move of one load that an event leads to, with all that follows from it; return False if the event is ignored.
+        """Make the move of one load that an event leads to, with all that is done with it; return False if the event is ignored.
 
-        A load whose workers are busy with it is cancelled, its blocks may be used again once they are quiet, and the other requests
-        of the transfer compute their tokens. ``reason``: why it is cancelled, for the workers' log.
+        This is the one door to a load. ``reason``: why it is cancelled, for the workers' log.
         """
         before = load.state
         if not load.on(event):
             return False
-        if load.state in (_S.CANCELLED, _S.ABANDONED):
-            self._cancels.append((load, Cancel(load.request, reason)))
-        if load.fetched is not None and load.state in (_S.REPEATED, _S.CLOSED, _S.HERE):
-            self._ledger.drop(load.holder)
-        if load.state in (_S.HERE, _S.CANCELLED, _S.ABANDONED, _S.CLOSED):
-            self._close(load, before, event, reason)
+        for action in (*LEFT.get(before, ()), *ENTERED.get(load.state, ())):
+            match action:
+                case _A.CANCEL:
+                    self._cancels.append((load, Cancel(load.request, reason)))
+                case _A.FILLED:
+                    self._ledger.drop(load.holder)
+                    by = f"the prefetch of request {load.request}"
+                    self._ledger.claim(load.holder, self._ledger.all(load.blocks), by, fills=False)
+                case _A.LET_GO if load.fetched is not None:
+                    self._ledger.drop(load.holder)
+                    self.unpin(load.holder)
+                case _A.NOT_COPIED:
+                    self._ledger.drop(load.copier)
+                case _A.CLOSE if not load.wanted.closed:
+                    self._close(load, before, event, reason)
+                case _A.END:
+                    if load.fetched is not None:
+                        self.working.remove(load)
+                    if load.over:
+                        self._forget(load)
         return True
 
     def unasked(self, request: RequestId) -> None:
@@ -256,7 +271,7 @@ class FetchSchedule:
                 self.on(load, _E.GIVE_UP, reason)
 
     def _close(self, load: Load, before: LoadState, event: LoadEvent, reason: str) -> None:
-        """Close the transfer with the load that was to fetch it, and forget what nobody will ask about.
+        """Close the transfer with the load that was to fetch it; the other requests of it compute their tokens.
 
         One that has not begun goes with its last request, or with one that is admitted without it; its producer is told.
         """
@@ -266,15 +281,10 @@ class FetchSchedule:
             closes = event is _E.NOT_NEEDED or all(other is load or other.over for other in wanted.loads)
             if closes:
                 self.decline(wanted.transfer, wanted.digest, wanted.source, reason)
-        if closes and not wanted.closed:
+        if closes:
             wanted.closed = True
-            for sibling in wanted.loads:
-                sibling.on(_E.SIBLING_ENDS)
-        if load.state is _S.CLOSED:
-            if load.fetched is not None:
-                self.working.remove(load)
-            if load.over:
-                self._forget(load)
+            for sibling in tuple(wanted.loads):
+                self.on(sibling, _E.SIBLING_ENDS)
 
     def _forget(self, load: Load) -> None:
         wanted = load.wanted

@@ -13,6 +13,7 @@ engine knows to be over may live on for a while (``WRITTEN``, ``REPEATED``), and
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import ClassVar, NewType
@@ -23,7 +24,7 @@ from kvxfer.schedule.commands import RankResult
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, Rank, Stages
 
-__all__ = ["LOAD", "Load", "LoadEvent", "LoadNumber", "LoadState", "Wanted"]
+__all__ = ["ENTERED", "LEFT", "LOAD", "Load", "LoadAction", "LoadEvent", "LoadNumber", "LoadState", "Wanted"]
 
 LoadNumber = NewType("LoadNumber", int)
 """The serial number of a load, which no other load of the engine has, has had or will have."""
@@ -147,6 +148,31 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
 )
 
 
+class LoadAction(enum.StrEnum):
+    """What is done with a move."""
+
+    CANCEL = "workers are told to cancel it"
+    FILLED = "its blocks may be read, and are not filled any more"
+    LET_GO = "its blocks may be used again"
+    NOT_COPIED = "the blocks to which it was to be copied may be filled"
+    CLOSE = "its transfer is not fetched any more"
+    END = "its record goes, once its request is over"
+
+
+_A = LoadAction
+
+ENTERED: Mapping[LoadState, tuple[LoadAction, ...]] = {
+    _S.HERE: (_A.FILLED, _A.CLOSE),
+    _S.ABANDONED: (_A.CANCEL, _A.CLOSE),
+    _S.CANCELLED: (_A.CANCEL, _A.CLOSE),
+    _S.REPEATED: (_A.LET_GO,),
+    _S.CLOSED: (_A.LET_GO, _A.CLOSE, _A.END),
+}
+"""What is done when a load comes to a state, in this order."""
+LEFT: Mapping[LoadState, tuple[LoadAction, ...]] = {_S.ADMITTED: (_A.NOT_COPIED,)}
+"""What is done before that, when it leaves one."""
+
+
 @dataclass(slots=True, eq=False)
 class Wanted:
     """One transfer, and the loads of all requests of this engine that want it: one of them fetches it, at most once."""
@@ -250,3 +276,8 @@ class Load(Life[LoadState, LoadEvent]):
     def holder(self) -> tuple[str, LoadNumber]:
         """Under which its blocks are claimed and pinned."""
         return "load", self.number
+
+    @property
+    def copier(self) -> tuple[str, LoadNumber]:
+        """Under which the blocks are claimed to which it is copied."""
+        return "copy", self.number
