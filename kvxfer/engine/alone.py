@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from kvxfer.schedule import FetchSchedule, Load, LoadState
 
-__all__ = ["Alone", "EngineQueue"]
-
 LOOK_S = 0.001
 """Seconds from one look at the engine's queue to the next: the longest delay for a request that comes while a load is waited for."""
 LOOKS = 50

@@ -24,8 +24,6 @@ from kvxfer.security import RateLimitedWarnings
 from kvxfer.shares import NewcomerShares
 from kvxfer.values import MAX_TOKENS, BlockTable, Group
 
-__all__ = ["AnswerCounts", "PrefixAnswers", "HeldPrefix", "Holds", "Inquiry"]
-
 log = logger("kvxfer.engine")
 
 ANSWER_S = 0.001

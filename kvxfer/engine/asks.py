@@ -24,8 +24,6 @@ from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Load, Prefix
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 
-__all__ = ["AskCounts", "Asks"]
-
 log = logger("kvxfer.engine")
 
 _S, _E = AskState, AskEvent

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvxfer.engine.exchange import Step
 from kvxfer.geometry import Cache, bands
 
-__all__ = ["ComputedBands"]
-
 
 class ComputedBands:
     """Counts the bands of layers that the current step has computed; one thread."""

@@ -15,8 +15,6 @@ from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Schedule, StepCommands
 from kvxfer.values import Rank
 
-__all__ = ["Dispatch"]
-
 MAX_PREPARED = 1024
 """The most engines that are remembered as having been prepared (``Dispatch.prepare``)."""
 

@@ -19,8 +19,6 @@ from kvxfer.logs import logger
 from kvxfer.schedule import FetchSchedule, Load, LoadEvent, LoadState, RankResult
 from kvxfer.text import printable
 
-__all__ = ["LoadEnds", "Update", "disagreement"]
-
 log = logger("kvxfer.engine")
 
 _S, _E = LoadState, LoadEvent

@@ -15,8 +15,6 @@ from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import StepCommands
 from kvxfer.values import BlockTable, OfferEnd, Rank
 
-__all__ = ["BlockCopy", "Report", "Step"]
-
 
 @dataclass(frozen=True)
 class BlockCopy:

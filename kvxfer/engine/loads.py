@@ -22,8 +22,6 @@ from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule, Sc
 from kvxfer.transitions import IllegalTransition
 from kvxfer.values import MAX_DIGEST, BlockTable
 
-__all__ = ["Loads"]
-
 _S, _E = LoadState, LoadEvent
 
 TOGETHER_S = 0.002

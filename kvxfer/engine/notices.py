@@ -21,8 +21,6 @@ from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import Load, LoadEvent, LoadState, OfferSchedule, Schedule
 from kvxfer.text import printable
 
-__all__ = ["Notices"]
-
 log = logger("kvxfer.engine")
 
 MAX_OVER = 100_000

@@ -29,8 +29,6 @@ from kvxfer.schedule.producer import ABORTED
 from kvxfer.ticket import Ticket
 from kvxfer.values import MAX_REASON, NULL, BlockTable, Group, OfferEnd, Rank
 
-__all__ = ["Offers", "kept_blocks", "lacks_window"]
-
 _S = OfferingState
 
 LEFT = 8

@@ -9,8 +9,6 @@ from collections import deque
 from kvxfer.config import Ask
 from kvxfer.identity import Source
 
-__all__ = ["Benefit", "LinkPaces", "Pace", "StepCost"]
-
 REMEMBERED = 16
 """The number of recent loads that are remembered."""
 ALIKE = 2

@@ -15,8 +15,6 @@ from typing import Protocol, runtime_checkable
 from kvxfer import arguments
 from kvxfer.logs import logger
 
-__all__ = ["BlockPins", "BlockPool", "ElasticPool", "LendingPool"]
-
 log = logger("kvxfer.engine")
 
 

@@ -25,8 +25,6 @@ from kvxfer.engine.trace import Trace
 from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule, ScheduleError
 from kvxfer.values import NULL, BlockTable, Group, Rank
 
-__all__ = ["Prefetches"]
-
 _S, _E = LoadState, LoadEvent
 
 

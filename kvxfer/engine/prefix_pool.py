@@ -11,8 +11,6 @@ import numpy as np
 from kvxfer import arguments
 from kvxfer.errors import ArgumentError
 
-__all__ = ["PrefixPool"]
-
 MAX_BLOCKS = 1 << 31
 MAX_SALT = 1 << 20
 

@@ -14,8 +14,6 @@ from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
 from kvxfer.values import Fetch, OfferEnd, Rank, Stages
 
-__all__ = ["RankEnds"]
-
 
 @dataclass(slots=True, eq=False)
 class _RankLoad:

@@ -12,8 +12,6 @@ from kvxfer.protocol.messages import Named, Renew
 from kvxfer.schedule import Load, LoadState
 from kvxfer.threads import NamedThread
 
-__all__ = ["RENEWED", "Renewals"]
-
 log = logger("kvxfer.engine")
 
 RENEWED = 20

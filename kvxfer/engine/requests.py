@@ -27,8 +27,6 @@ from kvxfer.ticket import Ticket
 from kvxfer.transitions import IllegalTransition
 from kvxfer.values import MAX_DIGEST, MAX_REASON, MAX_TOKENS, BlockTable, Rank
 
-__all__ = ["Requests"]
-
 log = logger("kvxfer.engine")
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -40,8 +40,6 @@ from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import Schedule
 from kvxfer.values import MAX_REASON, MAX_TOKENS, Group, Rank
 
-__all__ = ["SchedulerSide"]
-
 log = logger("kvxfer.engine")
 
 MAX_RANKS = 1 << 16

@@ -27,8 +27,6 @@ from kvxfer.schedule import RankResult
 from kvxfer.threads import NamedThread
 from kvxfer.values import Fetch, Rank
 
-__all__ = ["ChannelAddress", "DirectFetches", "RankResult", "Results", "SideChannel", "Take", "WorkerChannel"]
-
 log = logger("kvxfer.engine")
 
 NAMES = "kvxfer-side-"

@@ -8,8 +8,6 @@ from kvxfer.logs import logger
 from kvxfer.schedule import Offering, OfferSchedule
 from kvxfer.text import printable
 
-__all__ = ["Standstill"]
-
 log = logger("kvxfer.engine")
 
 STANDSTILL_S = 2.0

@@ -14,8 +14,6 @@ from kvxfer.identity import Source
 from kvxfer.protocol.messages import Await, Named
 from kvxfer.schedule import Load, LoadState
 
-__all__ = ["Starts"]
-
 AGAIN_S = 1.0
 """Seconds after which a producer is asked again: it may not have been there, or its answer may be lost."""
 

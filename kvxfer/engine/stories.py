@@ -15,8 +15,6 @@ from kvxfer.protocol.messages.bounds import MAX_WORDS
 from kvxfer.schedule import Load, LoadState, Offering, Schedule
 from kvxfer.values import OfferEnd, Stages
 
-__all__ = ["Stories"]
-
 Record = Callable[[], Story]
 
 WAITED = "the request ended while its load waited for free blocks of this engine"

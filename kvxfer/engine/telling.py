@@ -12,8 +12,6 @@ from kvxfer.engine.asks import AskCounts
 from kvxfer.engine.stories import Stories
 from kvxfer.protocol.messages import Explain, Explained, Prefixes
 
-__all__ = ["tell"]
-
 
 def tell(
     stories: Stories, theirs: AnswerCounts, latest: Iterable[float], asks: Mapping[str, AskCounts], asked: Explain

@@ -17,8 +17,6 @@ from kvxfer.security import Repeats
 from kvxfer.text import printable
 from kvxfer.values import Stages
 
-__all__ = ["Trace"]
-
 log = logger("kvxfer.engine")
 
 LOG_EVERY_S = 10.0

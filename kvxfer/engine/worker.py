@@ -27,8 +27,6 @@ from kvxfer.protocol.values import Ended
 from kvxfer.text import MAX_SHOWN, printable
 from kvxfer.values import BlockTable, Fetch, Rank
 
-__all__ = ["WorkerSide"]
-
 log = logger("kvxfer.engine")
 
 T = TypeVar("T")

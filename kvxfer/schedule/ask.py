@@ -16,8 +16,6 @@ from kvxfer.schedule.chain import Chain
 from kvxfer.schedule.load import Load, Wanted
 from kvxfer.transitions import Life, Transitions, pairs
 
-__all__ = ["ASK", "Ask", "AskEvent", "AskState", "PrefixOffer"]
-
 
 class AskState(enum.StrEnum):
     """The states of one request's question."""

@@ -22,8 +22,6 @@ from kvxfer.identity import as_token_ids, digest, key, media_items, token_row
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # for annotations alone it takes too long to load
 
-__all__ = ["MAX_LINKS", "STEP", "Chain", "Prefix"]
-
 STEP = 16
 """Tokens from one digest to the next: the size of an engine's usual block."""
 DIGEST = 16

@@ -9,8 +9,6 @@ from kvxfer.failures import Failure
 from kvxfer.identity import Generation, RequestId, Source, TransferId
 from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank, Stages
 
-__all__ = ["Cancel", "DeclinedTransfer", "RankResult", "Revoke", "ScheduleError", "StepCommands", "check_table"]
-
 
 class ScheduleError(KvxferError):
     """A call makes no sense at this point: a bug in the engine or connector that made it."""

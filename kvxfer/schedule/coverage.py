@@ -7,8 +7,6 @@ from kvxfer.schedule.commands import check_table
 from kvxfer.schedule.offering import Offering
 from kvxfer.values import NULL, BlockTable, Group
 
-__all__ = ["Coverage"]
-
 
 class Coverage:
     """Reads the block tables of one engine."""

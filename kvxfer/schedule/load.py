@@ -24,8 +24,6 @@ from kvxfer.schedule.commands import RankResult
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, Rank, Stages
 
-__all__ = ["ENTERED", "LEFT", "LOAD", "Load", "LoadAction", "LoadEvent", "LoadNumber", "LoadState", "Wanted"]
-
 LoadNumber = NewType("LoadNumber", int)
 """The serial number of a load, which no other load of the engine has, has had or will have."""
 

@@ -14,8 +14,6 @@ from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, OfferEnd, Rank
 
-__all__ = ["OFFERING", "Offering", "OfferingEvent", "OfferingNumber", "OfferingState"]
-
 OfferingNumber = NewType("OfferingNumber", int)
 """The serial number of an offering, which no other offering of the engine has, has had or will have."""
 

@@ -6,8 +6,6 @@ from kvxfer.identity import FIRST, Generation, RequestId, TransferId
 from kvxfer.schedule.offering import Offering, OfferingNumber, OfferingState
 from kvxfer.values import BlockTable, Group
 
-__all__ = ["Offerings"]
-
 
 class Offerings:
     """All offerings of one engine that something is remembered of."""

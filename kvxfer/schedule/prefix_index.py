@@ -9,8 +9,6 @@ from kvxfer import arguments
 from kvxfer.schedule.chain import STEP, Chain, Prefix
 from kvxfer.values import MAX_TOKENS
 
-__all__ = ["KnownPrefix", "PrefixIndex"]
-
 T = TypeVar("T")
 
 EAGER = 256
