@@ -154,7 +154,7 @@ class LoadEnds:
                     log.warning(what, printable(request), load.short)
                 elif stages is not None:
                     self._paces.delivered(load.wanted.source, load.end - load.start, stages.moving)
-            self._trace.write(load, failure, stages)
+            self._trace.write(load)
             told = _E.ENDED if load.told else _E.ENDED_EARLY
             self._schedule.on(load, _E.ENDED_WRITTEN if load.writing else told)
         return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, short=shorter)

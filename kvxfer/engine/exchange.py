@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from kvxfer import arguments
-from kvxfer.engine.side_channel import ChannelAddress, RankResult
+from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.schedule import StepCommands
+from kvxfer.schedule import RankResult, StepCommands
 from kvxfer.values import BlockTable, OfferEnd, Rank
 
 

@@ -191,7 +191,7 @@ class Prefetches:
             self.paces.failed(load.wanted.source)
         quiet = len(results) == self._ranks and all(r.quiet for r in results)
         if quiet or failure is not None:
-            self._trace.write(load, failure, load.stages)
+            self._trace.write(load)
         if failure is not None and load.state is _S.AHEAD:
             self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
         if not quiet:

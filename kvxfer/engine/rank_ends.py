@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvxfer.engine.exchange import Report
-from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
+from kvxfer.schedule import RankResult
 from kvxfer.values import Fetch, OfferEnd, Rank, Stages
 
 

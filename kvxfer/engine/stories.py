@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from msgspec.structs import replace
 
 from kvxfer.control.stories import KEPT, STAGES, about, copied, latest, told_name, told_text
-from kvxfer.failures import Failure
 from kvxfer.protocol.messages import Explain, Explained, Story
 from kvxfer.protocol.messages.bounds import MAX_WORDS
 from kvxfer.schedule import Load, LoadState, Offering, Schedule
-from kvxfer.values import OfferEnd, Stages
+from kvxfer.values import OfferEnd
 
 Record = Callable[[], Story]
 
@@ -44,19 +44,16 @@ class Stories:
 
     # --- the scheduler's thread --------------------------------------------------------------------------------------
 
-    def load_ended(self, load: Load, failure: Failure | None, stages: Stages | None) -> None:
-        now = time.monotonic()
-        (self._good if failure is None else self._bad).append(lambda: _of_load(load, failure, stages, now))
+    def load_ended(self, load: Load) -> None:
+        (self._good if load.failure is None else self._bad).append(partial(of_load, load))
 
     def load_never_begun(self, load: Load) -> None:
         """Record that a request is over whose load was never begun."""
         if load.failure is not None:
-            self.load_ended(load, load.failure, None)
+            self.load_ended(load)
             return
-        state, now = load.state, time.monotonic()
-        self._good.append(
-            lambda: replace(_of_load(load, None, None, now), over=True, outcome="not loaded", text=NOT_BEGUN[state])
-        )
+        state = load.state
+        self._good.append(lambda: replace(of_load(load), outcome="not loaded", text=NOT_BEGUN[state]))
 
     def offer_ended(self, found: Offering, end: OfferEnd) -> None:
         (self._good if end.failure is None else self._bad).append(lambda: _of_offering(found, end))
@@ -77,8 +74,8 @@ class Stories:
         return Explained(self._engine, time.time(), KEPT, latest(stories, asked.most))
 
     def _about(self, asked: Explain) -> Iterator[Story]:
-        schedule, now = self.live, time.monotonic()
-        live = [_of_load(load, load.failure, None, now) for load in schedule.consumer if not load.traced]
+        schedule = self.live
+        live = [of_load(load) for load in schedule.consumer if not load.over_at]
         live += [_of_offering(found, None) for found in schedule.producer if found.ended is None]
         over = (record() for kept in (self._good, self._bad, self._notes) for record in copied(kept))
         return filter(about(asked), (*live, *over))
@@ -89,8 +86,10 @@ def _unix_time(at: float) -> float:
     return time.time() - (time.monotonic() - at)
 
 
-def _of_load(load: Load, failure: Failure | None, stages: Stages | None, now: float) -> Story:
-    over = stages is not None or failure is not None or load.traced
+def of_load(load: Load) -> Story:
+    """Return what there is to tell of a load, which is on its record."""
+    over, failure, now = bool(load.over_at or load.failure), load.failure, load.over_at or time.monotonic()
+    stages = load.stages if load.over_at else None
     reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
     times = {"found": load.found_at, "fetched": load.fetched_at, **reached, **({"seen": now} if over else {"now": now})}
     if not times.get("announced"):

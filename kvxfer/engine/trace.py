@@ -7,15 +7,13 @@ import json
 import os
 import time
 
-from kvxfer.control.stories import STAGES
-from kvxfer.engine.stories import Stories
+from kvxfer.engine.stories import Stories, of_load
 from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
 from kvxfer.schedule import Load
 from kvxfer.security import Repeats
 from kvxfer.text import printable
-from kvxfer.values import Stages
 
 log = logger("kvxfer.engine")
 
@@ -51,23 +49,23 @@ class Trace:
         self._torn = False  # the last line of the file is not whole
         self._repeats = Repeats(LOG_EVERY_S)
 
-    def write(self, load: Load, failure: Failure | None, stages: Stages | None) -> None:
+    def write(self, load: Load) -> None:
         """Tell of a load that is over, once. Of one whose request is over only ``kvxfer why`` is told."""
-        if load.traced:
+        if load.over_at:
             return
-        load.traced = True
-        self._stories.load_ended(load, failure, stages)
+        load.over_at = time.monotonic()
+        self._stories.load_ended(load)
         if load.over:
             return
-        if failure is not None and failure.kind is not FailureKind.CANCELLED:
-            self._log(load, failure)
+        if load.failure is not None and load.failure.kind is not FailureKind.CANCELLED:
+            self._log(load, load.failure)
         if self._path is not None:
-            self._append(self._path, load, failure, stages)
+            self._append(self._path, load)
 
     def never_begun(self, load: Load) -> None:
         """Tell, once, of a load that was never fetched and whose request is over."""
-        if not load.traced:
-            load.traced = True
+        if not load.over_at:
+            load.over_at = time.monotonic()
             self._stories.load_never_begun(load)
 
     def _log(self, load: Load, failure: Failure) -> None:
@@ -76,10 +74,8 @@ class Trace:
             more = f" ({held} more requests failed so and were not logged)" if held else ""
             log.warning("request %s has not loaded its KV: %s%s", printable(load.request), failure, more)
 
-    def _append(self, path: str, load: Load, failure: Failure | None, stages: Stages | None) -> None:
-        now = time.monotonic()
-        reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
-        times = {"found": load.found_at, "fetched": load.fetched_at, **reached, "seen": now}
+    def _append(self, path: str, load: Load) -> None:
+        story = of_load(load)
         record = {
             "engine": self._engine,
             "request": load.request,
@@ -88,10 +84,10 @@ class Trace:
             "kind": load.kind,
             "way": "sync" if load.is_sync else "async",
             "tokens": load.end - load.start,
-            "bytes": 0 if stages is None else stages.came,
-            "failure": None if failure is None else str(failure),
-            "at": round(time.time() - (now - load.came_at), 6),
-            "us": {stage: round(1e6 * (t - load.came_at)) for stage, t in times.items() if t},
+            "bytes": story.came,
+            "failure": None if load.failure is None else str(load.failure),
+            "at": round(story.at, 6),
+            "us": {stage: round(1e6 * after) for stage, after in story.stages.items()},
         }
         line = b"\n" * self._torn + json.dumps(record).encode() + b"\n"
         try:

@@ -18,12 +18,13 @@ from kvxfer.control.agent import Agent
 from kvxfer.engine.computed import ComputedBands
 from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.rank_ends import RankEnds
-from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, RankResult, Results, Take, WorkerChannel
+from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure
 from kvxfer.identity import Handle, RequestId
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
+from kvxfer.schedule import RankResult
 from kvxfer.text import MAX_SHOWN, printable
 from kvxfer.values import BlockTable, Fetch, Rank
 

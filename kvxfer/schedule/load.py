@@ -225,7 +225,7 @@ class Load(Life[LoadState, LoadEvent]):
     found_at: float = 0.0  # when it was decided to load what the answer to a question offers
     asked_at: float = 0.0  # when its producer was asked last whether it has begun
     fetched_at: float = 0.0  # when its fetch was sent
-    traced: bool = False  # whether the trace has its line
+    over_at: float = 0.0  # when it was known how it ends, or that it will not begin; told once, to all who tell of it
 
     @property
     def is_sync(self) -> bool:
