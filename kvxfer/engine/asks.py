@@ -37,6 +37,8 @@ GAVE_UP = frozenset({FailureKind.CANCELLED, FailureKind.WITHDRAWN})
 """How a load fails that one of the two engines has given up: that says nothing of others from the same source."""
 ANSWER_LOOK_S = 0.0002
 """Seconds from one look for answers to the next while nothing else is to be done."""
+BEGIN_S = 0.75
+"""Seconds in which a load may begin though ``ask_timeout`` is less: it may have to make its link first."""
 MAX_SENT = 100_000
 """The most questions whose answers are awaited, or still declined when they come too late."""
 
@@ -214,7 +216,7 @@ class Asks:
         load = self._schedule.of(request)
         assert load is not None
         load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind
-        ask.wanted, load.wanted.patience = load.wanted, min(self._config.ask_timeout, self._config.start)
+        ask.wanted, load.wanted.patience = load.wanted, min(max(self._config.ask_timeout, BEGIN_S), self._config.start)
         return True
 
     def _close(self, ask: Ask, reason: str) -> None:

@@ -63,7 +63,7 @@ class LoadEnds:
     def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int, paces: LinkPaces, trace: Trace) -> None:
         self._schedule, self._pins, self._ranks, self._paces, self._trace = schedule, pins, ranks, paces, trace
         self._early: list[Load] = []  # those of which something has come since the last update
-        self._repeated: set[RequestId] = set()
+        self._repeated: list[RequestId] = []
         self._reported_soon = False  # whether it has announced an end since then that only a step reports
 
     @property
@@ -80,7 +80,7 @@ class LoadEnds:
             if load.whole and len(load.results) >= self._ranks:
                 self._early.append(load)
 
-    def take_in(self, load: Load, result: RankResult) -> None:
+    def reported(self, load: Load, result: RankResult) -> None:
         """Record what a step says of a load on one rank."""
         writing = load.writing
         if load.under_way or load.state is _S.WRITTEN:
@@ -95,7 +95,7 @@ class LoadEnds:
             self._schedule.on(load, _E.QUIET if load.told else _E.QUIET_EARLY)
         load.told_on.add(result.rank)
         if len(load.told_on) >= self._ranks and not load.told and self._told(load):
-            self._repeated.add(load.request)
+            self._repeated.append(load.request)
         self._early.append(load)
 
     def update(self, told: bool) -> Update:
@@ -104,7 +104,7 @@ class LoadEnds:
         ``told``: whether steps have said anything since the last call.
         """
         seen, self._early = dict.fromkeys(self._early), []
-        repeated, self._repeated = frozenset(self._repeated), set()
+        repeated, self._repeated = frozenset(self._repeated), []
         self._reported_soon &= not told
         return replace(self._ended([load for load in seen if self._may_end(load)]), repeated=repeated)
 

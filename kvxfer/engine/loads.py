@@ -182,7 +182,7 @@ class Loads:
         """Process what ranks have reported with steps and by the side channel; return what it means."""
         self._hear()
         for result in report.results.values():
-            self._take_in(result, self._ends.take_in)
+            self._take_in(result, self._ends.reported)
         for request, copied in report.copied.items():
             load = self.schedule.named(request)
             if load is not None and load.state is _S.COPYING:

@@ -212,6 +212,7 @@ def test_a_source_that_offers_nothing_after_its_answer_costs_no_more_and_is_reme
         assert len(liar.asked) == 1, "it is not asked again so soon"
         assert not counts.unanswered
         d = world.holder([8, *PROMPT])
+        p.scheduler._asks._config = replace(p.config, ask_timeout=60.0)
         assert world.turn(p, liar.source, d.scheduler.source, prompt=[8, *PROMPT]).loaded, "and another one is"
         world.over()
 
