@@ -6,8 +6,6 @@ import os
 import weakref
 from collections.abc import Callable
 
-__all__ = ["Flag", "closing"]
-
 
 def closing(owner: object, fd: int) -> Callable[[], object]:
     """Return a function that closes a descriptor, once; at the latest its owner's end does, as where the constructor raises.

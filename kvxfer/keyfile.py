@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["KeyFile", "Key", "damaged", "key_id"]
-
 _BEGIN = re.compile(r"-----BEGIN ([A-Z0-9 ]+)-----")
 _END = re.compile(r"-----END ([A-Z0-9 ]+)-----")
 _CERTIFICATE = "CERTIFICATE"

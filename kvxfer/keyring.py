@@ -21,8 +21,6 @@ from kvxfer.errors import ConfigError
 from kvxfer.keyfile import Key, KeyFile, damaged
 from kvxfer.logs import logger
 
-__all__ = ["KeyRing", "KeySet", "keyring", "read_keys", "write_keys"]
-
 log = logger("kvxfer.security")
 
 MAX_BYTES = 4 << 20

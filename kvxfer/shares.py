@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["NewcomerShares"]
-
 Owner = TypeVar("Owner", bound=Hashable)
 
 

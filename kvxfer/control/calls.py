@@ -17,8 +17,6 @@ from kvxfer.identity import LAST, Generation, Handle, TransferId
 from kvxfer.ledger import BlockLedger
 from kvxfer.values import Fetch, Offer, Rank
 
-__all__ = ["CallValidator"]
-
 
 class CallValidator:
     """Offers and fetches, held to the agent's cache, which has been checked, and to each other: a block is read or filled. Any thread.

@@ -27,8 +27,6 @@ from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 from kvxfer.security import plain
 
-__all__ = ["ControlConnection", "Destination"]
-
 Destination = LinkId | Source
 """The peer that a connection was dialled to: a producer's rank, by the link to it, or a directory."""
 

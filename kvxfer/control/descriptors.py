@@ -6,8 +6,6 @@ import os
 import resource
 from contextlib import suppress
 
-__all__ = ["DescriptorLimits"]
-
 _SHARE, _MIN = 8, 32
 """The part of all descriptors that is left to others, and the fewest that are."""
 _MAX_UNHEARD = 1024

@@ -11,8 +11,6 @@ from weakref import WeakSet
 
 from kvxfer.errors import KvxferError
 
-__all__ = ["ProcessGuard", "close_at_exit"]
-
 EXIT_S = 5.0
 """Seconds that the interpreter waits for all of them together."""
 

@@ -13,8 +13,6 @@ from kvxfer import arguments
 from kvxfer.flag import Flag
 from kvxfer.protocol.values import Event
 
-__all__ = ["EventQueue", "Readable", "readable"]
-
 _MAX_WAIT_S = 3600.0
 
 

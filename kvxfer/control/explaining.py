@@ -10,8 +10,6 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
 
-__all__ = ["Explainer"]
-
 SHARE = 10
 """After an answer its peer gets none for this many times as long as it took, and its connection for twice that time."""
 _BUSY = m.Refused(FailureKind.OVERLOADED, "it has just answered another question", again=True)

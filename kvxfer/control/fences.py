@@ -10,8 +10,6 @@ from kvxfer.identity import Generation, TransferId
 from kvxfer.transport import Fence
 from kvxfer.values import Offer
 
-__all__ = ["Fences"]
-
 LOOKS = 16
 """The most fences that are checked in vain in a turn: each check is a call into the engine or a device's driver."""
 SLICE_S = 0.002

@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from collections import deque
 
-__all__ = ["HEAD", "FrameBuffer"]
-
 HEAD = struct.Struct("<I")
 """What precedes a frame: its length."""
 

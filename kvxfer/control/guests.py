@@ -11,8 +11,6 @@ from collections.abc import Hashable, Iterator
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol.peer import largest_group
 
-__all__ = ["Guests"]
-
 GUESTS, GUEST_BYTES = 1024, 16 << 20
 """The most guests, and the most bytes that are held for all of them."""
 PEER_BYTES = 128 << 20

@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol.peer import PeerIdentity
 
-__all__ = ["Handshakes"]
-
 BURST, A_SECOND = 1024, 64
 """600 engines on one host may connect at once. After that a host may take some tenth of the control thread's time."""
 IN_A_TURN = 4

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import msgspec
 
+from kvxfer.control.connection import ControlConnection
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
-from kvxfer.control.sockets import ControlConnection, ControlSockets
+from kvxfer.control.sockets import ControlSockets
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.data.policy import check_facts
@@ -20,8 +21,6 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import largest_group
 from kvxfer.protocol.turns import Turns
 from kvxfer.protocol.values import LinkId, LinkInfo, Role
-
-__all__ = ["Inbound"]
 
 K = FailureKind
 

@@ -12,8 +12,6 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.turns import Turns
 from kvxfer.shares import NewcomerShares
 
-__all__ = ["Inquiries", "PeerInquiry"]
-
 MAX_INQUIRIES = 512
 """The most inquiries that wait for the engine."""
 

@@ -9,8 +9,6 @@ from kvxfer.control.connection import ControlConnection
 from kvxfer.security import Security
 from kvxfer.threads import NamedThread
 
-__all__ = ["KeyWatch"]
-
 KEYS_S = 1.0
 """Seconds between two looks at whether the keys have changed."""
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar, Generic, TypeVar
 
-from kvxfer.control.sockets import ControlConnection, ControlSockets
+from kvxfer.control.connection import ControlConnection
+from kvxfer.control.sockets import ControlSockets
 from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, SlotMessage, SlotNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.failures import Failure, FailureKind
@@ -21,8 +22,6 @@ from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, Role
-
-__all__ = ["PEER_FRAME", "LinkRecord", "LinkStatus", "LinkTable", "Lost"]
 
 PEER_FRAME = 4 << 20
 """The most bytes of a frame over a link: enough for a block table of a million blocks."""

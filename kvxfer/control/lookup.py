@@ -17,8 +17,6 @@ from kvxfer.protocol import messages as m
 from kvxfer.security import Security
 from kvxfer.settings import address_of
 
-__all__ = ["LookupAnswer", "ask_for_prefix", "explain", "look_up"]
-
 T = TypeVar("T")
 
 REPEAT_S = 0.5

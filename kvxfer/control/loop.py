@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
-from kvxfer.control.sockets import ControlConnection, ControlSockets
+from kvxfer.control.connection import ControlConnection
+from kvxfer.control.sockets import ControlSockets
 from kvxfer.data.commands import Result
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind
@@ -21,8 +22,6 @@ from kvxfer.logs import logger
 from kvxfer.protocol.values import Action, Hashed
 from kvxfer.security import RateLimitedWarnings, Security
 from kvxfer.threads import NamedThread
-
-__all__ = ["CLOSED", "CLOSE_S", "LINGER_S", "ControlLoop", "Step"]
 
 log = logger("kvxfer.agent")
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ssl
 
-__all__ = ["KEYLESS", "alert_for", "mismatch", "spoken"]
-
 _ALERT, _HANDSHAKE, _TLS = 0x15, 0x16, 0x03
 _ACCESS_DENIED, _INSUFFICIENT_SECURITY = 49, 71
 KEYLESS = bytes((_ALERT, _TLS, 3, 0, 2, 2, _INSUFFICIENT_SECURITY))

@@ -8,12 +8,11 @@ from itertools import count
 
 import msgspec
 
-from kvxfer.control.sockets import GUEST_FRAME, ControlConnection
+from kvxfer.control.connection import ControlConnection
+from kvxfer.control.sockets import GUEST_FRAME
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity
-
-__all__ = ["Answered", "Declined", "Notice", "NoticeBox", "Said", "Unheard", "bundles"]
 
 MAX_NOTICES = 4 << 20
 """The most bytes of notices that wait. Beyond it, each peer has an equal share, and in it each of its connections. All closed ones of a

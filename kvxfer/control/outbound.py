@@ -16,9 +16,10 @@ from typing import ClassVar
 
 import msgspec
 
+from kvxfer.control.connection import ControlConnection
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.revocations import RevocationView
-from kvxfer.control.sockets import GUEST_FRAME, ControlConnection, ControlSockets
+from kvxfer.control.sockets import GUEST_FRAME, ControlSockets
 from kvxfer.control.wrong_place import unanswered
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
@@ -30,8 +31,6 @@ from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.values import LinkId, LinkInfo, Role, link_name
-
-__all__ = ["Outbound", "Target"]
 
 FEWER = "describe the cache by fewer, longer regions, or choose another back end"
 

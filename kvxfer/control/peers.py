@@ -12,13 +12,13 @@ from functools import partial
 from typing import TypeVar
 
 from kvxfer.config import Config
+from kvxfer.control.connection import ControlConnection
 from kvxfer.control.inbound import Inbound
 from kvxfer.control.link import LinkStatus, Lost
 from kvxfer.control.loop import ControlLoop, Step
 from kvxfer.control.outbound import Outbound
 from kvxfer.control.resolver import Path, Paths, Resolver
 from kvxfer.control.revocations import SharedRevocationCounter
-from kvxfer.control.sockets import ControlConnection
 from kvxfer.control.worker import Worker
 from kvxfer.data.commands import LinkNews, SlotNews
 from kvxfer.data.plane import DataPlane
@@ -30,8 +30,6 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Resolve, Send
-
-__all__ = ["AgentPeers"]
 
 MAX_EXAMINED = 256
 """The most descriptors that may wait to be examined."""

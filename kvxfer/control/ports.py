@@ -10,8 +10,6 @@ from kvxfer.backend.door import listen
 from kvxfer.config import Config
 from kvxfer.settings import port_range
 
-__all__ = ["listen_within", "listener"]
-
 
 class _Listens(Protocol):
     def listen(self, host: str, port: int) -> int: ...

@@ -29,8 +29,6 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, RankRoute, Resolved
 
-__all__ = ["Path", "Paths", "Resolver"]
-
 K = FailureKind
 T = TypeVar("T")
 

@@ -22,8 +22,6 @@ from kvxfer.backend.process import PeerProcess
 from kvxfer.errors import TransportError
 from kvxfer.protocol.revocations import RevocationCounter
 
-__all__ = ["RevocationView", "SharedRevocationCounter"]
-
 _SIZE = 4096
 _TOKEN_AT, _TOKEN_BYTES = 8, 16
 _NAME = "kvxfer-revocations"

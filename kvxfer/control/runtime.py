@@ -53,8 +53,6 @@ from kvxfer.text import printable
 from kvxfer.transport import Fence
 from kvxfer.values import Fetch, Offer
 
-__all__ = ["AgentRuntime"]
-
 log = logger("kvxfer.agent")
 
 

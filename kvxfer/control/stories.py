@@ -24,8 +24,6 @@ from kvxfer.protocol.values import Ended
 from kvxfer.text import escaped, printable
 from kvxfer.values import Fetch, Offer, Stages
 
-__all__ = ["KEPT", "STAGES", "AgentStories", "copied", "told_text", "explain_locally", "about", "latest", "told_name"]
-
 KEPT = 1000
 """How many requests are remembered of each kind: delivered, failed, without a part in any transfer."""
 

@@ -14,8 +14,6 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
 from kvxfer.threads import NamedThread
 
-__all__ = ["Worker"]
-
 log = logger("kvxfer.agent")
 
 T = TypeVar("T")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ssl
 
-__all__ = ["AT_ONCE", "GONE", "HTTP", "unanswered", "why_broken"]
-
 AT_ONCE = "it closed the connection before it had said anything (do its 'peers' list this host, and is this its port?)"
 HTTP = "it answers in HTTP: this is not the port of an engine's directory, but of a server such as its API"
 GONE = "it closed the connection (its process ended, or it gave this side up)"

@@ -11,9 +11,6 @@ from typing import Generic, TypeVar
 from kvxfer.backend.wakeup import Timer
 from kvxfer.flag import Flag
 
-__all__ = ["CommandQueue"]
-
-
 C = TypeVar("C")
 
 

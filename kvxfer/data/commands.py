@@ -13,25 +13,6 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import Abort, LinkId, Move, Moved, Moving, PartRef, RemoteWritesEnded, Role
 
-__all__ = [
-    "Command",
-    "Connect",
-    "Connected",
-    "Disconnect",
-    "Disconnected",
-    "EndpointMade",
-    "LinkBroken",
-    "LinkNews",
-    "MakeEndpoint",
-    "SlotMessage",
-    "SlotNews",
-    "Reset",
-    "Result",
-    "Stop",
-    "ThreadDied",
-]
-
-
 SlotMessage = m.SlotReady | m.SlotFree
 
 

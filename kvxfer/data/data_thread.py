@@ -42,8 +42,6 @@ from kvxfer.security import OPEN, Security
 from kvxfer.threads import NamedThread
 from kvxfer.transport import Capabilities, Transport
 
-__all__ = ["DataThread"]
-
 log = logger("kvxfer.data")
 
 REOPEN_S = 1.0

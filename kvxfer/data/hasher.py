@@ -23,8 +23,6 @@ from kvxfer.protocol.values import Hash, Hashed, PartRef
 from kvxfer.threads import NamedThread
 from kvxfer.values import NULL
 
-__all__ = ["Hasher"]
-
 log = logger("kvxfer.hasher")
 
 

@@ -25,8 +25,6 @@ from kvxfer.memory import Checksum, Space
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef
 from kvxfer.transport import Capabilities, Transport
 
-__all__ = ["LOOK_S", "Limits", "PartEnds", "backend_failed", "shut", "unmoved"]
-
 log = logger("kvxfer.data")
 
 LOOK_S = 0.00003

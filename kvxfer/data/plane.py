@@ -20,8 +20,6 @@ from kvxfer.protocol.values import Abort, HeldUp, LinkId, Move, RemoteWritesEnde
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.transport import Capabilities
 
-__all__ = ["DataPlane"]
-
 log = logger("kvxfer.data")
 
 

@@ -18,8 +18,6 @@ from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.values import LinkInfo, Mode, Role
 from kvxfer.transport import Capabilities, Verb
 
-__all__ = ["LinkPolicy", "admit", "check_facts", "default_staging", "lent", "stager", "unlinkable"]
-
 ALWAYS = 1 << 48
 STRICTNESS = get_args(Integrity)
 HOST_STAGING, DEVICE_STAGING = 64 << 20, 512 << 20

@@ -11,8 +11,6 @@ from kvxfer.protocol.values import HeldUp, Moving, PartRef
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.transport import Verb
 
-__all__ = ["PartProgress"]
-
 log = logger("kvxfer.data")
 
 LOOK_S = 0.5

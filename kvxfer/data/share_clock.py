@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ShareClock"]
-
 
 class ShareClock:
     """A clock that goes slower the more parts are under way; times are seconds of a clock that does not.

@@ -10,8 +10,6 @@ from kvxfer.data.jobs import Job
 from kvxfer.data.staging import Slot, Staging
 from kvxfer.protocol.values import LinkId, PartRef, Role
 
-__all__ = ["SlotQueue"]
-
 PATIENCE_S = 0.5
 """How long a consumer may hold a slot while another has waited as long for its first one. A piece takes milliseconds, so one that
 takes this long waits for a consumer that has stopped."""

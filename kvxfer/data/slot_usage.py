@@ -10,8 +10,6 @@ from kvxfer import clock
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.protocol.values import LinkId
 
-__all__ = ["SlotUsage"]
-
 AT_ONCE_S, IN_TIME_S = 0.2, 1.0
 """A link that holds a slot for less has taken its piece at once, or at least in time. A piece takes milliseconds."""
 HALF_LIFE_S = 1.0

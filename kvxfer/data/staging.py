@@ -31,8 +31,6 @@ from kvxfer.memory.blame import checked_fence, space_error
 from kvxfer.protocol.values import LinkId, Role
 from kvxfer.transport import Fence
 
-__all__ = ["Slot", "Staging"]
-
 log = logger("kvxfer.data")
 
 RESERVED = SLOTS // 4

@@ -31,8 +31,6 @@ from kvxfer.security import Security
 from kvxfer.transport import Completion, Fence, Quieted, Transport, Verb
 from kvxfer.transport.contract import MAX_ENDPOINT
 
-__all__ = ["Traffic"]
-
 log = logger("kvxfer.data")
 
 

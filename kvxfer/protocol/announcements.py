@@ -14,8 +14,6 @@ from kvxfer.protocol.values import Action, Hash, LinkInfo, Mode, Move, PartRef, 
 from kvxfer.transport import Verb
 from kvxfer.values import Offer
 
-__all__ = ["announce", "delivered_bytes", "plan_for", "unfit", "untold"]
-
 VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.SEND}
 """The verb by which a part leaves this side, by the mode of its link."""
 

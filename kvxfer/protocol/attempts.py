@@ -16,8 +16,6 @@ from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.transitions import RankFetchEvent, RankFetchState
 from kvxfer.protocol.values import Action, Send, link_name
 
-__all__ = ["Attempts", "Try"]
-
 Try = tuple[FetchRecord, RankFetch]
 """A fetch, and the rank fetch of it to which an attempt belongs."""
 

@@ -39,8 +39,6 @@ from kvxfer.protocol.values import (
 )
 from kvxfer.values import Fetch
 
-__all__ = ["ConsumerMachine"]
-
 S, E, K = RankFetchState, RankFetchEvent, FailureKind
 
 RESETS = 8

@@ -16,8 +16,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-__all__ = ["LEAST", "LinkCost", "PartWay", "WayCosts", "cheapest", "guess"]
-
 LEAST = 1 << 20
 """Parts of at most this many bytes are not measured, and go by the first guess: most of their time is spent elsewhere."""
 PAYS = 0.9

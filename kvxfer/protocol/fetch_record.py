@@ -31,15 +31,12 @@ from kvxfer.protocol.values import (
     Progress,
     RankRoute,
     RemoteWritesEnded,
-    Stages,
     in_order,
     link_name,
 )
 from kvxfer.transitions import Life
 from kvxfer.transport import Verb
-from kvxfer.values import Fetch
-
-__all__ = ["FetchRecord", "RankFetch"]
+from kvxfer.values import Fetch, Stages
 
 VERBS: Mapping[Mode, Verb] = {"read": Verb.READ, "write": Verb.WRITE, "sendrecv": Verb.RECV}
 """The verb by which a part comes to this side, by the mode of its link."""

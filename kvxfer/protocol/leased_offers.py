@@ -14,8 +14,6 @@ from kvxfer.protocol.transitions import ReaderEvent, ReaderState, ServeState
 from kvxfer.protocol.values import Action, Emit
 from kvxfer.values import Offer
 
-__all__ = ["LeasedOffers"]
-
 S, K = ServeState, FailureKind
 
 

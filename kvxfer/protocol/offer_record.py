@@ -31,8 +31,6 @@ from kvxfer.protocol.values import (
 from kvxfer.transitions import Life
 from kvxfer.values import MAX_BANDS, Offer
 
-__all__ = ["Early", "OfferRecord", "Key", "ConsumerLink", "Over", "RankServe", "GivenUp", "follows", "told"]
-
 ALL = MAX_BANDS + 1
 """More bands than there are: all layers."""
 

@@ -7,8 +7,6 @@ from collections import deque
 
 import msgspec
 
-__all__ = ["LinkPace"]
-
 MIN_BYTES = 1 << 20
 """The fewest bytes that tell how fast a link is; with fewer, most of the time is spent elsewhere."""
 REMEMBERED = 8

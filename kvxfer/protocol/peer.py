@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import msgspec
 
-__all__ = ["NOBODY", "PeerIdentity", "largest_group"]
-
 T = TypeVar("T")
 
 

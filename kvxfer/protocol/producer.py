@@ -23,8 +23,6 @@ from kvxfer.protocol.transitions import ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import Action, Emit, GenerationReleased, Hashed, LinkId, LinkInfo, Moved, Moving, Send
 from kvxfer.values import Offer
 
-__all__ = ["ProducerMachine"]
-
 S, E, K = ServeState, ServeEvent, FailureKind
 
 

@@ -8,8 +8,6 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol.values import HeldUp
 from kvxfer.text import size
 
-__all__ = ["how_far", "enriched"]
-
 STILL_S = 2.0
 """Seconds without a byte after which a transfer counts as standing still. Progress is looked at once a second."""
 

@@ -9,8 +9,6 @@ from msgspec import field
 
 from kvxfer.protocol.transitions import READER, ReaderEvent, ReaderState
 
-__all__ = ["OVER", "Readers"]
-
 
 class _Reader(msgspec.Struct, frozen=True, gc=False):
     state: ReaderState = ReaderState.UNKNOWN

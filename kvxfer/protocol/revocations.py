@@ -15,8 +15,6 @@ import threading
 
 from kvxfer.identity import Generation, TransferId
 
-__all__ = ["RevocationCounter"]
-
 
 class RevocationCounter:
     """A count of what a producer has given up.

@@ -13,8 +13,6 @@ from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.parts import way_costs
 from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Moved, Resolve, Resolved
 
-__all__ = ["Routes"]
-
 
 class Routes:
     """Routes to sources, and the links that they lead over.

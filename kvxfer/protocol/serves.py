@@ -17,8 +17,6 @@ from kvxfer.protocol.transitions import ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Moving, Send
 from kvxfer.values import Offer
 
-__all__ = ["MANY", "MAX_WORDS", "Serves"]
-
 S, E, K = ServeState, ServeEvent, FailureKind
 
 # A flood of requests cannot fill memory, or keep other peers' requests out (see ``budgets.py``):

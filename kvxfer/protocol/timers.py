@@ -8,8 +8,6 @@ from collections.abc import Hashable, Iterator
 from itertools import count
 from typing import Generic, TypeVar
 
-__all__ = ["Recent", "Timers"]
-
 MAX_DUE = 64
 """The most keys that are due, or values that are forgotten, in one call."""
 

@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["Turns"]
-
 Owner = TypeVar("Owner", bound=Hashable)
 Item = TypeVar("Item", bound=Hashable)
 

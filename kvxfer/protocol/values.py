@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvxfer.config import Integrity
-from kvxfer.failures import DELIVERED, Failure, Outcome
+from kvxfer.failures import Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.identity import Generation, Handle, Source, TransferId
 from kvxfer.memory import Side
@@ -20,41 +20,6 @@ from kvxfer.protocol.messages import Message
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
 from kvxfer.values import Stages
-
-__all__ = [
-    "DELIVERED",
-    "Abort",
-    "RemoteWritesEnded",
-    "Action",
-    "Close",
-    "Dial",
-    "Ended",
-    "Event",
-    "Failure",
-    "Hash",
-    "Hashed",
-    "HeldUp",
-    "RankRoute",
-    "LinkId",
-    "LinkInfo",
-    "Mode",
-    "Move",
-    "Moved",
-    "Moving",
-    "Outcome",
-    "PartRef",
-    "Progress",
-    "Released",
-    "Emit",
-    "Resolve",
-    "Resolved",
-    "Role",
-    "Send",
-    "Stages",
-    "Stats",
-    "in_order",
-    "link_name",
-]
 
 LinkId = bytes | tuple[str, int]
 """A link as either side names it. The consumer uses the producer rank's address, and a number for its epoch and all else that its

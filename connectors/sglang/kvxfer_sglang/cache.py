@@ -19,8 +19,6 @@ from kvxfer_sglang.recurrent import recurrent_views
 from kvxfer_sglang.states import MAMBA, SWA, PoolBuffer, States
 from kvxfer_sglang.support import UnsupportedSetupError
 
-__all__ = ["PoolBuffer", "heads_of", "host_args", "pool_cache", "stage_layers"]
-
 
 def heads_of(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
     """Return the first KV head of a rank, of the ranks that share the attention; how many it has; and how many the model has.

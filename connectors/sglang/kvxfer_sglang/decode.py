@@ -18,8 +18,6 @@ from kvxfer_sglang.rank import EngineRank
 from kvxfer_sglang.states import tokens_of
 from kvxfer_sglang.support import UnsupportedSetupError
 
-__all__ = ["DecodeRank"]
-
 log = logger("kvxfer.sglang")
 
 

@@ -9,8 +9,6 @@ from kvxfer import Config
 from kvxfer.facts import MAX_TEXT, settings_hash
 from kvxfer.identity import key
 
-__all__ = ["request_digest", "server_facts"]
-
 _UNESSENTIAL = frozenset(
     "_name_or_path architectures transformers_version torch_dtype dtype use_cache return_dict output_attentions "
     "output_hidden_states attn_implementation bos_token_id eos_token_id pad_token_id".split()

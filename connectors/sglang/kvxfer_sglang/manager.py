@@ -37,8 +37,6 @@ from kvxfer_sglang.settings import settings
 from kvxfer_sglang.states import MAMBA, States
 from kvxfer_sglang.support import check_adapters, check_setup
 
-__all__ = ["TransferManager"]
-
 log = logger("kvxfer.sglang")
 
 TURN_MS = 500

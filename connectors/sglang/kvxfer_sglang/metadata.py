@@ -7,8 +7,6 @@ from typing import Any
 
 from kvxfer import PeerError
 
-__all__ = ["row_of", "set_row"]
-
 
 def row_of(args: Any, index: int) -> bytes:
     """Return a request's row of all buffers, one behind the other."""

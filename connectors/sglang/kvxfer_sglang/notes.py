@@ -11,8 +11,6 @@ import msgspec
 from kvxfer import PeerError
 from kvxfer.errors import UNREADABLE
 
-__all__ = ["AttemptFailed", "PagesOffered", "PagesWanted", "packed", "unpacked"]
-
 TAG = b"KVXFER"
 """The first frame; in the second lies the note."""
 

@@ -30,8 +30,6 @@ from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted
 from kvxfer_sglang.rank import EngineRank
 from kvxfer_sglang.states import MAMBA, PADDING, tokens_of
 
-__all__ = ["PrefillRank"]
-
 log = logger("kvxfer.sglang")
 
 GENERATION = Generation(1)

@@ -10,8 +10,6 @@ from typing import Any
 from kvxfer import Agent, Cache, Config, Directory, Event, Rank, Source
 from kvxfer.logs import logger
 
-__all__ = ["EngineRank"]
-
 log = logger("kvxfer.sglang")
 
 

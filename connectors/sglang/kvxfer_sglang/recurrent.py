@@ -15,8 +15,6 @@ from typing import Any
 from kvxfer.geometry import Heads, View
 from kvxfer_sglang.states import PoolBuffer
 
-__all__ = ["recurrent_views"]
-
 
 @dataclass(frozen=True)
 class _Tensor:

@@ -14,8 +14,6 @@ from kvxfer.arguments import describe
 from kvxfer.logs import logger
 from kvxfer_sglang.notes import AttemptFailed, packed
 
-__all__ = ["TransferReceiver", "TransferSender"]
-
 log = logger("kvxfer.sglang")
 
 MAX_ROOM = (1 << 63) - 1

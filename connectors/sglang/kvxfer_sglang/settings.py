@@ -9,8 +9,6 @@ from typing import Any
 from kvxfer import Config
 from kvxfer.settings import json_object
 
-__all__ = ["VARIABLE", "settings"]
-
 VARIABLE = "KVXFER_SGLANG"
 """The environment variable with the settings: a JSON object, or the path of a file with one."""
 

@@ -15,8 +15,6 @@ import numpy as np
 from kvxfer import KvxferError
 from kvxfer.values import MAX_TOKENS, NULL, Group
 
-__all__ = ["DSA", "MAMBA", "PADDING", "SWA", "PoolBuffer", "States", "kind_of", "tokens_of"]
-
 SWA, MAMBA, DSA = "swa", "mamba", "dsa"
 """Pages of sliding-window layers; the recurrent state of a request; the keys of sparse attention's index, page by page."""
 

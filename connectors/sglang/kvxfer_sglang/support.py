@@ -9,8 +9,6 @@ from kvxfer import KvxferError
 from kvxfer.values import MAX_PAYLOAD
 from kvxfer_sglang.states import DSA, MAMBA, SWA, kind_of
 
-__all__ = ["UnsupportedSetupError", "check_adapters", "check_setup"]
-
 
 class UnsupportedSetupError(KvxferError):
     """The server is set up in a way whose KV is not moved."""

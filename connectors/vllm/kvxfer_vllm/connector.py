@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["KVXferConnector"]
-
 
 class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     """kvxfer as a vLLM connector; vLLM creates one in the scheduler process and one in each worker."""

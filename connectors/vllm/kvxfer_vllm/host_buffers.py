@@ -26,8 +26,6 @@ from kvxfer.memory.space import Space
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BufferSpace", "CopyBlocks", "HostBuffers"]
-
 DEVICE = "vllm_buffer:0"
 
 CopyBlocks = Callable[[dict[str, Any], dict[str, Any], list[int], list[int], str], None]

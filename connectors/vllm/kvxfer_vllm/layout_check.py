@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-__all__ = ["check_layout"]
-
 log = logger("kvxfer.vllm")
 
 

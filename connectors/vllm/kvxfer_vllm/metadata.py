@@ -14,8 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvxfer.engine import ChannelAddress, Report, Step
 from kvxfer.protocol.messages import RankDescriptor
 
-__all__ = ["Handshake", "ReportMetadata", "StepMetadata"]
-
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):

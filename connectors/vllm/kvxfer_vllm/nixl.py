@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["NixlConnector", "NixlPullConnector", "NixlPushConnector"]
-
 log = logger("kvxfer.vllm")
 
 _WITHOUT_MEANING = {

@@ -27,8 +27,6 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
 from kvxfer.errors import ConfigError
 from kvxfer_vllm.migration import ConnectorConfig, defaults, located
 
-__all__ = ["KVXferBackend"]
-
 HOST, PORT, NAME = "kvxfer_host", "kvxfer_port", "transfer_id"
 
 

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["SchedulerHooks"]
-
 log = logger("kvxfer.vllm")
 
 FIRST_STEPS = 100

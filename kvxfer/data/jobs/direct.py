@@ -9,8 +9,6 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.protocol.values import Move
 from kvxfer.transport import Batch, Capabilities, Completion, PlanBatch, Verb
 
-__all__ = ["SHARED", "Direct", "in_rounds", "shares", "submit_together"]
-
 ROUNDS = 2
 """The number of batches of a part in flight at once: while one ends, the next moves."""
 

@@ -13,8 +13,6 @@ from kvxfer.failures import Failure
 from kvxfer.protocol.values import HeldUp, Move
 from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Transport
 
-__all__ = ["CACHE", "PIECES", "STAGE", "Job", "LinkContext"]
-
 CACHE, STAGE = 0, 1
 PIECES = 1 << 20
 """Stream numbers set aside for each part: pieces of part n are numbered from ``n * PIECES``."""

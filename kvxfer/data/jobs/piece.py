@@ -14,8 +14,6 @@ from kvxfer.geometry import CopyPlan
 from kvxfer.transitions import Transitions, pairs
 from kvxfer.transport import Fence
 
-__all__ = ["PIECE", "StagedPiece", "PieceEvent", "PieceState"]
-
 
 class PieceState(enum.StrEnum):
     """The states of a piece on one side."""

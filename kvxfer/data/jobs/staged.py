@@ -18,8 +18,6 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import HeldUp, Move
 from kvxfer.transport import Batch, Completion, Verb
 
-__all__ = ["SlotAtPeer", "Staged"]
-
 WITHOUT_SLOT = frozenset({PieceState.SETTLING, PieceState.OVER})
 ON_ITS_WAY = frozenset({PieceState.WAITING, PieceState.NAMED, PieceState.MOVING, PieceState.LENT})
 DEVICE_S = 2.0

@@ -12,8 +12,6 @@ from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import HeldUp, Move
 from kvxfer.transport import Verb
 
-__all__ = ["StagedLend", "StagedRead", "StagedRecv", "StagedSend", "StagedServe", "StagedWrite"]
-
 READY = 2
 """The number of pieces that a reader prepares to unpack before it is told that they can be read."""
 

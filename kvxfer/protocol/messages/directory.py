@@ -13,21 +13,6 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol.messages.bounds import MAX_NAMES, Count, Digest, Number, WireMessage, shorten
 from kvxfer.values import MAX_DIGEST
 
-__all__ = [
-    "MAX_CHAIN",
-    "Await",
-    "Begun",
-    "Decline",
-    "EngineDescriptor",
-    "InquiryAnswer",
-    "Inquire",
-    "Lookup",
-    "Named",
-    "OtherContent",
-    "RankDescriptor",
-    "Renew",
-]
-
 
 class Lookup(WireMessage, frozen=True, tag="lookup"):
     """Anyone to a directory: send me the descriptor of your engine."""

@@ -8,8 +8,6 @@ from msgspec import Meta
 
 from kvxfer.protocol.messages.bounds import MAX_WORDS, Count, Number, Seconds, WireMessage
 
-__all__ = ["MAX_STORIES", "Explain", "Explained", "Prefixes", "Story"]
-
 MAX_STORIES = 50
 """The most stories in one answer."""
 MAX_STAGES = 32

@@ -12,8 +12,6 @@ from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, ShardAssignment
 from kvxfer.protocol.messages.bounds import Count, Number, WireMessage, shorten
 
-__all__ = ["Hello", "Ping", "Pong", "Refused", "Welcome"]
-
 
 class Hello(WireMessage, frozen=True, tag="hello"):
     """Consumer to producer rank: who I am, and how I will read your cache."""

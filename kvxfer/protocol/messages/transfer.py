@@ -29,20 +29,6 @@ from kvxfer.protocol.messages.bounds import (
 )
 from kvxfer.values import MAX_PAYLOAD, BlockTable
 
-__all__ = [
-    "AttemptClosed",
-    "Checksums",
-    "CloseAttempt",
-    "CommitAck",
-    "CommitRequest",
-    "Committed",
-    "FetchRequest",
-    "PartReady",
-    "SlotFree",
-    "SlotReady",
-    "Underway",
-]
-
 
 class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     """Consumer: bring the tokens ``[start, tokens)`` into these blocks."""

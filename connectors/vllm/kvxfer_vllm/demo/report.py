@@ -13,8 +13,6 @@ from rich.table import Table
 from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.text import escaped
 
-__all__ = ["finish", "report_of", "say_failed", "show_requests"]
-
 
 def report_of(
     backend: str, requests: Sequence[dict[str, Any]], objections: list[str], seconds: float

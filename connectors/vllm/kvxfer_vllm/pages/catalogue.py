@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["CATALOGUE", "Entry", "Kept", "entry_of"]
-
 Kept = Literal["full", "window", "chunk", "state", "ring", "local", "refused"]
 """Which blocks a group keeps.
 
