@@ -224,7 +224,7 @@ class Base(Transport, Generic[E, L]):
             raise TransportError("the first argument of connect must be an unused endpoint of this transport")
         if mine == theirs:
             raise TransportError("both endpoints are the same; connect needs one from each side")
-        for host in their.hosts:  # a name would be looked up on this thread, for as long as whoever answers likes
+        for host in their.hosts:  # a name would be looked up on this thread, for as long as the resolver takes
             if not is_ip(host.strip("[]")):
                 raise TransportError(f"{their.agent!r} tells a name, {host!r:.300}, where peers tell addresses")
         number = self.number()

@@ -42,7 +42,7 @@ def test_a_metric_is_exported(metric: str) -> None:
         exported = Path(loggers.__file__).read_text()
     assert (
         f'"{metric.removesuffix("_total")}' in exported
-        or f'"{metric.removeprefix("vllm:").removesuffix("_total")}' in exported
+        or f'{{NIXL}}{metric.removeprefix("vllm:nixl_").removesuffix("_total")}"' in exported
     )
 
 

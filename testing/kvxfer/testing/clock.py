@@ -33,11 +33,11 @@ class PlayedClock:
             yield
 
     def after(self, seconds: float, do: Callable[[], object]) -> None:
-        """Have something happen in so many seconds."""
+        """Have something happen after a number of seconds."""
         heappush(self._events, (self.now + seconds, next(self._numbers), do))
 
     def turn(self, seconds: float) -> None:
-        """Let time pass until the next event, for so many seconds at most, and have happen what is due."""
+        """Let time pass until the next event, for ``seconds`` at most, and have happen what is due."""
         due = self._events[0][0] if self._events else self.now + seconds
         self.now = max(self.now, min(due, self.now + seconds))
         while self._events and self._events[0][0] <= self.now:
