@@ -381,7 +381,7 @@ def test_a_peer_without_shared_memory_is_named() -> None:
         with pytest.raises(TransportError, match="one runs with `mode: vm`"):
             shm.connect(shm.endpoint(), vm.endpoint())
         with pytest.raises(TransportError, match="gone runs on another host"):
-            shm.connect(shm.endpoint(), altered(other.endpoint(), agent="gone", socket=f"kvxfer-cma-{'0' * 32}"))
+            shm.connect(shm.endpoint(), altered(other.endpoint(), agent="gone", line=f"kvxfer-cma-{'0' * 32}"))
     finally:
         for transport in (vm, shm, other):
             transport.close()

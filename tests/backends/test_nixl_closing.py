@@ -20,7 +20,7 @@ SCRIPT = """
 import sys, threading, time
 from kvxfer.errors import TransportError
 from kvxfer.testing.conformance import TransferMode, World
-from kvxfer.testing.participant import Runs
+from kvxfer.geometry import Runs
 from kvxfer_nixl import link
 from tests.backends.nixl_worlds import Cma
 

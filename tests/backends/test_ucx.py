@@ -297,7 +297,7 @@ for i in range(200):
 A_SENDER_THAT_GOES = """
 import faulthandler, sys, time
 from kvxfer.testing.conformance import Suite, TransferMode, World
-from kvxfer.testing.participant import Runs
+from kvxfer.geometry import Runs
 from kvxfer_ucx import UcxTransport
 faulthandler.dump_traceback_later(20, exit=True)
 class Ours(Suite):
