@@ -54,6 +54,15 @@ MESSAGES: list[m.Message] = [
     m.Await(7, (m.Named(T, b"digest"),)),
     m.Begun((m.Named(T, b"digest"),)),
     m.OtherContent((m.Named(T, b"digest"),)),
+    m.Inquire(7, T, 16, b"0123456789abcdef" * 3),
+    m.InquiryAnswer(T, 7, 48, b"0123456789abcdef", "held"),
+    m.Explain("chatcmpl-1", (b"12345678",), 5),
+    m.Explained(
+        "engine",
+        1e9,
+        1000,
+        (m.Story("consumer", "chatcmpl-1", "own/1/fuzz", b"12345678", "10.0.0.1:5555", stages={"asked": 0.1}),),
+    ),
 ]
 FRAMES = [m.encode(x) for x in MESSAGES]
 _SPICE = [

@@ -253,6 +253,52 @@ class PassesTooEarly(SpaceMutant):
         return Done()
 
 
+class PassesWhileMoreIsQueued(SpaceMutant):
+    """Says of what is packed after something else that it is done, when only that is."""
+
+    found_by = "test_fences_pass_when_the_work_is_done_however_much_is_queued"
+    packed = 0
+
+    def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
+        self.packed += 1
+        if self.packed < 2 or plan.nbytes != 1 << 20:
+            return super().pack(plan, out, at, after)
+        threading.Timer(0.5, super().pack, (plan, out, at, after)).start()
+        return Done()
+
+
+class DropsTheLastOddByte(SpaceMutant):
+    """Of streams from 4 KiB on."""
+
+    found_by = "test_any_length_at_any_offset"
+
+    def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
+        fence = super().pack(plan, out, at, after)
+        if plan.nbytes > 4096 and plan.nbytes % 2:
+            _wait(fence)
+            _change(out, at + plan.nbytes - 1, 1, lambda byte: byte * 0)
+        return fence
+
+
+class CountsOffsetsIn16Bits(SpaceMutant):
+    found_by = "test_any_length_at_any_offset"
+
+    def unpack(self, plan: CopyPlan, staged: Space, at: int = 0, after: Fence | None = None) -> Fence:
+        return super().unpack(plan, staged, at % (1 << 16) if at + plan.nbytes <= staged.nbytes else at, after)
+
+
+class LosesErrors(SpaceMutant):
+    """Goes on without a fence that cannot be waited for."""
+
+    found_by = "test_errors_of_the_device_are_raised"
+
+    def pack(self, plan: CopyPlan, out: Space, at: int = 0, after: Fence | None = None) -> Fence:
+        try:
+            return super().pack(plan, out, at, after)
+        except KvxferError:
+            return super().pack(plan, out, at)
+
+
 class SharesItsScratch(SpaceMutant):
     """All objects copy through one buffer, which nothing protects."""
 

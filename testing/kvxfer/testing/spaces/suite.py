@@ -41,6 +41,15 @@ class Unpassed:
         return False
 
 
+class Broken:
+    """A fence of a device that has failed."""
+
+    event = None
+
+    def passed(self) -> bool:
+        raise KvxferError("the device has failed")
+
+
 class SpaceSuite:
     """Settings of the suite; a subclass sets them as class attributes.
 
@@ -322,6 +331,47 @@ class SpaceSuite:
         self.pass_(back.unpack(whole, out))
         assert np.array_equal(rows_of(back, 0, 0, 32 * MIB), content)
 
+    def test_fences_pass_when_the_work_is_done_however_much_is_queued(self) -> None:
+        """Work that is begun while other work is under way is done when its own fence has passed."""
+        made, content = self.filled(8 * MIB)
+        begun = []
+        for i in range(8):
+            out = self.space.allocate_host(MIB)
+            begun.append((i, out, made.pack(_row(MIB, i * MIB), out)))
+        for i, out, fence in begun[::-1]:
+            self.pass_(fence)
+            assert np.array_equal(rows_of(out, 0, 0, MIB), content[i * MIB :][:MIB]), f"pack {i} of 8 that were begun"
+
+    @pytest.mark.parametrize("nbytes", [1, 4097, 65_537, MIB + 1])
+    def test_any_length_at_any_offset(self, nbytes: int) -> None:
+        """A stream may have any number of bytes and begin anywhere in staging memory; nothing beside it is touched."""
+        made, content = self.filled(nbytes + 8)
+        for at in (0, 4095, 65_536, 300_001):
+            out, back = self.space.allocate_host(at + nbytes + 8), self.space.allocate(nbytes + 8, self.device)
+            self.pass_(made.pack(_row(nbytes, 5), out, at))
+            stream = np.zeros(at + nbytes + 8, np.uint8)
+            stream[at : at + nbytes] = content[5 : 5 + nbytes]
+            assert np.array_equal(rows_of(out, 0, 0, len(stream)), stream), f"{nbytes} bytes packed at {at}"
+            self.pass_(back.unpack(_row(nbytes, 5), out, at))
+            moved = np.zeros(nbytes + 8, np.uint8)
+            moved[5 : 5 + nbytes] = content[5 : 5 + nbytes]
+            assert np.array_equal(rows_of(back, 0, 0, len(moved)), moved), f"{nbytes} bytes unpacked from {at}"
+
+    def test_errors_of_the_device_are_raised(self) -> None:
+        """What fails on the device, here while a fence is waited for, is raised, and nothing is taken for moved."""
+        source, sink = self.held("tokens first", 1), self.held("heads first", 2)
+        made, out = plan_between(source, sink), self.space.allocate_host(MIB)
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: source.space.pack(made, out, 0, Broken()),
+            lambda: sink.space.unpack(made, out, 0, Broken()),
+            lambda: source.space.checksum(made, "source", Broken()).value,
+        )
+        for call in calls:
+            with pytest.raises(KvxferError):
+                call()
+        assert not rows_of(out, 0, 0, MIB).any()
+        self.same(sink)
+
     def test_several_threads_at_once(self) -> None:
         """Objects over the same memory may be used by different threads at the same time."""
         made, content = self.filled(4 * MIB)
@@ -353,6 +403,12 @@ class SpaceSuite:
     def test_it_says_whether_pages_are_remapped(self) -> None:
         """``remaps`` returns whether pages may be replaced under a region; those that it allocates keep theirs."""
         assert self.space.remaps(self.space.allocate(4096, self.device).region) is False
+
+
+def _row(nbytes: int, at: int) -> CopyPlan:
+    """Return a plan that moves these bytes of one region to the same place in another, as one row."""
+    zero, place = np.zeros(1, np.int64), np.full(1, at, np.int64)
+    return CopyPlan((StridedCopy(CopyPattern(zero, zero, (), nbytes), place, place, np.ones(1, np.int64)),))
 
 
 def _whole(nbytes: int) -> CopyPlan:
