@@ -182,10 +182,10 @@ gpu-install:
 	$(GPU_PYTHON) -c 'import vllm, torch; assert torch.cuda.is_available(), "torch finds no GPU"'
 	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) ./benchmarks ./testing './connectors/vllm[demo]' pytest-timeout pytest-xdist hypothesis
 
-# Six minutes on one GPU; with several, what needs two as well. For the rest: make gpu-tests GPU_TESTS='--all gpu gpu-ucx gpus'.
+# Four minutes on one H200; with several GPUs, what needs two as well. For the rest: make gpu-tests GPU_TESTS='--all gpu gpu-ucx gpus'.
 GPU_TESTS ?= gpu gpu-ucx $(if $(findstring $(COMMA),$(GPUS)),gpus)
 gpu-tests:
-	WORKERS=6 $(GPU_PYTHON) -m tests.layers $(GPU_TESTS)
+	WORKERS=8 $(GPU_PYTHON) -m tests.layers $(GPU_TESTS)
 
 gpu-transfers:
 	mkdir -p $(TABLES) && rm -f $(TABLES)/transfers.jsonl

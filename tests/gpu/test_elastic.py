@@ -28,8 +28,14 @@ from tests.gpu.cuda_pages import PAGE, CudaPages, ExpandableSegments, Exported, 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-BACKENDS = ["cuda_ipc", "nixl", "ucx", "zmq", pytest.param("nccl", marks=pytest.mark.gpus)]
-TRANSFERS = 150
+BACKENDS = [
+    "cuda_ipc",
+    "nixl",
+    "ucx",
+    pytest.param("zmq", marks=pytest.mark.slow),
+    pytest.param("nccl", marks=pytest.mark.gpus),
+]
+TRANSFERS = 60
 DEVICES = "cuda:0", f"cuda:{int(torch.cuda.device_count() > 1)}"
 MIXED = [each if len(set(each)) > 1 else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS]
 
