@@ -8,6 +8,7 @@ import numpy as np
 
 from kvxfer.testing import FakeTransport
 from kvxfer.testing.fake import FENCE_INTERVAL_S
+from kvxfer.testing.network import LinkEnd
 from kvxfer.transport import Batch, Completion, Fence, Verb
 
 
@@ -45,6 +46,13 @@ class ForgetsToAskTheFence(FakeTransport):
 
     def _next_look(self, looked: float) -> float | None:
         return None
+
+
+class ForgetsTheFencesOfOthers(FakeTransport):
+    """Looks at a fence only if nothing else is in flight on the link."""
+
+    def start(self, number: int, link: LinkEnd, batch: Batch, after: Fence | None) -> None:
+        super().start(number, link, batch, None if link.posts else after)
 
 
 class LosesAFenceBetweenTwoQuestions(FakeTransport):

@@ -164,7 +164,7 @@ class Transfers(Suite):
             assert_equal(b.content(0), expected, "the target's memory")
 
     def test_nothing_is_touched_before_the_fence(self, world: World, way: TransferMode) -> None:
-        """A half submitted with ``after`` neither reads nor writes its memory before the fence has passed.
+        """A half submitted with ``after`` neither reads nor writes its memory before the fence has passed, whatever else is in flight.
 
         It goes on by itself soon after: the back end must wake its thread to check (see ``Wakeup.at``). One that was aborted meanwhile
         does not.
@@ -173,9 +173,12 @@ class Transfers(Suite):
         source, target = (b, a) if way is TransferMode.READ else (a, b)
         fenced = [a, b] if way is TransferMode.SEND and self.in_process else [a]
         for participant in fenced:
-            before, runs, fence = target.content(0), Runs.of([0], [7], [100_000]), HostFence()
+            runs, fence, other = Runs.of([0], [7], [100_000]), HostFence(), Runs.of([200_000], [200_000], [100_000])
+            before = overlay(target.content(0), source.content(0), other)
+            ahead = link.start(way, source, target, other)
             started = link.start(way, source, target, runs, fences={participant.name: fence})
             world.run(0.2)
+            world.succeed(ahead)
             assert not started.over()
             assert_equal(target.content(0), before, "the target's memory before the fence")
             source.fill(0, seed=5)
