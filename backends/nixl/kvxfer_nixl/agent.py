@@ -223,9 +223,8 @@ class LibraryAgent:
         inside.forget(self._drop)
         if not self._drop():
             raise TransportError(
-                f"NIXL cannot be closed: its progress thread did not come to rest within {REST_S:g} s, without which it never ends. "
-                "Most likely a peer of this host has stopped or died, and not taken what we had sent it. Until this process ends, the "
-                "memory that was in use stays out of use, and that thread keeps a core busy: restart it"
+                f"NIXL cannot be closed: its progress thread did not come to rest within {REST_S:g} s. Most likely a peer of this host "
+                "has stopped or died. Restart this process: until then its memory stays out of use, and that thread keeps a core busy"
             )
 
     def _drop(self) -> bool:

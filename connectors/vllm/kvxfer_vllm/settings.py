@@ -229,8 +229,7 @@ def enclosed(config: ConnectorConfig, vllm_config: VllmConfig) -> ConnectorConfi
     if getattr(engine, "kv_load_failure_policy", None) == "fail":
         log.warning(
             "kv_load_failure_policy is 'fail', vLLM's default: a load that fails ends its request with an error (HTTP 500); with "
-            "'recompute' this engine computes the prompt instead. Set it in --kv-transfer-config itself: vLLM ignores that of an entry "
-            "inside MultiConnector"
+            "'recompute' this engine computes the prompt. Set it at the top: vLLM ignores it inside MultiConnector"
         )
     before = [kind.__name__ for kind in itertools.takewhile(lambda kind: not _is_ours(kind), together(vllm_config))]
     if not before:
