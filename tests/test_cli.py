@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvxfer
-from kvxfer.cli.addresses import address_problems
+from kvxfer.cli.addresses import address_problems, told_address
 from kvxfer.cli.main import build
 from kvxfer.cli.probing import probe_all
 from kvxfer.config import Config
@@ -367,3 +367,13 @@ app(prog_name="kvxfer")
         assert lacking.returncode == 2 and f"pip install {brings}" in lacking.stderr
     with_them = run("bench", "no-such-benchmark")
     assert with_them.exit_code == 2 and "pip install" not in with_them.stderr
+
+
+def test_doctor_tells_where_auto_leads_and_which_other_addresses_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"10.0.0.7": "eth0", "192.0.2.7": "ib0"}
+    monkeypatch.setattr("kvxfer.cli.addresses.own_addresses", lambda: found)
+    said = told_address(Config(listen="10.0.0.7", advertise="10.0.0.7"), automatic=True)
+    assert "10.0.0.7" in said and "(eth0)" in said and "192.0.2.7 (ib0)" in said and "set 'advertise'" in said
+    assert told_address(Config(advertise="10.0.0.7"), automatic=False) == "10.0.0.7"
+    report = json.loads(run("doctor", "--json", "--config", '{"listen": "127.0.0.5"}').stdout)
+    assert report["address"] == "127.0.0.5"
