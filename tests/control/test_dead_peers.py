@@ -164,7 +164,7 @@ def test_a_producer_that_does_not_know_it_answers_soon(node: Make, known: bool) 
 
 
 def test_another_peer_is_none_the_worse(node: Make) -> None:
-    dead, p, d = node(seed=1), node(seed=2), node()
+    dead, p, d = (node(seed=seed, peer_timeout=8.0) for seed in (1, 2, 0))
     with dead.stopped():
         d.fetch(name("dead"), dead.source, [8], 4)
         deliver(p, d, "alive")
