@@ -25,7 +25,7 @@ HEAVY = {"torch", "vllm", "nixl", "nixl_cu12", "ucxx", "nccl", "cuda", "cupy", "
 
 # Who may import whom inside the core: only downwards, or within the same part.
 LEVELS = [
-    {"text", "flag", "prometheus", "shares", "transitions"},
+    {"text", "clock", "flag", "shares", "transitions"},
     {"failures", "logs"},
     {"errors", "threads"},
     {"arguments", "keyfile"},
