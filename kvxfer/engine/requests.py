@@ -41,7 +41,7 @@ def _door(instead: Any) -> Callable[[F], F]:
             try:
                 return call(self, request, *given, **named)
             except IllegalTransition as bug:
-                self.broken(RequestId(request), bug)
+                self._broken(RequestId(request), bug)
                 return instead
 
         return cast(F, door)
@@ -57,7 +57,7 @@ class Requests:
     ) -> None:
         self.source, self._tables = source, tables
         self.offers, self.loads, self._asks, self._stories = offers, loads, asks, stories
-        loads.broken = self.broken
+        loads.broken = self._broken
         self._descriptors: dict[Rank, RankDescriptor] = {}  # of the ranks that other engines can find
         self._closed = False
 
@@ -254,7 +254,7 @@ class Requests:
         try:
             return None if self._asks.awaits(request, computed) else self.loads.loadable(request, computed)
         except IllegalTransition as bug:
-            self.broken(request, bug)
+            self._broken(request, bug)
             return 0
 
     def failure(self, request: str) -> Failure | None:
@@ -292,7 +292,7 @@ class Requests:
             self._asks.admitted(request, external)
             self.loads.allocated(request, table, external)
         except IllegalTransition as bug:
-            self.broken(request, bug)
+            self._broken(request, bug)
             if external:
                 raise ScheduleError(f"request {request} cannot be loaded: {bug}") from bug
 
@@ -348,7 +348,7 @@ class Requests:
             self._asks.forget(request)
             self.loads.finished(request)
         except IllegalTransition as bug:
-            self.broken(request, bug)
+            self._broken(request, bug)
             self.loads.schedule.finish(request)
         return self.offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
@@ -364,7 +364,7 @@ class Requests:
         request = _request(request)
         self.loads.confirm_ended(request)
 
-    def broken(self, request: RequestId, bug: IllegalTransition) -> None:
+    def _broken(self, request: RequestId, bug: IllegalTransition) -> None:
         """Give up what a request loads, asks and offers, because of a bug of kvxfer's; it is computed here."""
         name, why = printable(request), "a bug of kvxfer's"
         log.error("request %s is computed here, because of %s: please report it: %s", name, why, bug, exc_info=bug)
