@@ -31,7 +31,7 @@ def test_a_request_is_computed_at_once(first: str, differ: str, caplog: pytest.L
         if first == "the producer":
             compute(p)
         came = time.monotonic()
-        d.load("d", Ticket(JOB, b"d", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+        d.load("d", Ticket(JOB, b"d", p.scheduler.source, TOKENS), TOKENS, begun=False)
         if first == "the consumer":
             d.step()
             compute(p)
@@ -41,7 +41,7 @@ def test_a_request_is_computed_at_once(first: str, differ: str, caplog: pytest.L
         assert "d" not in d._loads and not d.failed
         assert "other content under the name of its transfer" in caplog.text
         with PagedEngine(facts={"model": "one"}) as right:  # for which nothing has changed
-            right.load("r", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+            right.load("r", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS, begun=False)
             assert "r" in right.until("r").loaded
             right.verify()
 
@@ -54,7 +54,7 @@ def test_a_request_that_needs_nothing_is_not_told_that_there_is_other_content(ca
         assert d.scheduler.load("gone", JOB, b"of one token", p.scheduler.source, 0, begun=False)
         assert d.scheduler.loadable("gone", 0) == 0
         d.scheduler.finished("gone", BlockTable.of([[]]), complete=False)
-        d.load("d", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+        d.load("d", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS, begun=False)
         assert "d" in d.until("d").loaded and "p" in p.until("p").free
         assert not caplog.text
 
@@ -63,9 +63,9 @@ def test_a_later_request_under_the_name_of_one_that_is_over_waits() -> None:
     with PagedEngine() as p, PagedEngine() as d, PagedEngine() as before:
         p.step(), d.step()
         compute(p)
-        before.load("d", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+        before.load("d", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS, begun=False)
         assert "d" in before.until("d").loaded and "p" in p.until("p").free
-        d.load("next", Ticket(JOB, b"q", p.scheduler.source, TOKENS), TOKENS - 1, begun=False)
+        d.load("next", Ticket(JOB, b"q", p.scheduler.source, TOKENS), TOKENS, begun=False)
         for _ in range(20):
             d.step(), p.step()
         assert "next" in d._waiting
