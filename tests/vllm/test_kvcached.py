@@ -11,7 +11,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from kvxfer.engine import BlockPins
-from kvxfer_vllm.blocks import VllmBlockPool
+from kvxfer_vllm.internals import VllmBlockPool
 from tests.conftest import require
 from tests.vllm import kvcached
 from tests.vllm.cases import OFFER, both, check, crowd, decode, prefill

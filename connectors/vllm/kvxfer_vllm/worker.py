@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["WorkerHooks"]
-
 log = logger("kvxfer.vllm")
 
 DRAIN_S = 2.0
