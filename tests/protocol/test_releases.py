@@ -64,3 +64,15 @@ def test_a_late_revocation_of_an_earlier_generation_leaves_the_newer_offer() -> 
     machine.revoke(T, 0, GONE, False, 1.0)
     asked = machine.message(b"1", m.FetchRequest(T, 1, b"d", 0, 4, BlockTable.of([[1]]), 1, 60.0), 1.0)
     assert any(isinstance(action, Move) for action in asked)
+
+
+def test_an_offer_of_less_than_before_takes_nothing_back() -> None:
+    machines = [ProducerMachine(LEASE, 30.0) for _ in range(2)]
+    moved = []
+    for machine, offers in zip(machines, ([2], [2, 1]), strict=True):
+        machine.link_up(b"1", LinkInfo("write", PLANNER, peer=1), 0.0)
+        for blocks in offers:
+            machine.offer(Offer(T, b"d", 0, 4 * blocks, BlockTable.of([[2, 3][:blocks]]), False), 0.0)
+        asked = machine.message(b"1", m.FetchRequest(T, 1, b"d", 0, 8, BlockTable.of([[1, 4]]), 1, 60.0), 1.0)
+        moved.append([action.plan.nbytes for action in asked if isinstance(action, Move)])
+    assert moved[0] == moved[1] != []
