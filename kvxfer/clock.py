@@ -1,4 +1,4 @@
-"""The clock of whatever waits. Read it through this module, ``clock.now()``, so that a test can put a played one in its place."""
+"""The clock of all that waits. Read it through this module, ``clock.now()``, so that a test can put a played one in its place."""
 
 from __future__ import annotations
 
