@@ -114,10 +114,10 @@ def test_a_load_is_planned_as_often_however_many_parts_it_has(monkeypatch: pytes
     planned = 0
     plan = Planner.plan
 
-    def counted(planner: Planner, src: BlockTable, dst: BlockTable, start: int, tokens: int) -> CopyPlan:
+    def counted(planner: Planner, src: BlockTable, dst: BlockTable, start: int, tokens: int, tail: bool) -> CopyPlan:
         nonlocal planned
         planned += tokens - start
-        return plan(planner, src, dst, start, tokens)
+        return plan(planner, src, dst, start, tokens, tail)
 
     monkeypatch.setattr(Planner, "plan", counted)
     producer = Producer("sendrecv")
