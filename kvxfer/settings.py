@@ -187,8 +187,9 @@ def told_address(listen: str, advertise: str | None, naming: str) -> str:
     try:
         return bare(address_of(told, listen))
     except OSError as e:
+        setting, instead = ("advertise", "an address, or to 'auto'") if advertise else ("listen", "an address")
         raise ConfigError(
-            f"{naming.format('advertise' if advertise else 'listen')} is {told!r}, which this host cannot resolve: {e}"
+            f"{naming.format(setting)} is {told!r}, which this host cannot resolve: {e}; set it to {instead}"
         ) from None
 
 

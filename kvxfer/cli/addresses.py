@@ -42,14 +42,6 @@ def address_problems(config: Config) -> list[str]:
         out.append(str(e))
     except OSError as e:
         out.append(f"{e}; set 'listen' to an address of this host and 'port' to one that no other process uses")
-    try:
-        if config.advertise is not None:
-            socket.getaddrinfo(config.advertise, None)
-    except (OSError, UnicodeError) as e:
-        out.append(
-            f"'advertise' is {config.advertise!r}, which this host cannot resolve: {e}; set it to an address or a name that "
-            "peers can resolve, or to 'auto'"
-        )
     return out
 
 

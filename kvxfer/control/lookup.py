@@ -12,7 +12,7 @@ from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.control.wrong_place import unanswered
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
-from kvxfer.identity import TransferId, new_epoch
+from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security
 from kvxfer.settings import address_of
@@ -75,7 +75,7 @@ def ask_for_prefix(host: str, port: int, security: Security, seconds: float) -> 
         PeerError: See ``look_up``.
     """
     sockets = ControlSockets(security)
-    question = m.Inquire(0, TransferId.mint(new_epoch(), "question"), TOKENS, os.urandom(DIGEST))
+    question = m.Inquire(0, TransferId.asked(), TOKENS, os.urandom(DIGEST))
     try:
         connection = sockets.dial(_address(host, port), None, m.MAX_BYTES)
         _ask(sockets, connection, m.Lookup(m.PROTOCOL), seconds)  # what the connection takes does not count

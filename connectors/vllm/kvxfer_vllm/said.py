@@ -35,6 +35,7 @@ from msgspec import Meta, Struct
 
 from kvxfer.arguments import describe
 from kvxfer.engine import Ticket
+from kvxfer.errors import UNREADABLE
 from kvxfer.identity import Address, IdentityError, Source, TransferBase, TransferId, canonical_host, parse_address
 from kvxfer.logs import logger
 from kvxfer.security import Repeats
@@ -161,7 +162,7 @@ def _of(schema: type[S], value: Any) -> S:
     """Return a value of a schema. A number may be written as a text, as routers do that hold ports as texts."""
     try:
         return msgspec.convert(value, schema, strict=False)
-    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as e:
+    except (ValueError, *UNREADABLE) as e:
         raise UnreadableError(f"kv_transfer_params: {printable(str(e)[:200])}") from None
 
 

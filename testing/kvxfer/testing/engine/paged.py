@@ -91,6 +91,8 @@ class PagedEngine:
         update = self.scheduler.report(reduce(Report.merge, [worker.collect(timeout) for worker in self.workers]))
         for request in update.loaded & self._loads.keys():
             digest, tokens = self._loads.pop(request)
+            last = self.tables[request][(tokens - 1) // self.memory.tokens]
+            self.memory.accept([last])  # behind the last token a load may leave what the producer has there
             self.memory.expect(digest, self.tables[request], 0, tokens)
         for request in update.failed.keys() & self._loads.keys():
             del self._loads[request]
