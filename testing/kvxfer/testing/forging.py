@@ -21,6 +21,7 @@ _UP = "../" * 16
 _LARGEST = (1 << 64) - 1
 _MAX_LEAVES = 24
 _FLIPS = 16
+_PORTS = range(1024, 1 << 16)
 
 Place = tuple[int, ...]
 
@@ -45,7 +46,7 @@ def forgeries(genuine: bytes, bait: Bait, kept: Collection[int] = ()) -> Iterato
     taken = _taken_apart(genuine)
     if taken is None:
         for at in range(0, len(genuine), max(1, len(genuine) // _FLIPS)):
-            yield f"byte {at}", genuine[:at] + bytes([genuine[at] ^ 0xFF]) + genuine[at + 1 :]
+            yield f"byte {at}", _inverted(genuine, at)
         return
     head, fields = taken
     others = _taken_apart(bait.other)
@@ -53,12 +54,76 @@ def forgeries(genuine: bytes, bait: Bait, kept: Collection[int] = ()) -> Iterato
     for path, leaf in leaves[:_MAX_LEAVES]:
         theirs = None if others is None else dict(_leaves(others[1])).get(path)
         for value in _values(leaf, theirs, bait):
-            yield (
-                f"field {'.'.join(map(str, path))}: {_shown(value)}",
-                _put_together(head, _with(fields, {path: value})),
-            )
+            yield _altered(head, fields, path, value)
     for what, wanted in _guises(leaves, bait):
         yield what, _put_together(head, _with(fields, wanted))
+
+
+def guesses(genuine: bytes, spare: bytes, kept: Collection[int] = ()) -> Iterator[tuple[str, bytes]]:
+    """Yield an endpoint as one would guess it who knows all but a byte of its secrets: of each the first one, and then the last.
+
+    What differs between it and another endpoint of the same side (``spare``) is a secret of its link: bytes and large integers, or
+    text if there are none.
+    """
+    taken, other = _taken_apart(genuine), _taken_apart(spare)
+    if taken is None or other is None:
+        differ = [i for i, (one, two) in enumerate(zip(genuine, spare, strict=False)) if one != two]
+        for at in differ[:1] + differ[-1:]:
+            yield f"byte {at}", _inverted(genuine, at)
+        return
+    theirs = dict(_leaves(other[1]))
+    fresh = {path: leaf for path, leaf in _leaves(taken[1]) if path[0] not in kept and theirs.get(path, leaf) != leaf}
+    sought = [path for path, leaf in fresh.items() if type(leaf) is bytes or (type(leaf) is int and leaf >= _ADDRESSES)]
+    sought = sought or [path for path, leaf in fresh.items() if type(leaf) is str]
+    if sought:
+        where = ", ".join(".".join(map(str, path)) for path in sought)
+        for which, at in (("first", 0), ("last", -1)):
+            wrong = {path: _nearly(fresh[path], at) for path in sought}
+            yield f"fields {where}: another {which} byte", _put_together(taken[0], _with(taken[1], wrong))
+
+
+def ports(genuine: bytes, kept: Collection[int] = ()) -> list[Place]:
+    """Return which fields of an endpoint name a port: an integer that may be one, or the end of an address."""
+    _, fields = _taken_apart(genuine) or (b"", [])
+    return [path for path, leaf in _leaves(fields) if path[0] not in kept and _redirected(leaf, 0) is not None]
+
+
+def redirected(genuine: bytes, places: Collection[Place], port: int) -> bytes:
+    """Return an endpoint that names another port in these fields."""
+    taken = _taken_apart(genuine)
+    if taken is None or not places:
+        return genuine
+    leaves = dict(_leaves(taken[1]))
+    return _put_together(taken[0], _with(taken[1], {place: _redirected(leaves[place], port) for place in places}))
+
+
+def _redirected(leaf: Any, port: int) -> Any:
+    match leaf:
+        case int() if leaf in _PORTS:
+            return port
+        case str() if ":" in leaf and leaf.rpartition(":")[2].isdecimal():
+            return f"{leaf.rpartition(':')[0]}:{port}"
+        case _:
+            return None
+
+
+def _nearly(secret: Any, at: int) -> Any:
+    """Return a secret with another byte or character there; an integer, of which some bits may mean nothing, with other bits."""
+    match secret:
+        case bytes():
+            return _inverted(secret, at) if secret else secret
+        case str():
+            characters = list(secret)
+            characters[at] = "1" if secret[at] == "0" else "0"
+            return "".join(characters)
+        case _:
+            return secret ^ (1 << secret.bit_length() - 1) - 1
+
+
+def _inverted(data: bytes, at: int) -> bytes:
+    altered = bytearray(data)
+    altered[at] ^= 0xFF
+    return bytes(altered)
 
 
 def _values(leaf: Any, theirs: Any, bait: Bait) -> list[Any]:
@@ -99,6 +164,11 @@ def _guises(leaves: list[tuple[Place, Any]], bait: Bait) -> Iterator[tuple[str, 
             yield what, wanted
         for path in numbers:
             yield f"{what}, and field {path[0]} for the process", {**wanted, path: bait.pid}
+
+
+def _altered(head: bytes, fields: list[Any], path: Place, value: Any) -> tuple[str, bytes]:
+    where = ".".join(map(str, path))
+    return f"field {where}: {_shown(value)}", _put_together(head, _with(fields, {path: value}))
 
 
 def _shown(value: Any) -> str:

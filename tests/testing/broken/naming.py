@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import socket
 import tempfile
 from collections.abc import Collection
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from kvxfer.errors import TransportError
 from kvxfer.testing import FakeTransport
 from kvxfer.testing.fake import Endpoint
+from kvxfer.testing.network import LinkEnd
 from kvxfer.transport import Batch, Completion, Fence, Verb
 
 
@@ -91,3 +96,42 @@ class OpensAnyFile(_Naming):
         except (OSError, ValueError) as e:
             raise TransportError(f"{named.agent} names a file that is not there: {e}") from e
         ctypes.memmove(local, found, len(found))
+
+
+class Port(Endpoint, frozen=True):
+    """With the port at which it takes messages."""
+
+    format = 4
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class SendsToAnyPort(FakeTransport):
+    """Sends the first bytes of a batch to where the peer's endpoint says, too."""
+
+    endpoint_type = Port
+    _socket: socket.socket
+
+    def make_endpoint(self, memories: Collection[int], writable: bool) -> Port:
+        if "_socket" not in vars(self):
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            self._socket.bind(("127.0.0.1", 0))
+        mine = super().make_endpoint(memories, writable)
+        return Port(mine.agent, mine.network, mine.token, self._socket.getsockname()[1])
+
+    def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> LinkEnd:
+        assert isinstance(theirs, Port)
+        link = super().make_link(number, mine, theirs)
+        self.__dict__.setdefault("ports", {})[id(link)] = theirs.port
+        return link
+
+    def start(self, number: int, link: LinkEnd, batch: Batch, after: Fence | None) -> None:
+        if batch.verb in (Verb.WRITE, Verb.SEND):
+            [address, *_] = self.memories.addresses(batch.local, batch.local_offsets, batch.lengths).tolist()
+            with contextlib.suppress(OSError):  # nobody listens there
+                self._socket.sendto(ctypes.string_at(address, 1024), ("127.0.0.1", self.ports[id(link)]))
+        super().start(number, link, batch, after)
+
+    def shut_down(self) -> None:
+        super().shut_down()
+        if "_socket" in vars(self):
+            self._socket.close()

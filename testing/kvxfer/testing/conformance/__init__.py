@@ -20,6 +20,7 @@ _THEMES = (
     "history",
     "links",
     "forgeries",
+    "strangers",
     "endings",
     "deaths",
     "blocking",
@@ -42,6 +43,7 @@ from kvxfer.testing.conformance.memory import Memory  # noqa: E402
 from kvxfer.testing.conformance.participant_link import Part, ParticipantLink, Started, TransferMode  # noqa: E402
 from kvxfer.testing.conformance.progress import Tellings  # noqa: E402
 from kvxfer.testing.conformance.resources import Resources  # noqa: E402
+from kvxfer.testing.conformance.strangers import Strangers  # noqa: E402
 from kvxfer.testing.conformance.suite import OutOfPatience, RuleBroken, Suite, World  # noqa: E402
 from kvxfer.testing.conformance.transfers import Transfers  # noqa: E402
 from kvxfer.testing.conformance.volume import Volume  # noqa: E402
@@ -60,7 +62,19 @@ __all__ = [
 
 
 class ConformanceSuite(
-    Declaration, Memory, Transfers, Tellings, Histories, Volume, Links, Forgeries, Endings, Deaths, Blocking, Resources
+    Declaration,
+    Memory,
+    Transfers,
+    Tellings,
+    Histories,
+    Volume,
+    Links,
+    Forgeries,
+    Strangers,
+    Endings,
+    Deaths,
+    Blocking,
+    Resources,
 ):
     """All clauses. Subclass it and set ``backend``; see ``Suite`` for the other settings."""
 
