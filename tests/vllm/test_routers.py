@@ -209,12 +209,14 @@ def test_an_answer_is_small_and_says_what_was_cached(make: Make) -> None:
     p.lease_ends()
 
 
-@pytest.mark.parametrize("host", ["10.9.8.7", "prefill.example", ""])
-def test_a_router_that_overwrites_the_host(make: Make, host: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "port"), [("10.9.8.7", 8100), ("prefill.example", "8100"), ("", 0), (["10.9.8.7"], "http")]
+)
+def test_a_router_that_overwrites_the_host(make: Make, host: Any, port: Any) -> None:
     """AIBrix writes the pod's address, production-stack the host of its URL: our own key is preferred."""
     p, d = make(), make()
     text = prompt(60)
-    params = {**prefill(p, text), "remote_host": host, "remote_port": 8100}
+    params = {**prefill(p, text), "remote_host": host, "remote_port": port}
     name = d.add(text, params)
     d.run(p, until=name)
     check(d, name, text)

@@ -352,8 +352,9 @@ def read_params(params: Any) -> Said:
     if not loads:
         name = _name(params.get("transfer_id")) if offers else None
         return Said(offers, False, name, missing=missing, empty=False)
-    said = _of(Answer, params)
-    if said.remote_port is None:
+    ours = params.get(ADDRESS) is not None  # then nobody needs what a router may have written over P's own host and port
+    said = _of(Answer, {key: value for key, value in params.items() if not (ours and key in (HOST, PORT))})
+    if said.remote_port is None and not ours:
         if (other := _of(MoRIIO, params)).remote_handshake_port is not None:
             port = other.remote_handshake_port + (other.remote_dp_rank or 0)
             said = msgspec.structs.replace(said, remote_port=port)
