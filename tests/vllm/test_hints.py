@@ -40,16 +40,16 @@ def envelope(endpoint: Any, **more: Any) -> dict[str, Any]:
         ),
         ({"remote_kv_source": {**TIER, "remote_port": "5710"}}, "remote_kv_source", [Address("10.0.0.8", 5710)]),
         ({"remote_kv_source": TIER, **HOLDER}, "remote_kv_source", [Address("10.0.0.8", 5710), D]),
-        ({"kv_hint": envelope("tcp://worker-a:23280")}, "kv_hint", [Address("worker-a", 23280)]),
+        ({"kv_hint": envelope("tcp://10.0.0.9:23280")}, "kv_hint", [Address("10.0.0.9", 23280)]),
         ({"kv_hint": envelope("tcp://[fd00::7]:1")}, "kv_hint", [Address("fd00::7", 1)]),
-        ({"kv_hint": envelope("worker-a:1", action_type="kv.source_locations")}, "kv_hint", [Address("worker-a", 1)]),
+        ({"kv_hint": envelope("localhost:1", action_type="kv.source_locations")}, "kv_hint", [Address("localhost", 1)]),
         ({"kv_hint": {"protocol_version": "0.1", "message_id": "m", "actions": []}}, "", []),
         ({"kv_hint": envelope("tcp://worker-a:1", action_type="kv.evict")}, "", []),
-        ({"kvxfer_sources": ["10.0.0.7:5600", "b:1", "10.0.0.7:5600"]}, "kvxfer_sources", [D, Address("b", 1)]),
+        ({"kvxfer_sources": ["10.0.0.7:5600", "[::1]:1", "10.0.0.7:5600"]}, "kvxfer_sources", [D, Address("::1", 1)]),
         (
-            {"kvxfer_sources": ["b:1"], "remote_kv_source": TIER},
+            {"kvxfer_sources": ["10.0.0.6:1"], "remote_kv_source": TIER},
             "kvxfer_sources",
-            [Address("b", 1), Address("10.0.0.8", 5710)],
+            [Address("10.0.0.6", 1), Address("10.0.0.8", 5710)],
         ),
         # What P answers to D, and what a router sends to P at a first turn, name nobody to ask.
         (
@@ -86,6 +86,11 @@ def test_who_is_named(params: dict[str, Any], kind: str, sources: list[Address])
         ({"kvxfer_sources": "10.0.0.7:5600"}, "kvxfer_sources"),
         ({"kvxfer_sources": [None]}, "kvxfer_sources"),
         ({"kvxfer_sources": {"a": 1}}, "kvxfer_sources"),
+        # Names, which nobody looks up.
+        ({"kvxfer_sources": ["worker-a:1"]}, "kvxfer_sources"),
+        ({"remote_kv_source": {**TIER, "remote_host": "worker-a"}}, "remote_kv_source"),
+        ({"do_remote_decode": True, "kvxfer_address": "worker-a:1"}, "remote_host"),
+        ({"kv_hint": envelope("tcp://worker-a:1")}, "kv_hint"),
         ({"kv_hint": []}, "kv_hint"),
         ({"kv_hint": {"actions": 7}}, "kv_hint"),
         ({"kv_hint": envelope(None)}, "kv_hint"),
@@ -93,7 +98,7 @@ def test_who_is_named(params: dict[str, Any], kind: str, sources: list[Address])
         ({"kv_hint": envelope("tcp://x:1", action_version="2.0")}, "kv_hint"),
         ({"kv_hint": envelope("tcp://x:1", payload=None)}, "kv_hint"),
         ({"remote_kv_sources": TIER}, "remote_kv_sources"),
-        ({"kvxfer_sources": [f"a:{n}" for n in range(1, 30)]}, "kvxfer_sources"),
+        ({"kvxfer_sources": [f"10.0.0.1:{n}" for n in range(1, 30)]}, "kvxfer_sources"),
     ],
 )
 def test_what_is_not_used_is_named(params: dict[str, Any], key: str) -> None:

@@ -190,7 +190,7 @@ def test_params_that_make_no_sense(make: Make, wire: Wire, params: dict[str, Any
 @pytest.mark.parametrize("number", [1 << 64, 10**5000, -(10**5000)], ids=["65 bits", "long", "negative"])
 def test_numbers_that_some_vllm_lets_through(number: int) -> None:
     """Releases from 0.32 on refuse them; Python raises where one of more than 4,300 digits is written out."""
-    where = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7}
+    where = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 7}
     with pytest.raises(IdentityError, match="transfer_id is not a text"):
         read_params({**where, "transfer_id": number})
     for key in ("remote_port", "kvxfer_address", "kvxfer_epoch"):

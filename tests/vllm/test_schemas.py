@@ -128,6 +128,8 @@ def test_a_client_that_hangs_up_before_p_has_begun(make: Make) -> None:
             {**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://h:99999"},
             "remote_host and remote_port are missing",
         ),
+        ({**LOADS, "transfer_id": "x", "remote_host": "prefill-0", "remote_port": 9}, "'prefill-0' is a name"),
+        ({**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://prefill-0:9"}, "'prefill-0' is a name"),
         ({**LOADS, "remote_host": "127.0.0.1", "remote_port": 9}, "remote_request_id, the X-Request-Id of both"),
         (
             {**LOADS, "remote_host": "127.0.0.1", "remote_port": 9, "remote_request_id": 7},

@@ -36,7 +36,16 @@ from msgspec import Meta, Struct
 from kvxfer.arguments import describe
 from kvxfer.engine import Ticket
 from kvxfer.errors import UNREADABLE
-from kvxfer.identity import Address, IdentityError, Source, TransferBase, TransferId, canonical_host, parse_address
+from kvxfer.identity import (
+    Address,
+    IdentityError,
+    Source,
+    TransferBase,
+    TransferId,
+    canonical_host,
+    is_ip,
+    parse_address,
+)
 from kvxfer.logs import logger
 from kvxfer.security import Repeats
 from kvxfer.text import printable
@@ -320,7 +329,7 @@ class Said(Struct, frozen=True):
         said = self.said
         if said.kvxfer_address is not None:
             try:
-                return parse_address(said.kvxfer_address)
+                return _dialled(parse_address(said.kvxfer_address))
             except IdentityError:
                 return f"{ADDRESS} is not an address: {describe(said.kvxfer_address)}"
         lacking = [key for key, value in ((HOST, said.remote_host), (PORT, said.remote_port)) if value is None]
@@ -331,8 +340,8 @@ class Said(Struct, frozen=True):
             )
         try:
             return _directory(said)
-        except IdentityError:
-            return f"{HOST} and {PORT} do not name a directory ({describe(said.remote_host)}, {describe(said.remote_port)})"
+        except IdentityError as e:
+            return f"{HOST} and {PORT} do not name a directory: {e}"
 
 
 def read_params(params: Any) -> Said:
@@ -352,7 +361,9 @@ def read_params(params: Any) -> Said:
     if not loads:
         name = _name(params.get("transfer_id")) if offers else None
         return Said(offers, False, name, missing=missing, empty=False)
-    ours = params.get(ADDRESS) is not None  # then nobody needs what a router may have written over P's own host and port
+    ours = (
+        params.get(ADDRESS) is not None
+    )  # then nobody needs what a router may have written over P's own host and port
     said = _of(Answer, {key: value for key, value in params.items() if not (ours and key in (HOST, PORT))})
     if said.remote_port is None and not ours:
         if (other := _of(MoRIIO, params)).remote_handshake_port is not None:
@@ -403,7 +414,18 @@ def _directory(where: Where) -> Address:
     """
     if not where.remote_host or where.remote_port is None:
         raise UnreadableError(f"{HOST} and {PORT} are {describe(where.remote_host)} and {describe(where.remote_port)}")
-    return Address(canonical_host(where.remote_host), where.remote_port)
+    return _dialled(Address(canonical_host(where.remote_host), where.remote_port))
+
+
+def _dialled(where: Address) -> Address:
+    """Refuse a name at once: nobody looks up what a request says, so that its load would fail.
+
+    Raises:
+        IdentityError: It is a name.
+    """
+    if not is_ip(where.host) and where.host != "localhost":
+        raise UnreadableError(f"{where.host!r} is a name: engines are dialled by address")
+    return where
 
 
 # --- hints ---------------------------------------------------------------------------------------------------------
@@ -428,7 +450,7 @@ def _listed(params: Mapping[str, Any]) -> Iterator[Address]:
     """Read ``kvxfer_sources``: a list of directories, each a text ``HOST:PORT``."""
     value = params.get(SOURCES)
     for one in _of(list[Any], [] if value is None else value)[: MAX_SOURCES + 1]:
-        yield parse_address(_of(Text, one))
+        yield _dialled(parse_address(_of(Text, one)))
 
 
 def _tier_source(params: Mapping[str, Any]) -> Iterator[Address]:
@@ -442,7 +464,7 @@ def _bidirectional(params: Mapping[str, Any]) -> Iterator[Address]:
     if not params.get("do_remote_decode") or params.keys() & OTHERS:  # MoRIIO's tells a prefill engine where to write
         return
     if params.get(ADDRESS) is not None:
-        yield parse_address(_of(Text, params[ADDRESS]))
+        yield _dialled(parse_address(_of(Text, params[ADDRESS])))
     elif params.get(PORT) is not None:  # which other schemas do not give to a prefill engine
         yield _directory(_of(Where, params))
 
@@ -454,7 +476,8 @@ def _dynamo(params: Mapping[str, Any]) -> Iterator[Address]:
     for action in _of(Envelope, params["kv_hint"]).actions[:MAX_SOURCES]:
         kind = action.get("action_type") if isinstance(action, Mapping) else None
         if isinstance(kind, str) and kind in FETCHES:
-            yield parse_address(_of(FetchAction, action).payload.source_control_endpoint.removeprefix("tcp://"))
+            endpoint = _of(FetchAction, action).payload.source_control_endpoint
+            yield _dialled(parse_address(endpoint.removeprefix("tcp://")))
 
 
 READERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[Address]]]] = {
