@@ -123,6 +123,8 @@ def test_an_id_without_addresses_says_nothing() -> None:
 
 
 def test_a_bad_allow_list_is_found_at_start() -> None:
-    assert check_hosts(["10.0.0.0/8", "prefill-1:21001"]) == ("10.0.0.0/8", "prefill-1:21001")
-    with pytest.raises(ConfigError, match="legacy_hosts"):
-        check_hosts(["10.0.0.0/8", "not a host"])
+    good = "10.0.0.0/8", "10.1.0.7:21001", "[fd00::7]:1", "fd00::8", "localhost"
+    assert check_hosts(good) == good
+    for bad, why in (("not a host", "neither"), ("prefill-1:21001", "'prefill-1' is a name")):
+        with pytest.raises(ConfigError, match=f"legacy_hosts.*{why}"):
+            check_hosts(["10.0.0.0/8", bad])

@@ -13,8 +13,9 @@ from msgspec import Meta
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.identity import Address, IdentityError, allowed
+from kvxfer.identity import Address, IdentityError, allowed, is_ip
 from kvxfer.logs import logger
+from kvxfer.security import portless
 from kvxfer.settings import AUTO_ADDRESS, bare, everywhere, loopback
 from kvxfer_vllm.said import ExternalId, routed_addresses
 
@@ -117,7 +118,7 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The settings of the vLLM connector: kvxfer's, and some of its own.
 
     Attributes:
-        legacy_hosts: Networks, addresses or names of engines that a request id in the form of vLLM's former
+        legacy_hosts: Networks and addresses of engines that a request id in the form of vLLM's former
             P2pNcclConnector may name; if empty, ids are never read as addresses.
         decode_answers: Whether the answers of a decode engine tell its router where the KV is that it has then, so that the next turn
             of a conversation can be loaded from there.
@@ -239,16 +240,19 @@ def translate(extra: Mapping[str, Any], transfer_config: Any) -> tuple[dict[str,
 
 
 def check_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
-    """Check the setting ``legacy_hosts``: networks, addresses or names of prefill engines that an id may name.
+    """Check the setting ``legacy_hosts``: networks and addresses of prefill engines that an id may name.
 
     Raises:
-        ConfigError: An entry is none of these.
+        ConfigError: An entry is neither.
     """
     entries = tuple(hosts)
     try:
         allowed(Address("127.0.0.1", 1), entries)
     except IdentityError as e:
         raise ConfigError(f"setting 'legacy_hosts': {e}") from None
+    for host in (portless(entry).strip("[]").lower() for entry in entries if "/" not in entry):
+        if not is_ip(host) and host != "localhost":
+            raise ConfigError(f"setting 'legacy_hosts': {host!r} is a name; list addresses and networks")
     return entries
 
 
