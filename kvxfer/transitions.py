@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-__all__ = ["IllegalTransition", "Life", "Transitions", "pairs"]
+__all__ = ["Bulkhead", "IllegalTransition", "Life", "Transitions", "pairs"]
 
 S = TypeVar("S", bound=enum.StrEnum)
 E = TypeVar("E", bound=enum.StrEnum)
@@ -70,6 +70,43 @@ class Life(Generic[S, E]):
         if after is None:
             return False
         self.state = after  # type: ignore[misc]  # a slot of the record
+        return True
+
+
+def _raised(owner: Hashable, bug: IllegalTransition) -> None:
+    raise bug
+
+
+class Bulkhead:
+    """What no bug of a table leaves: it ends what it happens to, and whoever was calling goes on with the rest.
+
+    Attributes:
+        broken: Called with the owner of the record and the bug; without it the bug is raised.
+    """
+
+    __slots__ = ("broken",)
+
+    def __init__(self) -> None:
+        self.broken: Callable[[Any, IllegalTransition], None] = _raised
+
+    def of(self, owner: Hashable) -> _Guard:
+        """Return a context for what is done to the records of an owner."""
+        return _Guard(self, owner)
+
+
+class _Guard:
+    __slots__ = ("_door", "_owner")
+
+    def __init__(self, door: Bulkhead, owner: Hashable) -> None:
+        self._door, self._owner = door, owner
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
+        if not isinstance(error, IllegalTransition):
+            return False
+        self._door.broken(self._owner, error)
         return True
 
 

@@ -236,10 +236,10 @@ class Asks:
         ask = self._asks.pop(request, None)
         if ask is None:
             return
-        self._leave(request, ask)
         what = ask.chain, ask.sources
-        if not ask.requests and self._alike.get(what) is ask:
+        if not ask.requests - {request} and self._alike.get(what) is ask:
             del self._alike[what]
+        self._leave(request, ask)
 
     def give_up(self, request: RequestId) -> None:
         """Record that a request does not load what is found for it."""
@@ -250,8 +250,16 @@ class Asks:
         """Let a request have nothing to do with a question any more; that of the last one is given up."""
         ask.requests.discard(request)
         fetches = ask.loads(self._schedule.named(request))
-        if (fetches or not ask.requests) and ask.on(_E.GIVE_UP):
-            self._close(ask, "the consumer does not need it")
+        if fetches or not ask.requests:
+            self._end_now(request, ask, "the consumer does not need it")
+
+    def _end_now(self, request: RequestId, ask: Ask, reason: str) -> None:
+        """Close a question, whatever its table says, so that nothing is held for it any more."""
+        with self._schedule.door.of(request):
+            if not ask.on(_E.GIVE_UP):
+                return
+        ask.state = _S.CLOSED
+        self._close(ask, reason)
 
     def admitted(self, request: RequestId, external: int) -> None:
         """Record that a request is about to be given blocks, and counts on ``external`` tokens from outside."""
@@ -267,9 +275,8 @@ class Asks:
 
     def withdraw_all(self, reason: str) -> None:
         """Give up all questions, though their requests go on."""
-        for ask in self._asks.values():
-            if ask.on(_E.GIVE_UP):
-                self._close(ask, reason)
+        for request, ask in self._asks.items():
+            self._end_now(request, ask, reason)
 
     def ended(self, update: Update) -> None:
         """Count the loads whose end the engine is told."""
@@ -277,7 +284,8 @@ class Asks:
             ask, load = self._asks[request], self._schedule.named(request)
             if ask.state is _S.LOADING and load is not None and ask.loads(load):
                 event = _E.DELIVERED if request in update.loaded else _E.FAILED
-                self._end(ask, event, load, load.end - load.start)
+                with self._schedule.door.of(request):
+                    self._end(ask, event, load, load.end - load.start)
 
     def _end(self, ask: Ask, event: AskEvent, load: Load, tokens: int) -> None:
         ask.on(event)

@@ -83,20 +83,20 @@ class LoadEnds:
     def reported(self, load: Load, result: RankResult) -> None:
         """Record what a step says of a load on one rank."""
         writing = load.writing
+        self._early.append(load)
+        load.told_on.add(result.rank)
         if load.under_way or load.state is _S.WRITTEN:
             load.results[result.rank] = result
         if load.under_way:
             load.failure = load.failure or result.failure
-            if load.writing and not writing:
-                # The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
-                load.pinned = self._pins.keep(load.holder, load.blocks.ids())
-                self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
-        if writing and not load.writing:
-            self._schedule.on(load, _E.QUIET if load.told else _E.QUIET_EARLY)
-        load.told_on.add(result.rank)
         if len(load.told_on) >= self._ranks and not load.told and self._told(load):
             self._repeated.append(load.request)
-        self._early.append(load)
+        if load.under_way and load.writing and not writing:
+            # The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
+            load.pinned = self._pins.keep(load.holder, load.blocks.ids())
+            self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
+        if writing and not load.writing:
+            self._schedule.on(load, _E.QUIET if load.told else _E.QUIET_EARLY)
 
     def update(self, told: bool) -> Update:
         """Return what has become of the loads that are over on all ranks, as far as the engine has not been told.
@@ -130,21 +130,25 @@ class LoadEnds:
         counts the ranks itself would take the load for whole after that.
         """
         known = load.under_way and len(load.results) >= self._ranks and (load.pinned or not load.writing)
-        return known and (load.failure is not None or load.whole or load.told)
+        failed = any(one.failure is not None for one in load.results.values())
+        return known and (load.told or failed or (load.whole and load.failure is None))
 
     def _ended(self, loads: Iterable[Load]) -> Update:
         """Return what the engine is told of the end of these loads."""
         loaded, failed, disagreed, shorter = set(), {}, {}, {}
         for load in loads:
-            request, failure = load.request, load.failure
-            if failure is None and len(load.generations) > 1:
-                failure = load.failure = disagreement(load.generations)
+            request, stages = load.request, load.stages
+            if load.failure is None and len(load.generations) > 1:
+                load.failure = disagreement(load.generations)
                 disagreed[request] = load.blocks.ids()
-            stages = load.stages
-            if failure is not None:
-                failed[request] = failure
-                if load.unasked(self._ranks):
-                    self._schedule.unasked(request)
+            if load.failure is not None and load.unasked(self._ranks):
+                self._schedule.unasked(request)
+            if not self._moved(load):
+                if load.writing or not load.told:
+                    continue  # a step reports it once more
+                self._schedule.force(load, _S.CLOSED)
+            if load.failure is not None:
+                failed[request] = load.failure
                 self._paces.failed(load.wanted.source)
             else:
                 loaded.add(request)
@@ -155,6 +159,13 @@ class LoadEnds:
                 elif stages is not None:
                     self._paces.delivered(load.wanted.source, load.end - load.start, stages.moving)
             self._trace.write(load)
+        return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, short=shorter)
+
+    def _moved(self, load: Load) -> bool:
+        """Make the move of a load whose end the engine is told; return False if a bug has refused it, with which the load has failed."""
+        with self._schedule.door.of(load.request):
             told = _E.ENDED if load.told else _E.ENDED_EARLY
             self._schedule.on(load, _E.ENDED_WRITTEN if load.writing else told)
-        return Update(frozenset(), frozenset(loaded), failed, disagreed=disagreed, short=shorter)
+            return True
+        load.failure = load.failure or Failure(FailureKind.MISUSE, "a bug of kvxfer's has ended it")
+        return False

@@ -19,7 +19,6 @@ from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule, ScheduleError
-from kvxfer.transitions import IllegalTransition
 from kvxfer.values import MAX_DIGEST, BlockTable
 
 _S, _E = LoadState, LoadEvent
@@ -36,7 +35,6 @@ class Loads:
         prefetches: Those of them that are sync.
         paces: How fast recent loads were.
         alone: Whether the engine has nothing else to do.
-        broken: Called with a request, where a table refuses what is said of its load.
     """
 
     def __init__(
@@ -51,12 +49,11 @@ class Loads:
         trace: Trace,
     ) -> None:
         self.schedule, self._dispatch, self._notices = schedule.consumer, dispatch, notices
-        self._tables, self._trace, self.alone = tables, trace, Alone(schedule.consumer)
+        self._ranks, self._tables, self._trace, self.alone = ranks, tables, trace, Alone(schedule.consumer)
         self.prefetches = Prefetches(
             schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace, self.alone
         )
         self.paces = self.prefetches.paces
-        self.broken: Callable[[RequestId, IllegalTransition], None] = lambda request, bug: None
         self._ends = LoadEnds(schedule.consumer, pins, ranks, self.paces, trace)
 
     # --- a request's way -----------------------------------------------------------------------------------------------
@@ -146,9 +143,22 @@ class Loads:
         self._dispatch.send_ahead()
 
     def give_up(self, request: RequestId, reason: str) -> None:
-        """End the load of a request, which goes on."""
-        if (load := self.schedule.of(request)) is not None:
-            self.schedule.on(load, _E.GIVE_UP, reason)
+        """End the load of a request, which a bug has broken. What a step is to copy is copied, because the engine counts on it."""
+        if (load := self.schedule.named(request)) is not None:
+            if load.state is not _S.ADMITTED:
+                self.schedule.tell(load, _E.GIVE_UP, reason)
+            if load.state is _S.CLOSED or self._is_over(load):
+                self.schedule.force(load, _S.CLOSED)
+
+    def _is_over(self, load: Load) -> bool:
+        """Return whether nothing is to come of a load any more, whatever its table says."""
+        if load.fetched is None:
+            return True
+        if load.under_way or len(load.results) < self._ranks or not all(one.quiet for one in load.results.values()):
+            return False
+        if load.state in (_S.ADMITTED, _S.COPYING):
+            return len(load.copied) >= self._ranks
+        return load.state is not _S.REPEATED or load.told
 
     def preempted(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
@@ -168,7 +178,7 @@ class Loads:
         """End all loads, though their requests go on."""
         for load in self.schedule:
             if not load.over:
-                self.schedule.on(load, _E.GIVE_UP, reason)
+                self.schedule.tell(load, _E.GIVE_UP, reason)
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -176,7 +186,7 @@ class Loads:
         """Give back blocks of prefetches that wait for their request."""
         for load in list(self.schedule.working):
             if load.state is _S.HERE:
-                self.schedule.on(load, _E.TAKE_BLOCKS)
+                self.schedule.tell(load, _E.TAKE_BLOCKS)
 
     def report(self, report: Report) -> Update:
         """Process what ranks have reported with steps and by the side channel; return what it means."""
@@ -186,7 +196,8 @@ class Loads:
         for request, copied in report.copied.items():
             load = self.schedule.named(request)
             if load is not None and load.state is _S.COPYING:
-                self.prefetches.copied(load, copied)
+                with self.schedule.door.of(request):
+                    self.prefetches.copied(load, copied)
         return self._ends.update(told=bool(report))
 
     def confirm_ended(self, request: RequestId) -> None:
@@ -207,10 +218,8 @@ class Loads:
         load = self.schedule.named(result.handle)
         if load is None or load.fetched != result.number:
             return
-        try:
+        with self.schedule.door.of(load.request):
             (self.prefetches.take_in if load.is_sync else moving)(load, result)
-        except IllegalTransition as bug:
-            self.broken(load.request, bug)
 
     def wait_alone(self) -> bool:
         """Wait for a load to end, if all requests of the engine wait for loads. Call it in a step that computes nothing.

@@ -87,7 +87,7 @@ class Notices:
         """Have a request that waits for its producer computed here."""
         log.warning("request %s is computed here: %s", printable(load.request), why)
         load.failure = Failure(kind, why, str(load.wanted.source))
-        self._schedule.consumer.on(load, LoadEvent.GIVE_UP, why)
+        self._schedule.consumer.tell(load, LoadEvent.GIVE_UP, why)
 
     # --- offers here -------------------------------------------------------------------------------------------------
 
@@ -128,9 +128,9 @@ class Notices:
             if isinstance(notice, Begun):
                 for named in notice.transfers:
                     self._schedule.consumer.found(named.transfer, named.digest)
-                    for load in self._schedule.consumer.wanting(named.transfer):
+                    for load in tuple(self._schedule.consumer.wanting(named.transfer)):
                         if load.wanted.digest == named.digest:
-                            self._schedule.consumer.on(load, LoadEvent.BEGUN)
+                            self._schedule.consumer.tell(load, LoadEvent.BEGUN)
                 continue
             if isinstance(notice, OtherContent):
                 for named in notice.transfers:
@@ -150,7 +150,7 @@ class Notices:
                     if wanted.transfer.unplaced:
                         self._give_up(load, FailureKind.PEER_UNREACHABLE, "the producer's directory cannot be reached")
                     else:
-                        self._schedule.consumer.on(load, LoadEvent.BEGUN)
+                        self._schedule.consumer.tell(load, LoadEvent.BEGUN)
                 continue
             for named in notice.transfers:
                 if not self._schedule.producer.offers(named.transfer, named.digest):

@@ -135,8 +135,10 @@ class Offers:
                 return False
             try:
                 known = self.schedule.computed(transfer, digest, tokens, table)
-                if known is not None:
-                    known.came_at = known.begun_at = known.whole_at = time.monotonic()
+                if known is None:
+                    self._pins.drop(("computed", transfer))
+                    return False
+                known.came_at = known.begun_at = known.whole_at = time.monotonic()
             except ScheduleError:
                 self._pins.drop(("computed", transfer))
                 raise
@@ -229,9 +231,16 @@ class Offers:
             return self.schedule.finish(request, table, complete)
         end = offering.end
         whole = table if end is None else table.filled(end)
-        if self.schedule.finish(request, whole, complete, good and not complete, lambda: self._keep(offering, found)):
+        kept: bool | None = None  # by a bug of a table, which has had it withdrawn
+        with self.schedule.door.of(request):
+            kept = self.schedule.finish(
+                request, whole, complete, good and not complete, lambda: self._keep(offering, found)
+            )
+        if kept:
             self._unpin_read(offering)
             return True
+        if kept is None:
+            self._leaving.append(("kept", offering.number))
         if not complete and not good and offering.ended is None:
             offering.ended = OfferEnd(Failure(FailureKind.WITHDRAWN, ABORTED), 0, time.monotonic())
             self._stories.offer_ended(offering, offering.ended)

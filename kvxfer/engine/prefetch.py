@@ -173,7 +173,8 @@ class Prefetches:
         self._admitted, self._left = [], self._budget
         self._alone.begin_step()
         for load, _ in drained:
-            self._schedule.on(load, _E.SHIPPED)
+            self._schedule.tell(load, _E.SHIPPED)
+            self._schedule.force(load, _S.COPYING)  # for the request runs in this step
         return tuple(BlockCopy(load.request, load.blocks, table) for load, table in drained)
 
     def take_in(self, load: Load, result: RankResult) -> None:

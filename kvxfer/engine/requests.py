@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
+from weakref import WeakMethod
 
 from kvxfer import arguments
 from kvxfer.engine.asks import Asks
@@ -31,20 +32,20 @@ log = logger("kvxfer.engine")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+WHY = "a bug of kvxfer's"
 
-def _door(instead: Any) -> Callable[[F], F]:
+
+def _guarded(instead: Any) -> Callable[[F], F]:
     """Have a call return ``instead`` if a table refuses what it leads to; its request is given up."""
 
     def guarded(call: F) -> F:
         @wraps(call)
-        def door(self: Requests, request: str, *given: Any, **named: Any) -> Any:
-            try:
+        def inside(self: Requests, request: str, *given: Any, **named: Any) -> Any:
+            with self._door.of(request):
                 return call(self, request, *given, **named)
-            except IllegalTransition as bug:
-                self._broken(RequestId(request), bug)
-                return instead
+            return instead
 
-        return cast(F, door)
+        return cast(F, inside)
 
     return guarded
 
@@ -57,7 +58,9 @@ class Requests:
     ) -> None:
         self.source, self._tables = source, tables
         self.offers, self.loads, self._asks, self._stories = offers, loads, asks, stories
-        loads.broken = self._broken
+        self._door, self._breaking = loads.schedule.door, False
+        broken = WeakMethod(self._broken)  # any thread that tells of requests knows their schedule
+        self._door.broken = lambda owner, bug: None if (found := broken()) is None else found(owner, bug)
         self._descriptors: dict[Rank, RankDescriptor] = {}  # of the ranks that other engines can find
         self._closed = False
 
@@ -65,7 +68,7 @@ class Requests:
         if self._closed:
             raise ClosedError(f"this scheduler side has been closed: call {call!r} before that, or make a new one")
 
-    @_door(False)
+    @_guarded(False)
     def offer(
         self,
         request: str,
@@ -121,7 +124,7 @@ class Requests:
         request = _request(request)
         return self.offers.ticket(request, self.source)
 
-    @_door(False)
+    @_guarded(False)
     def load(
         self,
         request: str,
@@ -179,7 +182,7 @@ class Requests:
             self.loads.arrived(request)
         return arrived
 
-    @_door(False)
+    @_guarded(False)
     def ask(
         self, request: str, prefix: Prefix, sources: Sequence[Source], tokens: int, *, computed: int = 0, kind: str = ""
     ) -> bool:
@@ -226,7 +229,7 @@ class Requests:
         request = _request(request)
         self._stories.takes_no_part(request, arguments.string("why", why, MAX_REASON))
 
-    @_door(None)
+    @_guarded(None)
     def prefetch(self, request: str, computed: int) -> None:
         """Begin a short load before the request has blocks, so that it may run in the step that admits it.
 
@@ -240,6 +243,7 @@ class Requests:
         request = _request(request)
         self.loads.prefetch(request, _count("computed", computed))
 
+    @_guarded(0)
     def loadable(self, request: str, computed: int) -> int | None:
         """Return how many tokens behind the ``computed`` local ones can come from outside.
 
@@ -251,11 +255,7 @@ class Requests:
         """
         request = _request(request)
         computed = _count("computed", computed)
-        try:
-            return None if self._asks.awaits(request, computed) else self.loads.loadable(request, computed)
-        except IllegalTransition as bug:
-            self._broken(request, bug)
-            return 0
+        return None if self._asks.awaits(request, computed) else self.loads.loadable(request, computed)
 
     def failure(self, request: str) -> Failure | None:
         """Return why nothing is loaded for a request, if its load was given up or has failed before the request had blocks."""
@@ -288,19 +288,18 @@ class Requests:
         """
         request = _request(request)
         external = _count("external", external)
-        try:
+        with self._door.of(request):
             self._asks.admitted(request, external)
             self.loads.allocated(request, table, external)
-        except IllegalTransition as bug:
-            self._broken(request, bug)
-            if external:
-                raise ScheduleError(f"request {request} cannot be loaded: {bug}") from bug
+            return
+        if external:
+            raise ScheduleError(f"request {request} cannot be loaded, because of {WHY}")
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
         return self.offers.follows(RequestId(request))
 
-    @_door(None)
+    @_guarded(None)
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step.
 
@@ -317,7 +316,7 @@ class Requests:
         request = _request(request)
         self.offers.runs(request, _count("computed", computed), _count("scheduled", scheduled), table)
 
-    @_door(None)
+    @_guarded(None)
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
         request = _request(request)
@@ -344,33 +343,44 @@ class Requests:
         request = _request(request)
         complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
-        try:
+        with self._door.of(request):
             self._asks.forget(request)
+        with self._door.of(request):
             self.loads.finished(request)
-        except IllegalTransition as bug:
-            self._broken(request, bug)
-            self.loads.schedule.finish(request)
         return self.offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
 
-    @_door(None)
+    @_guarded(None)
     def freed(self, request: str) -> None:
         """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
         request = _request(request)
         self.offers.freed(request)
 
-    @_door(None)
+    @_guarded(None)
     def confirm_load_ended(self, request: str) -> None:
         """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
         request = _request(request)
         self.loads.confirm_ended(request)
 
-    def _broken(self, request: RequestId, bug: IllegalTransition) -> None:
-        """Give up what a request loads, asks and offers, because of a bug of kvxfer's; it is computed here."""
-        name, why = printable(request), "a bug of kvxfer's"
-        log.error("request %s is computed here, because of %s: please report it: %s", name, why, bug, exc_info=bug)
-        self._asks.give_up(request)
-        self.loads.give_up(request, why)
-        self.offers.withdraw(request, why)
+    def _broken(self, owner: RequestId | TransferId, bug: IllegalTransition) -> None:
+        """Give up what a request loads, asks and offers, because of a bug of kvxfer's; it is computed here.
+
+        ``owner``: the request, or a transfer that no request offers.
+        """
+        if self._breaking:
+            return  # what follows from a bug, which the log has
+        if isinstance(owner, TransferId):
+            log.error("transfer %s is broken by %s: please report it: %s", printable(owner), WHY, bug, exc_info=bug)
+            return
+        what = "request %s is computed here, because of %s: please report it: %s"
+        log.error(what, printable(owner), WHY, bug, exc_info=bug)
+        self._breaking = True
+        try:
+            with self._door.of(owner):
+                self._asks.give_up(owner)
+            self.loads.give_up(owner, WHY)
+            self.offers.withdraw(owner, WHY)
+        finally:
+            self._breaking = False
 
 
 def _request(request: str) -> RequestId:

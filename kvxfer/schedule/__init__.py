@@ -12,6 +12,7 @@ from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
 from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingNumber, OfferingState
 from kvxfer.schedule.prefix_index import KnownPrefix, PrefixIndex
 from kvxfer.schedule.producer import OfferSchedule
+from kvxfer.transitions import Bulkhead
 from kvxfer.values import Group
 
 __all__ = [
@@ -58,12 +59,14 @@ class Schedule:
         producer: Follows the requests that are prefilled here for other engines.
         consumer: Follows those that load from other engines.
         ledger: The blocks that both let others read or fill.
+        door: What no bug of a table leaves.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None:
         self.ledger = BlockLedger()
-        self.producer = OfferSchedule(groups, self.ledger)
-        self.consumer = FetchSchedule(groups, own, self.ledger)
+        self.door = Bulkhead()
+        self.producer = OfferSchedule(groups, self.ledger, self.door)
+        self.consumer = FetchSchedule(groups, own, self.ledger, self.door)
 
     def commands(self) -> StepCommands:
         """Return what the workers must know with this step."""

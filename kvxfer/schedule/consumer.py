@@ -6,6 +6,7 @@ from kvxfer.identity import Handle, RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.load import ENTERED, LEFT, Load, LoadAction, LoadEvent, LoadNumber, LoadState, Wanted
+from kvxfer.transitions import Bulkhead
 from kvxfer.values import BlockTable, Fetch, Group
 
 _S, _E, _A = LoadState, LoadEvent, LoadAction
@@ -21,20 +22,28 @@ class FetchSchedule:
         groups: The engine's KV-cache groups, in the order of its block tables.
         own: The engine's own directory, if it has several ranks (``Fetch.own``).
         ledger: The blocks that the engine offers, and to which those that its loads fill are added; ``None``: nothing is offered.
+        door: Where a bug stops that ends one load of several; ``None``: it is raised.
 
     Attributes:
         fetched: How many fetches have been queued. The next one has that number.
         fetches: Those that the next ``commands`` returns.
         working: The loads that have been fetched and are not closed.
         unpin: Called with the holder of blocks that may be used again.
+        door: What no bug of a table leaves.
     """
 
-    def __init__(self, groups: Sequence[Group], own: Source | None = None, ledger: BlockLedger | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        own: Source | None = None,
+        ledger: BlockLedger | None = None,
+        door: Bulkhead | None = None,
+    ) -> None:
         self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
         self._partly = all(
             group.kind == "full" for group in groups
         )  # windows and states are kept for one number of tokens
-        self._own = own
+        self._own, self.door = own, door or Bulkhead()
         self._loads: dict[RequestId, Load] = {}  # by the engine's name of the request
         self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
         self.working: list[Load] = []
@@ -180,7 +189,7 @@ class FetchSchedule:
         wanted = load.wanted
         for sibling in wanted.loads:
             if sibling is not load:
-                self.on(sibling, _E.SIBLING_FETCHES)
+                self.tell(sibling, _E.SIBLING_FETCHES)
         load.fetched, load.blocks, load.start, load.end = self.fetched, blocks, computed, end
         self.working.append(load)
         self.fetched += 1
@@ -227,6 +236,29 @@ class FetchSchedule:
         before = load.state
         if not load.on(event):
             return False
+        self._act(load, before, event, reason)
+        return True
+
+    def tell(self, load: Load, event: LoadEvent, reason: str = "") -> None:
+        """Make the move of a load that the call is not about, or not alone: a bug in it ends that load alone."""
+        with self.door.of(load.request):
+            self.on(load, event, reason)
+
+    def force(self, load: Load, state: LoadState) -> None:
+        """Bring a load to a state past its table, which has refused what is true.
+
+        Of a load that is to be closed nothing may touch the blocks any more, and the engine must wait for nothing of it.
+        """
+        before, load.state = load.state, state
+        if before is not state:
+            self._act(load, before, _E.GIVE_UP, "a bug has ended it")
+        if state is _S.CLOSED:  # also what was claimed for a move that was refused
+            self._ledger.drop(load.holder)
+            self._ledger.drop(load.copier)
+            self.unpin(load.holder)
+
+    def _act(self, load: Load, before: LoadState, event: LoadEvent, reason: str) -> None:
+        """Do what is to be done with a move that has been made."""
         for action in (*LEFT.get(before, ()), *ENTERED.get(load.state, ())):
             match action:
                 case _A.CANCEL:
@@ -247,7 +279,6 @@ class FetchSchedule:
                         self.working.remove(load)
                     if load.over:
                         self._forget(load)
-        return True
 
     def unasked(self, request: RequestId) -> None:
         """Record that the load has failed before any worker asked its producer; have the producer told, so that it frees its blocks.
@@ -284,7 +315,7 @@ class FetchSchedule:
         if closes:
             wanted.closed = True
             for sibling in tuple(wanted.loads):
-                self.on(sibling, _E.SIBLING_ENDS)
+                self.tell(sibling, _E.SIBLING_ENDS)
 
     def _forget(self, load: Load) -> None:
         wanted = load.wanted

@@ -44,7 +44,7 @@ class Offerings:
 
     def run_by(self, request: RequestId) -> Offering | None:
         """Return the offering of which a running request's blocks are offered."""
-        found = self.of(request)
+        found = self.named(request)
         return found if found is not None and found.request == request and found.computed else None
 
     def __contains__(self, request: RequestId) -> bool:

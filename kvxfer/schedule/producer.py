@@ -12,6 +12,7 @@ from kvxfer.schedule.commands import Revoke, ScheduleError, StepCommands, check_
 from kvxfer.schedule.coverage import Coverage
 from kvxfer.schedule.offering import Offering, OfferingEvent, OfferingState
 from kvxfer.schedule.offerings import Offerings
+from kvxfer.transitions import Bulkhead
 from kvxfer.values import BlockTable, Group, Offer
 
 ABORTED = "the producer's request was aborted or failed"
@@ -28,10 +29,17 @@ class OfferSchedule(Offerings):
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
         ledger: The blocks that the engine's loads fill, and to which those that it offers are added; ``None``: nothing is loaded.
+        door: Where a bug stops that ends one offering of several; ``None``: it is raised.
+
+    Attributes:
+        door: What no bug of a table leaves.
     """
 
-    def __init__(self, groups: Sequence[Group], ledger: BlockLedger | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[Group], ledger: BlockLedger | None = None, door: Bulkhead | None = None
+    ) -> None:
         super().__init__(groups)
+        self.door = door or Bulkhead()
         self._ledger = BlockLedger() if ledger is None else ledger
         self._coverage = Coverage(groups, self._ledger)
         self._changed: list[Offering] = []  # what workers have to hear of
@@ -94,7 +102,7 @@ class OfferSchedule(Offerings):
         """Offer KV that no request computes, because it is in these blocks already, which stay until ``done`` says so.
 
         Returns:
-            The offering: a new one, or the one of the same content under this name. None if the name has other content.
+            The offering: a new one, or the one of the same content under this name. None if the name has other content, or by a bug.
 
         Raises:
             ScheduleError: The blocks cannot be offered.
@@ -106,14 +114,17 @@ class OfferSchedule(Offerings):
             return known if same else None
         new = self._add(RequestId(""), transfer, digest, tokens, True, "")
         new.progress, new.over = tokens, True
-        reason = self._coverage.unusable(new, table)
-        if reason is not None:
-            new.on(_E.FAIL)
-            self.forget(new)
-            raise ScheduleError(f"{transfer} cannot be offered: {reason}")
-        self._offer(new, tokens, self._coverage.full(table, tokens), table)
-        new.on(_E.FINISH)
-        return new
+        with self.door.of(transfer):
+            reason = self._coverage.unusable(new, table)
+            if reason is not None:
+                new.on(_E.FAIL)
+                self.forget(new)
+                raise ScheduleError(f"{transfer} cannot be offered: {reason}")
+            self._offer(new, tokens, self._coverage.full(table, tokens), table)
+            new.on(_E.FINISH)
+            return new
+        self._force(new, _S.CLOSED, "the producer could not offer it")
+        return None
 
     def check(self, request: RequestId, tokens: int, table: BlockTable) -> None:
         """Refuse a table that cannot be offered up to this token, because a load fills some of its blocks; ``step`` does not look.
@@ -212,7 +223,11 @@ class OfferSchedule(Offerings):
         """
         found = self.current(transfer)
         if found is not None:
-            self._revoke(found, reason, _E.WITHDRAW)
+            with self.door.of(found.request or transfer):
+                self._revoke(found, reason, _E.WITHDRAW)
+                return
+            if found.offered:
+                self._force(found, _S.WITHDRAWN if found.held else _S.CLOSED, reason)
 
     def decline(self, transfer: TransferId, reason: str) -> None:
         """Record that one of the engines that were to read this transfer never will; the last of them withdraws it."""
@@ -245,7 +260,12 @@ class OfferSchedule(Offerings):
             return False
         held = found.held
         self._ledger.drop(found.transfer, generation)
-        self._revoke(found, "all is read", _E.DONE if generation >= found.generation else _E.DONE_EARLIER)
+        event = _E.DONE if generation >= found.generation else _E.DONE_EARLIER
+        with self.door.of(found.request or found.transfer):
+            self._revoke(found, "all is read", event)
+            return held and found.state is _S.CLOSED
+        if event is _E.DONE:
+            self._force(found, _S.CLOSED, "all is read")
         return held and found.state is _S.CLOSED
 
     @property
@@ -331,8 +351,16 @@ class OfferSchedule(Offerings):
     def _revoke(self, found: Offering, reason: str, event: OfferingEvent, kept: bool = False) -> None:
         """Make the move that ends an offer, and have it revoked unless it is already."""
         was_offered = found.offered
-        if not found.on(event):
-            return
+        if found.on(event):
+            self._ended(found, was_offered, reason, kept)
+
+    def _force(self, found: Offering, state: OfferingState, reason: str) -> None:
+        """End an offering past its table, which has refused what is true."""
+        was_offered, found.state = found.offered, state
+        self._ended(found, was_offered, reason)
+
+    def _ended(self, found: Offering, was_offered: bool, reason: str, kept: bool = False) -> None:
+        """Have an offering revoked that has come to its end."""
         if was_offered and not found.offered:
             self._unstate(found)
             if not kept:

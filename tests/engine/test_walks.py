@@ -14,8 +14,9 @@ import pytest
 from kvxfer import BlockTable, Config, Group, KvxferError, Source, TransferId
 from kvxfer.engine import BlockPins, HeldPrefix, Inquiry, Prefix, PrefixIndex, ScheduleError, SchedulerSide, WorkerSide
 from kvxfer.identity import RequestId
+from kvxfer.schedule import ASK, LOAD, OFFERING
 from kvxfer.testing.engine import until
-from kvxfer.transitions import IllegalTransition
+from kvxfer.transitions import IllegalTransition, Transitions
 from kvxfer.values import Rank
 from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, Agent, Lending, Wire
@@ -214,10 +215,28 @@ def happens(wire: Wire, rng: random.Random) -> None:
 @pytest.mark.parametrize("direct", [True, False], ids=["ahead of steps", "with steps"])
 @pytest.mark.parametrize("seed", range(12))
 def test_any_calls_in_any_order(seed: int, direct: bool) -> None:
+    walk(seed, direct, 400)
+
+
+@pytest.mark.parametrize("table", [LOAD, OFFERING, ASK], ids=["load", "offering", "question"])
+def test_any_calls_whatever_a_table_refuses(
+    table: Transitions[Any, Any], monkeypatch: pytest.MonkeyPatch, illegal_transitions: list[str]
+) -> None:
+    """A move that happens, taken for one that never does: the same holds."""
+    for n, pair in enumerate(table.moves):
+        with monkeypatch.context() as broken:
+            broken.delitem(table.leads, pair)
+            walk(n % 12, n % 5 < 3, 250)
+    refused = {said.rpartition(":")[0] for said in illegal_transitions}
+    illegal_transitions.clear()
+    assert len(refused) >= 2, "the walks come to hardly any of them"
+
+
+def walk(seed: int, direct: bool, calls: int) -> None:
     rng, wire = random.Random(seed), Wire()
     pair = [Walker(wire, rng, Switchboard() if direct else None) for _ in range(2)]
     try:
-        for _ in range(400):
+        for _ in range(calls):
             at = rng.randrange(2)
             pair[at].call(rng.choice(NAMES), pair[1 - at].side.source)
             happens(wire, rng)
