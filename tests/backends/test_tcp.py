@@ -177,10 +177,22 @@ class Impostor:
         self.came = self.listener.accept()[0]
         self.out = socket.create_connection((theirs.host, theirs.port))
         self.out.sendall(greeting(theirs.token) + Header(Kind.HELLO).encode())
-        world.run(0.05)
         first = greeting(self.mine.token) + Header(Kind.HELLO).encode()
-        assert self.came.recv(len(first), socket.MSG_WAITALL) == first
-        assert self.out.recv(GREETING_BYTES, socket.MSG_WAITALL) == greeting(self.mine.token)
+        assert self.hear(self.came, len(first)) == first
+        assert self.hear(self.out, GREETING_BYTES) == greeting(self.mine.token)
+
+    def hear(self, connection: socket.socket, size: int) -> bytes:
+        """Let the world go on until so many bytes have come."""
+        heard = b""
+        connection.setblocking(False)
+        for _ in range(20_000):
+            self.world.turn(0.001)
+            with suppress(BlockingIOError):
+                heard += connection.recv(size - len(heard))
+            if len(heard) == size:
+                break
+        connection.setblocking(True)
+        return heard
 
     def greet(self) -> None:
         """Show the victim that we are who it dialled."""
@@ -190,8 +202,7 @@ class Impostor:
         """Have the victim ask for ``N`` bytes, and take its request."""
         batch = Batch(Verb.READ, self.peer, 0, np.array([N]), np.array([500]), 0, np.array([0]))
         started = Started([(self.victim, self.victim.submit(batch))])
-        self.world.run(0.05)
-        assert len(self.came.recv(FRAME_BYTES + 16, socket.MSG_WAITALL)) == FRAME_BYTES + 16
+        assert len(self.hear(self.came, FRAME_BYTES + 16)) == FRAME_BYTES + 16
         return started
 
     def close(self) -> None:
@@ -247,8 +258,7 @@ def test_a_chunk_that_comes_twice_completes_nothing(world: World, impostor: Impo
     memory = victim.transport
     batch = Batch(Verb.READ, impostor.peer, 0, np.full(20, 1 << 20), np.zeros(20, np.int64), 0, np.zeros(20, np.int64))
     started = Started([(victim, victim.submit(batch))])
-    world.run(0.05)
-    head = Header.decode(impostor.came.recv(FRAME_BYTES + 320, socket.MSG_WAITALL)[:FRAME_BYTES])
+    head = Header.decode(impostor.hear(impostor.came, FRAME_BYTES + 320)[:FRAME_BYTES])
     frame = Header(Kind.DATA, head.chunk).encode() + b"x" * head.chunk
     assert size > 2 * head.chunk and memory is victim.transport
     impostor.came.setblocking(False)
@@ -309,7 +319,7 @@ def test_a_reader_gets_what_it_asks_for(world: World, impostor: Impostor) -> Non
     world.run(0.05)
     memory = impostor.victim.content(0).tobytes()
     assert Header.decode(impostor.out.recv(FRAME_BYTES)) == Header(Kind.DATA, 30)
-    assert impostor.out.recv(30, socket.MSG_WAITALL) == memory[5:15] + memory[100:120]
+    assert impostor.hear(impostor.out, 30) == memory[5:15] + memory[100:120]
 
 
 @pytest.mark.parametrize(
@@ -325,10 +335,10 @@ def test_a_reader_gets_what_it_asks_for(world: World, impostor: Impostor) -> Non
 def test_what_is_not_there_is_refused_and_costs_nothing(world: World, impostor: Impostor, asked: bytes) -> None:
     impostor.out.sendall(asked + question([(5, 10)], request=1))
     world.run(0.05)
-    refused = Header.decode(impostor.out.recv(FRAME_BYTES, socket.MSG_WAITALL))
+    refused = Header.decode(impostor.hear(impostor.out, FRAME_BYTES))
     assert refused.kind is Kind.REFUSED and refused.request == 0
-    assert impostor.out.recv(refused.size, socket.MSG_WAITALL)
-    assert Header.decode(impostor.out.recv(FRAME_BYTES, socket.MSG_WAITALL)) == Header(Kind.DATA, 10, request=1)
+    assert impostor.hear(impostor.out, refused.size)
+    assert Header.decode(impostor.hear(impostor.out, FRAME_BYTES)) == Header(Kind.DATA, 10, request=1)
 
 
 @pytest.mark.parametrize(
