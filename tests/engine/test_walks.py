@@ -6,6 +6,7 @@ import operator
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 from unittest import mock
 
@@ -29,13 +30,18 @@ CONFIG = Config(ask="always", ask_tokens=1, ask_timeout=0.02, start_timeout=60.0
 
 
 class Walker:
-    """One engine whose calls come in any order. Its blocks are used once, so that only kvxfer decides what is written to them."""
+    """One engine whose calls come in any order.
+
+    Its blocks are computed for one prompt only, and it names none as cached that it has given to a load since, so that only kvxfer
+    decides what is written to them.
+    """
 
     def __init__(self, wire: Wire, rng: random.Random, board: Switchboard | None) -> None:
         self.rng, self.wire = rng, wire
         self.pool = Lending(4000)
         self.ours: list[int] = []
-        self.index: PrefixIndex[tuple[int, list[int]]] = PrefixIndex(1 << 20)
+        self.index: PrefixIndex[list[int]] = PrefixIndex(1 << 20)
+        self.cached: set[int] = set()  # the blocks that are still as the index has them
         with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
             pins = BlockPins(2000, self.pool)
             self.side = SchedulerSide(CONFIG, "walker", [Group(BLOCK)], 1, FACTS, pins=pins, holds=self.holds)
@@ -56,9 +62,9 @@ class Walker:
 
     def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
         found = self.index.find(inquiry.chain)
-        return (
-            None if found is None else HeldPrefix(found.tokens, BlockTable.of([found.name[1][: found.tokens // BLOCK]]))
-        )
+        blocks = [] if found is None else found.name[: found.tokens // BLOCK]
+        cached = list(takewhile(self.cached.__contains__, blocks))
+        return HeldPrefix(len(cached) * BLOCK, BlockTable.of([cached])) if cached else None
 
     def take(self) -> BlockTable:
         blocks = self.pool.take(TOKENS // BLOCK)
@@ -83,6 +89,8 @@ class Walker:
     def offer(self, request: str) -> None:
         n = self.rng.randrange(3)
         if self.side.offer(request, TransferId.routed(str(n)), PROMPTS[n].digest(TOKENS), TOKENS):
+            if self.wants.get(f"offer {request}", n) != n:  # another request by the same name
+                self.tables.pop(request, None)
             self.wants[f"offer {request}"] = n
 
     def load(self, request: str, source: Source) -> None:
@@ -102,6 +110,8 @@ class Walker:
         load = self.side._schedule.consumer.of(RequestId(request))
         prompt = None if load is None else PREFIXES[load.wanted.digest]
         self.side.allocated(request, table, external)
+        if external:
+            self.cached.difference_update(table[0].tolist())
         if external and prompt is not None:
             if prefetched:
                 step = self.give()
@@ -119,7 +129,8 @@ class Walker:
         tokens, table = self.rng.choice([BLOCK, 32, TOKENS]), self.table(request)
         self.compute(n, table, tokens)
         self.side.runs(request, 0, tokens, table)
-        self.index.add(Prefix([n] * tokens, model="m"), (n, table[0].tolist()))
+        self.index.add(Prefix([n] * tokens, model="m"), table[0].tolist())
+        self.cached.update(table[0].tolist()[: tokens // BLOCK])
 
     def preempted(self, request: str) -> None:
         self.side.preempted(request)
