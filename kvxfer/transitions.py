@@ -78,7 +78,7 @@ def _raised(owner: Hashable, bug: IllegalTransition) -> None:
 
 
 class Bulkhead:
-    """What no bug of a table leaves: it ends what it happens to, and whoever was calling goes on with the rest.
+    """The one place where a bug of a table is caught: it ends what it happens to, and the caller goes on with the rest.
 
     Attributes:
         broken: Called with the owner of the record and the bug; without it the bug is raised.
