@@ -78,7 +78,7 @@ def test_a_snippet_is_what_its_file_says(page: str) -> None:
 
 
 def test_the_design_names_each_thread() -> None:
-    made = {"NamedThread", "Worker", "FairPool", "CopyPool"}
+    made = {"NamedThread", "Worker", "CopyPool"}
     found: set[str] = set()
     for file in (DOCS.parent / "kvxfer").rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text())):
