@@ -42,6 +42,18 @@ def name(i: int | str) -> TransferId:
     return TransferId(f"own/1/{i}", 0)
 
 
+def started(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set once a batch runs: an agent counts a part as begun before its data thread has given it to the back end."""
+    begun, start = threading.Event(), FakeTransport.start
+
+    def starting(self: FakeTransport, *args: Any) -> None:
+        start(self, *args)
+        begun.set()
+
+    monkeypatch.setattr(FakeTransport, "start", starting)
+    return begun
+
+
 # --- in a process of its own -------------------------------------------------------------------------------------------
 
 
@@ -293,12 +305,14 @@ def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
     assert agent.close()
 
 
-def test_memory_that_never_gets_quiet_is_not_released(engine: Callable[..., SeededEngine]) -> None:
-    options = {"verbs": ["read"], "delay_s": 5.0, "quiet": "never"}
+def test_memory_that_never_gets_quiet_is_not_released(
+    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, begun = {"verbs": ["read"], "delay_s": 5.0, "quiet": "never"}, started(monkeypatch)
     p, d = engine(dict(options), seed=1), engine(dict(options))
     d.agents[0].fetch(fetch(p.source, [1], 4, transfer=name(0)))
     p.agents[0].offer(offered([1], 4, transfer=name(0)))
-    until(lambda: d.agents[0].stats().staged == 1)
+    assert begun.wait(60)
     assert d.agents[0].close() is False
     assert [type(e) for e in d.agents[0].events()] == [Ended]
 
@@ -407,7 +421,7 @@ def test_memory_of_a_back_end_that_could_not_close_is_not_released(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at the end, nor once another has taken its place and was closed: what the first one does is not known."""
-    options = {"verbs": ["read"], "delay_s": 2.0}
+    options, begun = {"verbs": ["read"], "delay_s": 2.0}, started(monkeypatch)
     p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=5.0)
     agent, failing = d.agents[0], {"close": 1}
     for method in ("close", "poll"):
@@ -422,7 +436,7 @@ def test_memory_of_a_back_end_that_could_not_close_is_not_released(
         monkeypatch.setattr(FakeTransport, method, fail)
     agent.fetch(fetch(p.source, [1], 4, transfer=name(0), handle="0"))
     p.agents[0].offer(offered([1], 4, transfer=name(0)))
-    until(lambda: agent.stats().staged == 1)
+    assert begun.wait(60)
     failing["poll"] = 1
     until(lambda: not failing["close"])
     assert not d.wait(Ended)[0].outcome.delivered
