@@ -30,6 +30,15 @@ def test_a_release_that_changed_it_is_told_by_name(monkeypatch: pytest.MonkeyPat
     assert internals.changed() == {"lost": list(lost.needs)}
 
 
+def test_a_release_without_sources_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(what: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr("inspect.getsource", gone)
+    monkeypatch.setitem(internals.TOUCHES, "lost", internals.Touch(("vllm.v1.request:Request.num_eggs",), ""))
+    assert internals.changed() == {"lost": ["vllm.v1.request:Request.num_eggs"]}
+
+
 def test_inner_parts_are_touched_in_one_file() -> None:
     found = {
         f"{file.relative_to(ROOM)}:{number}"

@@ -13,6 +13,7 @@ from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.schemas import LOADS, NIXL, SCHEMAS, RouterSchema
 
 overlap = both_ways
+DEAD = "127.0.0.1"
 EACH = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 BOTH = pytest.mark.parametrize(
     "schema", [s for s in SCHEMAS.values() if s.both], ids=[k for k, s in SCHEMAS.items() if s.both]
@@ -128,6 +129,13 @@ def test_a_client_that_hangs_up_before_p_has_begun(make: Make) -> None:
             {**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://h:99999"},
             "remote_host and remote_port are missing",
         ),
+        ({**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:0"}, "remote_port is missing"),
+        (
+            {**LOADS, "transfer_id": "x", "remote_host": DEAD, "remote_handshake_port": 65535, "remote_dp_rank": 1},
+            "remote_handshake_port 65535 plus remote_dp_rank is above 65535",
+        ),
+        ({**LOADS, "transfer_id": True, "remote_host": DEAD, "remote_port": 9}, "transfer_id is not a text"),
+        ({**LOADS, "transfer_id": False, "remote_host": DEAD, "remote_port": 9}, "remote_request_id, the X-Request-Id"),
         ({**LOADS, "transfer_id": "x", "remote_host": "prefill-0", "remote_port": 9}, "'prefill-0' is a name"),
         ({**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://prefill-0:9"}, "'prefill-0' is a name"),
         ({**LOADS, "remote_host": "127.0.0.1", "remote_port": 9}, "remote_request_id, the X-Request-Id of both"),
@@ -145,7 +153,19 @@ def test_what_is_missing_is_named(
     name = d.add(text, dict(params))
     d.run(until=name)
     check(d, name, text)
-    assert said in caplog.text and "computed here" in caplog.text
+    assert said in caplog.text and "computed here" in caplog.text and "Error" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "odd", [{"remote_host": 7}, {"remote_host": ["h"], "remote_port": "x"}, {"remote_port": 70000}]
+)
+def test_where_d_is_costs_p_no_offer(make: Make, odd: dict[str, Any]) -> None:
+    """P is told who is to load, and need not know where that is."""
+    p = make(role="kv_producer")
+    name = p.add(prompt(40), {"remote_decoder": {"kv_request_id": "job", **odd}}, n=1)
+    p.run(until=name)
+    assert p.done[name].params
+    p.lease_ends()
 
 
 def test_no_schema_is_asked_for_more_than_nixl_s() -> None:

@@ -7,11 +7,11 @@ installed no longer fits; `kvxfer doctor` runs it, and a test does, by name. All
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import inspect
 import queue
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -66,18 +66,24 @@ def _has(need: str) -> bool:
     where, _, path = need.partition(":")
     try:
         at: Any = importlib.import_module(where)
-    except ImportError:
+    except Exception:  # whatever it is: vLLM cannot use it either
         return False
     for name in path.split("."):
         if not hasattr(at, name):
-            written = rf"self\.{name}\b\s*(:[^=\n]+)?="
-            return inspect.isclass(at) and any(
-                name in vars(one).get("__annotations__", {}) or re.search(written, inspect.getsource(one))
-                for one in at.__mro__
-                if one.__module__.startswith("vllm.")
-            )
+            kinds = at.__mro__ if inspect.isclass(at) else ()
+            return any(_gives(kind, name) for kind in kinds if kind.__module__.startswith("vllm."))
         at = getattr(at, name)
     return True
+
+
+def _gives(kind: type, name: str) -> bool:
+    """Return whether a class gives its instances an attribute: it declares it, or a method of it writes to one of that name.
+
+    It goes by the code that runs, because a release may be installed without its sources.
+    """
+    methods = map(inspect.unwrap, filter(inspect.isfunction, vars(kind).values()))
+    written = (step for method in methods for step in dis.get_instructions(method) if step.opname == "STORE_ATTR")
+    return name in vars(kind).get("__annotations__", {}) or any(step.argval == name for step in written)
 
 
 # --- releases ------------------------------------------------------------------------------------------------------

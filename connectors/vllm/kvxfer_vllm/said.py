@@ -58,8 +58,8 @@ log = logger("kvxfer.vllm")
 LONGEST = 4096
 """Characters that a text in params may have; vLLM's request ids are far shorter."""
 Text = Annotated[str, Meta(max_length=LONGEST)]
-Port = Annotated[int, Meta(ge=1, le=65535)]
-Name = Text | int
+MAX_PORT = 65535
+Port = Annotated[int, Meta(ge=1, le=MAX_PORT)]
 
 
 class Where(Struct, frozen=True):
@@ -72,10 +72,10 @@ class Where(Struct, frozen=True):
 class Answer(Where, frozen=True):
     """What P answers: kvxfer's keys beside NIXL's. Or what a router writes that sends to both at once.
 
-    What tells of P's prompt, and only saves a vain load, may be of any kind: then it counts as not said.
+    What tells of P's prompt, and only saves a vain load, may be of any kind: then it counts as not said. Names are read by ``_name``.
     """
 
-    transfer_id: Name | None = None
+    transfer_id: Any = None
     remote_request_id: Any = None
     remote_num_tokens: Any = None
     kvxfer_transfer: Text | None = None
@@ -90,7 +90,23 @@ class MoRIIO(Struct, frozen=True):
     """MoRIIO's port, of the first data-parallel rank."""
 
     remote_handshake_port: Port | None = None
-    remote_dp_rank: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    remote_dp_rank: Annotated[int, Meta(ge=0, le=MAX_PORT)] | None = None
+
+    @property
+    def port(self) -> int | None:
+        """The port of the rank that P's router chose.
+
+        Raises:
+            UnreadableError: There is no such port.
+        """
+        if self.remote_handshake_port is None:
+            return None
+        port = self.remote_handshake_port + (self.remote_dp_rank or 0)
+        if port > MAX_PORT:
+            raise UnreadableError(
+                f"remote_handshake_port {self.remote_handshake_port} plus remote_dp_rank is above {MAX_PORT}"
+            )
+        return port
 
 
 class Mooncake(Struct, frozen=True):
@@ -99,17 +115,23 @@ class Mooncake(Struct, frozen=True):
     remote_bootstrap_addr: Text | None = None
 
 
-class Party(Where, frozen=True):
-    """One of the two of vLLM's peer-to-peer tier, as llm-d's ``offloading`` writes it."""
+class Decoder(Struct, frozen=True):
+    """Who is to load, in vLLM's peer-to-peer tier as llm-d's ``offloading`` writes it. P need not know where it is."""
 
-    kv_request_id: Name | None = None
+    kv_request_id: Any = None
+
+
+class Prefiller(Where, frozen=True):
+    """Whose KV is to be loaded, in the same schema."""
+
+    kv_request_id: Any = None
 
 
 class Tier(Struct, frozen=True):
     """The schema of vLLM's peer-to-peer tier."""
 
-    remote_decoder: Party | None = None
-    remote_prefiller: Party | None = None
+    remote_decoder: Decoder | None = None
+    remote_prefiller: Prefiller | None = None
 
 
 class FetchPayload(Struct, frozen=True):
@@ -366,8 +388,7 @@ def read_params(params: Any) -> Said:
     )  # then nobody needs what a router may have written over P's own host and port
     said = _of(Answer, {key: value for key, value in params.items() if not (ours and key in (HOST, PORT))})
     if said.remote_port is None and not ours:
-        if (other := _of(MoRIIO, params)).remote_handshake_port is not None:
-            port = other.remote_handshake_port + (other.remote_dp_rank or 0)
+        if (port := _of(MoRIIO, params).port) is not None:
             said = msgspec.structs.replace(said, remote_port=port)
         elif (url := _of(Mooncake, params).remote_bootstrap_addr) is not None:
             host, number = _of_url(url)
@@ -378,20 +399,21 @@ def read_params(params: Any) -> Said:
 def _tier(params: Mapping[str, Any]) -> Said:
     """Read the schema of vLLM's peer-to-peer tier."""
     tier = _of(Tier, {key: params.get(key) for key in Tier.__struct_fields__})
-    party = tier.remote_decoder or tier.remote_prefiller
-    both = tier.remote_decoder is not None and tier.remote_prefiller is not None
+    decoder, prefiller = tier.remote_decoder, tier.remote_prefiller
+    party = decoder or prefiller
+    both = decoder is not None and prefiller is not None
     if both or party is None or not party.kv_request_id:
         what = "both are there" if both else "there is no kv_request_id"
         raise UnreadableError(f"remote_decoder or remote_prefiller must name the transfer, and {what}")
-    loads, where = tier.remote_decoder is None, Answer(party.remote_host, party.remote_port)
-    return Said(not loads, loads, _name(party.kv_request_id), where, empty=False)
+    where = Answer() if prefiller is None else Answer(prefiller.remote_host, prefiller.remote_port)
+    return Said(prefiller is None, prefiller is not None, _name(party.kv_request_id), where, empty=False)
 
 
 def _name(name: Any) -> str | None:
-    """Return a router's name of a transfer: a text or, as some write, a number of up to 64 bits."""
+    """Return a router's name of a transfer: a text or, as some write, a number of up to 64 bits; None if there is nothing of it."""
     if not name:
         return None
-    number = isinstance(name, int) and -(1 << 63) <= name < 1 << 64  # Python refuses to write out very long ones
+    number = type(name) is int and -(1 << 63) <= name < 1 << 64  # Python refuses to write out very long ones
     if not number and not (isinstance(name, str) and len(name) <= LONGEST):
         raise UnreadableError(f"transfer_id is not a text of up to {LONGEST} characters: {describe(name)}")
     return str(name)
@@ -401,7 +423,7 @@ def _of_url(text: str) -> tuple[str | None, int | None]:
     """Return host and port of a URL, as far as it has them."""
     try:
         found = urlsplit(text if "//" in text else f"//{text}")
-        return found.hostname, found.port
+        return found.hostname, found.port or None
     except ValueError:
         return None, None
 
