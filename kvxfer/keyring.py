@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from kvxfer import clock
 from kvxfer.errors import ConfigError
 from kvxfer.keyfile import Key, KeyFile, damaged
 from kvxfer.logs import logger
@@ -96,7 +97,7 @@ class KeyRing:
                 self._break(e.strerror or str(e))
             except ConfigError as e:
                 self._break(str(e))
-            if self._since is not None and time.monotonic() - self._since >= BROKEN_S:
+            if self._since is not None and clock.now() - self._since >= BROKEN_S:
                 self._since = None
                 log.error(
                     "cannot use the key file %s: %s. The keys that were read before stay in use",
@@ -122,7 +123,7 @@ class KeyRing:
 
     def _break(self, why: str) -> None:
         if why != self._broken:
-            self._broken, self._since = why, time.monotonic()
+            self._broken, self._since = why, clock.now()
 
     def _read(self) -> tuple[tuple[int, ...] | None, str]:
         """Return what tells this state of the file from others, ``None`` if nothing does yet, and its text."""

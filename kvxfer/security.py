@@ -15,11 +15,11 @@ import os
 import socket
 import ssl
 import threading
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.failures import FailureKind
@@ -45,7 +45,7 @@ class RateLimitedWarnings:
         self._held = 0
 
     def __call__(self, text: str, *args: object) -> None:
-        now = time.monotonic()
+        now = clock.now()
         if now - self._last < self._every:
             self._held += 1
             return
@@ -64,7 +64,7 @@ class Repeats:
 
     def logged(self, what: object) -> int | None:
         """Return how often ``what`` was left out since it was last logged, if it is to be logged now; else ``None``."""
-        now = time.monotonic()
+        now = clock.now()
         with self._lock:
             last, held = self._known.pop(what, (-self._every, 0))
             if now - last < self._every:

@@ -7,7 +7,6 @@ thread runs the two state machines and never blocks. Each back end has a data th
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvxfer import arguments
+from kvxfer import arguments, clock
 from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control import sockets
@@ -205,7 +204,7 @@ class Agent:
             arguments.instance("after", after, Fence)  # type: ignore[type-abstract]
         self._calls.offer(offer)
         self._revocations.offered(offer.transfer, offer.generation)
-        self._loop.do(partial(self._runtime.offer, offer, after, time.monotonic()))
+        self._loop.do(partial(self._runtime.offer, offer, after, clock.now()))
 
     def banded(self, transfer: TransferId, tokens: int) -> bool:
         """Return whether a consumer that is being served wants bands of layers of these tokens (``Offer.bands``).
@@ -274,7 +273,7 @@ class Agent:
         """
         self._check_open("fetch")
         self._calls.fetch(fetch)
-        self._loop.do(partial(self._runtime.fetch, fetch, time.monotonic()))
+        self._loop.do(partial(self._runtime.fetch, fetch, clock.now()))
 
     def prepare(self, source: Source, own: Source | None = None) -> None:
         """Make the links to an engine before the first fetch from it, so that this need not wait for them.

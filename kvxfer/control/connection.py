@@ -12,11 +12,11 @@ import os
 import select
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 
+from kvxfer import clock
 from kvxfer.backend.liveness import BINDING_BYTES
 from kvxfer.control.frames import HEAD, FrameBuffer
 from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
@@ -75,7 +75,7 @@ class ControlConnection:
         denied: Whether it is lost because one side does not accept the other's key, which trying again does not change.
         key_id: The short name of the key that the peer has proved to hold; ``None`` before that, and if there are no keys.
         short: Whether it is lost because this process has too few descriptors left for it.
-        heard: When something last came, by ``time.monotonic``.
+        heard: When something last came, by ``kvxfer.clock``.
         answered: Whether anything ever has.
         after: How much of its inbox the owner must handle before it receives.
         waits: Whether the owner does not want to receive from it now.
@@ -98,7 +98,7 @@ class ControlConnection:
         self.lost: str | None = None
         self.refused = self.denied = self.short = self.answered = False
         self.key_id: str | None = None
-        self.heard = time.monotonic()
+        self.heard = clock.now()
         self.after, self.waits = 0, False
         self.watched: tuple[int, int] | None = None  # descriptor and events that ``ControlSockets`` polls it for
         self.told = False  # its owner need not hear any more that it is lost
@@ -306,7 +306,7 @@ class ControlConnection:
             if not data:
                 self.lose(self._closed(GONE))
                 return False
-            self.heard, self.answered, self._met = time.monotonic(), True, True
+            self.heard, self.answered, self._met = clock.now(), True, True
             if self._finished:
                 self._dregs += len(data)
                 if self._dregs > _DREGS:

@@ -8,7 +8,6 @@ prompt (``Inquire``, answered by ``InquiryAnswer``).
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
@@ -18,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvxfer import arguments
+from kvxfer import arguments, clock
 from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control import sockets
@@ -251,8 +250,8 @@ class Directory:
 
     def _turn(self) -> None:
         due = min([*self._paused.values(), *([] if (idle := self._idle.next()) is None else [idle])], default=None)
-        self._sockets.poll(1.0 if due is None else min(max(due - time.monotonic(), 0.0), 1.0))
-        now = time.monotonic()
+        self._sockets.poll(1.0 if due is None else min(max(due - clock.now(), 0.0), 1.0))
+        now = clock.now()
         for key in self._idle.due(now):
             self._sockets.drop(self._peers.pop(key))
         self._awaited.forget(now)
@@ -262,7 +261,7 @@ class Directory:
         if not self._paused:
             self._beyond.clear()
         until = now + SLICE_S
-        while self._outbox and time.monotonic() < until:
+        while self._outbox and clock.now() < until:
             match self._outbox.popleft():
                 case m.Named() as named:
                     for connection in self._awaited.owners(named.transfer.brief):
@@ -271,10 +270,10 @@ class Directory:
                     inquiry.connection.send(message)
                 case Source() as source, message:
                     self._deliver(source, message)
-        until = time.monotonic() + SLICE_S
+        until = clock.now() + SLICE_S
         for connection in self._sockets.ready():
             self._hear(connection, until)
-            if time.monotonic() >= until:
+            if clock.now() >= until:
                 break
         self._sockets.flush()
 
@@ -284,7 +283,7 @@ class Directory:
             if (frame := connection.receive()) is None:
                 break
             handle(connection, frame)
-            if time.monotonic() >= until:
+            if clock.now() >= until:
                 break
         if connection.lost is None or connection.ready:
             return
@@ -363,7 +362,7 @@ class Directory:
 
     def _await(self, connection: sockets.ControlConnection, named: m.Named) -> None:
         """Have a peer told when the engine has begun; record it before checking, so that no beginning falls in between."""
-        self._awaited.put(connection, named.transfer.brief, named.digest, time.monotonic(), connection.peer)
+        self._awaited.put(connection, named.transfer.brief, named.digest, clock.now(), connection.peer)
         begun = self.begun(named.transfer, named.digest)
         if begun or self.differs(named.transfer, named.digest):
             self._say_begun(connection, named.transfer, named.digest if begun else None)
@@ -382,7 +381,7 @@ class Directory:
         lost = self._notices.put(notice, connection, nbytes)
         if lost is None:
             self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)
-            due = max(time.monotonic(), self._beyond.get(connection.peer, 0.0)) + nbytes / BEYOND_PER_S
+            due = max(clock.now(), self._beyond.get(connection.peer, 0.0)) + nbytes / BEYOND_PER_S
             connection.waits, self._paused[connection], self._beyond[connection.peer] = True, due, due
         for _ in range(lost or 0):
             self._complain("directory: a peer sends more notices than the engine can take; one is dropped")
@@ -400,7 +399,7 @@ class Directory:
             self._unheard(key, e)
             return
         self._peers[key] = self._peers.pop(key)
-        self._idle.set(key, time.monotonic() + IDLE_S)
+        self._idle.set(key, clock.now() + IDLE_S)
         if not connection.send(message):
             self._complain("directory: %s does not read the notices sent to it", source)
 

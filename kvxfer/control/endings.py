@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import time
 from typing import Protocol
 from weakref import WeakSet
 
+from kvxfer import clock
 from kvxfer.errors import KvxferError
 
 EXIT_S = 5.0
@@ -39,11 +39,11 @@ def close_at_exit(thing: Closable) -> None:
 
 
 def _close_all() -> None:
-    things, until = list(_open), time.monotonic() + EXIT_S
+    things, until = list(_open), clock.now() + EXIT_S
     for thing in things:
         thing.begin_close()
     for thing in things:
-        thing.close(max(until - time.monotonic(), 0.1))
+        thing.close(max(until - clock.now(), 0.1))
 
 
 def _leave_alone() -> None:

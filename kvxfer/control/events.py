@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import select
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from kvxfer import arguments
+from kvxfer import arguments, clock
 from kvxfer.flag import Flag
 from kvxfer.protocol.values import Event
 
@@ -64,8 +63,8 @@ class EventQueue:
     def take(self, timeout: float) -> list[Event]:
         """Return what there is. If that is nothing, wait up to ``timeout`` seconds for something, unless ``end`` was called."""
         out = self._taken()
-        until = time.monotonic() + min(timeout, _MAX_WAIT_S)
-        while not out and not self._over and (left := until - time.monotonic()) > 0:
+        until = clock.now() + min(timeout, _MAX_WAIT_S)
+        while not out and not self._over and (left := until - clock.now()) > 0:
             poll = select.poll()
             poll.register(self._flag, select.POLLIN)
             poll.poll(left * 1e3)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
@@ -29,7 +29,7 @@ class Explainer:
         self, asked: m.Explain, connection: ControlConnection, explain: Callable[[m.Explain], m.Explained]
     ) -> m.Explained | m.Refused:
         """Return what ``explain`` says, or that this connection has to wait."""
-        now, waits = time.monotonic(), self._until
+        now, waits = clock.now(), self._until
         for over in [key for key, until in waits.items() if until <= now]:
             del waits[over]
         if connection in waits or connection.peer in waits:
@@ -37,5 +37,5 @@ class Explainer:
         try:
             return explain(asked)
         finally:
-            wait = SHARE * (time.monotonic() - now) * (1 + len(waits))
+            wait = SHARE * (clock.now() - now) * (1 + len(waits))
             waits[connection.peer], waits[connection] = now + wait, now + 2 * wait

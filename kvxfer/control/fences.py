@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
+from kvxfer import clock
 from kvxfer.identity import Generation, TransferId
 from kvxfer.transport import Fence
 from kvxfer.values import Offer
@@ -59,8 +59,8 @@ class Fences:
 
         A fence that has not passed within its lease has failed, too. Only some are checked, the others in their turn the next time.
         """
-        until, looks = time.monotonic() + SLICE_S, min(LOOKS, len(self._held))
-        while self._held and looks and time.monotonic() < until:
+        until, looks = clock.now() + SLICE_S, min(LOOKS, len(self._held))
+        while self._held and looks and clock.now() < until:
             transfer = next(iter(self._held))
             offer, fence, called = self._held[transfer][0]
             found = fence is None or _look(fence)

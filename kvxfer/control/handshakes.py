@@ -6,10 +6,10 @@ fewest goes first, and a turn does only a few, so that all others wait no longer
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol.peer import PeerIdentity
 
@@ -29,7 +29,7 @@ class Handshakes:
 
     def begin(self, peer: PeerIdentity) -> bool:
         """Count a handshake; return false, and count nothing, if the peer has begun too many."""
-        now = time.monotonic()
+        now = clock.now()
         count = self._count(peer, now) + 1
         if count > BURST:
             return False
@@ -41,7 +41,7 @@ class Handshakes:
 
     def next(self, waiting: Iterable[ControlConnection]) -> list[ControlConnection]:
         """Return those whose handshakes go on in this turn."""
-        now = time.monotonic()
+        now = clock.now()
         return sorted(waiting, key=lambda conn: self._count(conn.peer, now))[:IN_A_TURN]
 
     def _count(self, peer: PeerIdentity, now: float) -> float:

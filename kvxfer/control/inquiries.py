@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.turns import Turns
@@ -22,7 +22,7 @@ class PeerInquiry:
 
     message: m.Inquire
     connection: ControlConnection
-    came_at: float = field(default_factory=time.monotonic)
+    came_at: float = field(default_factory=lambda: clock.now())
 
     @property
     def peer(self) -> Hashable:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 
+from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.security import Security
 from kvxfer.threads import NamedThread
@@ -39,9 +39,9 @@ class KeyWatch:
             self._reading, held, self._held = None, self._held, []
             for begin in held:
                 begin()
-        if self._keys is None or time.monotonic() < self._look_at:
+        if self._keys is None or clock.now() < self._look_at:
             return
-        self._look_at = time.monotonic() + KEYS_S
+        self._look_at = clock.now() + KEYS_S
         if not self._security.fresh:
             self._read()
         if self._keys is not self._security.keys:

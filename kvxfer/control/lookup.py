@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.control.wrong_place import unanswered
@@ -105,7 +105,7 @@ def _ask(
     sockets: ControlSockets, connection: ControlConnection, question: m.Message, seconds: float
 ) -> tuple[float, m.Message]:
     """Ask until there is an answer other than that it must be asked again; return how long that took, and the answer."""
-    began = now = time.monotonic()
+    began = now = clock.now()
     repeat = 0.0
     while now < began + seconds:
         if now >= repeat:
@@ -118,11 +118,11 @@ def _ask(
             if frame is not None:
                 answer = m.decode(frame)
                 if not (isinstance(question, m.Explain) and isinstance(answer, m.Refused) and answer.again):
-                    return time.monotonic() - began, answer
+                    return clock.now() - began, answer
         if connection.lost is not None:
             kind = FailureKind.REFUSED if connection.denied else FailureKind.PEER_UNREACHABLE
             raise PeerError(connection.lost, kind=kind)
-        now = time.monotonic()
+        now = clock.now()
     raise PeerError(unanswered(seconds, connection.connected), kind=FailureKind.PEER_UNREACHABLE)
 
 

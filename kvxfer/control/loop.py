@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
+from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.data.commands import Result
@@ -107,14 +107,14 @@ class ControlLoop:
         self._late = threading.RLock()
         self._closed = threading.Event()
         self._complain = RateLimitedWarnings(log)
-        self._awake = time.monotonic()
+        self._awake = clock.now()
         self._work: Work  # from ``start`` on
         self.thread = NamedThread(target=self._run, name="kvxfer-control")
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def start(self, work: Work) -> None:
-        self._work, self._awake = work, time.monotonic()
+        self._work, self._awake = work, clock.now()
         self.thread.start()
 
     def do(self, step: Step) -> None:
@@ -190,9 +190,9 @@ class ControlLoop:
         """
         work = self._work
         due_at = work.next_due()
-        wait = min(max(due_at - time.monotonic(), 0.001), MAX_WAIT_S)
+        wait = min(max(due_at - clock.now(), 0.001), MAX_WAIT_S)
         news = self.sockets.poll(wait)
-        now = time.monotonic()
+        now = clock.now()
         self._discount_stall(now)
         # Calls of the engine before a message came are handled first: a commit request must see every revocation.
         said = self._taken + len(self._inbox)
@@ -202,8 +202,8 @@ class ControlLoop:
             if now >= due_at:  # nothing but this thread changes what is due, and it has only polled since
                 for step in work.due(now):
                     self._take(step)
-            self._drain(time.monotonic() + SLICE_S)
-            self._hear(time.monotonic() + SLICE_S)
+            self._drain(clock.now() + SLICE_S)
+            self._hear(clock.now() + SLICE_S)
             self.sockets.flush()
         finally:
             work.tell()
@@ -221,7 +221,7 @@ class ControlLoop:
             for _ in range(min(FEW, len(self._inbox))):
                 self._taken += 1
                 self._take(self._inbox.popleft())
-            if time.monotonic() >= until:
+            if clock.now() >= until:
                 return
 
     def _drain_late(self) -> None:
@@ -242,13 +242,13 @@ class ControlLoop:
                 self._take(partial(self._work.message, connection, frame))
             if connection.lost is not None and not connection.ready:
                 self._take(partial(self._work.hung_up, connection))
-            if time.monotonic() >= until:
+            if clock.now() >= until:
                 return
 
     def _take(self, step: Step) -> None:
         """Do one step; whatever goes wrong with it must not keep others from being done."""
         try:
-            self._work.perform(step(time.monotonic()))
+            self._work.perform(step(clock.now()))
         except PeerError as e:
             self._complain("%s was ignored: %s", _described(step), e)
         except BaseException:  # code of engines and back ends may raise anything

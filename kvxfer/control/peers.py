@@ -6,11 +6,11 @@ and directories.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
+from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.inbound import Inbound
@@ -186,13 +186,13 @@ class AgentPeers:
             case Send():
                 (self._in if isinstance(action.link, bytes) else self._out).send(action.link, action.message)
             case Dial():
-                self._out.dial(action.link, time.monotonic())
+                self._out.dial(action.link, clock.now())
             case Close(link=bytes() as link):
                 self._loop.do(partial(self._lost, self._in.close(link, action.why)))
             case Close():
                 self._out.forget(action.link)
             case Resolve():
-                why = self._resolver.ask(action.source, action.own, time.monotonic())
+                why = self._resolver.ask(action.source, action.own, clock.now())
                 if why is not None:
                     self._loop.do(partial(self.consumer.resolved, action.source, why))
 
@@ -206,6 +206,6 @@ class AgentPeers:
             self._loop.do(partial(self._lost, Lost(link, why)))
 
     def _stop_examining(self, until: float) -> None:
-        """Examine nothing more; wait for what is being examined until this time of ``time.monotonic``, at least briefly."""
+        """Examine nothing more; wait for what is being examined until this time of ``kvxfer.clock``, at least briefly."""
         for examiner in (self._hellos, self._descriptors):
-            examiner.close(max(until - time.monotonic(), 0.1))
+            examiner.close(max(until - clock.now(), 0.1))

@@ -8,12 +8,12 @@ that ask for it are told so at once, while the question is repeated until it is 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+from kvxfer import clock
 from kvxfer import facts as f
 from kvxfer.control import sockets
 from kvxfer.control.outbound import Target
@@ -215,7 +215,7 @@ class Resolver:
 
     def _checked(self, directory: Source, descriptor: m.EngineDescriptor | Failure) -> Paths:
         """Handle a directory's descriptor that has been checked, or why it is refused."""
-        now = time.monotonic()
+        now = clock.now()
         if isinstance(descriptor, Failure):
             yield from self._failed(directory, descriptor)
             return
@@ -364,9 +364,9 @@ def _descriptor(frame: bytes, directory: Source) -> m.EngineDescriptor:
         raise PeerError("the engine there has restarted since it was named", kind=K.NO_SUCH_ENGINE)
     if len(descriptor.ranks) > m.MAX_RANKS:
         raise unlinkable(f"it describes {len(descriptor.ranks)} ranks; at most {m.MAX_RANKS} are allowed")
-    until = time.monotonic() + CHECK_S
+    until = clock.now() + CHECK_S
     for rank in descriptor.ranks:
         rank.cache.check()
-        if time.monotonic() > until:
+        if clock.now() > until:
             raise unlinkable(f"its descriptor describes more than can be checked in {CHECK_S:g} s")
     return descriptor

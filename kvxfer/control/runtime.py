@@ -5,11 +5,11 @@ Used by the control thread (``ControlLoop``) only.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import assert_never
 
+from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.control.calls import CallValidator
 from kvxfer.control.events import EventQueue
@@ -172,14 +172,14 @@ class AgentRuntime(AgentPeers):
         if self._fences:
             return 0.0
         clocks = self.consumer, self.producer, self._resolver, self._out, self._in
-        return min([t for clock in clocks if (t := clock.next_tick()) is not None], default=1e18)
+        return min([t for one in clocks if (t := one.next_tick()) is not None], default=1e18)
 
     def due(self, now: float) -> Iterator[Step]:
         for offer, called, error in self._fences.passed(now):
             yield partial(self._unfenced, offer, called, error)
         for machine in (self.consumer, self.producer):
             at = machine.next_tick()
-            if at is not None and at <= time.monotonic():
+            if at is not None and at <= clock.now():
                 yield machine.tick
         yield from super().due(now)
 
@@ -254,11 +254,11 @@ class AgentRuntime(AgentPeers):
             yield partial(self._unfenced, offer, called, None)
 
     def stop(self, timeout: float) -> None:
-        until = time.monotonic() + timeout
+        until = clock.now() + timeout
         self._revocations.close()
         self._stop_examining(until)
-        self._hasher.close(max(until - time.monotonic(), 0.1))
-        self._data.close(max(until - time.monotonic(), 0.1))
+        self._hasher.close(max(until - clock.now(), 0.1))
+        self._data.close(max(until - clock.now(), 0.1))
 
     def ended(self) -> None:
         self._events.end()

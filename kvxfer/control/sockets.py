@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from collections.abc import Iterator, Sized
 from functools import partial
 
+from kvxfer import clock
 from kvxfer.backend.door import short_of_descriptors
 from kvxfer.control.connection import ControlConnection, Destination
 from kvxfer.control.descriptors import DescriptorLimits
@@ -172,7 +172,7 @@ class ControlSockets:
             self._lose(past, gone)
         if self._rests_until is not None:
             seconds = min(seconds, REST_S)
-            if time.monotonic() >= self._rests_until:
+            if clock.now() >= self._rests_until:
                 self._rest(None)
         self._asleep = True  # before the inbox is checked, so that a thread that fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._busy or self._more)
@@ -239,9 +239,9 @@ class ControlSockets:
 
     def linger(self, seconds: float) -> None:
         """Send what is queued, and wait up to ``seconds`` for peers to read it."""
-        until = time.monotonic() + seconds
+        until = clock.now() + seconds
         self.flush()
-        while any(conn.unsent for conn in self._by_fd.values()) and time.monotonic() < until:
+        while any(conn.unsent for conn in self._by_fd.values()) and clock.now() < until:
             self.poll(0.01)
             self.flush()
 
@@ -266,7 +266,7 @@ class ControlSockets:
                 sock, where = self._listener.accept()
             except OSError as e:  # if short of descriptors and polled at once, the listener would be ready again
                 if short_of_descriptors(e):
-                    self._rest(time.monotonic() + REST_S)
+                    self._rest(clock.now() + REST_S)
                 return
             host = str(where[0])
             keyed = self._security.keys is not None

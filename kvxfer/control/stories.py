@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from kvxfer import clock
 from kvxfer.failures import Failure
 from kvxfer.identity import Handle, Source, TransferId
 from kvxfer.protocol.messages import Explain, Explained, Story
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class _Begun(msgspec.Struct, gc=False):
-    """A transfer that has begun: times by ``time.monotonic``."""
+    """A transfer that has begun: times by ``kvxfer.clock``."""
 
     handle: Handle
     transfer: TransferId
@@ -84,7 +85,7 @@ class AgentStories:
         begun = self._live.pop(event.handle if fetches else event.transfer, None)
         if begun is not None:
             failure = event.outcome.failure
-            over = _Over(failure, event.nbytes, event.stages, time.monotonic())
+            over = _Over(failure, event.nbytes, event.stages, clock.now())
             (self._good if failure is None else self._bad).append((begun, over))
 
     def forget(self, transfer: TransferId) -> None:
@@ -139,7 +140,7 @@ def copied(values: Iterable[T]) -> list[T]:
 
 
 def _story(begun: _Begun, over: _Over | None) -> Story:
-    now, source = time.monotonic(), begun.source
+    now, source = clock.now(), begun.source
     failure, stages = (None, Stages()) if over is None else (over.failure, over.stages)
     times = {} if over is not None else {"now": now}
     if source is not None:

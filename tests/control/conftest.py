@@ -11,6 +11,7 @@ import pytest
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Ended, Released
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.engine import AgentEngine, PagedMemory, until
 from kvxfer.values import BlockTable, Fetch, Offer
 
@@ -21,6 +22,14 @@ class SeededEngine(AgentEngine):
     def block(self, block: int, rank: int = 0) -> np.ndarray:
         """The bytes of one block in all layers, ``[layers, heads, tokens, unit]``."""
         return self.memory.arrays[rank][:, block]
+
+
+@pytest.fixture
+def clock() -> Iterator[SetForward]:
+    """Is the clock of this process, which the test sets forward."""
+    made = SetForward()
+    with made.installed():
+        yield made
 
 
 @pytest.fixture

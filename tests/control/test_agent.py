@@ -86,25 +86,24 @@ def test_block_tables_that_do_not_join_fail_alone(engine, options, monkeypatch):
     assert np.array_equal(d.block(2), p.block(1))
 
 
-def test_who_stood_still_in_the_middle_of_a_turn_blames_no_peer(engine):
+def test_who_stood_still_in_the_middle_of_a_turn_blames_no_peer(clock, engine):
     """Longer than it bears silence: what the peer has said meanwhile it has not read yet."""
 
     class Freezing:
         event, over = None, threading.Event()
 
         def passed(self) -> bool:
-            time.sleep(5.0)
+            clock.forward(50.0)
             self.over.set()
             return True
 
-    config = {"transfer_timeout": 60.0, "lease": 60.0, "peer_timeout": 3.0}
+    config = {"transfer_timeout": 300.0, "lease": 300.0, "peer_timeout": 30.0}
     p, d = engine({}, seed=1, **config), engine({}, **config)
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
     p.agents[0].offer(offered([3], 4, transfer=T, final=False))
     until(lambda: d.block(5).any())
     d.agents[0].offer(offered([1], 4, transfer=TransferId("own/1/z", 0)), after=Freezing())
     assert Freezing.over.wait(60)
-    time.sleep(1.0)  # in which it would give the peer up
     p.agents[0].offer(offered([3, 1, 7], 11, transfer=T))
     (end,) = d.wait(Ended)
     assert end.outcome.delivered, end
@@ -159,11 +158,15 @@ def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
     d.wait(Released)
 
 
-def test_a_producer_may_begin_later_than_a_transfer_may_take(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=60.0, transfer_timeout=1.5)
+def test_a_producer_may_begin_later_than_a_transfer_may_take(clock, engine, options):
+    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=600.0, transfer_timeout=60.0)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    time.sleep(1.7)  # its request waits in the producer's queue
-    assert not d.events()
+    until(lambda: p.agents[0]._runtime.producer.holds(T))
+    clock.forward(100.0)  # its request waits in the producer's queue
+    d.agents[0].fetch(fetch(p.source, [6], 4, transfer=TransferId("own/1/y", 0), handle="later"))
+    d.agents[0].cancel("later", "it has looked at the clock")
+    assert d.wait(Ended)[0].handle == "later"
+    d.events().clear()
     p.agents[0].offer(offered([3], 4, transfer=T))
     assert d.wait(Ended)[0].outcome.delivered
 

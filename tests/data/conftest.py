@@ -1,5 +1,5 @@
-"""The engines that the tests of ``tests/control`` make."""
+"""The engines that the tests of ``tests/control`` make, and their clock."""
 
-from tests.control.conftest import engine
+from tests.control.conftest import clock, engine
 
-__all__ = ["engine"]
+__all__ = ["clock", "engine"]

@@ -20,6 +20,7 @@ from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.engine import PagedMemory
 from kvxfer.testing.fake import FakeTransport, Network
 from kvxfer.testing.network import LinkEnd
@@ -72,7 +73,7 @@ Crowd = tuple[SeededEngine, list[Slow], list[m.SlotReady], SeededEngine]
 
 
 @pytest.fixture
-def crowd(engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+def crowd(clock: SetForward, engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
     """A producer all of whose slots are held, by consumers that have one each, and a consumer in need of one."""
     monkeypatch.setattr(slot_queue, "PATIENCE_S", 1000.0)
     p = engine(dict(STAGED), seed=1, **CALM)
@@ -98,20 +99,21 @@ def delivered(p: SeededEngine, d: SeededEngine) -> None:
     assert all(np.array_equal(d.block(i), p.block(100 + i)) for i in range(60))
 
 
-def test_one_slot_that_comes_free_is_enough_for_who_takes_pieces_at_once(crowd: Crowd) -> None:
+def test_one_slot_that_comes_free_is_enough_for_who_takes_pieces_at_once(clock: SetForward, crowd: Crowd) -> None:
     """Twelve pieces pass through it before it goes back to one of those that hold theirs."""
     p, slow, readies, d = crowd
-    # So that it has held its slot for longer than the other needs for all twelve, also on a busy machine.
-    time.sleep(0.5)
+    clock.forward(20.0)  # each has held its slot for longer than the other needs for all twelve
     slow[-1].takes(readies[-1])
     delivered(p, d)
 
 
 def test_the_slot_that_was_held_for_longest_is_given_up_and_no_other(
-    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+    clock: SetForward, crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, slow, readies, d = crowd
-    monkeypatch.setattr(slot_queue, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(slot_queue, "PATIENCE_S", 10.0)
+    clock.forward(20.0)
+    p.agents[0].prepare(d.source)  # which wakes the data thread
     delivered(p, d)
     closed = slow[0].answer()
     assert isinstance(closed, m.AttemptClosed) and closed.kind is FailureKind.OVERLOADED and closed.again

@@ -1,4 +1,4 @@
-"""Clocks for tests: one that a test plays, and one that leaves out what a busy host keeps a thread waiting for a processor."""
+"""Clocks for tests: one that a test plays, one that it sets forward, and one that stands still while a thread gets no processor."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ class PlayedClock:
         self.now = max(self.now, min(due, self.now + seconds))
         while self._events and self._events[0][0] <= self.now:
             heappop(self._events)[2]()
+
+
+class SetForward:
+    """The product's clock, which a test sets forward while threads run: whoever waits for a time looks at the clock when it is woken."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put it in the place of the product's clock."""
+        with mock.patch.object(clock, "now", self.now):
+            yield
+
+    def now(self) -> float:
+        """Return its time."""
+        return time.monotonic() + self._ahead
+
+    def forward(self, seconds: float) -> None:
+        """Set it forward."""
+        self._ahead += seconds
 
 
 def thread_clock() -> float:
