@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +169,9 @@ def test_doctor_tells_of_each_back_end_whether_it_works_and_why_not() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_probe_that_hangs_is_given_up(tmp_path: Path) -> None:
-    started = time.monotonic()
     probes = probe_all(["third_party_backend:Hangs"], patience_s=2)
     assert "did not finish in time" in probes["third_party_backend:Hangs"].probe.reason
     assert not Path("/proc", (tmp_path / "third_party_backend.py.pid").read_text()).exists(), "its process is left"
-    assert time.monotonic() - started < 100
 
 
 @pytest.mark.usefixtures("installed")

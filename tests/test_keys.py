@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable
 from itertools import permutations
@@ -14,14 +15,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvxfer import keyring
 from kvxfer.cli.keys import keys
 from kvxfer.config import Config
+from kvxfer.control import key_watch
 from kvxfer.control.sockets import ControlConnection, ControlSockets, address
 from kvxfer.errors import ConfigError
 from kvxfer.keyfile import KeyFile
 from kvxfer.keyring import read_keys
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security, make_key
+from kvxfer.testing.engine import until
 
 Files = dict[str, Path]
 
@@ -264,8 +268,10 @@ def test_a_file_that_has_changed_counts_for_the_next_connection(files: Files, tm
 
 @pytest.mark.parametrize("broken", ["empty", "nonsense", "half", "gone", "folder", "pipe", "binary"])
 def test_a_file_that_has_become_unusable_changes_nothing_and_is_logged_once(
-    files: Files, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
+    files: Files, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(key_watch, "KEYS_S", 0.02)
+    monkeypatch.setattr(keyring, "BROKEN_S", 0.1)
     path = joined(tmp_path / "key", files["a"].read_text())
     hub, other = ControlSockets(security(path)), ControlSockets(security(files["a"]))
     try:
@@ -283,13 +289,17 @@ def test_a_file_that_has_become_unusable_changes_nothing_and_is_logged_once(
                 path.write_bytes(
                     {"empty": b"", "nonsense": b"-----BEGIN X-----", "half": half, "binary": b"\xff\0"}[broken]
                 )
-        until = time.monotonic() + 4.0
-        while time.monotonic() < until:
+
+        def goes_on() -> list[str]:
             connection, came = meet(other, hub, port)
             assert came, connection.lost
             other.drop(connection)
-            hub.poll(0.2)
-        errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+            hub.poll(0.05)
+            return [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+
+        until(goes_on)
+        for _ in range(5):
+            errors = goes_on()
         assert len(errors) == 1 and str(path) in errors[0] and "stay in use" in errors[0], errors
         if broken == "folder":
             path.rmdir()
@@ -314,11 +324,7 @@ def test_a_key_that_is_taken_out_ends_what_its_holder_has_open(files: Files, tmp
         port = hub.listen("127.0.0.1", 0)
         (stays, _), (goes, _) = (meet(sockets, hub, port) for sockets in both)
         joined(tmp_path / "next", files["a"].read_text(), public(files, "b")).replace(path)
-        until = time.monotonic() + 20
-        while goes.lost is None:
-            assert time.monotonic() < until
-            for sockets in (hub, *both):
-                sockets.poll(0.05)
+        until(lambda: [sockets.poll(0.05) for sockets in (hub, *both)] and goes.lost is not None)
         assert stays.lost is None
         again, came = meet(both[1], hub, port)
         assert again.denied and "does not accept this engine's key" in str(again.lost) and not came
@@ -327,38 +333,29 @@ def test_a_key_that_is_taken_out_ends_what_its_holder_has_open(files: Files, tmp
             sockets.close()
 
 
-def test_six_hundred_keys_are_read_while_the_sockets_go_on(files: Files, tmp_path: Path) -> None:
-    """Reading so many takes a tenth of a second and more, which is spent on another thread."""
-    many = "".join(_certificates(600))
-    path = joined(tmp_path / "key", files["a"].read_text())
+def test_keys_are_read_while_the_sockets_go_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading six hundred takes a tenth of a second and more, which is spent on another thread."""
+    path, more = joined(tmp_path / "key", files["a"].read_text()), public(files, "b")
     hub, other = ControlSockets(security(path)), ControlSockets(security(files["a"]))
     try:
         port = hub.listen("127.0.0.1", 0)
         meet(other, hub, port)
+        readers, read = list[threading.Thread](), KeyFile.parse
+
+        def parse(text: str) -> KeyFile:
+            readers.append(threading.current_thread())
+            return read(text)
+
+        monkeypatch.setattr(KeyFile, "parse", parse)
         with path.open("a") as file:
-            file.write(many)
-        longest, until = 0.0, time.monotonic() + 2.5
-        while time.monotonic() < until:
-            began = time.thread_time()
-            hub.poll(0.01)
-            longest = max(longest, time.thread_time() - began)
-        assert longest < 0.05
+            file.write(more)
+        until(lambda: hub.poll(0.01) or readers)
         connection, came = meet(other, hub, port)
         assert came, connection.lost
+        assert threading.current_thread() not in readers
     finally:
         hub.close()
         other.close()
-
-
-def _certificates(count: int) -> list[str]:
-    import tempfile
-
-    out = []
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(count):
-            make_key(Path(folder) / str(i))
-            out.append(read_keys(Path(folder) / str(i)).keys[0].certificate)
-    return out
 
 
 # --- the program ---------------------------------------------------------------------------------------------------

@@ -91,10 +91,11 @@ def test_a_descriptor_that_rests_does_not_wake_and_a_time_that_was_set_does(wake
     ours, theirs = os.pipe()
     os.write(theirs, b"x")
     wakeup.add(ours, "pipe")
-    wakeup.rest(ours, 0.1)
+    wakeup.rest(ours, 60)
     assert not readable(wakeup)
     wakeup.at(time.monotonic() + 0.02)
     assert readable(wakeup, 5) and wakeup.clear() == set() and not readable(wakeup)
+    wakeup.rest(ours, 0.02)
     wakeup.at(time.monotonic() + 60)
     while not wakeup.clear():
         assert readable(wakeup, 5)

@@ -345,8 +345,8 @@ context = ux.UCXContext({"TLS": "tcp"}, (ux.Feature.TAG, ux.Feature.WAKEUP))
 worker = ux.UCXWorker(context)
 there = ux.UCXAddress.create_from_buffer(bytes.fromhex(sys.argv[1]))
 endpoint = ux.UCXEndpoint.create_from_worker_address(worker, there, True)
-data, until, sent = bytearray(8000), time.monotonic() + 4, 0
-while time.monotonic() < until:
+data, until, sent = bytearray(8000), time.monotonic() + 60, 0
+while time.monotonic() < until and sent * 8000 <= 200 << 20:
     batch = [endpoint.tag_send(Array(data), ux.UCXXTag(7)) for _ in range(100)]
     while not all(r.completed for r in batch) and time.monotonic() < until:
         worker.progress()

@@ -42,13 +42,14 @@ def name(i: int | str) -> TransferId:
     return TransferId(f"own/1/{i}", 0)
 
 
-def started(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def started(monkeypatch: pytest.MonkeyPatch, who: str = "") -> threading.Event:
     """Is set once a batch runs: an agent counts a part as begun before its data thread has given it to the back end."""
     begun, start = threading.Event(), FakeTransport.start
 
     def starting(self: FakeTransport, *args: Any) -> None:
         start(self, *args)
-        begun.set()
+        if self.agent.startswith(who):
+            begun.set()
 
     monkeypatch.setattr(FakeTransport, "start", starting)
     return begun
@@ -145,16 +146,15 @@ def test_peers_are_told_at_once(engine: Callable[..., SeededEngine]) -> None:
     )
     d.agents[0].fetch(fetch(p.source, [1, 2], 8, transfer=name(0)))
     p.agents[0].offer(offered([1], 4, transfer=name(0), final=False))
-    until(lambda: bool(p.agents[0]._runtime.producer._serves) and d.block(1).any())
+    until(lambda: d.block(1).any())
     p.agents[0].close()
     (end,) = d.wait(Ended)
     assert end.outcome.kind is FailureKind.PEER_LOST
     d.wait(Released)
     other = engine({}, seed=1, lease=60.0)
-    d.agents[0].fetch(fetch(other.source, [1, 2], 8, transfer=name(1), handle="1"))
+    d.agents[0].fetch(fetch(other.source, [3, 4], 8, transfer=name(1), handle="1"))
     other.agents[0].offer(offered([1], 4, transfer=name(1), final=False))
-    until(lambda: bool(other.agents[0]._runtime.producer._serves))
-    time.sleep(0.1)
+    until(lambda: d.block(3).any())
     d.agents[0].close()
     (end,) = other.wait(Ended)
     assert end.outcome.kind is FailureKind.CANCELLED
@@ -279,12 +279,12 @@ def test_an_offer_behind_a_fence_that_never_passes_ends_with_its_lease(engine: C
 def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    free, stuck, hangs = threading.Event(), threading.Event(), threading.Event()
-    p, d = engine({"verbs": ["read"], "delay_s": 0.5}, seed=1), engine({"verbs": ["read"], "delay_s": 0.5})
+    free, begun, hangs = threading.Event(), started(monkeypatch, "engine1"), threading.Event()
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]})
     agent, poll = d.agents[0], FakeTransport.poll
 
     def hang(self: FakeTransport) -> list[Any]:
-        if self.agent.startswith("engine1") and stuck.is_set():
+        if self.agent.startswith("engine1") and begun.is_set():
             hangs.set()
             free.wait(60)
         return poll(self)
@@ -292,8 +292,6 @@ def test_a_back_end_that_hangs_holds_nobody_up_and_releases_nothing(
     monkeypatch.setattr(FakeTransport, "poll", hang)
     agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
     p.agents[0].offer(offered([1], 4, transfer=name(0)))
-    until(lambda: agent.stats().staged == 1)
-    stuck.set()
     assert hangs.wait(60)
     assert agent.close(0.5) is False  # and does not wait for what hangs
     assert "may still be touched" in caplog.text
@@ -449,8 +447,16 @@ def test_memory_of_a_link_that_could_not_be_closed_is_not_released_while_its_pee
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The back end is made anew, which does make it quiet."""
+    begun, over, finish = started(monkeypatch, "engine0"), threading.Event(), FakeTransport.finish
     p, d = (engine({"verbs": ["write"], "delay_s": 0.5, "run_bytes": 1}, seed=seed) for seed in (1, None))
     agent = d.agents[0]
+
+    def ends(self: FakeTransport, *args: Any) -> None:
+        finish(self, *args)
+        if self.agent == p.agents[0]._name:
+            over.set()
+
+    monkeypatch.setattr(FakeTransport, "finish", ends)
 
     def fail(self: FakeTransport, *_: Any) -> None:
         if self.agent == agent._name:
@@ -460,11 +466,11 @@ def test_memory_of_a_link_that_could_not_be_closed_is_not_released_while_its_pee
         monkeypatch.setattr(FakeTransport, method, fail)
     p.agents[0].offer(offered([1], 4, transfer=name(0)))
     agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
-    until(lambda: p.agents[0].stats().direct == 1)
+    assert begun.wait(60)
     agent.identify({"weights": "others"})  # which closes all links
     d.wait(Released)
     before = d.block(1).copy()
-    time.sleep(1.0)
+    assert over.wait(60)
     assert np.array_equal(d.block(1), before)
 
 
@@ -473,7 +479,7 @@ def test_memory_that_a_peer_may_go_on_writing_is_not_released_by_closing_its_lin
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """The back end could not be closed either, so nothing ends what the peer writes; not even a link that is made anew."""
-    options = {"verbs": ["write"], "delay_s": 1.5, "run_bytes": 1}
+    options, begun = {"verbs": ["write"], "delay_s": 1.5, "run_bytes": 1}, started(monkeypatch, "engine0")
     p, d = (engine(dict(options), seed=seed, transfer_timeout=3.0) for seed in (1, None))
     agent, left = d.agents[0], {failing: 0, "close": 0}
     for method in ("disconnect", "abort", "poll", "close"):
@@ -489,7 +495,7 @@ def test_memory_that_a_peer_may_go_on_writing_is_not_released_by_closing_its_lin
         monkeypatch.setattr(FakeTransport, method, act)
     p.agents[0].offer(offered([1], 4, transfer=name(0)))
     agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
-    until(lambda: p.agents[0].stats().direct == 1)
+    assert begun.wait(60)
     left.update(dict.fromkeys(left, 1))
     facts = {"weights": "others"} if failing == "disconnect" else None
     if facts is not None:

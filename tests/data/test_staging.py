@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ from kvxfer.geometry import Cache, Planner, Region, route
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.testing.fake import FakeTransport, Network
-from tests.control.conftest import Ended, Released, fetch, meet, offered
+from tests.control.conftest import Ended, Released, fetch, meet, offered, until
 
 STAGED = {"staging_bytes": SLOTS * 4096}
 
@@ -95,7 +96,8 @@ def test_slots_come_back_after_a_cancel(engine, verbs):
 def test_a_cancelled_load_resets_no_back_end(engine, caplog):
     """The producer says when it writes no more, if it is given the time: the consumer's back end was reset at once, with all links."""
     options = {"verbs": ["write"], "gathers": False, "quiet": "later", "delay_s": 0.05}
-    p, d = engine(dict(options), blocks=400, seed=1, **STAGED), engine(dict(options), blocks=400, **STAGED)
+    times = {"abort_timeout": 30.0, "peer_timeout": 60.0, "lease": 60.0, "transfer_timeout": 60.0}
+    p, d = (engine(dict(options), blocks=400, seed=seed, **times, **STAGED) for seed in (1, None))
     for i, t in enumerate(transfers(3)):
         p.agents[0].offer(offered(list(range(64)), 256, transfer=t))
         d.agents[0].fetch(fetch(p.source, list(range(64)), 256, transfer=t, handle=str(i)))
@@ -145,7 +147,7 @@ def test_a_slot_that_is_being_packed_is_nobody_elses_after_a_reset(device):
     cache = Cache.of_tensors(memory, "layer block token unit")
     plan = Planner(cache, cache, route([cache], [cache])[cache.rank].assignments[cache.rank]).plan([[0]], [[0]], 0, 4)
     staging = Staging(cache.regions, SLOTS * 4096, "cpu")
-    device.takes[cache.regions[0].address, "pack"] = 0.3
+    free = device.hold(cache.regions[0].address, "pack")
     links = [bytes([n]) for n in range(SLOTS)]
     slot = staging.take(links[0], "producer")
     fence = staging.pack(plan, slot)
@@ -154,6 +156,7 @@ def test_a_slot_that_is_being_packed_is_nobody_elses_after_a_reset(device):
     assert not fence.passed()
     assert sum(other is not None for other in taken) == SLOTS - 1
     assert slot.offset not in [other.offset for other in taken if other is not None]
+    free.set()
     assert staging.wait(time.monotonic() + 30.0)
     assert staging.take(links[-1], "consumer").offset == slot.offset
 
@@ -174,13 +177,14 @@ class Later:
 
 @pytest.fixture
 def device(monkeypatch):
-    """Memory that is packed and unpacked by a device, in order, while the data thread goes on. ``takes``: seconds for each of the two, by
-    the address of the cache; ``begun``: what it was asked to do; ``done``: what it has done."""
+    """Memory that is packed and unpacked by a device, in order, while the data thread goes on. ``takes``: seconds for each of the
+    two, by the address of the cache; ``hold``: let one of the two not end before it is freed; ``begun``: what it was asked to do;
+    ``done``: what it has done."""
 
     streams = []
 
     class Device(CpuSpace):
-        by_itself, takes, begun, done = True, {}, [], []  # noqa: RUF012
+        by_itself, takes, held, begun, done = True, {}, {}, [], []  # noqa: RUF012
 
         def __init__(self, regions, *args, **kwargs):
             super().__init__(regions, *args, **kwargs)
@@ -193,11 +197,17 @@ def device(monkeypatch):
         def unpack(self, *args):
             return self._later("unpack", super().unpack, *args)
 
+        @classmethod
+        def hold(cls, address, what):
+            return cls.held.setdefault((address, what), threading.Event())
+
         def _later(self, what, act, *args):
             self.begun.append(what)
 
             def run():
                 time.sleep(self.takes.get((self.regions[0].address, what), 0.0))
+                if (self.regions[0].address, what) in self.held:
+                    self.held[self.regions[0].address, what].wait(60)
                 act(*args)
                 self.done.append(what)
 
@@ -205,6 +215,8 @@ def device(monkeypatch):
 
     monkeypatch.setattr("kvxfer.memory.space_for", lambda kind: Device)
     yield Device
+    for held in Device.held.values():
+        held.set()
     for stream in streams:  # what is still to be written must not meet memory that the engines have freed
         stream.shutdown()
 
@@ -232,8 +244,7 @@ def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
     """Given up by its transfer, it was lent to the next one, whose bytes the device then overwrote."""
     options = {"verbs": verbs, "gathers": False}
     a, b = (engine(dict(options), blocks=64, seed=seed, **STAGED) for seed in (1, 2))
-    device.takes[address(a), "pack"] = 0.3
-    first = transfers(1)[0]
+    free, first = device.hold(address(a), "pack"), transfers(1)[0]
     a.agents[0].offer(offered([1], 4, transfer=first))
     b.agents[0].fetch(fetch(a.source, [9], 4, transfer=first))
     while "pack" not in device.begun:
@@ -243,6 +254,8 @@ def test_a_slot_that_is_being_packed_is_nobody_elses(engine, device, verbs):
     for i in range(8):  # whatever slot it takes
         b.agents[0].offer(offered([30 + i], 4, transfer=TransferId("own/1/other", i)))
         a.agents[0].fetch(fetch(b.source, [20 + i], 4, transfer=TransferId("own/1/other", i), handle=str(i)))
+    until(lambda: "unpack" in device.begun)  # which the device does after that
+    free.set()
     ends = [e for e in a.wait(Ended, count=9) if e.role == "consumer"]
     assert all(e.outcome.delivered for e in ends), ends
     for i in range(8):
@@ -306,7 +319,7 @@ def test_a_device_that_fails_keeps_nothing(engine, device, monkeypatch, who):
 
 def break_while_unpacking(p, d, device, monkeypatch, times):
     """A transfer that fails since the consumer's back end raises, so often, once the device has been asked to unpack."""
-    poll, failed = FakeTransport.poll, []
+    poll, failed, free = FakeTransport.poll, [], device.hold(address(d), "unpack")
 
     def fail(transport):
         if "unpack" in device.begun and transport.agent.startswith("engine1") and len(failed) < times:
@@ -320,45 +333,27 @@ def break_while_unpacking(p, d, device, monkeypatch, times):
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=t))
     assert not d.wait(Ended)[0].outcome.delivered
     assert failed
-
-
-def test_blocks_that_are_being_unpacked_are_not_given_back_by_a_reset(engine, device, monkeypatch):
-    """The back end breaks meanwhile and stays so; the transfer ends at its deadline, long before the device is done."""
-    options = {"verbs": ["read"], "gathers": False}
-    p, d = (engine(dict(options), seed=seed, transfer_timeout=1.5) for seed in (1, None))
-    meet(d, p)
-    device.takes[address(d), "unpack"] = 3.0
-    break_while_unpacking(p, d, device, monkeypatch, times=math.inf)
-    d.wait(Released)
-    assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"
-
-
-def test_blocks_are_kept_where_the_device_does_not_end(engine, device, monkeypatch):
-    """A reset waits for it in bounded time, and then tells that they may still be written."""
-    options = {"verbs": ["read"], "gathers": False}
-    p, d = (engine(dict(options), seed=seed, transfer_timeout=1.0, abort_timeout=0.3) for seed in (1, None))
-    meet(d, p)
-    device.takes[address(d), "unpack"] = 6.0
-    break_while_unpacking(p, d, device, monkeypatch, times=1)
-    time.sleep(1.0)
-    assert not [e for e in d.events() if isinstance(e, Released)]
+    return free
 
 
 @pytest.mark.parametrize("times", [1, math.inf], ids=["opened again", "down"])
-def test_blocks_and_slots_come_back_when_the_device_ends_after_a_reset(engine, device, monkeypatch, times):
-    """They were kept for ever where the device had not ended within the time that a reset waited for it."""
+@pytest.mark.parametrize("patience", [0.2, 60.0], ids=["not waited for", "waited for"])
+def test_blocks_and_slots_come_back_once_the_device_ends(engine, device, monkeypatch, times, patience):
+    """The back end breaks while the device unpacks. A reset waits for it in bounded time; the blocks may be written until it has
+    ended, were given back before, and were kept for ever where it had not ended within that time."""
     options = {"verbs": ["read"], "gathers": False}
-    times_out = {"transfer_timeout": 1.0, "abort_timeout": 0.2}
+    times_out = {"transfer_timeout": 3.0, "abort_timeout": patience, "peer_timeout": 60.0}
     p, d = (engine(dict(options), blocks=400, seed=seed, **times_out, **STAGED) for seed in (1, None))
     meet(d, p)
-    device.takes[address(d), "unpack"] = 2.5
-    break_while_unpacking(p, d, device, monkeypatch, times)
-    assert d.agents[0].stats().quarantined_bytes > 0
+    free = break_while_unpacking(p, d, device, monkeypatch, times)
+    if patience < 1:
+        until(lambda: d.agents[0].stats().quarantined_bytes > 0)
+    assert not [e for e in d.events() if isinstance(e, Released)]
+    free.set()
     d.wait(Released)
     assert np.array_equal(d.block(5), p.block(3)), "it was given back before the device was done"
     assert d.agents[0].stats().quarantined_bytes == 0
     if times == 1:
-        device.takes.clear()
         more = TransferId("own/1/more", 0)
         p.agents[0].offer(offered(list(range(128)), 512, transfer=more))
         d.agents[0].fetch(fetch(p.source, list(range(200, 328)), 512, transfer=more, handle="more"))

@@ -25,7 +25,7 @@ from kvxfer.security import OPEN
 from kvxfer.testing.engine import ConversationEngine, Turn, until
 from kvxfer.values import BlockTable
 
-EAGER = {"ask_tokens": 1, "ask_timeout": 5.0}
+EAGER = {"ask_tokens": 1, "ask_timeout": 60.0}
 PROMPT = [*range(64)]
 WHOLE = len(PROMPT) // 16 * 16
 ASK_S = 0.2

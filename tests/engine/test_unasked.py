@@ -192,15 +192,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], Callable[[PagedEngine], object], Failu
 @pytest.mark.parametrize("case", REFUSALS)
 def test_the_producer_has_its_blocks_again_at_once(make: Callable[..., PagedEngine], case: str) -> None:
     config, spoil, kind = REFUSALS[case]
-    p, d = make(), make(**config)
+    p, d = make(lease=600.0), make(**config)
     ticket = p.offer("x", 8)
     spoil(p)
     d.load("x", ticket, 8)
     assert d.until("x").failed["x"].kind is kind
-    began = time.monotonic()
     d.step()  # tells it
     assert "x" in p.until("x").free
-    assert time.monotonic() - began < p.config.lease / 4
 
 
 def test_the_producer_s_log_sends_nobody_to_the_producer_s_log(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,12 +124,12 @@ def test_an_agent_does_not_start_and_says_why(
 
 
 def test_an_agent_does_not_wait_for_ever_for_a_device_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TinSpace, "gather", lambda *_: time.sleep(5))
+    works = threading.Event()
+    monkeypatch.setattr(TinSpace, "gather", lambda *_: works.wait(60))
     monkeypatch.setattr("kvxfer.control.agent.START_S", 0.2)
-    began = time.monotonic()
     with pytest.raises(KvxferError, match=r"memory of tin:0 could not be read within 0\.2 s.*'integrity'"):
         engine("p", "tin:0")
-    assert time.monotonic() - began < 4
+    works.set()
 
 
 def test_what_a_space_allocates_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
