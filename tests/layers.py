@@ -16,21 +16,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-WORKERS = os.environ.get("WORKERS", "2")
+WORKERS = int(os.environ.get("WORKERS", "2"))
+EXAMPLES = "150"
+"""How many histories of a state machine `make test-all` tries; `make test` tries fewer."""
 
 
 class Layer(NamedTuple):
-    """Where its tests are, how many cases of a function `make test` runs, and whether they may run side by side."""
+    """Where its tests are, how many cases of a function `make test` runs, and how many run side by side for each worker."""
 
     paths: str
     keep: int = 8
-    beside: bool = True
+    beside: int = 1  # 2 where tests wait for other processes more than they compute
     needs: str = ""  # the mark of its tests if they need GPUs; such a layer runs only if it is named
 
     def command(self, every: bool) -> list[str]:
         """Return what runs it, up to further options of pytest."""
         # What one class tests takes minutes on a GPU, so a class is spread; a module whose tests share servers is a group.
-        workers = ["-n", WORKERS, "--dist", "loadgroup" if self.needs else "loadscope"] if self.beside else []
+        count, dist = str(self.beside * WORKERS), "loadgroup" if self.needs else "loadscope"
+        workers = ["-n", count, "--dist", dist] if self.beside else []
         if self.needs:
             chosen = ["-m", f"{self.needs} and (slow or not slow)" if every else self.needs]
         else:
@@ -42,14 +45,14 @@ ROOT_FILES = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("
 LAYERS = {
     "core": Layer("tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine"),
     "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples", keep=4),
-    "control": Layer("tests/control", keep=4),
+    "control": Layer("tests/control", keep=4, beside=2),
     "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),
     "vllm": Layer("tests/vllm", keep=4),
     "sglang": Layer("tests/sglang", keep=4),
     # Its servers keep all cores busy.
-    "servers": Layer("tests/e2e", keep=0, beside=False),
+    "servers": Layer("tests/e2e", keep=0, beside=0),
     "gpu": Layer("tests/gpu tests/backends/test_nixl.py tests/memory/test_between.py", needs="gpu"),
     "gpu-ucx": Layer("tests/backends/test_ucx.py", needs="gpu"),
     "gpus": Layer("tests/gpu", needs="gpus"),
@@ -74,6 +77,8 @@ def run(names: Iterable[str], every: bool, options: Sequence[str], took: list[st
             status = lint()
         else:
             environment = {**os.environ, "KVXFER_LAYERS_TOOK": ", ".join(took)}
+            if every:
+                environment.setdefault("KVXFER_EXAMPLES", EXAMPLES)
             status = subprocess.run([*LAYERS[name].command(every), *options], cwd=ROOT, env=environment).returncode
         took.append(f"{name} {time.monotonic() - began:.0f}")
         if status:

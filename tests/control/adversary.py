@@ -189,6 +189,25 @@ def _case(config: Config, attack: Callable[[AttackedPair], None], new: bool, cou
     }
 
 
+def loads_beside(case: str, count: int, folder: Path) -> set[str]:
+    """Return how ``count`` loads ended beside an attack of ``CASES``, by TCP and where all have a key."""
+    attack, new = CASES[case]
+    with ExitStack() as stack:
+        world = AttackedPair(stack, _config("tcp", folder))
+        world.loads(1)
+        attack(world)
+        loads = world.newcomers if new else world.loads
+        return {outcome for outcome, _, _ in loads(count)}
+
+
+def _config(backend: str, folder: Path, keyed: bool = True) -> Config:
+    make_key(folder / "key")
+    return Config(
+        backend=backend, staging_bytes=1 << 18, transfer_timeout=LOAD_S, lease=120.0, peer_timeout=15.0,
+        key_file=str(folder / "key") if keyed else None,
+    )  # fmt: skip
+
+
 def _slow(case: dict[str, Any]) -> bool:
     """Return whether loads beside an attack take too long."""
     return bool(case["beside_ms"] > max(RATIO * case["alone_ms"], case["alone_ms"] + FLOOR_MS))
@@ -235,12 +254,7 @@ def measure_attack(case: str, backend: str, keyed: bool, count: int) -> dict[str
     ``keyed``: whether all have a key. A slow case is measured once more: a busy machine may be the cause.
     """
     with tempfile.TemporaryDirectory() as folder:
-        key = Path(folder) / "key"
-        make_key(key)
-        config = Config(
-            backend=backend, staging_bytes=1 << 18, transfer_timeout=LOAD_S, lease=120.0, peer_timeout=15.0,
-            key_file=str(key) if keyed else None,
-        )  # fmt: skip
+        config = _config(backend, Path(folder), keyed)
         found = _case(config, *CASES[case], count)
         if set(found["outcomes"]) == {"delivered"} and _slow(found):
             found = min(found, _case(config, *CASES[case], count), key=_slow)

@@ -9,7 +9,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.security import make_key
 from kvxfer.testing.remote import Remote
-from tests.control.adversary import CASES, measure_attack, measure_fleet
+from tests.control.adversary import CASES, loads_beside, measure_attack, measure_fleet
 from tests.control.honest import BAIT, Fleet, Prefill, limited
 from tests.control.hostile import Hostile
 
@@ -25,8 +25,8 @@ LOADS = 5
 
 @pytest.mark.keep(6)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in LONG else ()) for case in CASES])
-def test_loads_beside_a_greedy_peer_are_delivered(case: str) -> None:
-    assert set(measure_attack(case, "tcp", True, LOADS)["outcomes"]) == {"delivered"}
+def test_loads_beside_a_greedy_peer_are_delivered(case: str, tmp_path: Path) -> None:
+    assert loads_beside(case, 2, tmp_path) == {"delivered"}
 
 
 @pytest.mark.slow

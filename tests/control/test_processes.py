@@ -26,13 +26,12 @@ def usable(backend: str) -> bool:
         return False
 
 
-BACKENDS = [
-    pytest.param(b, marks=pytest.mark.skipif(not usable(b), reason=f"{b} cannot be used here")) for b in ("zmq", "cma")
-]
+CMA = [pytest.mark.slow, pytest.mark.skipif(not usable("cma"), reason="cma cannot be used here")]
+"""Deaths and stops of a peer are told for each back end by the clauses of the conformance suite."""
 Make = Callable[..., Node]
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["zmq", pytest.param("cma", marks=CMA)])
 def node(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes nodes on each back end; ends them all."""
     with nodes(request.param) as make:

@@ -80,6 +80,7 @@ class Load:
         return self.ends
 
 
+@pytest.mark.keep(1)
 @pytest.mark.parametrize("backend, options", [("tcp", {"encrypt": True}), ("zmq", {"encrypt": True}), ("cma", {})])
 def test_a_shared_key_is_replaced_under_load(
     node: Callable[..., Node], tmp_path: Path, backend: str, options: dict[str, bool]

@@ -94,6 +94,7 @@ class SpawnedEngine:
         self.directory.close()
 
 
+@pytest.mark.keep(2)  # each of several processes; the law of tests/geometry has them all
 @pytest.mark.parametrize(
     ("p", "d", "start"),
     [((1, 1, 16), (2, 1, 8), 0), ((2, 1, 8), (1, 1, 16), 16), ((2, 2, 16), (3, 1, 8), 24), ((3, 8, 8), (2, 1, 12), 0)],

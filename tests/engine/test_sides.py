@@ -162,7 +162,7 @@ class Machine(RuleBasedStateMachine):
 
 TestAnyOrder = Machine.TestCase
 TestAnyOrder.settings = settings(
-    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "30")),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),  # each example opens two directories, which takes what it takes

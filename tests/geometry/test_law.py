@@ -19,7 +19,7 @@ from kvxfer.values import BlockTable
 from tests.geometry.engines import Case, cases
 
 LAW = settings(
-    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "80")), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "40")), deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

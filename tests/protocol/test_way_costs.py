@@ -116,7 +116,7 @@ def test_one_measurement_of_another_way_changes_nothing() -> None:
         assert cheapest(choice, link.costs.known(choice)) is choice[0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     nbytes=st.integers(MIB, 1 << 32),
     rows=st.lists(st.integers(1, 1 << 20), min_size=2, max_size=6, unique=True),
@@ -135,7 +135,7 @@ def test_longer_rows_never_turn_straight_into_staged(
     assert straight == sorted(straight)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(factors=st.tuples(*[st.floats(0.1, 10.0)] * 6), seed=st.integers(0, 1 << 16))
 def test_the_figures_come_to_the_true_costs(factors: tuple[float, ...], seed: int) -> None:
     """With parts of all kinds, however wrong the first guess was. What adds little to any part need not be known well."""
