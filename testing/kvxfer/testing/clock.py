@@ -45,7 +45,7 @@ class PlayedClock:
 
 
 class SetForward:
-    """The product's clock, which a test sets forward while threads run: whoever waits for a time looks at the clock when it is woken."""
+    """The product's clock, which a test sets forward while threads run: one that waits for a time looks at the clock when it is woken."""
 
     def __init__(self) -> None:
         self._ahead = 0.0
