@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
@@ -70,14 +69,12 @@ def test_the_ranks_of_one_engine_are_dialled_a_few_at_a_time(
     honest(p, d)
     before = sockets()
     d.agents[0].fetch(fetch(liar.lie(p.source, 200), [6], 4, transfer=BAIT, handle="bait"))
-    most, beside = 0, []
+    most = 0
     until(lambda: len(sockets() - before) >= outbound.AT_ONCE, 30.0)
     for i in range(10):
         most = max(most, len(sockets() - before))
-        began = time.monotonic()
         honest(p, d, TransferId("own/1/beside", i))
-        beside.append(time.monotonic() - began)
-    assert most < outbound.AT_ONCE + 8 and sorted(beside)[5] < 0.5, (most, beside)
+    assert most < outbound.AT_ONCE + 8
     end = d.over("bait", 60.0)
     assert end.outcome.kind is K.PEER_UNREACHABLE, end
 

@@ -16,6 +16,7 @@ from kvxfer.control import handshakes
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.protocol import messages as m
 from kvxfer.security import RateLimitedWarnings, Security
+from kvxfer.testing.clock import SetForward
 from tests.control.test_sockets import pair, polled, with_key
 
 
@@ -54,7 +55,7 @@ def accepts(security: Security, host: str, port: int, theirs: ControlSockets) ->
 
 
 def test_a_host_that_connects_without_end_is_refused_by_name_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: SetForward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(handshakes, "BURST", 5)
     monkeypatch.setattr(handshakes, "A_SECOND", 2)
@@ -67,7 +68,7 @@ def test_a_host_that_connects_without_end_is_refused_by_name_and_no_other(
         assert accepts(security, "127.0.0.3", port, theirs), "a neighbour pays for it"
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
         polled(lambda: connection.opened, ours, theirs)
-        time.sleep(1.1)
+        clock.forward(1.1)
         assert accepts(security, "127.0.0.2", port, theirs), "its share comes back"
 
 

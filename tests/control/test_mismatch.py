@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
 from kvxfer.security import Security, make_key
+from kvxfer.testing.clock import SetForward
 from tests.control.conftest import SeededEngine, fetch
 from tests.control.stranger import framed
 
@@ -39,6 +39,7 @@ def files(tmp_path: Path) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("here, there", PAIRS.values(), ids=PAIRS)
 def test_a_mismatch_is_refused_at_once_and_logged_a_few_times(
+    clock: SetForward,
     engine: Callable[..., SeededEngine],
     files: dict[str, str | None],
     here: str,
@@ -53,7 +54,7 @@ def test_a_mismatch_is_refused_at_once_and_logged_a_few_times(
         failure = d.wait(Ended, count=number + 1, timeout=SILENCE_S)[number].outcome.failure
         assert failure is not None and failure.kind is FailureKind.REFUSED, failure
         assert " key" in failure.detail and "'key_file'" in failure.advice
-        time.sleep(1.1)  # in which a limit by time alone would let a line pass
+        clock.forward(1.1)  # in which a limit by time alone would let a line pass
     lines = [r.getMessage() for r in caplog.records if r.name == "kvxfer.security" and r.levelno >= logging.WARNING]
     assert len(lines) <= 2, lines
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvxfer.config import SLOTS
+from tests.control.conftest import until
 from tests.control.node import Node, name, nodes
 from tests.control.test_processes import usable
 
@@ -30,6 +31,7 @@ def make() -> Iterator[Callable[..., Node]]:
         yield made
 
 
+@pytest.mark.keep(4)
 @pytest.mark.parametrize(("backend", "stopped"), CASES)
 def test_consumers_that_have_stopped_do_not_keep_staged_bytes_from_others(
     make: Callable[..., Node], backend: str, stopped: int
@@ -45,12 +47,12 @@ def test_consumers_that_have_stopped_do_not_keep_staged_bytes_from_others(
 
 def beside(p: Node, idle: list[Node], busy: Node, once: str) -> None:
     """Have consumers stop amid what they load; another one loads meanwhile."""
-    for i, node in enumerate(idle):  # their links are there, and their wants
+    for i, node in enumerate(idle):  # their links are there
         p.offer(name(f"{once} warm {i}"), [0], 4, 1, True)
         node.fetch(name(f"{once} warm {i}"), p.source, [0], 4)
         assert node.settled(name(f"{once} warm {i}")).outcome.delivered
         node.fetch(name(f"{once} {i}"), p.source, list(range(200)), 800)
-    time.sleep(0.3)
+    until(lambda: p.holds()[1] == len(idle))  # what they ask for
     with ExitStack() as stack:
         for node in idle:
             stack.enter_context(node.stopped())
