@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from itertools import takewhile
 
 import msgspec
 
-from kvxfer import arguments
+from kvxfer import arguments, clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiries import PeerInquiry
@@ -127,12 +126,12 @@ class PrefixAnswers:
                 self._hung_up(connection)
         if not waiting:
             return
-        until = time.monotonic() + ANSWER_S
+        until = clock.now() + ANSWER_S
         while (inquiry := waiting.get()) is not None:
             if not inquiry.gone:
                 self._directory.answer(inquiry, self._answer(inquiry, holds))
-                self.took.append(time.monotonic() - inquiry.came_at)
-            if time.monotonic() >= until:
+                self.took.append(clock.now() - inquiry.came_at)
+            if clock.now() >= until:
                 break
 
     def _answer(self, inquiry: PeerInquiry, holds: Holds | None) -> m.InquiryAnswer:
@@ -217,7 +216,7 @@ class PrefixAnswers:
 
     def short_of_blocks(self) -> None:
         """Give up what has been held for a while: the engine's own requests go first."""
-        now = time.monotonic()
+        now = clock.now()
         for connection, held in list(self._held.items()):
             old = list(takewhile(lambda one: now - one.offering.came_at >= YIELD_S, held.values()))
             for taken in old:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 
 import msgspec
 
+from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.notices import Answered, Unheard
@@ -139,7 +139,7 @@ class Asks:
             most = self._config.ask_timeout
             until = ask.asked_at + min(most, self._benefit.computing(wanted, self._config.ask))
             self._wait_alone(ask, until)
-            now = time.monotonic()
+            now = clock.now()
             if now < until and not ask.done:
                 return True
             if now >= ask.asked_at + most and not ask.done:  # a short prompt has waited too short a time to tell
@@ -153,20 +153,20 @@ class Asks:
         others = [one for one in self._asks.values() if one.state in (_S.NEW, _S.OUT)]
         if any(one.state is _S.NEW for one in others):
             return  # those are to be sent first
-        self._loads.alone.wait(lambda: ask.done or time.monotonic() >= until, self._look, asking=len(others))
+        self._loads.alone.wait(lambda: ask.done or clock.now() >= until, self._look, asking=len(others))
 
     def _look(self, seconds: float) -> None:
-        time.sleep(min(seconds, ANSWER_LOOK_S))
+        clock.wait(min(seconds, ANSWER_LOOK_S))
         self._notices.take_in()
 
     def _speaks(self, ask: Ask) -> bool:
         """Return whether a source that has yet to answer is not known to be silent."""
-        self._silent.forget(time.monotonic())
+        self._silent.forget(clock.now())
         return any(not self._silent.get((source.host, source.port)) for source in ask.asked.values())
 
     def _send(self, ask: Ask) -> None:
         ask.on(_E.SEND)
-        ask.asked_at = time.monotonic()
+        ask.asked_at = clock.now()
         self._useless.forget(ask.asked_at)
         for source in ask.sources:
             if self._useless.get((source.host, source.port)):
@@ -182,7 +182,7 @@ class Asks:
         return ask is not None and ask.state in (_S.NEW, _S.OUT)
 
     def _decide(self, request: RequestId, ask: Ask, computed: int) -> None:
-        ask.decided_at = time.monotonic()
+        ask.decided_at = clock.now()
         counts = self._counts(ask)
         if ask.sent and not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
             counts.unanswered += 1
@@ -225,7 +225,7 @@ class Asks:
             if one is not ask.taken:
                 self._schedule.decline(one.transfer, one.digest, one.source, reason)
         ask.answers.clear()
-        now = time.monotonic()
+        now = clock.now()
         self._sent.forget(now)
         for name, source in ask.asked.items():
             self._sent.put(name, (source, None), now)
@@ -292,12 +292,12 @@ class Asks:
         counts = self._counts(ask)
         if event is _E.DELIVERED:
             counts.loaded += tokens
-            self._benefit.loaded(load.wanted.source, tokens, time.monotonic() - load.fetched_at)
+            self._benefit.loaded(load.wanted.source, tokens, clock.now() - load.fetched_at)
         else:
             counts.recomputed += tokens
             if load.failure is not None and load.failure.kind not in GAVE_UP:
                 source = load.wanted.source
-                self._useless.put((source.host, source.port), True, time.monotonic())
+                self._useless.put((source.host, source.port), True, clock.now())
 
     # --- what directories answer -------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ by which a worker recognises it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
+from kvxfer import clock
 from kvxfer.engine.exchange import BlockCopy, Step
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, SideChannel
 from kvxfer.identity import Source, TransferId
@@ -100,8 +100,8 @@ class Dispatch:
     def send_ahead(self, apart: float = 0.0) -> None:
         """Send the workers at once what they are to fetch, if that may overtake the steps and the last message is ``apart`` seconds old."""
         fetches = self._schedule.consumer.fetches
-        if len(fetches) > self._sent and self.direct and time.monotonic() >= self._sent_at + apart:
-            self._sent_at = time.monotonic()
+        if len(fetches) > self._sent and self.direct and clock.now() >= self._sent_at + apart:
+            self._sent_at = clock.now()
             ahead = DirectFetches(self._fetched + self._sent, tuple(fetches[self._sent :]), tuple(self._prefetches))
             self._lost |= not self.channel.send(ahead)
             self._sent = len(fetches)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-from kvxfer import arguments
+from kvxfer import arguments, clock
 from kvxfer.config import Config
 from kvxfer.engine.alone import Alone
 from kvxfer.engine.dispatch import Dispatch
@@ -62,7 +61,7 @@ class Loads:
         """Ask whether the producer of a load has begun, and prepare to fetch from it."""
         load = self.schedule.of(request)
         if load is not None and not load.came_at:
-            load.came_at = time.monotonic()
+            load.came_at = clock.now()
             self._notices.loads(load)
             self._dispatch.prepare(load.wanted.source)
 
@@ -93,7 +92,7 @@ class Loads:
             return
         load.tried = True
         if self._dispatch.direct and self.prefetches.begin(load, computed):
-            load.fetched_at = time.monotonic()
+            load.fetched_at = clock.now()
             self._dispatch.prefetch()
 
     def loadable(self, request: RequestId, computed: int) -> int | None:
@@ -139,7 +138,7 @@ class Loads:
             self.schedule.on(load, _E.GIVE_UP, f"the consumer cannot load it: {error}")
             raise
         if external:
-            load.fetched_at = time.monotonic()
+            load.fetched_at = clock.now()
         self._dispatch.send_ahead()
 
     def give_up(self, request: RequestId, reason: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
+from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.notices import Answered, Declined, Unheard
@@ -102,7 +102,7 @@ class Notices:
 
     def over(self, transfer: TransferId, digest: bytes) -> None:
         """Record that an offer's request is over. Engines that asked are told that it has begun; fetching tells them the rest."""
-        self._over.put(transfer, digest, time.monotonic())
+        self._over.put(transfer, digest, clock.now())
         self.directory.begins(transfer, digest)
 
     # --- once a step -------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Notices:
         for decline in self._schedule.consumer.declines():
             named = Named(decline.transfer, decline.digest)
             self.directory.tell(decline.source, Decline(decline.source.epoch, (named,), decline.reason, decline.answer))
-        now = time.monotonic()
+        now = clock.now()
         if now - self._looked >= AGAIN_S:
             self._looked = now
             self._over.forget(now)
@@ -166,7 +166,7 @@ class Notices:
 
     def _declined_early(self, peer: PeerIdentity, named: Named, reason: str) -> None:
         known = named.transfer.brief, named.digest
-        self._early.put(peer, known, reason[:MAX_REASON_KEPT], time.monotonic(), peer)
+        self._early.put(peer, known, reason[:MAX_REASON_KEPT], clock.now(), peer)
 
 
 def _has_begun(over: Recent[TransferId, bytes], producer: OfferSchedule, transfer: TransferId, digest: bytes) -> bool:

@@ -14,10 +14,9 @@ Others may be reading blocks when the engine lets go of them. They are kept unti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from kvxfer import arguments
+from kvxfer import arguments, clock
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.stories import Stories
@@ -69,7 +68,7 @@ class Offers:
         """Take in what consumers have said of a request's offer before it was made."""
         found = self.schedule.of(request)
         if found is not None:
-            found.came_at = found.came_at or time.monotonic()
+            found.came_at = found.came_at or clock.now()
             self._notices.offered(found.transfer, found.digest)
 
     def ticket(self, request: RequestId, source: Source) -> Ticket | None:
@@ -138,7 +137,7 @@ class Offers:
                 if known is None:
                     self._pins.drop(("computed", transfer))
                     return False
-                known.came_at = known.begun_at = known.whole_at = time.monotonic()
+                known.came_at = known.begun_at = known.whole_at = clock.now()
             except ScheduleError:
                 self._pins.drop(("computed", transfer))
                 raise
@@ -172,9 +171,9 @@ class Offers:
             if self.elastic or self._writes_early:
                 self._pin(found)
         if found.final and not found.whole_at:
-            found.whole_at = time.monotonic()
+            found.whole_at = clock.now()
         if not begun and found.progress > 0:
-            found.begun_at = time.monotonic()
+            found.begun_at = clock.now()
             self._notices.directory.begins(found.transfer, found.digest)
 
     def _pin(self, found: Offering) -> None:
@@ -242,7 +241,7 @@ class Offers:
         if kept is None:
             self._leaving.append(("kept", offering.number))
         if not complete and not good and offering.ended is None:
-            offering.ended = OfferEnd(Failure(FailureKind.WITHDRAWN, ABORTED), 0, time.monotonic())
+            offering.ended = OfferEnd(Failure(FailureKind.WITHDRAWN, ABORTED), 0, clock.now())
             self._stories.offer_ended(offering, offering.ended)
         if offering.read is not None:
             self._leaving.append(_reading(offering, offering.read[0]))

@@ -13,9 +13,9 @@ never has to undo a load, however it handles those that fail.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 
+from kvxfer import clock
 from kvxfer.engine.alone import Alone
 from kvxfer.engine.ends import disagreement
 from kvxfer.engine.exchange import BlockCopy
@@ -116,16 +116,16 @@ class Prefetches:
 
     def _wait(self, load: Load) -> None:
         """Wait for a load, in one step only: one that has overrun its time may never end, and would delay all others."""
-        rest = math.inf if load.waited else max(0.0, load.expected - (time.monotonic() - load.fetched_at))
+        rest = math.inf if load.waited else max(0.0, load.expected - (clock.now() - load.fetched_at))
         granted = self._alone.wait(lambda: load.state is not _S.AHEAD, self._receive, expected=rest)
         self._left = max(0.0, self._left - granted)
         in_vain = load.waited or load.expected > self._budget
         patience = 0.0 if in_vain else max(0.0, self._left - self._to_copy(load))
         granted += patience
         while load.state is _S.AHEAD:
-            begun = time.monotonic()
+            begun = clock.now()
             news = self._receive(patience)
-            took = min(time.monotonic() - begun, patience)
+            took = min(clock.now() - begun, patience)
             patience, self._left = patience - took, self._left - took
             if not news:
                 break

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from kvxfer import clock
 from kvxfer.engine.exchange import Report
 from kvxfer.failures import Failure, Outcome
 from kvxfer.identity import Generation, RequestId, TransferId
@@ -51,7 +51,7 @@ class RankEnds:
 
     def refuse(self, fetch: Fetch, why: Failure) -> None:
         """End a load that the agent has refused."""
-        stages = Stages(began=time.monotonic())  # and nobody has been asked
+        stages = Stages(began=clock.now())  # and nobody has been asked
         self.take_in(Ended("consumer", fetch.transfer, fetch.handle, Outcome(why), 0, 0.0, stages=stages))
         self.take_in(Released("consumer", fetch.transfer, fetch.handle))
 
@@ -60,7 +60,7 @@ class RankEnds:
         if event.role == "producer":
             if isinstance(event, Ended):
                 self._ended.append(event)
-                end = OfferEnd(event.outcome.failure, event.nbytes, time.monotonic())
+                end = OfferEnd(event.outcome.failure, event.nbytes, clock.now())
                 self.report.offers_ended.setdefault(event.transfer, {})[self._rank] = end
             if isinstance(event, Released) and event.generation is not None:
                 self._offer_released(event.transfer, event.generation)

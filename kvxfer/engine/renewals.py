@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 
+from kvxfer import clock
 from kvxfer.identity import Source
 from kvxfer.logs import logger
 from kvxfer.protocol.messages import Named, Renew
@@ -56,7 +56,7 @@ class Renewals:
                 self._renew()
 
     def _renew(self) -> None:
-        since, by_source = time.monotonic() - self._longest, dict[Source, set[Named]]()
+        since, by_source = clock.now() - self._longest, dict[Source, set[Named]]()
         for load in self._loads():
             if load.state in WAITING and load.came_at > since:
                 wanted = load.wanted

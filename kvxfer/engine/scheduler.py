@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from kvxfer import arguments
+from kvxfer import arguments, clock
 from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
@@ -198,7 +197,7 @@ class SchedulerSide(Requests):
         blocks are free.
         """
         untold = self._schedule.untold or self.directory.noticed
-        return untold or self.offers.unfinished or self.loads.unfinished or time.monotonic() < self._drains_until
+        return untold or self.offers.unfinished or self.loads.unfinished or clock.now() < self._drains_until
 
     def drain(self, timeout: float) -> None:
         """Let others ask for what this engine holds, and fetch it, for ``timeout`` seconds; until then ``waiting`` is true.
@@ -211,7 +210,7 @@ class SchedulerSide(Requests):
         """
         timeout = arguments.duration("timeout", timeout)
         if self.holds is not None:
-            self._drains_until = time.monotonic() + timeout
+            self._drains_until = clock.now() + timeout
 
     # --- life ------------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ import secrets
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from kvxfer import clock
 from kvxfer.backend.door import UnixDoor, knock
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import TransportError
@@ -203,9 +203,9 @@ class SideChannel:
     def receive(self, timeout: float = 0.0) -> list[RankResult]:
         """Return what workers have sent; wait for something for up to ``timeout`` seconds."""
         out: list[RankResult] = []
-        until = time.monotonic() + timeout
+        until = clock.now() + timeout
         while self._sockets and not out:
-            ready = {fd for fd, _ in self._poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+            ready = {fd for fd, _ in self._poll.poll(max(0.0, until - clock.now()) * 1000)}
             for s in list(self._sockets.values()):
                 if s.fileno() in ready and not self._read(s, out):
                     self.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from kvxfer import clock
 from kvxfer.logs import logger
 from kvxfer.schedule import Offering, OfferSchedule
 from kvxfer.text import printable
@@ -27,7 +26,7 @@ class Standstill:
         if not still:
             self._since = self._given_up = None
             return
-        now = time.monotonic()
+        now = clock.now()
         self._since = now if self._since is None else self._since
         if now - self._since < STANDSTILL_S or (self._given_up is not None and self._given_up.held):
             return

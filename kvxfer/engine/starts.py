@@ -7,9 +7,9 @@ begun. If it cannot be asked, the load begins, and fails as any load would.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
+from kvxfer import clock
 from kvxfer.identity import Source
 from kvxfer.protocol.messages import Await, Named
 from kvxfer.schedule import Load, LoadState
@@ -21,15 +21,13 @@ AGAIN_S = 1.0
 class Starts:
     """Asks producers whether they have begun, each for ``patience`` seconds at the most. One thread."""
 
-    def __init__(
-        self, patience: float, tell: Callable[[Source, Await], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.patience, self._tell, self._clock = patience, tell, clock
+    def __init__(self, patience: float, tell: Callable[[Source, Await], None]) -> None:
+        self.patience, self._tell = patience, tell
         self._asked = 0.0
 
     def ask(self, loads: Iterable[Load]) -> None:
         """Ask the producers of those loads that wait, unless they have been asked a moment ago."""
-        now, silent = self._clock(), dict[Source, list[Named]]()
+        now, silent = clock.now(), dict[Source, list[Named]]()
         for load in loads:
             if load.state is LoadState.WAITING and (not load.asked_at or now - load.asked_at >= AGAIN_S):
                 load.asked_at = now
@@ -39,4 +37,4 @@ class Starts:
 
     def is_late(self, load: Load) -> bool:
         """Return whether a load has waited longer than its patience."""
-        return self._clock() - load.came_at >= self.patience
+        return clock.now() - load.came_at >= self.patience

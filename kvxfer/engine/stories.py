@@ -9,6 +9,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from kvxfer import clock
 from kvxfer.control.stories import KEPT, STAGES, about, copied, latest, told_name, told_text
 from kvxfer.protocol.messages import Explain, Explained, Story
 from kvxfer.protocol.messages.bounds import MAX_WORDS
@@ -60,7 +61,7 @@ class Stories:
 
     def takes_no_part(self, request: str, why: str) -> None:
         """Record that a request neither loads nor offers what it was to."""
-        begun, text = time.monotonic(), told_text(why, MAX_WORDS)
+        begun, text = clock.now(), told_text(why, MAX_WORDS)
         self._notes.append(
             lambda: Story("none", told_text(request), outcome="no transfer", text=text, at=_unix_time(begun))
         )
@@ -82,13 +83,13 @@ class Stories:
 
 
 def _unix_time(at: float) -> float:
-    """Return a time of ``time.monotonic`` by this host's clock as it goes now, which may have been set since."""
-    return time.time() - (time.monotonic() - at)
+    """Return a time of ``kvxfer.clock`` by this host's clock as it goes now, which may have been set since."""
+    return time.time() - (clock.now() - at)
 
 
 def of_load(load: Load) -> Story:
     """Return what there is to tell of a load, which is on its record."""
-    over, failure, now = bool(load.over_at or load.failure), load.failure, load.over_at or time.monotonic()
+    over, failure, now = bool(load.over_at or load.failure), load.failure, load.over_at or clock.now()
     stages = load.stages if load.over_at else None
     reached = {} if stages is None else {name: getattr(stages, name) for name in STAGES}
     times = {"found": load.found_at, "fetched": load.fetched_at, **reached, **({"seen": now} if over else {"now": now})}
@@ -113,7 +114,7 @@ def of_load(load: Load) -> Story:
 
 
 def _of_offering(found: Offering, end: OfferEnd | None) -> Story:
-    now = time.monotonic()
+    now = clock.now()
     times = {"begun": found.begun_at, "computed": found.whole_at, "ended": 0.0 if end is None else end.at}
     if end is None:
         times["now"] = now

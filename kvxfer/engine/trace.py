@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 
+from kvxfer import clock
 from kvxfer.engine.stories import Stories, of_load
 from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure, FailureKind
@@ -53,7 +53,7 @@ class Trace:
         """Tell of a load that is over, once. Of one whose request is over only ``kvxfer why`` is told."""
         if load.over_at:
             return
-        load.over_at = time.monotonic()
+        load.over_at = clock.now()
         self._stories.load_ended(load)
         if load.over:
             return
@@ -65,7 +65,7 @@ class Trace:
     def never_begun(self, load: Load) -> None:
         """Tell, once, of a load that was never fetched and whose request is over."""
         if not load.over_at:
-            load.over_at = time.monotonic()
+            load.over_at = clock.now()
             self._stories.load_never_begun(load)
 
     def _log(self, load: Load, failure: Failure) -> None:

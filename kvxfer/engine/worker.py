@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from kvxfer import arguments, memory
+from kvxfer import arguments, clock, memory
 from kvxfer.control.agent import Agent
 from kvxfer.engine.computed import ComputedBands
 from kvxfer.engine.exchange import Report, Step
@@ -141,9 +140,9 @@ class WorkerSide:
         copied: dict[RequestId, dict[Rank, float]] = {}
         for copy in step.copies:
             assert self._copy is not None, "a prefetch in an engine that cannot copy blocks"
-            begun = time.monotonic()
+            begun = clock.now()
             self._copy(self._own(copy.src), self._own(copy.dst))
-            copied[copy.request] = {self._rank: time.monotonic() - begun}
+            copied[copy.request] = {self._rank: clock.now() - begun}
         with self._lock:
             self._ends.report.copied.update(copied)
             first = self._next if step.first is None else step.first

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.engine import BlockPins, EngineQueue, Prefix, Report, SchedulerSide
 from kvxfer.engine.alone import ASYNC_S, LOOK_S, LOOKS, STEP_S, Alone
@@ -161,8 +162,7 @@ def test_those_that_could_run_do_not_wait_if_they_lose_more_than_the_loads_save(
     d: Consumer, ahead: int, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five lose 20 ms by a load of 4 ms. Each of those that are ahead saves 10."""
-    monkeypatch.setattr("kvxfer.engine.prefetch.time.monotonic", lambda: 0.0)
-    monkeypatch.setattr("kvxfer.engine.loads.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr(clock, "now", lambda: 0.0)
     d.side.loads.paces.delivered(SOURCE, TOKENS, 0.004)
     d.requests = 5
     for name in "abc"[:ahead]:
@@ -172,8 +172,7 @@ def test_those_that_could_run_do_not_wait_if_they_lose_more_than_the_loads_save(
 
 def test_what_is_left_of_the_budget_is_waited_for_as_well(d: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight lose more than a load of 1 ms saves once 2 ms are over without news, and the operator has granted 5."""
-    monkeypatch.setattr("kvxfer.engine.prefetch.time.monotonic", lambda: 0.0)
-    monkeypatch.setattr("kvxfer.engine.loads.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr(clock, "now", lambda: 0.0)
     d.side.loads.paces.delivered(SOURCE, TOKENS, 0.001)
     d.requests = 8
     d.load("a")
@@ -268,8 +267,7 @@ def test_what_comes_together_is_sent_together(d: Consumer) -> None:
     def sent() -> list[int]:
         return [len(call.args[0].fetches) for call in send.call_args_list if call.args[0].fetches]
 
-    clock = mock.patch("kvxfer.engine.dispatch.time.monotonic", lambda: now)
-    with clock, mock.patch.object(d.side._dispatch.channel, "send", send):
+    with mock.patch.object(clock, "now", lambda: now), mock.patch.object(d.side._dispatch.channel, "send", send):
         now, d.arriving = 1.0, True
         for name in "abc":
             d.load(name)
@@ -324,6 +322,6 @@ def test_an_answer_is_not_waited_for_while_there_is_more_to_do(p: Asking) -> Non
     p.requests = 2
     p.ask("a")
     slept = mock.Mock()
-    with mock.patch("kvxfer.engine.asks.time.sleep", slept):
+    with mock.patch.object(clock, "wait", slept):
         assert p.side.loadable("a", 0) is None
     assert not slept.called, "it asks, and goes on"

@@ -22,6 +22,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.engine import ConversationEngine, Turn, until
 from kvxfer.values import BlockTable
 
@@ -75,6 +76,13 @@ class World:
             awaited = [one for name in asks._sent.keys() if (one := asks._sent.get(name)) and one[1] is not None]
             assert not len(asks) and not awaited and not asks._alike
             assert not engine.scheduler._answers._shares._all
+
+
+@pytest.fixture
+def clock() -> Iterator[SetForward]:
+    made = SetForward()
+    with made.installed():
+        yield made
 
 
 @pytest.fixture
@@ -276,18 +284,18 @@ def test_a_source_that_dies_during_the_load(world: World) -> None:
     world.over()
 
 
-def test_an_engine_that_is_about_to_stop_is_asked_until_its_deadline(world: World) -> None:
+def test_an_engine_that_is_about_to_stop_is_asked_until_its_deadline(clock: SetForward, world: World) -> None:
     """A client whose request it has cut off goes on elsewhere."""
     d, p = world.holder(), world.engine()
-    world.idle.add(d)
-    d.scheduler.drain(1.5)
+    d.scheduler.drain(600.0)
     until(lambda: d.step(timeout=0.001) and False or not d.scheduler.offers.unfinished)
+    clock.forward(500.0)
     assert d.scheduler.waiting, "though nobody has asked yet"
     turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
-    while d.scheduler.waiting:
-        world.step()
-        d.step(timeout=0.001)
-    assert turn.done and turn.loaded == WHOLE
+    world.until(lambda: turn.done)
+    clock.forward(100.0)
+    world.until(lambda: not d.scheduler.waiting)
+    assert turn.loaded == WHOLE
     world.over()
     p.scheduler.holds = None
     p.scheduler.drain(60.0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.control.notices import Declined, Unheard
 from kvxfer.engine.notices import MAX_EARLY, Notices
@@ -34,9 +37,12 @@ class PlayedDirectory:
 
 
 class Played:
+    latest: Played
+
     def __init__(self) -> None:
         self.now, self.told = 1.0, list[tuple[Source, Await]]()
-        self.starts = Starts(30.0, lambda source, notice: self.told.append((source, notice)), lambda: self.now)
+        Played.latest = self
+        self.starts = Starts(30.0, lambda source, notice: self.told.append((source, notice)))
         self.schedule = Schedule([Group(16)])
         self.directory: Any = PlayedDirectory()
         self.notices = Notices(Config(), self.directory, self.schedule)
@@ -64,6 +70,11 @@ class Played:
     def waits(self, request: str) -> bool:
         load = self.schedule.consumer.of(request)
         return load is not None and load.state is LoadState.WAITING
+
+
+@pytest.fixture(autouse=True)
+def time_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "now", lambda: Played.latest.now)
 
 
 def test_a_request_waits_until_its_producer_has_begun_with_it() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvxfer import clock
 from kvxfer.failures import FailureKind, Outcome
 from kvxfer_vllm.metadata import StepMetadata
 from tests.engine.direct import Switchboard
@@ -202,7 +202,7 @@ def test_what_comes_while_another_is_waited_for_is_there_in_the_next_step(
 def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = make(blocks=100), decoder(make, board, blocks=100)
     now = 0.0
-    monkeypatch.setattr("kvxfer.engine.worker.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(clock, "now", lambda: now)
     copies = d.workers[0]._work._side._copy
 
     def copy(*tables: Any) -> None:
@@ -234,7 +234,7 @@ def test_one_slow_copy_does_not_decide_for_good(
     """The first is slow, since memory is cold; all others would fit, but for what was known of it."""
     p, d = make(blocks=100), decoder(make, board, blocks=100)
     now = 0.0
-    monkeypatch.setattr("kvxfer.engine.worker.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(clock, "now", lambda: now)
     copies = d.workers[0]._work._side._copy
     takes = [0.1] * 9 + [2.0]  # of a budget of 1
 

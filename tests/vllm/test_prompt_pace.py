@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from kvxfer_vllm import steps as prompt_pace
+from kvxfer.testing.clock import PlayedClock
 from kvxfer_vllm.steps import PromptPace
 
 
-class Clock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(prompt_pace, "time", clock)
-    return clock
+def clock() -> Iterator[PlayedClock]:
+    made = PlayedClock()
+    with made.installed():
+        yield made
 
 
-def test_steps_that_are_at_least_half_full_of_prompts(clock: Clock) -> None:
+def test_steps_that_are_at_least_half_full_of_prompts(clock: PlayedClock) -> None:
     told: list[tuple[int, float]] = []
     pace = PromptPace(lambda tokens, seconds: told.append((tokens, seconds)), 4096, 1)
     for tokens, requests in ((2100, 8), (2000, 1), (100, 100), (4096, 1)):
@@ -33,7 +28,7 @@ def test_steps_that_are_at_least_half_full_of_prompts(clock: Clock) -> None:
     assert told == [(2100, 0.5), (4096, 0.5)]
 
 
-def test_steps_that_begin_before_the_one_before_has_ended(clock: Clock) -> None:
+def test_steps_that_begin_before_the_one_before_has_ended(clock: PlayedClock) -> None:
     told: list[tuple[int, float]] = []
     pace = PromptPace(lambda tokens, seconds: told.append((tokens, seconds)), 2048, 2)
     pace.begins(2000, 1)
@@ -44,7 +39,7 @@ def test_steps_that_begin_before_the_one_before_has_ended(clock: Clock) -> None:
     assert told == [(2000, 0.25), (1500, 0.25)]
 
 
-def test_a_step_whose_end_was_not_told(clock: Clock) -> None:
+def test_a_step_whose_end_was_not_told(clock: PlayedClock) -> None:
     told: list[tuple[int, float]] = []
     pace = PromptPace(lambda tokens, seconds: told.append((tokens, seconds)), 2048, 1)
     pace.begins(2000, 1)
@@ -56,7 +51,7 @@ def test_a_step_whose_end_was_not_told(clock: Clock) -> None:
     assert told == [(1500, 0.25)]
 
 
-def test_shorter_steps_count_until_there_was_a_full_one(clock: Clock) -> None:
+def test_shorter_steps_count_until_there_was_a_full_one(clock: PlayedClock) -> None:
     """An engine of conversations computes a few hundred new tokens at a time."""
     told: list[tuple[int, float]] = []
     pace = PromptPace(lambda tokens, seconds: told.append((tokens, seconds)), 8192, 1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
+from kvxfer.testing.clock import SetForward
 from kvxfer_vllm import steps as stopping
 from tests.vllm.cases import check
 from tests.vllm.conftest import Make, both_ways
@@ -18,8 +19,8 @@ from tests.vllm.engine import BLOCK, FULL, HYBRID, Group, PlayedEngine, answer, 
 
 overlap = both_ways
 EXTRA = {"ask_timeout": 10.0}
-DRAIN_S = 4.0
-"""So long does an engine stay after the last question; a busy machine may take seconds to ask the next one."""
+DRAIN_S = 100.0
+"""So long does an engine stay after the last question."""
 
 
 class Core(EngineCoreProc):  # type: ignore[misc]
@@ -56,16 +57,23 @@ def go_on(d2: PlayedEngine, d1: Core, text: list[int], n: int = 1) -> int:
 
 
 @pytest.fixture
+def clock() -> Iterator[SetForward]:
+    made = SetForward()
+    with made.installed():
+        yield made
+
+
+@pytest.fixture
 def home(make: Make) -> Core:
-    return Core(make, 60, drain=DRAIN_S)
+    return Core(make, 600, drain=DRAIN_S)
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "window"])
 def test_a_request_that_is_cut_off_goes_on_with_its_kv(
-    make: Make, groups: Sequence[Group], caplog: pytest.LogCaptureFixture
+    clock: SetForward, make: Make, groups: Sequence[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A window is found at the place where the answer was cut off, which is not one that vLLM keeps by default."""
-    home, d2, text = Core(make, 60, groups, drain=DRAIN_S), make(groups, blocks=120, extra=EXTRA), prompt(50)
+    home, d2, text = Core(make, 600, groups, drain=DRAIN_S), make(groups, blocks=120, extra=EXTRA), prompt(50)
     name = home.engine.add(text, {"kvxfer_sources": []}, n=100)
     while len(home.engine.said.get(name, ())) < 40:
         home.engine.step()
@@ -77,24 +85,26 @@ def test_a_request_that_is_cut_off_goes_on_with_its_kv(
         home.engine.abort(name)
         home.engine.step()
         assert home.engine.scheduler.has_requests(), "it stays, though no request runs"
-        time.sleep(0.5)
-        asked = time.monotonic()
+        clock.forward(0.6 * DRAIN_S)
         assert go_on(d2, home, so_far) <= 2 * BLOCK
     assert "others can ask for what it holds" in caplog.text
-    assert home.loop(d2) < 30 and time.monotonic() - asked > DRAIN_S - 0.1, "from the last question on"
+    clock.forward(0.6 * DRAIN_S)
+    home.engine.step()
+    assert home.engine.scheduler.has_requests(), "from the last question on"
+    clock.forward(0.6 * DRAIN_S)
+    home.loop(d2)
 
 
-def test_a_question_makes_it_stay_longer(make: Make, home: Core) -> None:
+def test_a_question_makes_it_stay_longer(clock: SetForward, make: Make, home: Core) -> None:
     others, texts = [make(blocks=120, extra=EXTRA) for _ in range(3)], [prompt(60, seed) for seed in range(3)]
     for text in texts:
         home.engine.run(until=home.engine.add(text))
     home.stop()
     for other, text in zip(others, texts, strict=True):
-        until = time.monotonic() + 0.4 * DRAIN_S
-        while time.monotonic() < until:
-            assert home.engine.scheduler.has_requests()
-            home.engine.step()
+        clock.forward(0.6 * DRAIN_S)
+        home.engine.step()
         assert go_on(other, home, [*text, 7, 7]) <= BLOCK
+    clock.forward(DRAIN_S)
     home.loop(*others)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 
+from kvxfer import clock
 from kvxfer.engine import SchedulerSide
 from kvxfer.logs import logger
 from kvxfer_vllm.internals import EngineLoop
@@ -34,11 +34,11 @@ class PromptPace:
 
     def begins(self, tokens: int, requests: int) -> None:
         """Record that a step begins, with its tokens and its requests; of each answer it computes one token."""
-        self._begun.append((tokens if tokens - requests >= self._least else 0, time.monotonic()))
+        self._begun.append((tokens if tokens - requests >= self._least else 0, clock.now()))
 
     def ended(self) -> None:
         """Record that the oldest step has ended. It was computed from its beginning on, or from the end of the one before."""
-        now = time.monotonic()
+        now = clock.now()
         tokens, begun = self._begun.popleft() if self._begun else (0, now)
         if tokens:
             self._takes(tokens, now - max(begun, self._ended))
@@ -74,7 +74,7 @@ class Stopping:
         """
         if not self._loop.stopping:
             return
-        now, asked = time.monotonic(), self._side.answered.inquiries
+        now, asked = clock.now(), self._side.answered.inquiries
         if self._until is None:
             self._until = now + self._timeout - CLOSE_S
             if self._quiet and now < self._until:

@@ -45,7 +45,10 @@ class PlayedClock:
 
 
 class SetForward:
-    """The product's clock, which a test sets forward while threads run: one that waits for a time looks at the clock when it is woken."""
+    """The product's clock, which a test sets forward while threads run: one that waits for a time looks at the clock when it is woken.
+
+    It must not go back for a thread: have it ``installed`` before the thread starts, and until it has ended.
+    """
 
     def __init__(self) -> None:
         self._ahead = 0.0
