@@ -79,7 +79,7 @@ def loaded(cluster: Cluster, prompt: list[int], params: dict[str, Any] | None) -
 
 def nothing_is_held(cluster: Cluster) -> None:
     """Prefill has its blocks back long before a lease has ended. It says so with a step."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 40
     while total(cluster.prefill, "kvxfer_offers_in_hand"):
         assert time.monotonic() < end, "prefill holds blocks for its lease"
         complete(cluster.prefill, "a step", 1)

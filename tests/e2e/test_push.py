@@ -31,7 +31,7 @@ def ask(server: Server, request: str, prompt: str, n: int, params: dict[str, Any
 
 def freed(server: Server) -> bool:
     """Whether prefill has its blocks back long before a lease; it says so with a step."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 40
     while total(server, "kvxfer_offers_in_hand"):
         if time.monotonic() > end:
             return False
