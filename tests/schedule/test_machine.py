@@ -432,5 +432,5 @@ class Machine(RuleBasedStateMachine):
 
 TestBothHalves = Machine.TestCase
 TestBothHalves.settings = settings(
-    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "40")), stateful_step_count=60, deadline=None
+    max_examples=int(os.environ.get("KVXFER_EXAMPLES", "80")), stateful_step_count=60, deadline=None
 )
