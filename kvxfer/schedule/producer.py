@@ -193,7 +193,8 @@ class OfferSchedule(Offerings):
             answer = found.sharers.pop(request)
             if not complete and answer != found.answer and answer not in found.sharers.values():
                 found.answers.discard(answer)
-                self._count(found, -1)
+                if found.consumers > 1:  # one that has declined may have been told by this very answer
+                    self._count(found, -1)
             self._leave(found, request)
             return False
         found.over = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 from unittest import mock
@@ -29,30 +30,66 @@ NAMES = ["a", "b", "c", "d"]
 CONFIG = Config(ask="always", ask_tokens=1, ask_timeout=0.02, start_timeout=60.0)
 
 
+def named(prompt: int) -> tuple[TransferId, bytes]:
+    return TransferId.routed(str(prompt)), PROMPTS[prompt].digest(TOKENS)
+
+
+class CachingPool(Lending):
+    """A pool whose unused blocks are still found in a prefix cache, until they are taken again.
+
+    cached: the blocks that are still as they were computed.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.cached: set[int] = set()
+
+    def take(self, n: int) -> list[int]:
+        taken = super().take(n)
+        self.cached.difference_update(taken)
+        return taken
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if not self.refs[block]:
+                self.unused.remove(block)
+            self.refs[block] += 1
+
+
+@contextmanager
+def never_wrong() -> Iterator[None]:
+    """A call that cannot be wrong raises nothing."""
+    try:
+        yield
+    except KvxferError as e:
+        raise AssertionError(str(e)) from e
+
+
 class Walker:
     """One engine whose calls come in any order.
 
-    Its blocks are computed for one prompt only, and it names none as cached that it has given to a load since, so that only kvxfer
-    decides what is written to them.
+    It gives its blocks to others as soon as kvxfer lets it, and computes for one prompt only in those that a request has, so that only
+    kvxfer decides whether what is read and written is right.
     """
 
     def __init__(self, wire: Wire, rng: random.Random, board: Switchboard | None) -> None:
         self.rng, self.wire = rng, wire
-        self.pool = Lending(4000)
-        self.ours: list[int] = []
+        self.pool = CachingPool(1000)
         self.index: PrefixIndex[list[int]] = PrefixIndex(1 << 20)
-        self.cached: set[int] = set()  # the blocks that are still as the index has them
         with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
-            pins = BlockPins(2000, self.pool)
+            pins = BlockPins(500, self.pool)
             self.side = SchedulerSide(CONFIG, "walker", [Group(BLOCK)], 1, FACTS, pins=pins, holds=self.holds)
         self.agent = Agent(wire, [Group(BLOCK)], Rank(0, 0))
         channel = board.worker if board else None
         self.worker = WorkerSide(self.agent, quarantine=rng.choice([0, 1000]), copy=self.copy, channel=channel)  # type: ignore[arg-type]
         wire.sources[self.side.source] = [self.agent]
         self.tables: dict[str, BlockTable] = {}
+        self.computed: dict[str, int] = {}  # how many tokens of what a request offers its blocks have
+        self.held: dict[str, BlockTable] = {}
         self.moving: dict[str, tuple[BlockTable, int, int]] = {}  # where tokens of a load are to be, and which
         self.begun, self.told = Counter[str](), Counter[str]()
         self.wants: dict[str, int] = {}  # the prompt that a request was told to load first
+        self.offers: dict[str, int] = {}  # the prompt that a request offers
         self.step()
 
     def copy(self, src: BlockTable, dst: BlockTable) -> None:
@@ -63,55 +100,85 @@ class Walker:
     def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
         found = self.index.find(inquiry.chain)
         blocks = [] if found is None else found.name[: found.tokens // BLOCK]
-        cached = list(takewhile(self.cached.__contains__, blocks))
+        cached = list(takewhile(self.pool.cached.__contains__, blocks))
         return HeldPrefix(len(cached) * BLOCK, BlockTable.of([cached])) if cached else None
-
-    def take(self) -> BlockTable:
-        blocks = self.pool.take(TOKENS // BLOCK)
-        self.ours += blocks
-        return BlockTable.of([blocks])
 
     def table(self, request: str) -> BlockTable:
         if request not in self.tables:
-            self.tables[request] = self.take()
+            self.tables[request] = BlockTable.of([self.pool.take(TOKENS // BLOCK)])
         return self.tables[request]
 
-    def compute(self, prompt: int, table: BlockTable, tokens: int) -> None:
-        for at in range(tokens):
-            self.agent.memory[int(table[0][at // BLOCK]), at % BLOCK] = prompt, at
+    def drop(self, request: str) -> None:
+        """Let a request have no blocks."""
+        self.computed.pop(request, None)
+        if (table := self.tables.pop(request, None)) is not None:
+            self.pool.free(table.ids())
 
     def expect(self, prompt: int, table: BlockTable, first: int, past: int) -> None:
         for at in range(first, past):
             assert self.agent.memory.get((int(table[0][at // BLOCK]), at % BLOCK)) == (prompt, at)
 
+    def with_one_of(self, table: BlockTable, tokens: int, others: Iterable[int]) -> BlockTable:
+        """Return a table in which the last block of these tokens is that of somebody else."""
+        row = table[0].tolist()
+        row[(tokens - 1) // BLOCK] = self.rng.choice(sorted(others))
+        return BlockTable.of([row])
+
+    @property
+    def whole(self) -> list[int]:
+        """The prompts of which all is offered."""
+        return [PREFIXES[one.digest] for one in self.agent.offers.values() if one.final and not one.transfer.is_asked]
+
+    @property
+    def filled(self) -> set[int]:
+        """The blocks to which loads write of which the engine waits."""
+        return {
+            block
+            for table, first, past in self.moving.values()
+            for block in table[0][first // BLOCK : past // BLOCK].tolist()
+        }
+
+    @property
+    def read(self) -> set[int]:
+        """The blocks that others may read."""
+        return {block for found in self.side._schedule.producer if found.offered for block in found.blocks.ids()}
+
     # --- the calls -----------------------------------------------------------------------------------------------------
 
     def offer(self, request: str) -> None:
         n = self.rng.randrange(3)
-        if self.side.offer(request, TransferId.routed(str(n)), PROMPTS[n].digest(TOKENS), TOKENS):
-            if self.wants.get(f"offer {request}", n) != n:  # another request by the same name
-                self.tables.pop(request, None)
-            self.wants[f"offer {request}"] = n
+        if self.side.offer(request, *named(n), TOKENS):
+            if self.offers.get(request, n) != n:  # its first offer is over
+                self.drop(request)
+            self.offers[request] = n
 
-    def load(self, request: str, source: Source) -> None:
-        n, offered = self.rng.randrange(3), self.rng.random() < 0.7
-        what = TransferId.routed(str(n)), PROMPTS[n].digest(TOKENS), source, TOKENS
-        self.side.load(request, *what, offered=offered, begun=offered or self.rng.random() < 0.5)
+    def load(self, request: str, source: Source, whole: Sequence[int]) -> None:
+        offered = self.rng.random() < 0.7
+        n = self.rng.choice(whole) if whole and offered else self.rng.randrange(3)
+        self.side.load(request, *named(n), source, TOKENS, offered=offered, begun=offered or self.rng.random() < 0.5)
 
     def ask(self, request: str, source: Source) -> None:
         self.side.ask(request, PROMPTS[self.rng.randrange(3)], [source], self.rng.choice([TOKENS, 48]))
 
     def allocated(self, request: str) -> None:
-        computed = self.rng.choice([0, 0, BLOCK])
+        if request in self.moving:
+            return
+        computed = self.rng.choice([0, 0, 0, BLOCK])
         external = self.side.loadable(request, computed) or 0
-        if self.rng.random() < 0.3:
-            external = self.rng.choice([0, BLOCK, external // BLOCK // 2 * BLOCK, TOKENS])
         prefetched, table = self.side.is_prefetched(request), self.table(request)
+        used = self.read | self.filled
+        if external and used and self.rng.random() < 0.1:
+            with pytest.raises(ScheduleError, match="still uses: give each block to one of them"):
+                self.side.allocated(request, self.with_one_of(table, computed + external, used), external)
+            return
+        if self.rng.random() < 0.2:
+            external = self.rng.choice([0, BLOCK, external // BLOCK // 2 * BLOCK, TOKENS])
         load = self.side._schedule.consumer.of(RequestId(request))
         prompt = None if load is None else PREFIXES[load.wanted.digest]
         self.side.allocated(request, table, external)
         if external:
-            self.cached.difference_update(table[0].tolist())
+            self.computed.pop(request, None)
+            self.pool.cached.difference_update(table[0].tolist())
         if external and prompt is not None:
             if prefetched:
                 step = self.give()
@@ -120,68 +187,110 @@ class Walker:
                 self.go_on(step)
             else:
                 self.begun[request] += 1
+                self.pool.touch(table.ids())
                 self.moving[request] = table, computed, computed + external
                 self.wants[request] = prompt
 
-    def runs(self, request: str) -> None:
-        if request in self.moving or (n := self.wants.get(f"offer {request}")) is None:
-            return  # no engine runs what is being loaded
-        tokens, table = self.rng.choice([BLOCK, 32, TOKENS]), self.table(request)
-        self.compute(n, table, tokens)
-        self.side.runs(request, 0, tokens, table)
-        self.index.add(Prefix([n] * tokens, model="m"), table[0].tolist())
-        self.cached.update(table[0].tolist()[: tokens // BLOCK])
+    def runs(self, *requests: str) -> None:
+        """Have a step compute for these requests."""
+        work = []
+        for request in requests:
+            if request in self.moving or (n := self.offers.get(request)) is None:
+                continue  # no engine runs what is being loaded
+            tokens, table, before = (
+                self.rng.choice([BLOCK, 32, TOKENS]),
+                self.table(request),
+                self.computed.get(request, 0),
+            )
+            self.expect(n, table, 0, before)
+            if self.side._schedule.producer.run_by(RequestId(request)) and self.filled and self.rng.random() < 0.1:
+                with pytest.raises(ScheduleError, match="run it once that load is over"):
+                    self.side.runs(request, 0, tokens, self.with_one_of(table, tokens, self.filled))
+                continue
+            self.side.runs(request, 0, tokens, table)
+            self.computed[request] = max(tokens, before)
+            work.append((n, tokens, table))
+        step = self.give()
+        for n, tokens, table in work:
+            for at in range(tokens):
+                self.agent.memory[int(table[0][at // BLOCK]), at % BLOCK] = n, at
+            self.index.add(Prefix([n] * tokens, model="m"), table[0].tolist())
+            self.pool.cached.update(table[0].tolist()[: tokens // BLOCK])
+        self.go_on(step)
 
     def preempted(self, request: str) -> None:
         self.side.preempted(request)
-        self.tables.pop(request, None)
+        self.drop(request)
 
     def finished(self, request: str) -> None:
-        complete = self.rng.random() < 0.5
-        self.side.finished(request, self.table(request), complete, good=not complete and self.rng.random() < 0.5)
-        for kept in (self.tables, self.wants):
-            kept.pop(request, None)
-        self.wants.pop(f"offer {request}", None)
+        complete, table = self.rng.random() < 0.5, self.tables.get(request, BlockTable.of([[]]))
+        if self.side.finished(request, table, complete, good=not complete and self.rng.random() < 0.5):
+            self.held[request] = self.tables.pop(request)
+        self.drop(request)
+        self.wants.pop(request, None)
+        self.offers.pop(request, None)
+
+    def ahead(self, request: str, peer: Walker) -> None:
+        """A new request that is loaded before it has blocks, if the peer offers something whole."""
+        self.finished(request)
+        if peer.whole:
+            self.side.load(request, *named(self.rng.choice(peer.whole)), peer.side.source, TOKENS, offered=True)
+            self.side.prefetch(request, 0)
+            for load in [one for one in self.agent.loads.values() if self.wire.begin(one)]:
+                self.wire.settle(load)
+            self.allocated(request)
+
+    def freed(self, request: str) -> None:
+        if request in self.held:
+            self.side.freed(request)
+            self.pool.free(self.held.pop(request).ids())
 
     def give(self) -> Any:
         """Have the worker begin what a step says."""
-        step = self.side.step()
+        with never_wrong():
+            step = self.side.step()
         self.worker.begin(step)
         self.worker.load(step)
         return step
 
     def go_on(self, step: Any) -> None:
         self.worker.after_forward(step)
-        self.hear(self.side.report(self.worker.collect()))
+        with never_wrong():
+            update = self.side.report(self.worker.collect())
+        self.hear(update)
 
     def step(self) -> None:
         self.go_on(self.give())
 
     def hear(self, update: Any) -> None:
         assert not update.loaded & update.failed.keys()
+        for request in update.free:
+            self.pool.free(self.held.pop(request).ids())
         for request in update.loaded | update.failed.keys():
             self.told[request] += 1
             assert self.told[request] <= self.begun[request], f"{request} ends twice"
             table, first, past = self.moving.pop(request)
             if request in update.failed:  # some rank may still write to its blocks
                 self.preempted(request)
-            elif request in self.wants:
+            elif request in self.wants and self.tables.get(request) is table:
                 self.expect(self.wants[request], table, first, update.short.get(request, past))
+            self.pool.free(table.ids())
 
-    def call(self, request: str, other: Source) -> None:
+    def call(self, request: str, peer: Walker) -> None:
         """One call, whatever it is good for."""
-        side, rng = self.side, self.rng
+        side, rng, other = self.side, self.rng, peer.side.source
         calls: list[tuple[int, Callable[[], object]]] = [
             (3, lambda: self.offer(request)),
-            (6, lambda: self.load(request, rng.choice([other, other, side.source]))),
+            (6, lambda: self.load(request, rng.choice([other, other, side.source]), peer.whole)),
             (4, lambda: self.ask(request, rng.choice([other, other, side.source]))),
             (6, lambda: side.loadable(request, rng.choice([0, 0, BLOCK, TOKENS]))),
-            (2, lambda: side.prefetch(request, 0)),
+            (6, lambda: side.prefetch(request, 0)),
             (6, lambda: self.allocated(request)),
-            (8, lambda: self.runs(request)),
+            (4, lambda: self.ahead(request, peer)),
+            (8, lambda: self.runs(*rng.sample(NAMES, 2))),
             (2, lambda: self.preempted(request)),
             (4, lambda: self.finished(request)),
-            (1, lambda: side.freed(request)),
+            (1, lambda: self.freed(request)),
             (1, lambda: request in self.moving or side.confirm_load_ended(request)),
             (1, lambda: side.takes_no_part(request, "why not")),
             (1, lambda: (side.asking(request), side.is_prefetched(request), side.follows(request))),
@@ -201,7 +310,7 @@ class Walker:
 
     def end(self) -> None:
         for request in NAMES:
-            self.side.finished(request, self.table(request), False)
+            self.finished(request)
         self.side.withdraw_all("it is over")
 
 
@@ -212,14 +321,14 @@ def happens(wire: Wire, rng: random.Random) -> None:
         offers = [agent.offers.get(load.fetch.transfer) for agent in wire.sources[load.fetch.source]]
         if any(one is not None and one.digest != load.fetch.digest for one in offers):
             wire.fail(load, "it is something else")
-        elif what < 0.4:
-            if wire.begin(load):
+        elif what < 0.6:
+            if wire.begin(load) and rng.random() < 0.7:
                 wire.settle(load)
-        elif what < 0.5:
+        elif what < 0.65:
             wire.fail(load, "the link broke", quiet=False)
-        elif what < 0.6 and load.ended:
+        elif what < 0.75 and load.ended:
             wire.scribble(load)
-        elif what < 0.8 and load.ended:
+        elif what < 0.9 and load.ended:
             wire.quiet(load)
 
 
@@ -249,7 +358,7 @@ def walk(seed: int, direct: bool, calls: int) -> None:
     try:
         for _ in range(calls):
             at = rng.randrange(2)
-            pair[at].call(rng.choice(NAMES), pair[1 - at].side.source)
+            pair[at].call(rng.choice(NAMES), pair[1 - at])
             happens(wire, rng)
         for walker in pair:
             walker.end()
@@ -263,8 +372,7 @@ def walk(seed: int, direct: bool, calls: int) -> None:
 
         until(over, 20.0)
         for walker in pair:
-            assert walker.told == walker.begun and not walker.moving
-            walker.pool.free(walker.ours)
+            assert walker.told == walker.begun and not walker.moving and not walker.held
             assert not walker.pool.used(), "something is still held"
             assert not walker.side._asks._asks and not len(walker.worker)
     finally:

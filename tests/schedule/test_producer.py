@@ -511,5 +511,7 @@ class TestConsumers:
         assert first.consumers == 2
         tracker.decline(T, "not needed")
         assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 16, table((5,)), False, 1, handle="r")
+        tracker.finish("s", table([]), False)
+        assert tracker.commands() == StepCommands(), "the answer to the first may still be read"
         tracker.decline(T, "not needed")
         assert only_revoke(tracker).gone and T not in tracker.transfers
